@@ -32,7 +32,7 @@ import gradtools.torch as gt
 HERE = pathlib.Path(__file__).resolve().parent
 ROWS, WIDTH, ROUNDS, LEAST = 64, 128, 9, 2e-3
 PEERS = {
-    "torch": ("pytorch-revgrad", "sentence-transformers"),
+    "torch": ("pytorch-revgrad", "sentence-transformers", "torchjd"),
     "jax": ("equinox", "optax"),
 }
 ELSEWHERE = {

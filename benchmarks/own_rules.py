@@ -102,6 +102,12 @@ def _forward_rule(gt: Any, value: Callable[..., Any]) -> Any:
     return exp
 
 
+def _both_rules(gt: Any, value: Callable[..., Any]) -> Any:
+    exp = _rule(gt, value)
+    exp.defjvp(_forward_rule(gt, value).jvp)
+    return exp
+
+
 def _custom_vjp(value: Callable[..., Any]) -> Any:
     exp = jax.custom_vjp(value)
 
@@ -123,6 +129,7 @@ def torch_functions() -> dict[str, Callable[..., Any]]:
         "by hand, both modes and vmap": _ExpBothModes.apply,
         "custom_rule, vjp": _rule(gt, torch.exp),
         "custom_rule, jvp": _forward_rule(gt, torch.exp),
+        "custom_rule, both": _both_rules(gt, torch.exp),
         "torch.exp": torch.exp,
     }
 

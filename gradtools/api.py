@@ -7,62 +7,9 @@ export its methods under their names. A room is imported when one of its operato
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradtools.backend import Operators
-
-if TYPE_CHECKING:  # what a type checker, and an editor, sees
-    from gradtools.accumulate import Accumulation
-    from gradtools.chunking import Chunking
-    from gradtools.custom import CustomRules
-    from gradtools.derivatives import Derivatives
-    from gradtools.edits import Edits
-    from gradtools.frozen import Freezing
-    from gradtools.kernels import HostFunctions
-    from gradtools.models import Models
-    from gradtools.pairs import Pairs
-    from gradtools.seeing.formulating import Formulating
-    from gradtools.seeing.graphing import Graphing
-    from gradtools.seeing.measures import Measures
-    from gradtools.seeing.operators import SeeingOperators
-    from gradtools.tiled import Tiling
-
-    class Api(
-        Derivatives,
-        Edits,
-        CustomRules,
-        HostFunctions,
-        Freezing,
-        Chunking,
-        Tiling,
-        Pairs,
-        Accumulation,
-        Models,
-        SeeingOperators,
-        Graphing,
-        Formulating,
-        Measures,
-    ):
-        """Every public operator, bound to one backend."""
-
-else:
-
-    class Api(Operators):
-        """Every public operator, bound to one backend."""
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in _ROOM_OF:
-                raise AttributeError(f"gradtools.{self._backend.name} has no attribute {name!r}")
-            found = getattr(self.room(_ROOM_OF[name]), name)
-            setattr(self, name, found)
-            return found
-
-        def room(self, name: str) -> Operators:
-            """The operators of one room, "module:class"; always the same object."""
-            module, _, kind = name.partition(":")
-            made = getattr(import_module(module), kind)(self._backend)
-            return self.__dict__.setdefault(name, made)
-
 
 _ROOMS = {
     "derivatives:Derivatives": (
@@ -74,10 +21,10 @@ _ROOMS = {
         "known_gradient straight_through"
     ),
     "custom:CustomRules": "custom_rule",
-    "kernels:HostFunctions": "host_function Spec",
-    "frozen:Freezing": "frozen",
+    "host_functions:HostFunctions": "host_function Spec",
+    "freezing:Freezing": "frozen",
     "chunking:Chunking": "chunked microbatched gather is_replaying",
-    "tiled:Tiling": "tiled",
+    "tiling:Tiling": "tiled",
     "pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
@@ -87,3 +34,22 @@ _ROOMS = {
     "seeing.measures:Measures": "measure",
 }
 _ROOM_OF = {name: f"gradtools.{room}" for room, names in _ROOMS.items() for name in names.split()}
+
+
+class Api(Operators):
+    """Every public operator, bound to one backend."""
+
+    names = sorted(_ROOM_OF)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _ROOM_OF:
+            raise AttributeError(f"gradtools.{self._backend.name} has no attribute {name!r}")
+        found = getattr(self.room(_ROOM_OF[name]), name)
+        setattr(self, name, found)
+        return found
+
+    def room(self, name: str) -> Operators:
+        """The operators of one room, "module:class"; always the same object."""
+        module, _, kind = name.partition(":")
+        made = getattr(import_module(module), kind)(self._backend)
+        return self.__dict__.setdefault(name, made)

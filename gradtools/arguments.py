@@ -7,7 +7,7 @@ are split on axis 0; a dictionary speaks of f's parameters by name, however they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import Parameter, signature, unwrap
 from typing import Any, NamedTuple
 
@@ -172,3 +172,21 @@ def _refuse(asked: str, name: Any, f: Callable[..., Any], given: list[Argument])
         f"{getattr(f, '__name__', type(f).__name__)} and no keyword of this call. {listed}; "
         "name one of them, or pass what you mean by keyword."
     )
+
+
+def check_names(
+    what: str, given: Any, names: Collection[str], pairs: str = "path to array"
+) -> None:
+    """Raises unless `given` is a dictionary with these names."""
+    if not isinstance(given, Mapping):
+        raise GradtoolsError(
+            f"apply: {what} must be a dictionary from {pairs}, as functionalize returned it; got a "
+            f"{type(given).__name__}."
+        )
+    missing = [name for name in names if name not in given]
+    unexpected = [name for name in given if name not in names]
+    if missing or unexpected:
+        raise GradtoolsError(
+            f"apply: {what} must hold the names that functionalize returned; missing: "
+            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
+        )

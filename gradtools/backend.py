@@ -30,8 +30,8 @@ from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions, Chunks
-    from gradtools.host import Kernel, KernelCall, Results
-    from gradtools.seeing.graph import Graph
+    from gradtools.host import KernelCall
+    from gradtools.seeing.nodes import PlainGraph
     from gradtools.seeing.passes import Differentiated, Live
     from gradtools.seeing.program import LeafProgram
     from gradtools.seeing.recording import Recording, Run, Vanished
@@ -364,7 +364,9 @@ class Programs(Rules):
     def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
         """A shorter way through the commonest calls of a custom rule, where there is one.
 
-        It takes the positional arguments, and gives NotImplemented for what is not of these.
+        It takes the positional arguments, and gives NotImplemented for what is not of these. A
+        host function's kernel is called here and now where nothing but arrays with values go in,
+        and no trace, transform, mode or autograd follows what is done.
         """
         return None
 
@@ -398,13 +400,6 @@ class Programs(Rules):
     def call_kernel(self, call: KernelCall, xs: Sequence[Array]) -> list[Array]:
         """The results of a host kernel, inside the framework's program; without a derivative."""
         return self._lacks("host_function")
-
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Array]] | None:
-        """The same where nothing but arrays with values go in, and nothing follows what is done.
-
-        None where anything does: a trace, a transform, a mode, autograd.
-        """
-        return None
 
     def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
         return self._lacks("gather")
@@ -632,12 +627,12 @@ class Seeing(Tiles):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         return run(leaves)
 
-    def gradient_graph(self, asked: Differentiated | Live) -> Graph:
+    def gradient_graph(self, asked: Differentiated | Live) -> PlainGraph:
         """The passes of a program as one graph, its effects undone; or what is held of results."""
         return self._lacks("gradient_graph")
 
-    def formula_graph(self, program: LeafProgram) -> Graph:
-        """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
+    def formula_graph(self, program: LeafProgram) -> PlainGraph:
+        """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
 
         ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What
         has no word in the vocabulary keeps its native name. Its effects are undone.
@@ -680,8 +675,32 @@ class Lazily:
     def __get__(self, backend: Any, owner: type) -> Any:
         if backend is None:
             return self
-        found = getattr(import_module(self.room), self.name or self.member)
+        found = getattr(
+            import_module(f"gradtools.{backend.name}.{self.room}"), self.name or self.member
+        )
         return backend.__dict__.setdefault(self.member, found)
+
+
+class Wing(Backend):
+    """What both wings have in rooms of the same names."""
+
+    as_number = Lazily("accumulate")
+    call_kernel = Lazily("host")
+    held, optimised = Lazily("training"), Lazily("training")
+    sweep, fold, tile_bytes = Lazily("tiling"), Lazily("tiling"), Lazily("tiling")
+    run_chunks, sum_chunks = Lazily("chunking"), Lazily("chunking")
+    gather = Lazily("gathering")
+    run_frozen = Lazily("freezing")
+    record = Lazily("seeing")
+    vanishing = Lazily("vanishing")
+    gradient_graph = Lazily("passes")
+    formula_graph, trying = Lazily("vocabulary"), Lazily("vocabulary")
+    measure = Lazily("measures")
+    functionalize = Lazily("modules")
+
+    @property
+    def accumulation(self) -> Any:
+        return import_module(f"gradtools.{self.name}.accumulate")
 
 
 class Operators:

@@ -74,12 +74,12 @@ class Call:
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
         """f at other leaves: `(outs, extras)`. Remembers the tree of what f returned."""
-        args = list(self.args)
-        for i, tree in zip(self.argnums, self.to_trees(leaves), strict=True):
-            args[i] = tree
+        args, backend, start = list(self.args), self.backend, 0
+        for i, treedef, count in zip(self.argnums, self.treedefs, self.counts, strict=True):
+            args[i] = backend.unflatten(treedef, leaves[start : start + count])
+            start += count
         result = self.f(*args, **self.kwargs)
         out, aux = self._parted(result) if self.has_aux else (result, None)
-        backend = self.backend
         # What is kept of the output is its tree, no array: tracers would leak, memory stay.
         self._out_is_leaf = not isinstance(out, tuple | list | dict)
         out_leaves, self._out_def = backend.flatten(out)
@@ -92,8 +92,9 @@ class Call:
         extras: list[Array] = []
         for k, x in enumerate(out_leaves):
             y = x if backend.is_array(x) else self._as_output(k, x)
-            self._inexact.append(backend.is_inexact(y))
-            (outs if self._inexact[-1] else extras).append(y)
+            inexact = backend.is_inexact(y)
+            self._inexact.append(inexact)
+            (outs if inexact else extras).append(y)
         self._aux_static: list[tuple[Any] | None] = []
         for x in aux_leaves:
             self._aux_static.append(None if backend.is_array(x) else (x,))

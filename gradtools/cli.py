@@ -7,7 +7,9 @@ not hold, 2 for wrong usage, and where a command that judges a program could not
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,14 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 2
+    module, _, name = args.run.partition(":")
     try:
-        return int(args.run(args))
+        return int(getattr(import_module(module), name)(args))
     except gradtools.GradtoolsError as error:
         print(f"gradtools {args.command}: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    except Exception:  # a program's own: its place is worth more than a sentence
+        traceback.print_exc()
+    return int(args.failed)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_demo(commands)
     listing = commands.add_parser("backends", help="say what is installed, with versions")
-    listing.set_defaults(run=_backends)
+    listing.set_defaults(run="gradtools.cli:backends", failed=1)
     _add_check(commands)
     _add_crosscheck(commands)
     _add_why_zero(commands)
@@ -69,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "conventions", help="how the frameworks differ at kinks and ties, measured here"
     )
     table.add_argument("containing", nargs="?", default="", help="only rows with this text")
-    table.set_defaults(run=_conventions)
+    table.set_defaults(run="gradtools.testing.commands:conventions", failed=1)
     return parser
 
 
@@ -93,18 +98,15 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("--device", default="auto", help="auto (default), cpu, gpu, tpu, or gpu:1")
     command.add_argument("--filter", default="", metavar="TEXT", help="only cells with this text")
     command.add_argument("--json", action="store_true", help="print every cell as JSON")
-    command.set_defaults(run=_check)
+    command.set_defaults(run="gradtools.cli:check", failed=2)
 
 
-def _check(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
+    """The matrix, or the sweep."""
     from gradtools.conformance.checking import check
     from gradtools.conformance.sweeps.running import run
 
-    try:
-        return run(args) if args.sweep else check(args)
-    except gradtools.GradtoolsError as error:  # such as a device that there is not
-        print(f"gradtools check: {error}", file=sys.stderr)
-        return 2
+    return run(args) if args.sweep else check(args)
 
 
 def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -120,7 +122,7 @@ def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     check.add_argument("--dtype", help="cast floating inputs and parameters, for example float64")
     check.add_argument("--conventions", choices=("allow", "raise"), default="allow")
     check.add_argument("--json", action="store_true", help="print the whole report as JSON")
-    check.set_defaults(run=_crosscheck)
+    check.set_defaults(run="gradtools.testing.commands:crosscheck", failed=2)
 
 
 def _add_why_zero(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -131,13 +133,7 @@ def _add_why_zero(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     _add_function(command)
     _add_wrt(command)
-    command.set_defaults(run=_why_zero)
-
-
-def _why_zero(args: argparse.Namespace) -> int:
-    from gradtools.seeing.commands import why_zero
-
-    return why_zero(args)
+    command.set_defaults(run="gradtools.seeing.commands:why_zero", failed=2)
 
 
 def _add_graph(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -161,13 +157,7 @@ def _add_graph(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="FILE",
         help="by its suffix a picture (.svg), a page (.html), .dot, .mmd or .txt",
     )
-    command.set_defaults(run=_graph)
-
-
-def _graph(args: argparse.Namespace) -> int:
-    from gradtools.seeing.commands import graph
-
-    return graph(args)
+    command.set_defaults(run="gradtools.seeing.commands:graph", failed=2)
 
 
 def _add_formula(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -189,13 +179,7 @@ def _add_formula(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument(
         "-o", "--out", metavar="FILE", help="by its suffix text (.txt), LaTeX (.tex) or .md"
     )
-    command.set_defaults(run=_formula)
-
-
-def _formula(args: argparse.Namespace) -> int:
-    from gradtools.seeing.commands import formula
-
-    return formula(args)
+    command.set_defaults(run="gradtools.seeing.commands:formula", failed=2)
 
 
 def _add_wrt(command: argparse.ArgumentParser) -> None:
@@ -234,24 +218,6 @@ def _add_inputs(command: argparse.ArgumentParser, required: bool) -> None:
     )
 
 
-def _crosscheck(args: argparse.Namespace) -> int:
-    from gradtools.testing.commands import crosscheck
-
-    missing = [name for name in _FRAMEWORKS if name not in gradtools.available_backends()]
-    if missing:
-        said = f"needs both frameworks; {missing[0]} is not installed."
-        mend = f'pip install "gradtools[{missing[0]}]"'
-        print(f"gradtools crosscheck: {said} Mend: {mend}", file=sys.stderr)
-        return 2
-    return crosscheck(args)
-
-
-def _conventions(args: argparse.Namespace) -> int:
-    from gradtools.testing.commands import conventions
-
-    return conventions(args)
-
-
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     demo = commands.add_parser(
         "demo",
@@ -263,7 +229,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     demo.add_argument("--seeds", type=_positive, default=5, metavar="N", help="default: 5")
     demo.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="default: out")
     demo.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run="gradtools.cli:demo", failed=1)
 
 
 def _add_measure(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -278,13 +244,7 @@ def _add_measure(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="store_true",
         help="measure value and gradient, along all floating arguments, rather than the value",
     )
-    command.set_defaults(run=_measure)
-
-
-def _measure(args: argparse.Namespace) -> int:
-    from gradtools.seeing.commands import measure
-
-    return measure(args)
+    command.set_defaults(run="gradtools.seeing.commands:measure", failed=2)
 
 
 def _positions(text: str) -> list[int]:
@@ -311,7 +271,8 @@ def _whole(text: str, least: int) -> int:
     return int(text)
 
 
-def _backends(_: argparse.Namespace) -> int:
+def backends(_: argparse.Namespace) -> int:
+    """Says what is installed."""
     for backend, packages in _FRAMEWORKS.items():
         found = backend in gradtools.available_backends()
         mend = f'not installed: pip install "gradtools[{backend}]"'
@@ -330,7 +291,8 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def _demo(args: argparse.Namespace) -> int:
+def demo(args: argparse.Namespace) -> int:
+    """Domain-adversarial training on both frameworks."""
     backends = ("torch", "jax") if args.backend == "both" else (args.backend,)
     _require(_DEMO_NEEDS["both"] + sum((_DEMO_NEEDS[name] for name in backends), ()))
     try:

@@ -16,7 +16,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from gradtools.seeing.formula.recorded import Recorded
-    from gradtools.seeing.graph import Graph
+    from gradtools.seeing.nodes import PlainGraph
 
 
 class ForeignProgram(Protocol):
@@ -32,7 +32,7 @@ class ForeignProgram(Protocol):
         """What its author wrote, or of what this is a derivative."""
         ...
 
-    def graph(self) -> Graph | None:
+    def graph(self) -> PlainGraph | None:
         """Its operations, as the other framework records them; None where it cannot."""
         ...
 

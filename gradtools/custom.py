@@ -272,11 +272,11 @@ class CustomRule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
-        backend = self._backend
-        if not (kwargs or self._direct is None or backend.compiling()):
-            found = self._direct(args)
+        if self._direct is not None:
+            found = self._direct(self._bound(args, kwargs)[1] if kwargs else args)
             if found is not NotImplemented:
                 return found
+        backend = self._backend
         statics, rest = self._bound(args, kwargs)
         leaves, structure = backend.sketch(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]

@@ -105,7 +105,8 @@ class Derivatives(Operators):
             >>> gt.to_numpy(g["w"]).tolist()
             [2.0, 4.0]
         """
-        _one_of("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
+        if disconnected_inputs != "raise":
+            _one_of("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
         asked = "grad", f, argnums, has_aux, disconnected_inputs
         return _named("grad", f, partial(self._gradient_at, asked))
 
@@ -618,7 +619,9 @@ class Derivatives(Operators):
         name = _PLAYERS if asked == "minimax_value_and_grad" else "argnums"
         positions = normalized_argnums(asked, argnums, len(args), name)
         call = Call(self._backend, asked, f, args, kwargs, positions, has_aux)
-        groups = {"zeros": None, "strict": [1] * len(call.leaves)}.get(disconnected, call.counts)
+        groups = None if disconnected == "zeros" else call.counts
+        if disconnected == "strict":
+            groups = [1] * len(call.leaves)
         found = self._backend.vjp(call, call.leaves, groups=groups, once=True)
         value = call.scalar(found.outs, found.extras)
         grads: Sequence[Any] = found.pullback([self._backend.ones_like(value)])
@@ -629,7 +632,7 @@ class Derivatives(Operators):
         aux = None
         if has_aux:
             aux = call.output(found.outs, found.extras)[1]
-        else:
+        elif call.opened is not None:
             call.settle(found.extras)
         trees = call.to_trees(grads)
         return value, aux, trees if isinstance(argnums, tuple | list) else trees[0]
@@ -769,7 +772,8 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
 
 
 def _named(operator: str, f: Any, call: partial[Any]) -> Callable[..., Any]:
-    _callable(operator, f)
+    if not callable(f):
+        _callable(operator, f)
     return like_function(f"{operator}(", f, call, ")")
 
 

@@ -241,17 +241,21 @@ class Results:
     treedef: Any
     alone: bool  # whether one array comes, in no container
     dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)  # as NumPy carries them
+    looks: tuple[Any, ...] = field(init=False, compare=False)  # their shapes and these
     widened: bool = field(init=False, compare=False)  # whether NumPy has another dtype for one
 
     def __post_init__(self) -> None:
         carried = [np.dtype(_carrier(s.dtype)) for s in self.specs]
         object.__setattr__(self, "dtypes", tuple(carried))
+        pairs = zip(self.specs, carried, strict=True)
+        object.__setattr__(self, "looks", tuple([(s.shape, dtype) for s, dtype in pairs]))
         object.__setattr__(self, "widened", any(s.dtype in _CARRIED for s in self.specs))
 
     def are(self, ys: Sequence[Any], batch: Shape) -> bool:
         """Whether arrays are what was expected, without a word of what is wrong with them."""
-        for y, spec, dtype in zip(ys, self.specs, self.dtypes, strict=True):
-            shape = (*batch, *spec.shape) if batch else spec.shape
+        for y, (shape, dtype) in zip(ys, self.looks, strict=True):
+            if batch:
+                shape = (*batch, *shape)
             if type(y) is not np.ndarray or y.dtype != dtype or y.shape != shape:
                 return False
         return True
@@ -317,7 +321,6 @@ class KernelCall:
         xs: Sequence[np.ndarray],
         expected: Results,
         batch: Shape = (),
-        locked: bool = False,
     ) -> list[np.ndarray]:
         """Calls the kernel.
 
@@ -325,20 +328,19 @@ class KernelCall:
             xs: NumPy arrays with len(batch) axes in front, each as long as batch's or 1.
             expected: What comes out for one example, see `results`.
             batch: The sizes of the batch axes.
-            locked: Whether they are read-only and in C order already.
 
         Returns:
             New arrays of the expected shapes behind the batch axes, bfloat16 as float32.
         """
-        if not (locked or self.kernel.raw):
+        if not self.kernel.raw:
             xs = [read_only(x) for x in xs]
         full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs] if batch else xs
         if self.kernel.raw:
             return self._called(full, expected, batch)
         if not batch:
-            return self._copied(xs, expected)
+            return self.fresh(xs, expected)
         if self.kernel.vectorized:
-            return self._copied([read_only(x) for x in full], expected, batch)
+            return self.fresh([read_only(x) for x in full], expected, batch)
         ys = [np.empty((*batch, *s.shape), _carrier(s.dtype)) for s in expected.specs]
         for i in np.ndindex(*batch):
             found = self._called([x[(*i, ...)] for x in full], expected)
@@ -346,10 +348,13 @@ class KernelCall:
                 y[i] = one
         return ys
 
-    def _copied(
+    def fresh(
         self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()
     ) -> list[np.ndarray]:
-        """New arrays: what a kernel returns may be its argument, or its own workspace."""
+        """One call, at arrays that are read-only and in C order, and new arrays of what it returns.
+
+        What a kernel returns may be its argument, or its own workspace.
+        """
         ys = self._called(xs, expected, batch)
         for i, dtype in enumerate(expected.dtypes):
             if not _is_new(ys, i, dtype):
@@ -358,14 +363,17 @@ class KernelCall:
 
     def _called(self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()) -> list[Any]:
         """What the kernel returns, as a flat list, held to what was expected."""
-        tree = self.kernel.fun(*(xs if self.flat else self._arguments(xs)))
-        if self.kernel.raw:
+        kernel = self.kernel
+        tree = kernel.fun(*xs) if self.flat else kernel.fun(*self._arguments(xs))
+        if expected.alone and type(tree) is np.ndarray and not kernel.raw:
+            ys, tree = [tree], None  # held once
+            if not batch and (ys[0].shape, ys[0].dtype) == expected.looks[0]:
+                return ys
+        elif kernel.raw:
             ys = tree
             if len(ys) != len(expected.specs):
                 count = len(expected.specs)
                 raise self.error(f"it returned {len(ys)} arrays, expected {count}, those of out.")
-        elif expected.alone and type(tree) is np.ndarray:
-            ys, tree = [tree], None  # held once
         else:
             ys, tree = self._leaves(tree, expected.treedef), None
         if expected.are(ys, batch):
@@ -414,7 +422,7 @@ def _is_new(ys: list[Any], i: int, dtype: np.dtype[Any]) -> bool:
     if type(ys[i]) is not np.ndarray or sys.getrefcount(ys[i]) > _HELD_ONCE:
         return False
     flags = ys[i].flags
-    return ys[i].dtype == dtype and flags.owndata and flags.c_contiguous and flags.writeable
+    return flags.owndata and flags.c_contiguous and flags.writeable and ys[i].dtype == dtype
 
 
 def _held_once() -> int:

@@ -8,12 +8,13 @@ handed out, and how a key becomes the seeds of Keras' random streams.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from gradtools.arguments import check_names
 from gradtools.errors import GradtoolsError
 
 _SEED = "seed_generator_state"  # what Keras calls the variable of a random stream
@@ -80,8 +81,8 @@ def functionalize(module: Any, variables: Any, train: bool | None, wing: KerasWi
 
 
 def _apply(module, wing, train, layout, rest, streams, /, params, state, *args, key=None, **kwargs):
-    _check("params", params, list(layout))
-    _check("state", state, list(rest))
+    check_names("params", params, layout)
+    check_names("state", state, rest)
     for path, shape in layout.items():
         if tuple(params[path].shape) != shape:
             raise GradtoolsError(
@@ -109,18 +110,3 @@ def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
             path, n = f"{v.path}_{n}", n + 1
         found[path] = v
     return found
-
-
-def _check(what: str, given: Any, names: list[str]) -> None:
-    if not isinstance(given, Mapping):
-        raise GradtoolsError(
-            f"apply: {what} must be a dictionary from path to array, as functionalize returned it; "
-            f"got a {type(given).__name__}."
-        )
-    missing = [name for name in names if name not in given]
-    unexpected = [name for name in given if name not in names]
-    if missing or unexpected:
-        raise GradtoolsError(
-            f"apply: {what} must hold the names that functionalize returned; missing: "
-            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
-        )

@@ -21,7 +21,7 @@ import numpy as np
 from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import as_array
 from gradtools.errors import GradtoolsError
-from gradtools.tiled import Tiling
+from gradtools.tiling import Tiling
 
 TileSize = int | tuple[int, int] | None
 _PAIRS_AT_ONCE = 2**22  # of all heads of an attention together

@@ -19,10 +19,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gradtools.host import Spec
 
 Array = Any
+R = TypeVar("R", bound="Rule")
 Entries = Sequence[Any]  # arrays, or None for a zero
 Map = Callable[[Entries, Entries], list[Any]]
 Joint = Callable[[Entries, Entries], tuple[list[Any], list[Any]]]
@@ -102,20 +103,11 @@ class Rule:
         symbolic: Which maps are handed None for a zero although the rule is dense, and results
             of an evaluation that knows what is differentiated: any of "tangent", "cotangent".
         contract: What the author's maps are held to; None: they are trusted.
-        perturbed: In a rule that was evaluated for some inputs alone, which these are; its maps
-            hold for no others, which `whole` has.
-        whole: The rule for all inputs, where there are `perturbed` ones, and for all outputs, where
-            some are `used` alone.
-        used: In a rule of which some outputs are used alone, which these are. Its value gives no
-            others; its derivative is that of `whole`.
-        unlifted: In a rule whose value alone was lifted out of a trace, the rule as it was.
         identity: Whether the outputs are inputs as they came, which pictures tell.
         key: A text by which compiled code finds the rule again, see `by_key`.
         mapped: `mapped(size, axes, xs, randomness)` gives the rule of a batch, for rules that
             know it themselves: with its inputs, and a function of its outputs that gives their
             axes.
-        forward: In a rule that was linearized, `forward(*xs)` gives `[*ys, *extras]`.
-        extras: How many extras `forward` gives.
         remat: Whether the value is that of `primal`, and not of the forward pass of its
             derivative, where what this saves is not used: before a recomputation.
         flow: Whose data flow says which input reaches which output, where the derivative is that
@@ -144,15 +136,9 @@ class Rule:
     dense: bool = False
     symbolic: frozenset[str] = frozenset()
     contract: Contract | None = None
-    perturbed: tuple[bool, ...] | None = None
-    whole: Rule | None = None
-    used: tuple[bool, ...] | None = None
-    unlifted: Rule | None = None
     identity: bool = False
     key: str = field(default_factory=lambda: next(KEYS))
     mapped: Callable[..., Any] | None = None
-    forward: Callable[..., list[Array]] | None = None
-    extras: int = 0
     remat: bool = False
     flow: Callable[..., list[Array]] | None = None
     reaches: Callable[..., Sequence[Sequence[bool]] | None] | None = None
@@ -168,6 +154,12 @@ class Rule:
 
     def __repr__(self) -> str:
         return f"<rule {self.name}>"
+
+    @classmethod
+    def of(cls, rule: Rule, **changes: Any) -> Self:
+        """What describes a rule, with these changes, as another rule, of this class."""
+        described = {f.name: getattr(rule, f.name) for f in fields(Rule)}
+        return cls(**described | {"key": next(KEYS)} | changes)
 
     @property
     def maps(self) -> tuple[Any, ...]:
@@ -201,20 +193,6 @@ class Rule:
             return list(xs)
         everything = [*xs, *ys, *extras]
         return [everything[i] for i in self.saves]
-
-    def linearized(self, found: Linearized, forward: Callable[..., list[Array]]) -> Rule:
-        """The rule with the maps of one evaluation, which `forward` repeats."""
-        return replace(
-            self,
-            tangent=found.tangent,
-            cotangent=found.cotangent,
-            saves=found.saves,
-            linearize=None,
-            joint=None,
-            forward=forward,
-            extras=len(found.extras),
-            key=next(KEYS),
-        )
 
 
 def reverse_only_text(asked: str, name: str) -> str:
@@ -295,8 +273,8 @@ def _held(x: Any, attributes: bool) -> list[Any]:
 
 
 def batched(
-    rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries | None, size: int
-) -> Rule:
+    rule: R, backend: Any, x_axes: Entries, saved_axes: Entries | None, size: int, **more: Any
+) -> R:
     """The rule of `vmap(rule)`.
 
     Args:
@@ -307,6 +285,7 @@ def batched(
         saved_axes: The same for what the linear maps are handed; None where they read inputs
             and outputs alone, or where a rule is yet to be linearized.
         size: The batch size.
+        more: The fields that a wing's own record of a rule adds.
     """
     x_axes = tuple(x_axes)
 
@@ -314,10 +293,6 @@ def batched(
         if fun is None:
             return None
         return lambda *xs: backend.vmap_list(lambda *x: fun(*x), x_axes, size)(*xs)
-
-    def forward(*xs: Array) -> list[Array]:
-        assert rule.forward is not None
-        return backend.vmap_extras(rule.forward, x_axes, size, lambda: rule.extras)(*xs)[0]
 
     def tangent_of(one: Map | None, axes: tuple[Any, ...]) -> Map | None:
         if one is None:
@@ -383,14 +358,13 @@ def batched(
         rule,
         key=next(KEYS),
         primal=mapped(rule.primal),
-        forward=None if rule.forward is None else forward,
         flow=mapped(rule.flow),
         reaches=rule.reaches and reaches,
         tangent=tangent_of(rule.tangent, axes),
         cotangent=cotangent_of(rule.cotangent, axes),
         linearize=None if rule.linearize is None else linearize,
-        whole=None if rule.whole is None else batched(rule.whole, backend, x_axes, None, size),
         joint=None if rule.joint is None else joint_of(rule.joint),
+        **more,
     )
 
 

@@ -57,19 +57,17 @@ class Parameters:
 
     @classmethod
     def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> Parameters:
-        """Those of a function."""
+        """Those of a function; a rule's stand in an order, so a call gives no `**kwargs`."""
         signature = _signature(fun)
+        if signature:
+            kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+            signature = signature.replace(parameters=kept)
         found = list(signature.parameters.values()) if signature else []
         unknown = [s for s in static_argnames if s not in [p.name for p in found]]
         if unknown:
             raise GradtoolsError(
                 f"custom_rule: static_argnames names {unknown[0]!r}, but {name} has the "
                 f"arguments {', '.join(p.name for p in found) or 'none'}."
-            )
-        if any(p.kind is p.VAR_KEYWORD for p in found):
-            raise GradtoolsError(
-                f"custom_rule: {name} takes **{found[-1].name}, and a rule gets its arguments by "
-                "position. Name them in the signature, or pass a dict as one argument."
             )
         fixed = [p for p in found if p.kind is not p.VAR_POSITIONAL]
         rest = [i for i, p in enumerate(found) if p.kind is p.VAR_POSITIONAL]

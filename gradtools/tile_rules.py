@@ -17,7 +17,7 @@ from gradtools.rules import Linearized, Rule
 from gradtools.tiles import COLUMNS, ROWS, SHARED, Arrays, MergeGroup, TileGrid, added
 
 if TYPE_CHECKING:
-    from gradtools.tiled import TiledCall
+    from gradtools.tiling import TiledCall
 
 
 def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Arrays:

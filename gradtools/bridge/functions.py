@@ -29,7 +29,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel, Spec
 from gradtools.rules import KEYS, Entries, Rule, spread
 from gradtools.seeing.formula.recorded import Recorded, as_recorded
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.program import LeafProgram
 from gradtools.shaped import Shaped
 from gradtools.signatures import Parameters
@@ -287,12 +287,12 @@ class KnownOfShapes:
         """What its author wrote."""
         return self.of.base.fun
 
-    def graph(self) -> Graph | None:
+    def graph(self) -> PlainGraph | None:
         """The function's operations, as the guest records them."""
         return self._graph
 
     @cached_property
-    def _graph(self) -> Graph | None:
+    def _graph(self) -> PlainGraph | None:
         return self.of.guest.graph(self.of, self.ins)
 
     def formula(self, xs: Sequence[np.ndarray], batch: Sequence[int]) -> Recorded | None:

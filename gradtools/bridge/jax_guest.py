@@ -32,7 +32,8 @@ from gradtools.jax.flops import Count
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.jaxprs import live, open_jaxpr
 from gradtools.jax.tracing import reached_matrix
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import PlainGraph
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.host import is_followed
 from gradtools.torch.wrappers import is_wrapped
 
@@ -93,6 +94,8 @@ class JaxGuest:
         for x in xs:
             if type(x) not in _PLAIN or (grad and x.requires_grad) or is_wrapped(x):
                 return False
+            if upstream.is_legacy_batched(x):
+                return False
         return not is_followed()
 
     def abstract(self, of: Foreign, specs: Sequence[Spec]) -> list[Spec]:
@@ -113,7 +116,7 @@ class JaxGuest:
         traced = self._traced(of.run, specs)
         return None if traced is None else reached_matrix(traced)
 
-    def graph(self, of: Foreign, specs: Sequence[Spec]) -> Graph | None:
+    def graph(self, of: Foreign, specs: Sequence[Spec]) -> PlainGraph | None:
         """The operations; None where f cannot be traced."""
         traced = self._traced(of.run, specs)
         return None if traced is None else graph_of(traced, in_places=True)

@@ -40,7 +40,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import captured
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.passes import FORWARD, Differentiated
 from gradtools.seeing.program import LeafProgram
 from gradtools.torch import _upstream as upstream
@@ -145,7 +145,7 @@ class TorchGuest:
             ys = _taken(of.run, [x.clone() for x in xs])
             return None if ys is None else [self._reaching(y, xs, at) for y in ys]
 
-    def graph(self, of: Foreign, specs: Sequence[Spec]) -> Graph | None:
+    def graph(self, of: Foreign, specs: Sequence[Spec]) -> PlainGraph | None:
         """The operations, recorded with fake tensors; None where f does not take them."""
         with self._faked(of, specs) as xs:
             if _taken(of.run, [x.clone() for x in xs]) is None:

@@ -23,13 +23,12 @@ from gradtools.conformance.reference import (
     Leaves,
     Reference,
     arranged,
-    dot,
     each_leaf,
     leaves_of,
     rebuilt,
     reference,
-    size,
 )
+from gradtools.testing.probe import inner, size
 from gradtools.testing.tolerances import FINITE_DIFFERENCES, real_name, tolerance
 
 DIFFERENCES = "finite differences in NumPy"
@@ -203,7 +202,7 @@ class Problem:
         for seed in (1, 2):
             t = self.ref.draw(seed)
             expected = factor * self.ref.slope(t, **more)
-            yield self.near(DIFFERENCES, dot(grads, t), expected, size(grads, t))
+            yield self.near(DIFFERENCES, inner(grads, t), expected, size(grads, t))
 
     def slope(
         self, found: Any, t: Sequence[Any], factor: float = 1.0, **more: Any
@@ -218,7 +217,7 @@ class Problem:
         """<H t, s> against the loss's second derivative, for one more direction."""
         s = self.ref.draw(3)
         expected = factor * self.ref.curvature(s, t, **more)
-        yield self.near(DIFFERENCES, dot(product, s), expected, size(product, s), 2)
+        yield self.near(DIFFERENCES, inner(product, s), expected, size(product, s), 2)
 
     def entries(self, found: Sequence[Any], expected: Sequence[Any]) -> Iterator[CellComparison]:
         """J t against differences, entry by entry."""

@@ -17,6 +17,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 
 Program = Callable[..., Any]
+Tags = frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Scenario:
     shape: str
     dtype: str = "float64"
     order: int = 2
-    tags: frozenset[str] = frozenset()
+    tags: Tags = frozenset()
 
     def bind(self, gt: Any) -> Program:
         """The program as a function of one backend's arrays alone."""
@@ -119,6 +120,23 @@ def _recurrence(gt: Any, h: Any, w: Any) -> Any:
     return h
 
 
+def _at(name: str, f: Program, *args: Any, order: int = 2, tags: Tags = frozenset()) -> Scenario:
+    """The record of a program at these arguments."""
+    first = args[0]
+    if isinstance(first, dict | list | tuple):
+        shape = "pytree"
+    else:
+        shape = ("number", "vector", "matrix")[first.ndim] if first.size else "empty"
+    return Scenario(name, f, args, shape, _dtype(first), order, tags)
+
+
+def _dtype(tree: Any) -> str:
+    """That of a tree's first leaf."""
+    if isinstance(tree, dict | list | tuple):
+        return _dtype(next(iter(tree.values() if isinstance(tree, dict) else tree)))
+    return str(tree.dtype)
+
+
 def _all() -> Iterator[Scenario]:
     yield from _elementwise()
     yield from _of_shapes()
@@ -133,15 +151,15 @@ def _elementwise() -> Iterator[Scenario]:
     """Smooth functions of one array."""
     vector, positive = _draw(4), np.abs(_draw(4)) + 0.5
     for name in ("sin", "cos", "tan", "exp", "expm1", "tanh", "sinh", "cosh", "square"):
-        yield Scenario(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), (vector,), "vector")
+        yield _at(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), vector)
     for name in ("log", "log1p", "sqrt", "acosh", "asinh", "atan"):
         shift = 1.0 if name == "acosh" else 0.0
         args = (positive + shift,)
-        yield Scenario(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), args, "vector")
+        yield _at(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), *args)
     single = vector.astype("float32")
     for name in ("sin", "exp", "tanh", "square"):
         f = lambda gt, x, name=name: getattr(gt.xp, name)(x)
-        yield Scenario(f"{name} in float32", f, (single,), "vector", "float32")
+        yield _at(f"{name} in float32", f, single)
 
 
 def _of_shapes() -> Iterator[Scenario]:
@@ -149,85 +167,63 @@ def _of_shapes() -> Iterator[Scenario]:
     several, network = frozenset({"several"}), frozenset({"several", "network"})
     linalg = frozenset({"several", "linear algebra"})
     x = _draw(3, 4)
-    yield Scenario("cube of a number", lambda gt, x: x**3, (np.float64(1.5),), "number")
-    yield Scenario("number in float32", lambda gt, x: x**3, (np.float32(1.5),), "number", "float32")
-    yield Scenario(
+    yield _at("cube of a number", lambda gt, x: x**3, np.float64(1.5))
+    yield _at("number in float32", lambda gt, x: x**3, np.float32(1.5))
+    yield _at(
         "product of two numbers",
         lambda gt, x, y: x * y + x / y,
-        (np.float64(1.5), np.float64(-0.7)),
-        "number",
+        np.float64(1.5),
+        np.float64(-0.7),
         tags=several,
     )
-    yield Scenario("mean of squares", lambda gt, x: gt.xp.mean(x**2), (x,), "matrix")
-    yield Scenario("softmax of rows", _softmax, (x,), "matrix")
-    yield Scenario(
-        "sum of a softmax",
-        lambda gt, x: gt.xp.sum(_softmax(gt, x)),
-        (x,),
-        "matrix",
-        tags=frozenset({"cancels"}),
+    yield _at("mean of squares", lambda gt, x: gt.xp.mean(x**2), x)
+    yield _at("softmax of rows", _softmax, x)
+    yield _at(
+        "sum of a softmax", lambda gt, x: gt.xp.sum(_softmax(gt, x)), x, tags=frozenset({"cancels"})
     )
-    yield Scenario("logsumexp", _logsumexp, (_draw(4),), "vector")
-    yield Scenario("layer norm", _layer_norm, (x, _draw(4)), "matrix", tags=network)
+    yield _at("logsumexp", _logsumexp, _draw(4))
+    yield _at("layer norm", _layer_norm, x, _draw(4), tags=network)
     args = (_draw(3, 4), _draw(5, 4, seed=1), _draw(5, 2, seed=2))
-    yield Scenario("attention", _attention, args, "matrix", tags=network)
+    yield _at("attention", _attention, *args, tags=network)
     params = {"w": [_draw(4, 5), _draw(5, 2)], "b": _draw(5)}
-    yield Scenario("network of two layers", _network, (params, x), "pytree", tags=network)
-    yield Scenario("recurrence", _recurrence, (_draw(3), _draw(3, 3)), "vector", tags=network)
-    yield Scenario("product of matrices", lambda gt, a, b: a @ b, (x, x.T), "matrix", tags=linalg)
+    yield _at("network of two layers", _network, params, x, tags=network)
+    yield _at("recurrence", _recurrence, _draw(3), _draw(3, 3), tags=network)
+    yield _at("product of matrices", lambda gt, a, b: a @ b, x, x.T, tags=linalg)
     square = _draw(3, 3) + 4 * np.eye(3)
-    yield Scenario(
-        "solve",
-        lambda gt, a, b: gt.xp.linalg.solve(a, b),
-        (square, _draw(3, 2)),
-        "matrix",
-        tags=linalg,
+    yield _at("solve", lambda gt, a, b: gt.xp.linalg.solve(a, b), square, _draw(3, 2), tags=linalg)
+    yield _at("inverse", lambda gt, a: gt.xp.linalg.inv(a), square, tags=linalg)
+    yield _at("determinant", lambda gt, a: gt.xp.linalg.det(a), square, tags=linalg)
+    yield _at("norm away from 0", lambda gt, x: gt.xp.linalg.vector_norm(x), _draw(4), tags=linalg)
+    yield _at(
+        "output of a tree", lambda gt, x: {"a": gt.xp.sin(x), "b": [gt.xp.sum(x), x * 2]}, _draw(4)
     )
-    yield Scenario("inverse", lambda gt, a: gt.xp.linalg.inv(a), (square,), "matrix", tags=linalg)
-    yield Scenario(
-        "determinant", lambda gt, a: gt.xp.linalg.det(a), (square,), "matrix", tags=linalg
-    )
-    yield Scenario(
-        "norm away from 0",
-        lambda gt, x: gt.xp.linalg.vector_norm(x),
-        (_draw(4),),
-        "vector",
-        tags=linalg,
-    )
-    yield Scenario(
-        "output of a tree",
-        lambda gt, x: {"a": gt.xp.sin(x), "b": [gt.xp.sum(x), x * 2]},
-        (_draw(4),),
-        "vector",
-    )
-    yield Scenario(
+    yield _at(
         "integer output beside a float",
         lambda gt, x: (x**2, gt.xp.argmax(x)),
-        (_draw(4),),
-        "vector",
+        _draw(4),
         tags=frozenset({"integer"}),
     )
-    yield Scenario(
+    yield _at(
         "rows taken by integers",
         lambda gt, table, rows: gt.xp.sin(gt.xp.take(table, rows, axis=0)),
-        (_draw(5, 2), np.array([0, 3, 3])),
-        "matrix",
+        _draw(5, 2),
+        np.array([0, 3, 3]),
         tags=frozenset({"integer"}),
     )
-    yield Scenario(
+    yield _at(
         "masked by booleans",
         lambda gt, x, mask: gt.xp.sum(gt.xp.where(mask, x**2, 0.5 * x)),
-        (_draw(4), np.array([True, False, True, False])),
-        "vector",
+        _draw(4),
+        np.array([True, False, True, False]),
         tags=frozenset({"integer"}),
     )
-    yield Scenario("sum of an empty array", lambda gt, x: gt.xp.sum(x**2), (np.zeros(0),), "empty")
-    yield Scenario("empty output", lambda gt, x: x * 2.0, (np.zeros((0, 3)),), "empty")
-    yield Scenario(
+    yield _at("sum of an empty array", lambda gt, x: gt.xp.sum(x**2), np.zeros(0))
+    yield _at("empty output", lambda gt, x: x * 2.0, np.zeros((0, 3)))
+    yield _at(
         "an argument of which nothing is used",
         lambda gt, x, y: gt.xp.sum(x**2),
-        (_draw(3), _draw(2)),
-        "vector",
+        _draw(3),
+        _draw(2),
         tags=several,
     )
 
@@ -260,20 +256,20 @@ def _rearranged() -> Iterator[Scenario]:
         "convolved by hand": (lambda gt, x: x[:-2] * 0.5 + x[1:-1] ** 2 - x[2:], v),
     }
     for name, (f, at) in made.items():
-        yield Scenario(name, f, (at,), "matrix" if at.ndim == 2 else "vector")
+        yield _at(name, f, at)
     several = frozenset({"several"})
     tree = {"a": [_draw(2), _draw(2, seed=3)], "b": (_draw(2, 2),)}
     nested = lambda gt, p: {"y": (p["b"][0] @ p["a"][0], gt.xp.sin(p["a"][1]) * p["a"][0])}
-    yield Scenario("nested tree in and out", nested, (tree,), "pytree", tags=several)
+    yield _at("nested tree in and out", nested, tree, tags=several)
     power = lambda gt, x, a: x**a + a**x
     args = (np.abs(_draw(4)) + 0.5, np.abs(_draw(4, seed=4)) + 0.5)
-    yield Scenario("power of two arrays", power, args, "vector", tags=several)
+    yield _at("power of two arrays", power, *args, tags=several)
     angle = lambda gt, x, y: gt.xp.atan2(x, y) * gt.xp.hypot(x, y)
-    yield Scenario("angle and length", angle, args, "vector", tags=several)
+    yield _at("angle and length", angle, *args, tags=several)
     bilinear = lambda gt, x, a, y: gt.xp.sum(x @ a * y, axis=-1)
     args = (_draw(2, 3), _draw(3, 4, seed=5), _draw(2, 4, seed=6))
-    yield Scenario("bilinear form", bilinear, args, "matrix", tags=several)
-    yield Scenario("a number without axes", lambda gt, x: gt.xp.exp(x) * x, (_draw(),), "number")
+    yield _at("bilinear form", bilinear, *args, tags=several)
+    yield _at("a number without axes", lambda gt, x: gt.xp.exp(x) * x, _draw())
 
 
 def _factored() -> Iterator[Scenario]:
@@ -290,7 +286,7 @@ def _factored() -> Iterator[Scenario]:
         "singular values": lambda gt, a: gt.xp.linalg.svdvals(a),
     }
     for name, f in made.items():
-        yield Scenario(name, f, (x,), "matrix", tags=linalg)
+        yield _at(name, f, x, tags=linalg)
 
 
 def _scales() -> Iterator[Scenario]:
@@ -299,113 +295,65 @@ def _scales() -> Iterator[Scenario]:
     both = large | tiny
     x = _draw(4)
     cube = lambda gt, x: gt.xp.sum(x**3)
-    yield Scenario("cubes of 1e80", cube, (x * 1e80,), "vector", tags=large)
-    yield Scenario("cubes of 1e-80", cube, (x * 1e-80,), "vector", tags=tiny)
-    yield Scenario("values of 1e-300", lambda gt, x: x * 1e-300, (x,), "vector", tags=tiny)
-    yield Scenario("values of 1e300", lambda gt, x: x * 1e300, (x,), "vector", tags=large)
-    yield Scenario(
-        "large and tiny in one array",
-        lambda gt, x: x**2,
-        (np.array([1e30, 1.0, 1e-30]),),
-        "vector",
-        tags=both,
+    yield _at("cubes of 1e80", cube, x * 1e80, tags=large)
+    yield _at("cubes of 1e-80", cube, x * 1e-80, tags=tiny)
+    yield _at("values of 1e-300", lambda gt, x: x * 1e-300, x, tags=tiny)
+    yield _at("values of 1e300", lambda gt, x: x * 1e300, x, tags=large)
+    yield _at(
+        "large and tiny in one array", lambda gt, x: x**2, np.array([1e30, 1.0, 1e-30]), tags=both
     )
-    yield Scenario(
+    yield _at(
         "a tiny leaf beside a large one",
         lambda gt, x, y: gt.xp.sum(x**2) + 1e-25 * gt.xp.sum(gt.xp.sin(y)),
-        (x, _draw(3)),
-        "vector",
+        x,
+        _draw(3),
         tags=both | {"several"},
     )
-    yield Scenario(
-        "cubes of 1e10 in float32",
-        cube,
-        ((x * 1e10).astype("float32"),),
-        "vector",
-        "float32",
-        tags=large,
-    )
-    yield Scenario(
-        "cubes of 1e-8 in float32",
-        cube,
-        ((x * 1e-8).astype("float32"),),
-        "vector",
-        "float32",
-        tags=tiny,
-    )
-    yield Scenario("logsumexp of 1000", _logsumexp, (_draw(5) + 1000,), "vector", tags=large)
-    yield Scenario(
+    yield _at("cubes of 1e10 in float32", cube, (x * 1e10).astype("float32"), tags=large)
+    yield _at("cubes of 1e-8 in float32", cube, (x * 1e-8).astype("float32"), tags=tiny)
+    yield _at("logsumexp of 1000", _logsumexp, _draw(5) + 1000, tags=large)
+    yield _at(
         "a sum that overflows",
         lambda gt, x: gt.xp.sum(gt.xp.exp(x)),
-        (np.array([800.0, 1.0]),),
-        "vector",
+        np.array([800.0, 1.0]),
         order=0,
         tags=large,
     )
-    yield Scenario(
-        "NaN in and out",
-        lambda gt, x: x * 2.0,
-        (np.array([np.nan, np.inf, 1.0]),),
-        "vector",
-        tags=large,
-    )
+    yield _at("NaN in and out", lambda gt, x: x * 2.0, np.array([np.nan, np.inf, 1.0]), tags=large)
 
 
 def _kinks() -> Iterator[Scenario]:
     """Points at which the derivative is a choice that both frameworks make alike."""
     kink = frozenset({"kink"})
     relu = lambda gt, x: gt.xp.where(x > 0, x, 0 * x)
-    yield Scenario("relu at 0", relu, (np.float64(0.0),), "number", tags=kink)
-    yield Scenario(
+    yield _at("relu at 0", relu, np.float64(0.0), tags=kink)
+    yield _at(
         "maximum of equal arrays",
         lambda gt, x, y: gt.xp.maximum(x, y),
-        (np.array([1.0, 2.0]), np.array([1.0, 3.0])),
-        "vector",
+        np.array([1.0, 2.0]),
+        np.array([1.0, 3.0]),
         tags=kink | {"several"},
     )
-    yield Scenario(
-        "max with ties",
-        lambda gt, x: gt.xp.max(x),
-        (np.array([1.0, 1.0, 0.0]),),
-        "vector",
-        tags=kink,
-    )
-    yield Scenario(
+    yield _at("max with ties", lambda gt, x: gt.xp.max(x), np.array([1.0, 1.0, 0.0]), tags=kink)
+    yield _at(
         "sort with ties",
         lambda gt, x: gt.xp.sort(x) * gt.asarray(np.array([1.0, 2.0, 3.0])),
-        (np.array([1.0, 1.0, 0.0]),),
-        "vector",
+        np.array([1.0, 1.0, 0.0]),
         tags=kink,
     )
-    yield Scenario(
-        "product with a zero",
-        lambda gt, x: gt.xp.prod(x),
-        (np.array([0.0, 2.0, 3.0]),),
-        "vector",
-        tags=kink,
+    yield _at(
+        "product with a zero", lambda gt, x: gt.xp.prod(x), np.array([0.0, 2.0, 3.0]), tags=kink
     )
-    yield Scenario(
+    yield _at(
         "square root near 0",
         lambda gt, x: gt.xp.sqrt(x),
-        (np.array([1e-30, 1e-8]),),
-        "vector",
+        np.array([1e-30, 1e-8]),
         tags=kink | {"tiny"},
     )
-    yield Scenario(
-        "square root at 0",
-        lambda gt, x: gt.xp.sqrt(x),
-        (np.array([0.0, 1.0]),),
-        "vector",
-        order=1,
-        tags=kink,
+    yield _at(
+        "square root at 0", lambda gt, x: gt.xp.sqrt(x), np.array([0.0, 1.0]), order=1, tags=kink
     )
-    yield Scenario(
-        "round at a half",
-        lambda gt, x: gt.xp.round(x),
-        (np.array([0.5, 1.5, 0.2]),),
-        "vector",
-        tags=kink,
-    )
+    yield _at("round at a half", lambda gt, x: gt.xp.round(x), np.array([0.5, 1.5, 0.2]), tags=kink)
 
 
 def _complex() -> Iterator[Scenario]:
@@ -420,22 +368,13 @@ def _complex() -> Iterator[Scenario]:
         "complex exponential": lambda gt, z: gt.xp.exp(z),
     }
     for name, f in made.items():
-        yield Scenario(name, f, (z,), "vector", "complex128", tags=tags)
+        yield _at(name, f, z, tags=tags)
     w, x = _draw(2, 4, dtype="complex128"), _draw(4)
     affine = lambda gt, w, z, x: w @ (z * x)
     phase = lambda gt, z: gt.xp.abs(z) * gt.xp.sin(gt.xp.imag(z))
-    yield Scenario("modulus and phase", phase, (z,), "vector", "complex128", tags=tags)
+    yield _at("modulus and phase", phase, z, tags=tags)
     spectrum = lambda gt, z: gt.xp.fft.fft(z) * z
-    yield Scenario("Fourier transform", spectrum, (z,), "vector", "complex128", tags=tags)
-    yield Scenario(
-        "complex affine", affine, (w, z, x), "matrix", "complex128", tags=tags | {"several"}
-    )
+    yield _at("Fourier transform", spectrum, z, tags=tags)
+    yield _at("complex affine", affine, w, z, x, tags=tags | {"several"})
     single = z.astype("complex64")
-    yield Scenario(
-        "squared modulus in complex64",
-        made["squared modulus"],
-        (single,),
-        "vector",
-        "complex64",
-        tags=tags,
-    )
+    yield _at("squared modulus in complex64", made["squared modulus"], single, tags=tags)

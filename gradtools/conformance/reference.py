@@ -169,23 +169,6 @@ def moved(leaves: Sequence[Any], step: float, along: Sequence[Any]) -> Leaves:
     return [x + step * t for x, t in zip(leaves, along, strict=True)]
 
 
-def far(x: Any) -> np.ndarray:
-    """An array in 64 bits, complex if it was."""
-    x = np.asarray(x)
-    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-
-
-def dot(u: Sequence[Any], v: Sequence[Any]) -> float:
-    """Re<u, v> over all leaves, in 64 bits."""
-    return float(sum(np.real(np.vdot(far(a), far(b))) for a, b in zip(u, v, strict=True)))
-
-
-def size(u: Sequence[Any], v: Sequence[Any]) -> float:
-    """What `dot` would be without cancellation."""
-    pairs = zip(u, v, strict=True)
-    return float(sum(np.vdot(np.abs(far(a)), np.abs(far(b))) for a, b in pairs))
-
-
 def _slope(at: Callable[[float], Any], h: float) -> Any:
     return sum(c * (at(k * h) - at(-k * h)) / h for k, c in _STENCIL)
 

@@ -25,7 +25,8 @@ from gradtools.conformance.problem import (
     CellComparison,
     Problem,
 )
-from gradtools.conformance.reference import Leaves, dot, each_leaf, far, leaves_of, moved, size
+from gradtools.conformance.reference import Leaves, each_leaf, leaves_of, moved
+from gradtools.testing.probe import inner, size, wide
 
 Judge = Callable[[list[np.ndarray]], Iterator[CellComparison]]
 _SCALE = 0.6
@@ -158,11 +159,11 @@ def _vjp(p: Problem, name: str) -> Ask:
         return pullback(like)
 
     def judge(grads: list[np.ndarray]) -> Iterator[CellComparison]:
-        expected, scale = dot(cts, p.ref.push(t)), size(grads, t)
-        yield p.near(DIFFERENCES, dot(grads, t), expected, scale)
+        expected, scale = inner(cts, p.ref.push(t)), size(grads, t)
+        yield p.near(DIFFERENCES, inner(grads, t), expected, scale)
         _, pushed = p.gt.jvp(p.outs, p.along(p.ref.leaves), p.along(t))
-        forward = dot(cts, [p.numpy(x) for x in pushed])
-        yield p.near(DOT, dot(grads, t), forward, scale)
+        forward = inner(cts, [p.numpy(x) for x in pushed])
+        yield p.near(DOT, inner(grads, t), forward, scale)
 
     return Ask(compute, judge)
 
@@ -207,7 +208,7 @@ def _rows(p: Problem, found: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]
 
 def _times(row: Sequence[np.ndarray], t: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
     """One row of blocks times t."""
-    parts = [np.tensordot(far(j), x, axes=x.ndim) for j, x in zip(row, t, strict=True) if x.size]
+    parts = [np.tensordot(wide(j), x, axes=x.ndim) for j, x in zip(row, t, strict=True) if x.size]
     return np.asarray(sum(parts, np.zeros(shape)))
 
 
@@ -327,7 +328,7 @@ def _accumulated(p: Problem, name: str) -> Ask:
         slopes = 3 * p.ref.slope(t), p.ref.slope(t, shift)
         for grads, factor in ((found[:count], 1.0), (found[count:], 0.25)):
             scale = max(size(grads, t), factor * (abs(slopes[0]) + abs(slopes[1])))
-            yield p.near(DIFFERENCES, dot(grads, t), factor * sum(slopes), scale)
+            yield p.near(DIFFERENCES, inner(grads, t), factor * sum(slopes), scale)
 
     return Ask(compute, judge)
 
@@ -408,10 +409,10 @@ def _reverse_only(p: Problem, name: str) -> Ask:
     count = len(p.ref.leaves)
 
     def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
-        grads = [far(g) for g in found[count:]]
+        grads = [wide(g) for g in found[count:]]
         yield from p.slopes(grads)
         for x, y in zip(found[:count], _expected(p, name, grads), strict=True):
-            yield p.near(CLOSED, far(x), y, y)
+            yield p.near(CLOSED, wide(x), y, y)
 
     return Ask(lambda *leaves: (edited(*p.active(leaves)), plain(*p.active(leaves))), judge)
 

@@ -12,112 +12,14 @@ except ModuleNotFoundError as error:
 
 _api = Api(JaxBackend())
 
-if TYPE_CHECKING:  # what `__getattr__` gives, for a checker and an editor
-    import jax.numpy as xp
+if TYPE_CHECKING:
+    import jax.numpy as _jnp
 
-    GradientAccumulator = _api.GradientAccumulator
-    Spec = _api.Spec
-    accumulate_gradients = _api.accumulate_gradients
-    asarray = _api.asarray
-    assign_gradients = _api.assign_gradients
-    attention = _api.attention
-    checkpoint = _api.checkpoint
-    chunked = _api.chunked
-    clip_gradient = _api.clip_gradient
-    compile = _api.compile
-    contrastive_loss = _api.contrastive_loss
-    custom_rule = _api.custom_rule
-    dependence = _api.dependence
-    formula = _api.formula
-    frozen = _api.frozen
-    functionalize = _api.functionalize
-    gather = _api.gather
-    grad = _api.grad
-    gradient_graph = _api.gradient_graph
-    graph_diff = _api.graph_diff
-    guard_gradients = _api.guard_gradients
-    hessian = _api.hessian
-    host_function = _api.host_function
-    hvp = _api.hvp
-    is_replaying = _api.is_replaying
-    jacobian = _api.jacobian
-    jvp = _api.jvp
-    key = _api.key
-    known_gradient = _api.known_gradient
-    linear_cross_entropy = _api.linear_cross_entropy
-    linearize = _api.linearize
-    measure = _api.measure
-    microbatched = _api.microbatched
-    minimax_value_and_grad = _api.minimax_value_and_grad
-    mixed_partial = _api.mixed_partial
-    per_example_grad = _api.per_example_grad
-    reverse_gradient = _api.reverse_gradient
-    scale_gradient = _api.scale_gradient
-    split = _api.split
-    stop_gradient = _api.stop_gradient
-    straight_through = _api.straight_through
-    tiled = _api.tiled
-    to_numpy = _api.to_numpy
-    transform_gradient = _api.transform_gradient
-    value_and_grad = _api.value_and_grad
-    vjp = _api.vjp
-    vmap = _api.vmap
-    why_zero = _api.why_zero
+    from gradtools.public import *  # noqa: F403 - the names stand once, for both wings
 
-__all__ = [
-    "GradientAccumulator",
-    "Spec",
-    "accumulate_gradients",
-    "asarray",
-    "assign_gradients",
-    "attention",
-    "checkpoint",
-    "chunked",
-    "clip_gradient",
-    "compile",
-    "contrastive_loss",
-    "custom_rule",
-    "dependence",
-    "formula",
-    "frozen",
-    "functionalize",
-    "gather",
-    "grad",
-    "gradient_graph",
-    "graph_diff",
-    "guard_gradients",
-    "hessian",
-    "host_function",
-    "hvp",
-    "is_replaying",
-    "jacobian",
-    "jvp",
-    "key",
-    "known_gradient",
-    "linear_cross_entropy",
-    "linearize",
-    "measure",
-    "microbatched",
-    "minimax_value_and_grad",
-    "mixed_partial",
-    "per_example_grad",
-    "reverse_gradient",
-    "scale_gradient",
-    "split",
-    "stop_gradient",
-    "straight_through",
-    "tiled",
-    "to_numpy",
-    "transform_gradient",
-    "value_and_grad",
-    "vjp",
-    "vmap",
-    "why_zero",
-    "xp",
-]
-
-
-if not TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
+    xp = _jnp
+else:  # where a type checker reads a __getattr__, no misspelt name is found
+    __all__ = list(_api.names)
 
     def __getattr__(name: str) -> object:
         """A public name, when it is first read: its room is imported then, and no other."""
@@ -129,4 +31,4 @@ if not TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt n
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return _api.names

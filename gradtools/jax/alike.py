@@ -16,13 +16,14 @@ import numpy as np
 
 from gradtools.jax._upstream import ClosedJaxpr, Jaxpr, Literal
 from gradtools.jax.jaxprs import open_jaxpr
+from gradtools.rules import Rule
 
 _PROGRAMS = (Jaxpr, ClosedJaxpr)
 _NO_CODE = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, and yet data
 _KEPT = 128  # programs
 
 
-def derived(closed: Any, derive: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+def derived(closed: Any, derive: Callable[[Callable[..., Any]], Any]) -> Any:
     """derive(run) for a program `run(consts, xs)`, the same one for programs that are alike."""
     jaxpr = open_jaxpr(closed)
     if _holds_code(jaxpr):
@@ -133,5 +134,7 @@ def _holds_code(p: Any) -> bool:
         return bool(getattr(p, "consts", ())) or any(map(_holds_code, inside))
     if isinstance(p, dict | tuple | list):
         return any(map(_holds_code, p.values() if isinstance(p, dict) else p))
+    if isinstance(p, Rule):
+        return True
     is_code = callable(p) or hasattr(p, "call_wrapped")
     return (is_code and not isinstance(p, _NO_CODE)) or isinstance(p, jax.Array)

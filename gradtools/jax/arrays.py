@@ -7,7 +7,6 @@ Keys are JAX's own.
 ``gradtools.models`` documents the public names.
 """
 
-import numbers
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.calls import whole_number, with_article
+from gradtools.arrays import as_numpy, as_seed, is_plain
+from gradtools.calls import whole_number
 from gradtools.errors import GradtoolsError
 
 X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
@@ -25,8 +25,8 @@ def asarray(x: Any, beside: Any = None) -> jax.Array:
     """One array as a JAX array of the same dtype; JAX's pass through. See ``gradtools.models``."""
     if isinstance(x, jax.Array):
         return x
-    array = _as_numpy(x)
-    dtype = _default_dtype(array.dtype) if _is_plain(x) else array.dtype.newbyteorder("=")
+    array = as_numpy(x, "JAX")
+    dtype = _default_dtype(array.dtype) if is_plain(x) else array.dtype.newbyteorder("=")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise _too_wide(dtype, array.shape)
     try:
@@ -46,7 +46,7 @@ def to_numpy(x: Any) -> np.ndarray:
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return np.array(jax.random.key_data(x))
-    return np.array(_as_numpy(x, "to_numpy"))
+    return np.array(as_numpy(x, "JAX", "to_numpy"))
 
 
 def key(seed: Any) -> jax.Array:
@@ -56,11 +56,7 @@ def key(seed: Any) -> jax.Array:
             came = f"an array of shape {seed.shape} and dtype {seed.dtype}"
             raise GradtoolsError(f"key: a seed is an integer, got {came}. Of several, vmap key.")
         return jax.random.key(seed)
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise GradtoolsError(f"key: a seed is an integer, got {seed!r}.")
-    seed = int(seed)
-    if not -(2**63) <= seed < 2**63:
-        raise GradtoolsError(f"key: a seed fits into 64 bits with its sign, got {seed}.")
+    seed = as_seed(seed)
     if not _x64() and not -(2**31) <= seed < 2**31:
         raise GradtoolsError(
             f"key: without x64 JAX keeps only the low 32 bits of a seed, here of {seed}. Take a "
@@ -103,28 +99,6 @@ def _x64() -> bool:
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
-def _is_plain(x: Any) -> bool:
-    """Whether x is made of Python numbers alone, which have no dtype of their own."""
-    if isinstance(x, (list, tuple)):
-        return all(_is_plain(item) for item in x)
-    return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
-
-
-def _as_numpy(x: Any, asked: str = "asarray") -> np.ndarray:
-    try:
-        array = np.asarray(x)
-    except Exception as error:
-        raise GradtoolsError(
-            f"{asked}: {with_article(type(x).__name__)} is no array: {error}"
-        ) from error
-    if array.dtype.kind in "OSUMmT":
-        raise GradtoolsError(
-            f"{asked}: {_described(x, array)} holds no numbers that JAX could take. Give one "
-            f"array of numbers (for a tree of arrays, call {asked} on each leaf)."
-        )
-    return array
-
-
 def _default_dtype(dtype: np.dtype) -> np.dtype:
     """What JAX gives a Python number of this kind."""
     wide = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64, "c": np.complex128}
@@ -148,10 +122,4 @@ def _too_wide(dtype: np.dtype, shape: tuple[int, ...]) -> GradtoolsError:
         mend = "convert it first, for example x.astype(np.float32)"
     return GradtoolsError(
         f"asarray: JAX cannot hold {name} (shape {shape}) as it is set up now; {mend}."
-    )
-
-
-def _described(x: Any, array: np.ndarray) -> str:
-    return (
-        f"{with_article(type(x).__name__)} (NumPy reads it as {array.dtype} of shape {array.shape})"
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.backend import Array, Backend, Lazily
+from gradtools.backend import Array, Lazily, Wing
 from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
 from gradtools.jax.rules import apply_rule, attempt
 from gradtools.jax.stateful import checkpointed, explained, stateful
@@ -20,10 +20,9 @@ from gradtools.rules import Rule
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
-    from gradtools.host import Kernel
 
 
-class JaxBackend(Backend):
+class JaxBackend(Wing):
     """What `gradtools.backend.Backend` asks, by JAX.
 
     The engines and the rules come with it; a member that imports a room is one of those that most
@@ -33,14 +32,6 @@ class JaxBackend(Backend):
     name = "jax"
     hvp_mode = "forward_over_reverse"
     xp = jnp
-
-    @property
-    def accumulation(self) -> Any:
-        from gradtools.jax import accumulate
-
-        return accumulate
-
-    as_number = Lazily("gradtools.jax.accumulate")
 
     # --- pytrees
 
@@ -143,13 +134,12 @@ class JaxBackend(Backend):
                 vmap_method="sequential",
             )
 
-    call_kernel = Lazily("gradtools.jax.host")
-
-    @cached_property
-    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
+    def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
+        if not hasattr(of, "kernel"):
+            return None
         from gradtools.jax import host
 
-        return partial(host.call_now, self)
+        return partial(host.call_now, self, of.kernel, len(of._taken.names))
 
     # --- the framework's own transforms
 
@@ -162,10 +152,8 @@ class JaxBackend(Backend):
     def repeatable(self, asked: str, f: Any) -> Any:
         return stateful(asked, f, ()) or f
 
-    model_of = Lazily("gradtools.jax.training")
-    held = Lazily("gradtools.jax.training")
-    optimised = Lazily("gradtools.jax.training")
-    lifted = Lazily("gradtools.jax.training")
+    model_of = Lazily("training")
+    lifted = Lazily("training")
 
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)
@@ -182,30 +170,19 @@ class JaxBackend(Backend):
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 
-    explicit = Lazily("gradtools.jax.tiling")
-    sweep = Lazily("gradtools.jax.tiling")
-    fold = Lazily("gradtools.jax.tiling")
+    explicit = Lazily("tiling")
 
     def sharded_like(self, x: Array, other: Array) -> Array:
         from gradtools.jax import shardings
 
         return shardings.like(x, other) if any(shardings.entries(other)) else x
 
-    tile_bytes = Lazily("gradtools.jax.tiling")
-    run_chunks = Lazily("gradtools.jax.chunking")
-    sum_chunks = Lazily("gradtools.jax.chunking")
-
-    gather = Lazily("gradtools.jax.gathering")
-    frozen_uses = Lazily("gradtools.jax.freezing")
-    run_frozen = Lazily("gradtools.jax.freezing")
+    frozen_uses = Lazily("freezing")
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return jax.jit(f, **options)
 
     # --- seeing
-
-    record = Lazily("gradtools.jax.seeing")
-    vanishing = Lazily("gradtools.jax.vanishing")
 
     def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
         from gradtools.crossings import noted
@@ -215,12 +192,6 @@ class JaxBackend(Backend):
             return run(leaves)  # JAX keeps no state that it could change
         with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
             return run(leaves)
-
-    gradient_graph = Lazily("gradtools.jax.passes")
-    formula_graph = Lazily("gradtools.jax.vocabulary")
-    trying = Lazily("gradtools.jax.vocabulary")
-    measure = Lazily("gradtools.jax.measures")
-    functionalize = Lazily("gradtools.jax.modules")
 
 
 def _numpy(tree: Any) -> Any:

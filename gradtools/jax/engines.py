@@ -22,6 +22,7 @@ from gradtools.connection import refuse_cut
 from gradtools.jax import jaxprs, signs, tracing
 from gradtools.jax._upstream import scopes_of
 from gradtools.jax.primitives import reverse_only_p
+from gradtools.jax.recurring import linearized_before
 from gradtools.jax.refusals import explained
 from gradtools.jax.trees import LinearMap, conj, zeros_of
 
@@ -47,7 +48,10 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     _refuse_signs(fun, leaves, traced)
     asked = getattr(fun, "asked", "vjp")
     with explained(asked), jax.named_scope(_SCOPE), _watched() as nested:
-        outs, pull, extras = jax.vjp(fun if traced is None else traced.run, *leaves, has_aux=True)
+        if traced is None:
+            outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
+        else:
+            outs, pull, extras = traced.vjp(leaves)
         if traced is not None and traced.hands_on:
             _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
 
@@ -140,6 +144,13 @@ class _TracedFunction:
     def run(self, *leaves: Array) -> Any:
         flat = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
         return jax.tree.unflatten(self.treedef, flat)
+
+    def vjp(self, leaves: list[Array]) -> Any:
+        """`(outs, pull, extras)`, as `jax.vjp` gives them."""
+        known = linearized_before(self.closed, len(self.out_avals), leaves)
+        if known is None:
+            return jax.vjp(self.run, *leaves, has_aux=True)
+        return known.evaluated(self.closed.consts, leaves)
 
     @cached_property
     def reached(self) -> list[bool]:

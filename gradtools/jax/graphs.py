@@ -31,7 +31,7 @@ from gradtools.lines import names_in
 from gradtools.seeing.attributes import numbers_text
 from gradtools.seeing.crossing import opened
 from gradtools.seeing.doctor import source_of
-from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
+from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph, Source, Value
 from gradtools.seeing.passes import CUSTOM
 from gradtools.seeing.rule_cuts import STOPPED
 
@@ -46,7 +46,7 @@ def graph_of(
     captured: Mapping[int, str] = MappingProxyType({}),
     in_places: bool = False,
     rules: Sequence[Any] = (),
-) -> Graph:
+) -> PlainGraph:
     """The graph of a jaxpr.
 
     Args:
@@ -88,7 +88,7 @@ class _Place:
     phase: int = 0
 
 
-_Read = tuple[Graph, list[bool]]  # and which outputs are what is left of a zero derivative
+_Read = tuple[PlainGraph, list[bool]]  # and which outputs are what is left of a zero derivative
 
 
 class _JaxprReader:
@@ -123,7 +123,7 @@ class _JaxprReader:
         out = [values.read(atom) for atom in jaxpr.outvars]
         for number, (_, name) in zip(out, _named(jaxpr.outvars, outputs), strict=True):
             values.name(number, name)
-        graph = Graph(
+        graph = PlainGraph(
             nodes=tuple(nodes),
             values=MappingProxyType(values.found),
             inputs=tuple(inputs),

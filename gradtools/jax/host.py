@@ -40,17 +40,21 @@ def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
     return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
 
 
-def call_now(backend: Any, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Any]] | None:
-    """The results where nothing is traced; see `Backend`."""
-    if within_a_trace() or not args:
-        return None
+def call_now(backend: Any, kernel: Kernel, count: int, args: Sequence[Any]) -> Any:
+    """The results where nothing is traced, NotImplemented elsewhere.
+
+    count: How many arguments the kernel takes; 0: any number.
+    """
+    if within_a_trace() or not args or len(args) != (count or len(args)):
+        return NotImplemented
     if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in args):
-        return None
+        return NotImplemented
     wide = jax.dtypes.canonicalize_dtype(np.float64)  # tells whether x64 is on
     looks = (wide, *[(x.shape, x.dtype) for x in args])
     call, expected = kernel.known_call(looks, backend, args)
     _check_held(call, expected)
-    return expected, _eager(*args, call=call, expected=expected, batch=())
+    ys = _eager(*args, call=call, expected=expected, batch=())
+    return ys[0] if expected.alone else backend.unflatten(expected.treedef, ys)
 
 
 def _check_held(call: KernelCall, expected: Results) -> None:

@@ -27,10 +27,10 @@ from gradtools.jax.checking import (
 )
 from gradtools.jax.lifetimes import remembered
 from gradtools.jax.manual_axes import varies
-from gradtools.jax.primitives import READS_A_VALUE, Mask, in_words
+from gradtools.jax.primitives import READS_A_VALUE, LinearizedRule, Mask, in_words
 from gradtools.jax.transposing import NOT_LINEAR, transpose_map
 from gradtools.jax.trees import conj, filled, likes_of, struct_of, without_none, zeros_of
-from gradtools.rules import KEYS, Entries, Linearized, Rule, spread
+from gradtools.rules import Entries, Linearized, Rule, spread
 
 _local = threading.local()
 
@@ -50,7 +50,7 @@ def pushed_on(stack: list[Any], entry: Any) -> Iterator[None]:
         stack.pop()
 
 
-def linearized_rule(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Rule:
+def linearized_rule(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> LinearizedRule:
     """The rule with both maps, and with what they read made explicit.
 
     Its maps are JAX's own: conjugated, with cotangents and tangents of floating outputs alone.
@@ -58,13 +58,13 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], given: Mask | None = None) ->
     given: Which inputs are differentiated, for a rule that wants to know (`symbolic`); the maps
         then hold for these.
     """
-    if rule.forward is not None:
+    if isinstance(rule, LinearizedRule):
         return rule
     with pushed_on(local_list("linearizing"), rule.contract or rule):
         return _linearized_now(rule, xs, given if rule.symbolic else None)
 
 
-def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Rule:
+def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> LinearizedRule:
     hold_maps(rule, xs, given)
     found: list[Linearized] = []
 
@@ -75,7 +75,7 @@ def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Rule:
 
     closed = _traced(rule, forward, [jax.typeof(x) for x in xs])
     run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
-    return _for_given(rule, rule.linearized(found[0], run), given)
+    return LinearizedRule.made_of(rule, found[0], run, given)
 
 
 def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
@@ -100,7 +100,7 @@ def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
         if not told:
             hold_evaluated(rule, xs, found[0], out)
     again = lambda *xs: _outputs_of(_maps_at(rule, xs, given))
-    return out, _for_given(rule, rule.linearized(found[0], again), given)
+    return out, LinearizedRule.made_of(rule, found[0], again, given)
 
 
 def _outputs_of(made: Linearized) -> list[Any]:
@@ -109,12 +109,6 @@ def _outputs_of(made: Linearized) -> list[Any]:
 
 def _without_arrays(made: Linearized) -> Linearized:
     return replace(made, ys=[], extras=[None] * len(made.extras))
-
-
-def _for_given(rule: Rule, maps: Rule, given: Mask | None) -> Rule:
-    if given is None:
-        return maps
-    return replace(maps, perturbed=given, whole=rule, key=next(KEYS))
 
 
 def _maps_at(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Linearized:
@@ -174,7 +168,7 @@ def _native(
     return replace(found, tangent=tangent, cotangent=cotangent)
 
 
-def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> Rule:
+def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRule:
     """The maps of a rule that needs no evaluation to have them.
 
     They depend on what the arrays look like alone, and are kept with the rule: JAX compiles a
@@ -182,9 +176,9 @@ def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> Rule:
     """
     looks = tuple(jax.typeof(x) for x in (*xs, *ys))
 
-    def make() -> Rule:
+    def make() -> LinearizedRule:
         made = _native(rule, rule.reading(xs, list(ys)), xs)
-        return rule.linearized(replace(made, ys=[], extras=[]), rule.primal)
+        return LinearizedRule.made_of(rule, replace(made, ys=[], extras=[]), rule.primal)
 
     return remembered(rule, ("maps", looks), make)
 

@@ -123,7 +123,10 @@ def _named_keys(key: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
 
 
 def _from_nnx(module: Any, variables: Any, train: bool | None) -> tuple:
-    _refuse_variables("flax.nnx", variables)
+    if variables is not None:
+        raise GradtoolsError(
+            "functionalize: a flax.nnx module holds its own arrays; leave variables=None."
+        )
     nnx = sys.modules["flax.nnx"]
     graph, params, streams, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
     params, state = _fresh((params, {"rngs": streams, "variables": rest}))
@@ -171,7 +174,8 @@ def _from_equinox(module: Any, variables: Any, train: bool | None) -> tuple:
         module = eqx.nn.inference_mode(module, value=not train)
     params, static = eqx.partition(module, eqx.is_inexact_array)
     layout, stateful = _layout(params), variables is not None
-    takes_key = _takes(module, "key")
+    parameters = inspect.signature(module.__call__).parameters
+    takes_key = any(n == "key" or p.kind is p.VAR_KEYWORD for n, p in parameters.items())
 
     apply = partial(_apply_equinox, static, layout, stateful, takes_key)
     return apply, params, variables if stateful else {}
@@ -201,11 +205,6 @@ def _equinox_call(model: Any, args: tuple, kwargs: dict) -> Any:
                 f"apply: the module needs randomness; pass key= to apply. ({error})"
             ) from error
         raise
-
-
-def _takes(module: Any, name: str) -> bool:
-    parameters = inspect.signature(module.__call__).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _fresh(tree: Any) -> Any:
@@ -285,13 +284,6 @@ _KERAS = keras_layers.KerasWing("jax", lambda x: x, lambda x: x, _keras_seeds)
 
 
 # Checks
-
-
-def _refuse_variables(library: str, variables: Any) -> None:
-    if variables is not None:
-        raise GradtoolsError(
-            f"functionalize: a {library} module holds its own arrays; leave variables=None."
-        )
 
 
 def _layout(params: Any) -> dict[str, tuple[int, ...]]:

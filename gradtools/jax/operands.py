@@ -1,7 +1,7 @@
 """What an equation computes with, in the words of both frameworks.
 
 The order in which its operands are told, and as attributes all else that makes it what it is and
-is not as it is by default. The names are those of `seeing/formula/operations.py`; what has no word
+is not as it is by default. The names are those of `seeing/formula/vocabulary/`; what has no word
 there keeps JAX's own. How an array is laid out, and on which devices, is not told.
 """
 
@@ -176,12 +176,14 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _pooled(p: Any, eqn: Eqn) -> Attributes:
-    none = ((0, 0),) * len(p["window_dimensions"])
-    found: dict[str, Any] = {
-        "window": _ints(p["window_dimensions"]),
-        "stride": _ints(p["window_strides"]),
-    }
-    found["padding"] = tuple(_ints(pair) for pair in p["padding"])
+    """Of the last axes, from the first on along which there is a window."""
+    window, stride = _ints(p["window_dimensions"]), _ints(p["window_strides"])
+    padding = tuple(_ints(pair) for pair in p["padding"])
+    along = zip(window, stride, padding, strict=True)
+    first = next((i for i, axis in enumerate(along) if axis != (1, 1, (0, 0))), 0)
+    found: dict[str, Any] = {"window": window[first:], "stride": stride[first:]}
+    found["padding"] = padding[first:]
+    none = ((0, 0),) * len(found["window"])
     usual = {"stride": found["window"], "padding": none}
     return {key: value for key, value in found.items() if value != usual.get(key)}
 
@@ -199,6 +201,7 @@ def _gathered(p: Any, eqn: Eqn) -> Attributes:
         "kept": tuple(a for a in axes if a not in collapsed) or None,
         "offset_axes": _ints(d.offset_dims) if _ints(d.offset_dims) != whole else None,
         "batch_axes": _ints(d.operand_batching_dims) or None,
+        "index_batch_axes": _unless_first(d.start_indices_batching_dims),
         "mode": _bounds(p["mode"]),
     }
 
@@ -213,9 +216,15 @@ def _scattered(p: Any, eqn: Eqn) -> Attributes:
         "kept": tuple(a for a in axes if a not in inserted) or None,
         "window": window if window != tuple(range(last - len(window), last)) else None,
         "batch_axes": _ints(d.operand_batching_dims) or None,
+        "index_batch_axes": _unless_first(d.scatter_indices_batching_dims),
         "bounds": _bounds(p["mode"]),
         "mode": kind or None,
     }
+
+
+def _unless_first(axes: Any) -> tuple[int, ...] | None:
+    found = _ints(axes)
+    return None if found == tuple(range(len(found))) else found
 
 
 def _bounds(mode: Any) -> str | None:
@@ -289,6 +298,8 @@ _NAMES = {
         flip            rev
         scatter         scatter-mul scatter-min scatter-max scatter_mul
         scatter_add     scatter-add scatter-sub scatter_sub select_and_scatter_add
+        topk            top_k
+        logcumsumexp    cumlogsumexp
         update          dynamic_update_slice addupdate swap
         convolution     conv_general_dilated
         callback        pure_callback io_callback

@@ -27,7 +27,7 @@ from gradtools.jax.graphs import graph_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.crossing import BRIDGED
 from gradtools.seeing.flow import dependence_matrix
-from gradtools.seeing.graph import Dependence, Graph, Node, Value, needed
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Value, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -51,7 +51,7 @@ _LEAVING = (
 )
 
 
-def gradient_graph(asked: Differentiated | Live) -> Graph:
+def gradient_graph(asked: Differentiated | Live) -> PlainGraph:
     """The passes of a program as one graph."""
     if isinstance(asked, Live):
         raise GradtoolsError(
@@ -157,7 +157,7 @@ class _Directions:
         return [gradient_of(self.names[k]) for k in self.wrt]
 
 
-def _plan(asked: Differentiated, traced: Any, forward: Graph) -> _Directions:
+def _plan(asked: Differentiated, traced: Any, forward: PlainGraph) -> _Directions:
     program, connected = asked.program, dependence_matrix(forward)
     avals = traced.closed.out_avals
     outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
@@ -210,14 +210,16 @@ def _step_of(eqn: Any) -> int | None:
 class _Passes:
     """Tells the passes of a graph apart, and says of each node what it was made of."""
 
-    def __init__(self, graph: Graph, closed: Any, forward: Graph, entering: Sequence[int]) -> None:
+    def __init__(
+        self, graph: PlainGraph, closed: Any, forward: PlainGraph, entering: Sequence[int]
+    ) -> None:
         self.whole, self.forward = graph, forward
         self.steps = [_step_of(eqn) for eqn in closed.jaxpr.eqns]
         self.phase_of = dict(zip(graph.inputs, entering, strict=True))
         self.stopped: set[int] = set()
         self.literals = set(graph.captured[len(closed.consts) :])
 
-    def graph(self, names: Sequence[str]) -> Graph:
+    def graph(self, names: Sequence[str]) -> PlainGraph:
         leaving, pairs = self.without_stops(self.phased())
         found = list(zip(leaving, names, strict=True))
         ends = [(v, n) for v, n in found if not self.is_needless(v, n)]
@@ -327,7 +329,7 @@ _RULES = (
 _WHOLE = ("chunked", "frozen")
 
 
-def _as_forward(graph: Graph) -> Graph:
+def _as_forward(graph: PlainGraph) -> PlainGraph:
     """A program before it is differentiated: what it transposes itself is an inner derivative."""
     nodes = tuple(
         replace(_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n for n in graph.nodes
@@ -342,7 +344,7 @@ def _mark_of(node: Node) -> str:
 
 
 def _in_phase(node: Node, phase: int) -> Node:
-    def inside(graph: Graph) -> Graph:
+    def inside(graph: PlainGraph) -> PlainGraph:
         return replace(graph, nodes=tuple(_in_phase(inner, phase) for inner in graph.nodes))
 
     bodies = tuple(replace(body, graph=inside(body.graph)) for body in node.bodies)

@@ -16,7 +16,7 @@ from gradtools.jax._upstream import file_of, stack_of
 from gradtools.lines import PACKAGE, USER, is_in, is_ours, kind_of
 
 if TYPE_CHECKING:
-    from gradtools.seeing.graph import Source
+    from gradtools.seeing.nodes import Source
 
 
 def source(eqn: Any, site: Source | None = None) -> Source | None:
@@ -41,7 +41,7 @@ def _line(frame: Any) -> Source:
 
 
 def _source(file: str, line: int, function: str) -> Source:
-    from gradtools.seeing.graph import Source  # a room that is loaded when a line is asked for
+    from gradtools.seeing.nodes import Source  # a room that is loaded when a line is asked for
 
     return Source(file, line, function)
 

@@ -7,8 +7,9 @@ and `outs` what comes out. How they are differentiated and batched stands in `ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from gradtools.jax._upstream import Primitive, prints_as
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, recalled, remembered
 from gradtools.jax.manual_axes import varies, with_varying_tangent
 from gradtools.jax.trees import is_inexact
-from gradtools.rules import Rule, spread
+from gradtools.rules import Linearized, Rule, spread
 
 Mask = tuple[bool, ...]
 
@@ -45,6 +46,58 @@ def in_words(rule: Rule) -> Iterator[None]:
         raise refusal(error, f"{rule.contract.name}: {_IS_TRACED} JAX says: {error}") from error
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LinearizedRule(Rule):
+    """A rule with both maps, and with what they read made explicit.
+
+    Attributes:
+        forward: `forward(*xs)` gives `[*ys, *extras]`.
+        extras: How many extras `forward` gives.
+        perturbed: Where it was evaluated for some inputs alone, which these are; its maps hold for
+            no others, which `whole` has.
+        whole: The rule for all inputs, where there are `perturbed` ones.
+    """
+
+    forward: Callable[..., list[Any]]
+    extras: int
+    perturbed: Mask | None = None
+    whole: Rule | None = None
+
+    @classmethod
+    def made_of(
+        cls,
+        rule: Rule,
+        made: Linearized,
+        forward: Callable[..., list[Any]],
+        given: Mask | None = None,
+    ) -> LinearizedRule:
+        """The rule with the maps of one evaluation, which `forward` repeats."""
+        return cls.of(
+            rule,
+            tangent=made.tangent,
+            cotangent=made.cotangent,
+            saves=made.saves,
+            linearize=None,
+            joint=None,
+            forward=forward,
+            extras=len(made.extras),
+            perturbed=given,
+            whole=None if given is None else rule,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PartialRule(Rule):
+    """A rule that gives the outputs that are `used` alone; its derivative is that of `whole`."""
+
+    used: Mask
+    whole: Rule
+
+    def pick(self, full: Iterable[Any]) -> list[Any]:
+        """What belongs to the outputs that are used."""
+        return [y for y, u in zip(full, self.used, strict=True) if u]
+
+
 def as_arrays(xs: Sequence[Any]) -> list[Any]:
     """The same with arrays for numbers, which JAX hands on as they were given."""
     return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
@@ -60,12 +113,12 @@ def eval_primal(*xs: Any, rule: Rule) -> list[Any]:
     return list(rule.primal(*as_arrays(xs)))
 
 
-def _evaluation(*xs: Any, rule: Rule) -> list[Any]:
+def _evaluation(*xs: Any, rule: LinearizedRule) -> list[Any]:
     """Outputs and extras in one, so that both are dropped or recomputed together."""
     return eval_forward(rule, as_arrays(xs))
 
 
-def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
+def _value(*operands: Any, rule: LinearizedRule, xs: int) -> list[Any]:
     return list(operands[xs : len(operands) - rule.extras])
 
 
@@ -99,9 +152,8 @@ def without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) -> 
     return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
 
 
-def eval_forward(maps: Rule, xs: Any) -> list[Any]:
+def eval_forward(maps: LinearizedRule, xs: Any) -> list[Any]:
     """Outputs and extras of a linearized rule."""
-    assert maps.forward is not None
     if not maps.extras:
         return list(maps.forward(*[jax.lax.stop_gradient(x) for x in xs]))
     return list(
@@ -201,11 +253,9 @@ def _shown_value(eqn: Any) -> dict[str, Any]:
     """As of a `custom_jvp` or `custom_vjp`: its name, its program and its author's functions."""
     rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
     run = eval_primal if eqn.primitive is primal_p else _evaluation
-    full = rule if rule.used is None else rule.whole
-    program = recalled(full, _jaxpr_key(run, avals, eqn.params))
-    shown = {} if program is None else {"call_jaxpr": program}
-    if rule.used is not None:
-        shown["used"] = list(rule.used)
+    used = {"used": list(rule.used)} if isinstance(rule, PartialRule) else {}
+    program = recalled(rule.whole if used else rule, _jaxpr_key(run, avals, eqn.params))
+    shown = used if program is None else used | {"call_jaxpr": program}
     if rule.called:
         shown |= {**dict(rule.called), "symbolic_zeros": bool(rule.symbolic)}
     return {"name": rule.name, **dict(sorted(shown.items()))}

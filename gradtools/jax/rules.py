@@ -22,7 +22,6 @@ is how they are differentiated, transposed and batched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,11 +36,19 @@ from gradtools.jax import homogeneous, jaxprs, shardings, tracing
 from gradtools.jax._upstream import Primitive
 from gradtools.jax.checking import check_linear, hold_symbolic
 from gradtools.jax.lifetimes import mortal, owned_by, remembered
-from gradtools.jax.lifting import closed_over_error, closes_over_tracer, lift_captured, lift_value
+from gradtools.jax.lifting import (
+    ValueLiftedRule,
+    closed_over_error,
+    closes_over_tracer,
+    lift_captured,
+    lift_value,
+)
 from gradtools.jax.linearizing import evaluated_now, linearized_rule, local_list, plain_maps
 from gradtools.jax.manual_axes import varies, varying, varying_alike
 from gradtools.jax.primitives import (
+    LinearizedRule,
     Mask,
+    PartialRule,
     as_arrays,
     cotangent_p,
     eval_cotangent,
@@ -66,7 +73,7 @@ from gradtools.jax.trees import (
     without_none,
     zeros_of,
 )
-from gradtools.rules import KEYS, Rule, batched, saved_from, spread
+from gradtools.rules import Rule, batched, saved_from, spread
 
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
@@ -115,60 +122,52 @@ def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
         return [False] * len(eqn.invars), None
     if not all(used):
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
-        part = _part(eqn.params["rule"], tuple(used))
+        rule = eqn.params["rule"]
+        part = remembered(rule, ("part", *used), lambda: _part(rule, tuple(used)))
         eqn = eqn.replace(outvars=outvars, params=owned_by(part, "rule"))
     return [True] * len(eqn.invars), eqn
 
 
-def _part(rule: Rule, used: Mask) -> Rule:
+def _part(rule: Rule, used: Mask) -> PartialRule:
     """A rule that gives these outputs alone."""
-
-    def pick(full: Sequence[Any]) -> list[Any]:
-        return [y for y, u in zip(full, used, strict=True) if u]
 
     def reaches(*specs: Any) -> Any:
         assert rule.reaches is not None
         found = rule.reaches(*specs)
-        return found and pick(found)
+        return found and part.pick(found)
 
     def flow(*xs: Any) -> list[Any]:
         assert rule.flow is not None
-        return pick(rule.flow(*xs))
+        return part.pick(rule.flow(*xs))
 
-    def make() -> Rule:
-        return replace(
-            rule,
-            primal=lambda *xs: without_the_rest(lambda *xs: pick(rule.primal(*xs)), xs),
-            flow=rule.flow and flow,
-            reaches=rule.reaches and reaches,
-            whole=rule,
-            used=used,
-            key=next(KEYS),
-        )
-
-    return remembered(rule, ("part", used), make)
+    part = PartialRule.of(
+        rule,
+        primal=lambda *xs: without_the_rest(lambda *xs: part.pick(rule.primal(*xs)), xs),
+        flow=rule.flow and flow,
+        reaches=rule.reaches and reaches,
+        used=used,
+        whole=rule,
+    )
+    return part
 
 
 def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
-    if rule.used is not None:
-        assert rule.whole is not None
-        both = _primal_jvp(xs, dxs, rule=rule.whole)
-        ys, dys = ([y for y, u in zip(full, rule.used, strict=True) if u] for full in both)
-        return ys, dys
+    if isinstance(rule, PartialRule):
+        ys, dys = _primal_jvp(xs, dxs, rule=rule.whole)
+        return rule.pick(ys), rule.pick(dys)
     given, xs = _given(rule, dxs), as_arrays(xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
         return ys, [_zero(y) for y in ys]
-    if rule.unlifted is not None:
-        n = len(xs) - len(rule.closed_over)
-        rule, captured = lift_captured(rule.unlifted, xs[:n])
-        xs, dxs = [*xs[:n], *captured], [*dxs[:n], *map(_zero, captured)]
-        given = (*given[:n], *[False] * len(captured))
+    if isinstance(rule, ValueLiftedRule):
+        rule, inputs = rule.lift(xs)
+        dxs = [dxs[x] if isinstance(x, int) else _zero(x) for x in inputs]
+        xs, given = [xs[x] if isinstance(x, int) else x for x in inputs], _given(rule, dxs)
     ys, maps, saved = _evaluated(rule, xs, given)
     return ys, _pushed(maps, ys, saved, dxs, given)
 
 
-def _evaluation_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
+def _evaluation_jvp(xs: Any, dxs: Any, *, rule: LinearizedRule) -> tuple[list[Any], list[Any]]:
     """The rule for the outputs; extras are differentiated through the code that made them."""
     given, out = _given(rule, dxs), evaluation_p.bind(*xs, rule=rule)
     if not any(given):
@@ -194,10 +193,11 @@ def _evaluation_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], A
     return _primal_dce(used[:n], eqn.replace(primitive=primal_p, outvars=eqn.outvars[:n]))
 
 
-def _value_jvp(operands: Any, tangents: Any, *, rule: Rule, xs: int) -> Any:
+def _value_jvp(operands: Any, tangents: Any, *, rule: LinearizedRule, xs: int) -> Any:
     """The rule, whatever code made the values."""
     given = _given(rule, tangents[:xs])
-    if rule.whole is not None and rule.perturbed is not None:
+    if rule.perturbed is not None:
+        assert rule.whole is not None
         wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
         if wanted != rule.perturbed:  # its maps know nothing of some input
             ys, maps, saved = _evaluated(rule.whole, operands[:xs], wanted)
@@ -241,11 +241,12 @@ def _evaluated(rule: Rule, xs: Any, given: Mask | None = None) -> tuple[list[Any
     changes once, and extras are differentiated like anything else. Its outputs are handed on by
     a primitive, for their derivative is the rule.
     """
-    if rule.linearize is None and rule.joint is None and rule.forward is None:
+    is_linearized = isinstance(rule, LinearizedRule)
+    if rule.linearize is None and rule.joint is None and not is_linearized:
         ys = primal_p.bind(*xs, rule=rule)
         maps = plain_maps(rule, xs, ys)
         return ys, maps, maps.saved(xs, ys)
-    if rule.forward is None and all_known(xs):
+    if not is_linearized and all_known(xs):
         out, maps = evaluated_now(rule, xs, given)
     else:
         maps = linearized_rule(rule, xs, given)
@@ -357,8 +358,7 @@ def _cotangent_transpose(
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     """Of a rule that stands in a linear function: its pullback anywhere, say at zero."""
-    if rule.used is not None:
-        assert rule.whole is not None
+    if isinstance(rule, PartialRule):
         return _primal_transpose(_cotangents_of_all(rule, cts, xs), *xs, rule=rule.whole)
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     if (rule.contract or rule) in local_list("linearizing"):
@@ -383,11 +383,10 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     return spread(found, unknown)
 
 
-def _cotangents_of_all(part: Rule, cts: Any, xs: Any) -> list[Any]:
+def _cotangents_of_all(part: PartialRule, cts: Any, xs: Any) -> list[Any]:
     """The cotangents of the outputs that are used, with zeros for the others."""
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
     outs, left = jaxpr_of(eval_primal, tuple(avals), {"rule": part.whole}).out_avals, iter(cts)
-    assert part.used is not None
     return [
         next(left) if u else ad.Zero(aval.to_tangent_aval())
         for aval, u in zip(outs, part.used, strict=True)
@@ -472,25 +471,43 @@ def _out_axes(closed: Any, axes: Sequence[Any], extras: int) -> list[Any]:
     return [0 if i < first or c else None for i, c in enumerate(carried)]
 
 
-def _batched(rule: Rule, x_axes: Any, saved_axes: Any, size: int) -> Rule:
-    make = lambda: batched(rule, _Lists, x_axes, saved_axes, size)
-    return remembered(rule, ("batched", x_axes, saved_axes, size), make)
+def _batched(rule: Rule, x_axes: Any, saved_axes: Any, size: int, run: Any = None) -> Rule:
+    """The rule of a batch; `run` is its forward pass, if not the one that the rule's gives."""
 
-
-def _batched_evaluation(rule: Rule, axes: tuple[Any, ...], size: int) -> Rule:
-    """The rule of a batch of which every extra carries the batch."""
+    def forward(*xs: Any) -> list[Any]:
+        assert isinstance(rule, LinearizedRule)
+        return _Lists.vmap_extras(rule.forward, x_axes, size, lambda: rule.extras)(*xs)[0]
 
     def make() -> Rule:
-        assert rule.forward is not None
-        saved_axes = saved_from(rule.saves, axes)
-        forward = _Lists.vmap_list(rule.forward, axes, size)
-        return replace(batched(rule, _Lists, axes, saved_axes, size), forward=forward)
+        more: dict[str, Any] = {}
+        if isinstance(rule, LinearizedRule):
+            more["forward"] = run or forward
+        if isinstance(rule, ValueLiftedRule):
+            more["lift"] = partial(_lift_batched, rule, x_axes, size)
+        if isinstance(rule, LinearizedRule | PartialRule) and rule.whole is not None:
+            more["whole"] = _batched(rule.whole, x_axes, None, size)
+        return batched(rule, _Lists, x_axes, saved_axes, size, **more)
 
-    return remembered(rule, ("evaluation", axes, size), make)
+    return remembered(rule, ("batched", x_axes, saved_axes, size, run is None), make)
+
+
+def _lift_batched(
+    rule: ValueLiftedRule, axes: Sequence[Any], size: int, xs: Sequence[Any]
+) -> tuple[Rule, list[Any]]:
+    """The rest of a rule lifted at one example, and batched."""
+    lifted, inputs = rule.lift([x if a is None else x[0] for x, a in zip(xs, axes, strict=True)])
+    of_inputs = tuple([axes[x] if isinstance(x, int) else None for x in inputs])
+    return _batched(lifted, of_inputs, None, size), inputs
+
+
+def _batched_evaluation(rule: LinearizedRule, axes: tuple[Any, ...], size: int) -> Rule:
+    """The rule of a batch of which every extra carries the batch."""
+    run = _Lists.vmap_list(rule.forward, axes, size)
+    return _batched(rule, axes, saved_from(rule.saves, axes), size, run)
 
 
 def _batch(primitive: Primitive) -> Any:
-    def run(args: Any, dims: Any, *, rule: Rule, **params: Any) -> Any:
+    def run(args: Any, dims: Any, *, rule: Any, **params: Any) -> Any:
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
         args = [_to_front(x, d) for x, d in zip(args, dims, strict=True)]
         axes = [None if d is None else 0 for d in dims]

@@ -26,7 +26,7 @@ from gradtools.jax.deciding import jaxpr_with_answers
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.places import source_of_error
 from gradtools.lines import USER, names_in, whose
-from gradtools.seeing.graph import Graph, Source
+from gradtools.seeing.nodes import PlainGraph, Source
 from gradtools.seeing.recording import Recording, Refusal, Run
 
 _LEAVING = (
@@ -91,14 +91,14 @@ def crosses(run: Run, leaves: Sequence[Any]) -> bool:
     )
 
 
-def graph_once(traced: Traced) -> Graph:
+def graph_once(traced: Traced) -> PlainGraph:
     """The graph of a program; of one that was recorded it is there already."""
     if traced not in _graphs:
         _graphs[traced] = graph_of(traced.closed)
     return _graphs[traced]
 
 
-_graphs: WeakKeyDictionary[Traced, Graph] = WeakKeyDictionary()
+_graphs: WeakKeyDictionary[Traced, PlainGraph] = WeakKeyDictionary()
 
 
 def _is(a: Any, b: Any) -> bool:

@@ -23,7 +23,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, tracing
 
 if TYPE_CHECKING:
-    from gradtools.seeing.graph import Node
+    from gradtools.seeing.nodes import Node
 
 _clear: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()
 

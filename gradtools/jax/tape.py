@@ -25,7 +25,7 @@ from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.flow import links_of
-from gradtools.seeing.graph import Dependence, Graph, Links, Node
+from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph
 
 _UNROLLED = 2000  # so many equations a loop may be when it is written out
 _Apply = Callable[[Sequence[Any]], Sequence[Any]]
@@ -115,7 +115,7 @@ class Tape:
     steps: list[TapeStep] = field(default_factory=list)
     _count: int = 0
 
-    def run(self, closed: Any, graph: Graph, args: Sequence[Moving]) -> list[Moving]:
+    def run(self, closed: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
         """The results of a jaxpr for these arguments."""
         return self._jaxpr(closed.jaxpr, graph, [*map(Moving, closed.consts), *args])
 
@@ -126,7 +126,7 @@ class Tape:
         self._count += 1
         return Moving(array, leaves, self._count)
 
-    def _jaxpr(self, jaxpr: Any, graph: Graph, args: Sequence[Moving]) -> list[Moving]:
+    def _jaxpr(self, jaxpr: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
         env: dict[Any, Moving] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
         for eqn, node in zip(jaxpr.eqns, graph.nodes, strict=True):
             operands = [_read(env, atom) for atom in eqn.invars]

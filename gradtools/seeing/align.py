@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradtools.seeing.graph import Graph, Node, Value
+from gradtools.seeing.nodes import Node, PlainGraph, Value
 
 ARRANGING = frozenset(
     {"reshape", "transpose", "broadcast", "squeeze", "expand_dims", "unsqueeze", "expand"}
@@ -41,6 +41,9 @@ NAMES = {
     "take": "index",
     "gather": "index",
     "slice": "index",
+    "take_along": "index",
+    "scatter_add": "scatter",
+    "scatter_along": "scatter",
     "dynamic_slice": "index",
     "conv_general_dilated": "convolution",
 }
@@ -57,7 +60,7 @@ PARTS: Mapping[str, frozenset[str]] = {
         "log_softmax": f"{_SOFT} log logsumexp",
         "logsumexp": f"{_SOFT} log add",
         "cross_entropy": f"{_SOFT} log logsumexp log_softmax negate index mean where compare clip "
-        "add take_along one_hot multiply scatter concatenate",
+        "add one_hot multiply scatter concatenate",
         "layer_norm": _NORM,
         "batch_norm": f"{_NORM} update",
         "group_norm": _NORM,
@@ -67,6 +70,9 @@ PARTS: Mapping[str, frozenset[str]] = {
         "gelu": "multiply power add tanh erf erfc divide negate",
         "silu": "sigmoid multiply",
         "sigmoid": "negate exp add divide reciprocal",
+        "inverse": "lu custom_linear_solve stop add compare cast triangular_solve",
+        "solve": "lu custom_linear_solve stop triangular_solve",
+        "log_sigmoid": "logaddexp exp log1p maximum abs negate add compare where subtract softplus",
         "softplus": "logaddexp exp log1p maximum abs negate add compare where subtract",
         "elu": "compare where expm1 multiply minimum maximum",
         "leaky_relu": "compare where multiply maximum",
@@ -80,13 +86,14 @@ PARTS: Mapping[str, frozenset[str]] = {
         "mse_loss": f"subtract power {_MEAN} mean",
         "reciprocal": "divide power",
         "rsqrt": "sqrt divide reciprocal power",
-        "index": "compare add where clip concatenate cast",
         "sigmoid_backward": "multiply subtract",
         "tanh_backward": "multiply subtract power",
         "threshold_backward": "where compare multiply",
         "native_layer_norm_backward": f"{_NORM} multiply",
     }.items()
 }
+_ON_INDICES = frozenset({"compare", "add", "where", "concatenate", "cast", "remainder"})
+_AT_INDICES = frozenset({"index", "scatter", "update"})
 _CELLS = 16_000_000  # of the table of weights; longer programs are cut where they surely agree
 
 
@@ -132,7 +139,7 @@ class Alignment:
         return [step.number for step in steps if step.number not in paired]
 
 
-def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[AlignedStep, ...]:
+def steps_of(graph: PlainGraph, whole: frozenset[str] = frozenset()) -> tuple[AlignedStep, ...]:
     """The steps of a graph, those of its bodies too.
 
     Args:
@@ -141,6 +148,7 @@ def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[Aligned
     """
     steps: list[AlignedStep] = []
     _collect(graph, {}, whole, steps)
+    steps = _without_index_arithmetic(steps)
     first = {id(node) for _, node in forward_alone(graph).walk()}
     return tuple(
         replace(step, turn=0.5) if not step.node.phase and id(step.node) not in first else step
@@ -148,21 +156,57 @@ def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[Aligned
     )
 
 
+def _without_index_arithmetic(steps: list[AlignedStep]) -> list[AlignedStep]:
+    """Leaves out what is done to integers that are read as indices alone.
+
+    JAX writes out what PyTorch does inside: that a negative index counts from the end, and one
+    array of the indices of several axes. Whether the indices are the same, the forms tell.
+    """
+    readers: dict[int, set[int]] = {step.number: set() for step in steps}
+    for step in steps:
+        for read in step.reads:
+            readers[read].add(step.number)
+    gone: set[int] = set()
+    for step in reversed(steps):
+        whole = step.name in _ON_INDICES and not any(v.is_inexact for v in step.outputs)
+        read_by = readers[step.number]
+        if whole and read_by and all(k in gone or steps[k].name in _AT_INDICES for k in read_by):
+            gone.add(step.number)
+    through: dict[int, frozenset[int]] = {}
+    left: list[AlignedStep] = []
+    for step in steps:
+        reads = frozenset[int]().union(*(through[k] for k in step.reads))
+        if step.number in gone:
+            through[step.number] = reads
+        else:
+            through[step.number] = frozenset({len(left)})
+            left.append(replace(step, reads=reads, number=len(left)))
+    return left
+
+
 def _collect(
-    graph: Graph, made: dict[int, frozenset[int]], whole: frozenset[str], steps: list[AlignedStep]
+    graph: PlainGraph,
+    made: dict[int, frozenset[int]],
+    whole: frozenset[str],
+    steps: list[AlignedStep],
 ) -> None:
     for node in graph.nodes:
         reads = frozenset[int]().union(*(made.get(v, frozenset()) for v in node.inputs))
         name = common_name(node)
         if node.bodies and (name not in whole or _holds(node, name)):
-            found = reads
+            found, of = reads, dict[int, frozenset[int]]()
             for body in node.bodies:
                 inner = {
                     value: made.get(node.inputs[i], frozenset())
                     for value, i in zip(body.graph.inputs, body.inputs, strict=True)
                 }
                 _collect(body.graph, inner, whole, steps)
-                found = found.union(*(inner.get(out, frozenset()) for out in body.graph.outputs))
+                leaving = [inner.get(out, frozenset()) for out in body.graph.outputs]
+                found = found.union(*leaving)
+                for out, read in zip(node.outputs, [] if body.gate else leaving, strict=False):
+                    of[out] = of.get(out, frozenset()) | read
+            made.update(of if node.operation == "call" else dict.fromkeys(node.outputs, found))
+            continue
         elif not node.bodies and is_arranging(graph, node):
             found = reads
         else:
@@ -178,7 +222,7 @@ def _holds(node: Node, name: str) -> bool:
     return any(common_name(part) == name for part in inner)
 
 
-def is_arranging(graph: Graph, node: Node) -> bool:
+def is_arranging(graph: PlainGraph, node: Node) -> bool:
     """Whether a node only arranges data; a cast does if it keeps the dtype."""
     if node.operation == "cast" and node.inputs:
         return graph.values[node.inputs[0]].dtype == graph.values[node.outputs[0]].dtype
@@ -194,12 +238,12 @@ def common_name(node: Node) -> str:
     return NAMES.get(name, name)
 
 
-def names_in(graph: Graph) -> frozenset[str]:
+def names_in(graph: PlainGraph) -> frozenset[str]:
     """The names of all operations without a program inside."""
     return frozenset(common_name(node) for _, node in graph.walk() if not node.bodies)
 
 
-def aligned(a: Graph, b: Graph) -> Alignment:
+def aligned(a: PlainGraph, b: PlainGraph) -> Alignment:
     """Two graphs, aligned."""
     first, second = steps_of(a, names_in(b)), steps_of(b, names_in(a))
     pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -401,7 +445,7 @@ def _renamed(first: Sequence[AlignedStep], second: Sequence[AlignedStep], pairs:
     return found
 
 
-def forward_alone(graph: Graph) -> Graph:
+def forward_alone(graph: PlainGraph) -> PlainGraph:
     """The first pass, and of it what its own outputs are made of.
 
     How a derivative is written is each framework's own: what it keeps, in which steps.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradtools.seeing.graph import Node
+from gradtools.seeing.nodes import Node
 
 _BESIDE = ("shape", "name", "size", "rule")  # told elsewhere
 _PLAIN = ("dtype", "subscripts", "permutation")  # told without their names
@@ -107,7 +107,12 @@ def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
 def _listed(values: Any) -> str:
     if isinstance(values, list):
         return f"[{', '.join(map(_listed, values))}]"
-    return f"{values:.6g}"
+    return number_text(values)
+
+
+def number_text(value: complex | float) -> str:
+    """A number, short; an integer in full."""
+    return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"
 
 
 def are_numbers(text: str) -> bool:
@@ -115,4 +120,13 @@ def are_numbers(text: str) -> bool:
     return text.startswith("[") or is_number(text)
 
 
-__all__ = ["are_numbers", "call_text", "is_number", "mark_text", "numbers_text", "text_of", "told"]
+__all__ = [
+    "are_numbers",
+    "call_text",
+    "is_number",
+    "mark_text",
+    "number_text",
+    "numbers_text",
+    "text_of",
+    "told",
+]

@@ -12,72 +12,63 @@ written as them: what two frameworks write differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf, isnan, prod
-from operator import eq, le, lt, ne
-from string import ascii_letters
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import isnan, prod
 from typing import Any
 
 from gradtools.seeing.attributes import is_number
-from gradtools.seeing.graph import Body, Graph, Node
+from gradtools.seeing.canonical_forms import (
+    CanonicalExpression,
+    Expressions,
+    Form,
+    NoForm,
+    widened,
+)
+from gradtools.seeing.canonical_rules import RULES, attributes_of
+from gradtools.seeing.nodes import Body, Node, PlainGraph
 
-Dims = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Form:
-    """A value: an expression, by number, and which of its axes lie on each axis of the array.
-
-    Attributes:
-        key: The expression's number.
-        sizes: The lengths of the expression's axes.
-        dims: For each axis of the array the axes of the expression that are merged in it, in
-            order; none where the array only repeats.
-        shape: The array's shape.
-    """
-
-    key: int
-    sizes: tuple[int, ...]
-    dims: Dims
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CanonicalExpression:
-    """An expression: an operation, what makes it what it is, and its operands.
-
-    Each operand is a number with the labels of its axes: the same label, the same axis.
-    """
-
-    operation: str
-    attributes: tuple[tuple[str, Any], ...]
-    operands: tuple[tuple[int, tuple[int, ...]], ...]
-
-
-class Expressions:
-    """Numbers for expressions: equal ones have the same."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-        self.known: list[Any] = []
-
-    def number(self, expression: Any) -> int:
-        """The number of an expression."""
-        if expression not in self._numbers:
-            self._numbers[expression] = len(self.known)
-            self.known.append(expression)
-        return self._numbers[expression]
-
-    def value(self, key: int) -> complex | float | None:
-        """The number that an expression is, if it is one."""
-        expression = self.known[key]
-        is_number = isinstance(expression, tuple) and expression[0] == "number"
-        return expression[1] if is_number else None
+BRANCHING = frozenset(
+    ["scan", "while", "while_loop", "cond", "switch", "for", "map", "custom_linear_solve"]
+)
+_MARKS = ("custom rule", "edited gradient", "frozen", "chunked")
+_TOLD_BY_NAME = ("discrete", "integer_cast", "zero_derivative")
+_TOLD_BY_ITSELF = ("stop",)
+_DRAWS = frozenset(
+    [
+        "random",
+        "bernoulli",
+        "normal",
+        "uniform",
+        "dropout",
+        "random_bits",
+        "random_wrap",
+        "randint",
+        "exponential",
+    ]
+)
+_LUMPED = frozenset(
+    ["scatter", "index", "update", "random", "dropout", "max_pool", "avg_pool", "callback"]
+)
+WRITTEN_OUT = frozenset(
+    ["mean", "variance", "softmax", "log_softmax", "logsumexp", "layer_norm", "relu", "silu"]
+    + ["deviation", "norm", "mse_loss", "lerp", "addcmul", "addcdiv", "leaky_relu", "elu", "gelu"]
+    + [
+        "attention",
+        "clip",
+        "addmm",
+        "baddbmm",
+        "addmv",
+        "matmul",
+        "einsum",
+        "reciprocal",
+        "rsqrt",
+        "square",
+    ]
+)  # operations that are written, loosely, as those that they are made of
 
 
-class _NoForm(Exception):
-    """An operation on axes that only a whole array has."""
+Parts = tuple[tuple[int, int, int], ...]  # start, limit and step along each axis
 
 
 class Canonical:
@@ -88,29 +79,38 @@ class Canonical:
         expressions: The numbers, shared by the graphs that are compared.
         names: How inputs and captured values are called, by their number.
         loosely: As above.
+        crossing: Whether it is compared to a graph of another framework, so that the widths of
+            integers do not count.
+        wrapping: Whether it counts that a negative index does not count from the end.
         tokens: For some nodes, by ``id``: from there on their results are only called this.
         apart: Of these, those whose results have nothing in common with what they are compared to.
     """
 
     def __init__(
         self,
-        graph: Graph,
+        graph: PlainGraph,
         expressions: Expressions,
         names: Mapping[int, str],
         loosely: bool,
         tokens: Mapping[int, int] | None = None,
         apart: frozenset[int] = frozenset(),
+        crossing: bool = False,
+        wrapping: bool = True,
     ) -> None:
         self.graph, self.expressions, self.loosely = graph, expressions, loosely
+        self.crossing, self.wrapping, self._here = crossing, wrapping, graph
         self._tokens, self._apart = tokens or {}, apart
         self._draws = 0
         self.steps: dict[int, tuple[Form, ...]] = {}  # by the id of a node, before its token
         self.operands: dict[int, list[Form]] = {}
+        self.said: dict[int, Mapping[str, Any]] = {}  # of some nodes, in place of the attributes
         self.opaque: set[int] = set()  # what has no form of its own
+        self.parts: dict[int, tuple[int, Sequence[Form]]] = {}  # of what is joined: axis, arrays
+        self.slices: dict[int, tuple[Form, Form, Parts]] = {}  # of what is written to in part
         env: dict[int, Form] = {}
         for v in (*graph.inputs, *graph.captured):
             value = graph.values[v]
-            leaf = ("leaf", names.get(v, value.name), value.dtype)
+            leaf = ("leaf", names.get(v, value.name), self.dtype(value.dtype))
             env[v] = self._leaf(value.shape, value.name, leaf)
         self._run(graph, env)
         self.outputs = tuple(env[v] for v in graph.outputs)
@@ -118,7 +118,12 @@ class Canonical:
 
     # --- the walk
 
-    def _run(self, graph: Graph, env: dict[int, Form]) -> None:
+    def _run(self, graph: PlainGraph, env: dict[int, Form]) -> None:
+        around, self._here = self._here, graph
+        self._walk(graph, env)
+        self._here = around
+
+    def _walk(self, graph: PlainGraph, env: dict[int, Form]) -> None:
         for node in graph.nodes:
             for v in node.inputs:
                 if v not in env:  # it is made in a later pass
@@ -126,7 +131,8 @@ class Canonical:
             given = [env[v] for v in node.inputs]
             shapes = [graph.values[v].shape for v in node.outputs]
             made = self._node(graph, node, given, shapes)
-            self.steps[id(node)], self.operands[id(node)] = tuple(made), given
+            self.steps[id(node)] = tuple(made)
+            self.operands.setdefault(id(node), given)
             if id(node) in self._tokens:
                 made = [self._renamed(node, k, form) for k, form in enumerate(made)]
             env.update(zip(node.outputs, made, strict=True))
@@ -139,7 +145,7 @@ class Canonical:
 
     def _leaf(self, shape: tuple[int, ...], name: str, leaf: Any) -> Form:
         if not shape and is_number(name):
-            return self._number(complex(name) if "j" in name else float(name))
+            return self.number(complex(name) if "j" in name else float(name))
         return self._fresh(shape, leaf)
 
     def _fresh(self, shape: Sequence[int], name: Any) -> Form:
@@ -150,21 +156,22 @@ class Canonical:
         lengths = () if self._tokens else shape  # of a pair of steps it is told by itself
         return Form(self.expressions.number((*name, tuple(lengths))), sizes, dims, tuple(shape))
 
-    def _number(self, value: complex | float, shape: Sequence[int] = ()) -> Form:
+    def number(self, value: complex | float, shape: Sequence[int] = ()) -> Form:
+        """A number, to five digits; one without a fraction as it is."""
         if isinstance(value, float):
-            value = float(f"{value:.5g}")
+            value = value if value.is_integer() else float(f"{value:.5g}")
             value = "nan" if isnan(value) else value  # type: ignore[assignment]
         key = self.expressions.number(("number", value))
         return Form(key, (), ((),) * len(shape), tuple(shape))
 
     def _node(
-        self, graph: Graph, node: Node, given: list[Form], shapes: list[tuple[int, ...]]
+        self, graph: PlainGraph, node: Node, given: list[Form], shapes: list[tuple[int, ...]]
     ) -> list[Form]:
         if node.bodies and node.operation not in BRANCHING:
             return self._call(node, given, shapes)
         if node.bodies:
             return self._opaque(node, given, shapes, self._bodies(node))
-        rule = None if node.mark in _MARKS else _RULES.get(node.operation)
+        rule = None if node.mark in _MARKS else RULES.get(node.operation)
         try:
             if rule is not None:
                 made = rule(self, node, given, shapes[0])
@@ -173,11 +180,11 @@ class Canonical:
                         self._part(node, given, shapes, k) for k in range(len(made), len(shapes))
                     ]
                     return [self._told(node, graph, form, given) for form in made] + rest
-        except (_NoForm, KeyError, IndexError, TypeError, ValueError, StopIteration):
+        except (NoForm, KeyError, IndexError, TypeError, ValueError, StopIteration):
             pass  # it stands for itself
         return self._opaque(node, given, shapes)
 
-    def _told(self, node: Node, graph: Graph, form: Form, given: Sequence[Form]) -> Form:
+    def _told(self, node: Node, graph: PlainGraph, form: Form, given: Sequence[Form]) -> Form:
         """A result with what else is to be compared of it: why it carries no derivative."""
         if node.loss is None or node.loss in _TOLD_BY_NAME or node.operation in _TOLD_BY_ITSELF:
             return form
@@ -235,7 +242,8 @@ class Canonical:
             self._draws += 1
         draw = self._draws if node.operation in _DRAWS else 0
         named = node.operation if node.operation not in _LUMPED else node.native.strip("_")
-        more = (("bodies", tuple(bodies)), ("draw", draw), ("loss", node.loss), ("mark", node.mark))
+        loss = None if node.loss in _TOLD_BY_NAME else node.loss
+        more = (("bodies", tuple(bodies)), ("draw", draw), ("loss", loss), ("mark", node.mark))
         told = (*attributes_of(node), *((name, value) for name, value in more if value))
         operands = tuple((self._whole(form), ()) for form in given)
         made = []
@@ -248,7 +256,10 @@ class Canonical:
         return made
 
     def _part(self, node: Node, given: list[Form], shapes: list[tuple[int, ...]], k: int) -> Form:
-        return self._opaque(node, given, shapes)[k]
+        """What comes out besides: that is opaque, the node is not."""
+        found = self._opaque(node, given, shapes)[k]
+        self.opaque.discard(id(node))
+        return found
 
     # --- what the rules below write with
 
@@ -259,8 +270,23 @@ class Canonical:
 
     def held(self, node: Node, shape: tuple[int, ...]) -> Form:
         """A small array of known numbers, as one that is captured is told."""
-        value = self.graph.values[node.outputs[0]]
-        return self._leaf(shape, "", ("leaf", node.attributes["value"], value.dtype))
+        return self._leaf(shape, "", ("leaf", node.attributes["value"], self.dtype_made(node)))
+
+    def dtype(self, name: str) -> str:
+        """A dtype's name; the widths of integers differ from framework to framework."""
+        return "int" if self.crossing and name.startswith("int") else name
+
+    def dtype_of(self, node: Node, place: int) -> str:
+        """The dtype of an operand."""
+        return self.dtype(self._here.values[node.inputs[place]].dtype)
+
+    def dtype_made(self, node: Node) -> str:
+        """The dtype of what a node makes first."""
+        return self.dtype(self._here.values[node.outputs[0]].dtype)
+
+    def tell(self, node: Node, operands: Sequence[Form], said: Mapping[str, Any]) -> None:
+        """What a person is told of a node, where its own operands and attributes are another's."""
+        self.operands[id(node)], self.said[id(node)] = [*operands], said
 
     def joined(self, axis: int, given: Sequence[Form], shape: Sequence[int]) -> Form:
         """Arrays one after the other."""
@@ -268,7 +294,22 @@ class Canonical:
         key = self.expressions.number(
             CanonicalExpression("concatenate", (("axis", axis),), operands)
         )
+        self.parts[key] = axis, given
         return self.fresh_axes(key, shape)
+
+    def counting(self, shape: Sequence[int], axis: int, dtype: str = "int") -> Form:
+        """0, 1, 2, .. along an axis."""
+        n = shape[axis]
+        told = (("length", n), *((("dtype", dtype),) if "int" not in dtype else ()))
+        key = self.expressions.number(CanonicalExpression("iota", told, ()))
+        dims = tuple((0,) if p == axis and n != 1 else () for p in range(len(shape)))
+        return Form(key, (n,) if n != 1 else (), dims, tuple(shape))
+
+    def written_at(self, x: Form, parts: Parts) -> Form | None:
+        """What was written last to a slice, if it is just this one."""
+        _, update, at = self.slices.get(x.key, (x, x, ()))
+        plain = x.dims == self.fresh_axes(x.key, x.shape).dims
+        return update if at == parts and plain else None
 
     def elementwise(
         self, operation: str, given: Sequence[Form], attributes: Any = (), commutes: bool = False
@@ -297,6 +338,55 @@ class Canonical:
         key = self.expressions.number(expression)
         return Form(key, tuple(sizes), dims, tuple(shape))
 
+    def combined(self, operation: str, a: Form, b: Form) -> Form:
+        """The sum, difference, product, maximum or minimum of two."""
+        if operation == "subtract" and self.loosely:
+            return self.flat("add", [a, self.flat("multiply", [b, self.number(-1.0)])])
+        if operation in ("add", "multiply"):
+            return self.flat(operation, [a, b])
+        return self.elementwise(operation, [a, b], (), operation != "subtract")
+
+    def flat(self, operation: str, given: Sequence[Form]) -> Form:
+        """A sum or product; loosely, those inside are opened and numbers put together."""
+        if not self.loosely:
+            return self.elementwise(operation, given, (), True)
+        shape = self.elementwise("shape", given).shape
+        parts = [part for form in given for part in self._opened(operation, form)]
+        values = [self.expressions.value(p.key) for p in parts]
+        rest = [p for p, v in zip(parts, values, strict=True) if not isinstance(v, float)]
+        rest = self._counted(rest) if operation == "multiply" else rest
+        numbers = [v for v in values if isinstance(v, float)]
+        neutral = 0.0 if operation == "add" else 1.0
+        total = sum(numbers) if operation == "add" else prod(numbers)
+        if total != neutral or not rest:
+            rest.append(self.number(float(total)))
+        (x, *others) = rest
+        found = self.elementwise(operation, rest, (), True) if others else x
+        return widened(found, shape)
+
+    def _counted(self, factors: Sequence[Form]) -> list[Form]:
+        """Factors that occur several times as powers."""
+        counts = Counter(factors)
+        power = lambda x, n: self.elementwise("power", [x, self.number(float(n))])
+        return [x if n == 1 else power(x, n) for x, n in counts.items()]
+
+    def _opened(self, operation: str, form: Form) -> list[Form]:
+        """The terms of a sum, the factors of a product."""
+        expression = self.expressions.known[form.key]
+        if not isinstance(expression, CanonicalExpression) or expression.operation != operation:
+            return [form]
+        found = []
+        for key, labels in expression.operands:
+            number = {label: i for i, label in enumerate(labels)}
+            if any(a in number for axes in form.dims if len(axes) > 1 for a in axes) and any(
+                0 < sum(a in number for a in axes) < len(axes) for axes in form.dims
+            ):
+                return [form]  # part of a merged axis
+            dims = tuple(tuple(number[a] for a in axes if a in number) for axes in form.dims)
+            shape = tuple(n if axes else 1 for n, axes in zip(form.shape, dims, strict=True))
+            found.append(Form(key, tuple(form.sizes[label] for label in labels), dims, shape))
+        return found
+
     def _where(self, form: Form, rank: int) -> dict[int, tuple[int, int]]:
         """For each axis of an expression the axis of the result, and the place in it."""
         shift = rank - len(form.shape)
@@ -319,7 +409,7 @@ class Canonical:
             if not axes or len(parts) < 2 or tuple(form.sizes[a] for a in axes) == parts:
                 continue
             if len(axes) > 1 or prod(parts) != form.sizes[axes[0]]:
-                raise _NoForm
+                raise NoForm
             form = self._split_one(form, p, parts)
         return form
 
@@ -355,14 +445,39 @@ class Canonical:
         shape = tuple(1 if p in gone else x.shape[p] for p in places)
         return Form(key, tuple(x.sizes[a] for a in left), dims, shape)
 
+    def pooled(self, operation: str, x: Form, attributes: Any) -> int:
+        """The number of an operation on the windows of a whole array."""
+        operands = ((self._whole(x), ()),)
+        return self.expressions.number(CanonicalExpression(operation, attributes, operands))
+
     def along(self, operation: str, x: Form, axis: int, attributes: Any = ()) -> Form:
         """An operation along one axis that stays."""
         axes = x.dims[axis]
         if not axes and x.shape[axis] != 1:
-            raise _NoForm
+            raise NoForm
         told = (*attributes, ("axes", axes))
         key = self.expressions.number(CanonicalExpression(operation, told, ((x.key, ()),)))
         return Form(key, x.sizes, x.dims, x.shape)
+
+    def sliced(self, x: Form, place: int, start: int, limit: int, stride: int) -> Form:
+        """Some entries along one axis; a slice of a slice is a slice."""
+        count = len(range(start, limit, stride))
+        shape = (*x.shape[:place], count, *x.shape[place + 1 :])
+        if not x.dims[place]:
+            return Form(x.key, x.sizes, x.dims, shape)
+        (axis,) = x.dims[place]
+        of, inner = x.key, self.expressions.known[x.key]
+        if isinstance(inner, CanonicalExpression) and inner.operation == "slice":
+            ((_, (along, first, length, step)),) = inner.attributes
+            if along == axis and length != 1:
+                start, stride, of = first + start * step, stride * step, inner.operands[0][0]
+        at = (axis, start, count, stride if count > 1 else 1)
+        key = self.expressions.number(CanonicalExpression("slice", (("at", at),), ((of, ()),)))
+        left = [i for i in range(len(x.sizes)) if i != axis or count != 1]
+        number = {i: k for k, i in enumerate(left)}
+        sizes = tuple(count if i == axis else x.sizes[i] for i in left)
+        dims = tuple(tuple(number[i] for i in axes if i in number) for axes in x.dims)
+        return Form(key, sizes, dims, shape)
 
     def contracted(self, subscripts: str, *given: Form) -> Form:
         """A sum of products, as einsum says it."""
@@ -434,7 +549,7 @@ class Canonical:
                 taken.append(order[at])
                 at += 1
             if prod(form.sizes[a] for a in taken) != n:
-                raise _NoForm
+                raise NoForm
             dims.append(tuple(taken))
         return Form(form.key, form.sizes, tuple(dims), shape)
 
@@ -443,7 +558,7 @@ class Canonical:
     ) -> tuple[Form, list[int]]:
         axis = order[at]
         if first < 1 or form.sizes[axis] % first:
-            raise _NoForm
+            raise NoForm
         parts = (first, form.sizes[axis] // first)
         flat = Form(form.key, form.sizes, tuple((a,) for a in range(len(form.sizes))), form.sizes)
         made = self._split_one(flat, axis, parts)
@@ -456,534 +571,10 @@ class Canonical:
             return Form(x.key, (), ((),) * len(shape), shape)
         old = [(x.dims[p], n) for p, n in enumerate(x.shape) if n != 1]
         if [n for _, n in old] != [n for n in shape if n != 1]:
-            raise _NoForm
+            raise NoForm
         left = iter(old)
         dims = tuple(() if n == 1 else next(left)[0] for n in shape)
         return Form(x.key, x.sizes, dims, shape)
 
 
-BRANCHING = frozenset(
-    ["scan", "while", "while_loop", "cond", "switch", "for", "map", "custom_linear_solve"]
-)
-_MARKS = ("custom rule", "edited gradient", "frozen", "chunked")
-_TOLD_BY_NAME = ("discrete", "integer_cast", "zero_derivative")
-_TOLD_BY_ITSELF = ("stop",)
-_DRAWS = frozenset(
-    [
-        "random",
-        "bernoulli",
-        "normal",
-        "uniform",
-        "dropout",
-        "random_bits",
-        "random_wrap",
-        "randint",
-        "exponential",
-    ]
-)
-_LUMPED = frozenset(
-    ["scatter", "index", "update", "random", "dropout", "max_pool", "avg_pool", "callback"]
-)
-WRITTEN_OUT = frozenset(
-    ["mean", "variance", "softmax", "log_softmax", "logsumexp", "layer_norm", "relu", "silu"]
-    + ["clip", "addmm", "baddbmm", "addmv", "matmul", "einsum", "reciprocal", "rsqrt", "square"]
-)  # operations that are written, loosely, as those that they are made of
-_RULES: dict[str, Callable[..., list[Form]]] = {}
-
-
-def attributes_of(node: Node) -> tuple[tuple[str, Any], ...]:
-    """What makes an operation what it is besides its operands, so that it can be compared."""
-    return tuple(
-        sorted((k, repr(v)) for k, v in node.attributes.items() if k not in ("name", "rule"))
-    )
-
-
-def _rule(names: str) -> Callable[[Any], Any]:
-    def register(function: Any) -> Any:
-        _RULES.update(dict.fromkeys(names.split(), function))
-        return function
-
-    return register
-
-
-# --- what only arranges ------------------------------------------------------------------
-
-
-@_rule("identity copy optimization_barrier clone checkpoint_name sharding_constraint")
-def _same(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [given[0]]
-
-
-@_rule("transpose")
-def _transposed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [_in_order(given[0], node.attributes["permutation"])]
-
-
-def _in_order(x: Form, order: Sequence[int]) -> Form:
-    return Form(x.key, x.sizes, tuple(x.dims[p] for p in order), tuple(x.shape[p] for p in order))
-
-
-@_rule("reshape squeeze expand_dims unsqueeze")
-def _reshape(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    order = node.attributes.get("permutation", range(len(given[0].shape)))
-    return [c.reshaped(_in_order(given[0], order), shape)]
-
-
-@_rule("broadcast expand")
-def _broadcast(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, axes = given[0], node.attributes.get("axes")
-    axes = axes or range(len(shape) - len(x.shape), len(shape))
-    dims: list[tuple[int, ...]] = [()] * len(shape)
-    for p, axis in enumerate(axes):
-        dims[axis] = x.dims[p]
-    return [Form(x.key, x.sizes, tuple(dims), shape)]
-
-
-@_rule("constant full")
-def _constant(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    if given and not given[0].sizes:
-        return [Form(given[0].key, (), ((),) * len(shape), shape)]
-    if isinstance(node.attributes["value"], str):
-        return [c.held(node, shape)]
-    return [c._number(float(node.attributes["value"]), shape)]
-
-
-@_rule("slice")
-def _slice(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    """One axis after the other: so a slice of a slice is a slice."""
-    x, a = given[0], node.attributes
-    strides = a.get("stride", (1,) * len(x.shape))
-    for p, part in enumerate(zip(a["start"], a["limit"], strides, strict=True)):
-        if part != (0, x.shape[p], 1):
-            x = _sliced(c, x, p, *part)
-    left = [p for p in range(len(x.shape)) if p not in a.get("drop", ())]
-    return [Form(x.key, x.sizes, tuple(x.dims[p] for p in left), tuple(x.shape[p] for p in left))]
-
-
-def _sliced(c: Canonical, x: Form, place: int, start: int, limit: int, stride: int) -> Form:
-    count = len(range(start, limit, stride))
-    shape = (*x.shape[:place], count, *x.shape[place + 1 :])
-    if not x.dims[place]:
-        return Form(x.key, x.sizes, x.dims, shape)
-    (axis,) = x.dims[place]
-    of, inner = x.key, c.expressions.known[x.key]
-    if isinstance(inner, CanonicalExpression) and inner.operation == "slice":
-        ((_, (along, first, length, step)),) = inner.attributes
-        if along == axis and length != 1:
-            start, stride, of = first + start * step, stride * step, inner.operands[0][0]
-    at = (axis, start, count, stride if count > 1 else 1)
-    key = c.expressions.number(CanonicalExpression("slice", (("at", at),), ((of, ()),)))
-    left = [i for i in range(len(x.sizes)) if i != axis or count != 1]
-    number = {i: k for k, i in enumerate(left)}
-    sizes = tuple(count if i == axis else x.sizes[i] for i in left)
-    dims = tuple(tuple(number[i] for i in axes if i in number) for axes in x.dims)
-    return Form(key, sizes, dims, shape)
-
-
-@_rule("pad slice_backward select_backward")
-def _placed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    """Something between zeros; what is placed twice is placed once. A negative pad is a slice."""
-    x, a = given[0], node.attributes
-    value = c.expressions.value(given[1].key) if len(given) > 1 else float(a.get("value", 0))
-    axis = a.get("axis", 0)
-    strides = [1] * len(shape)
-    if node.operation == "pad":
-        starts = a["low"]
-        if any(a.get("interior", ())):
-            raise _NoForm
-        if max(*a["low"], *a["high"], 0) == 0:
-            for p, low in enumerate(starts):
-                x = _sliced(c, x, p, -low, shape[p] - low, 1) if x.shape[p] != shape[p] else x
-            return [x]
-        if min(*a["low"], *a["high"]) < 0:
-            raise _NoForm
-    else:
-        starts = [0] * len(shape)
-        starts[axis] = a["index"] % shape[axis] if "index" in a else a.get("start", 0)
-        strides[axis] = a.get("step", 1)
-    if node.operation == "select_backward":
-        dims = (*x.dims[:axis], (), *x.dims[axis:])
-        x = Form(x.key, x.sizes, dims, (*x.shape[:axis], 1, *x.shape[axis:]))
-    if all(x.shape[p] == shape[p] for p in range(len(shape))):
-        return [x]
-    at = tuple((x.dims[p] or (-1,), starts[p], strides[p], n) for p, n in enumerate(shape))
-    inner = c.expressions.known[x.key]
-    plain = c.fresh_axes(x.key, x.shape).dims == x.dims and 1 not in x.shape
-    if isinstance(inner, CanonicalExpression) and inner.operation == "place" and plain:
-        (_, before), (_, around) = inner.attributes
-        if around == value and all(stride == 1 for *_, stride, _ in (*at, *before)):
-            at = tuple(
-                (dims, first + start, 1, n)
-                for (dims, first, *_), (_, start, _, n) in zip(before, at, strict=True)
-            )
-            x = Form(inner.operands[0][0], (), (), ())
-    key = c.expressions.number(
-        CanonicalExpression("place", (("at", at), ("value", value)), ((x.key, ()),))
-    )
-    return [c.fresh_axes(key, shape)]
-
-
-@_rule("stack")
-def _stacked(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    axis = node.attributes.get("axis", 0)
-    wide = [
-        Form(
-            x.key,
-            x.sizes,
-            (*x.dims[:axis], (), *x.dims[axis:]),
-            (*x.shape[:axis], 1, *x.shape[axis:]),
-        )
-        for x in given
-    ]
-    return [c.joined(axis, wide, shape)]
-
-
-@_rule("concatenate")
-def _concatenated(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [c.joined(node.attributes["axis"], given, shape)]
-
-
-# --- element by element ------------------------------------------------------------------
-
-_UNARY = """
-exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh arcsin arccos arctan arcsinh arccosh
-arctanh sigmoid log_sigmoid erf erfc erfinv lgamma digamma abs sign floor ceil round trunc real
-imag conj angle is_finite is_nan logical_not cbrt softplus leaky_relu elu gelu polygamma
-stop remainder floor_divide fmod arctan2 logaddexp complex logical_and logical_or logical_xor
-where threshold_backward tanh_backward sigmoid_backward gelu_backward silu_backward elu_backward
-leaky_relu_backward nextafter heaviside hypot softplus_backward
-"""
-_COMMUTING = ("add", "multiply", "maximum", "minimum", "logical_and", "logical_or", "logical_xor")
-
-
-@_rule(_UNARY)
-def _elementwise(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    if c.loosely and node.operation == "abs" and _is_positive(c, given[0].key):
-        return [given[0]]
-    if c.loosely and node.operation == "where":
-        known = c.expressions.value(given[0].key)
-        if known is not None:
-            return [_widened(given[1] if known else given[2], shape)]
-    commutes = node.operation in _COMMUTING
-    return [c.elementwise(node.operation, given, attributes_of(node), commutes)]
-
-
-@_rule("cast")
-def _cast(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    if c.loosely and c.expressions.value(given[0].key) is not None:
-        return given
-    return [c.elementwise("cast", given, (("dtype", node.attributes.get("dtype", "")),))]
-
-
-@_rule("compare")
-def _compare(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    relation = node.attributes["relation"]
-    if relation in (">", ">="):
-        given, relation = given[::-1], relation.replace(">", "<")
-    symmetric = relation in ("==", "!=")
-    values = [c.expressions.value(form.key) for form in given]
-    if c.loosely and all(isinstance(value, float) for value in values):
-        return [c._number(float(_RELATIONS[relation](*values)), shape)]
-    return [c.elementwise("compare", given, (("relation", relation),), symmetric)]
-
-
-_RELATIONS: dict[str, Callable[[Any, Any], bool]] = {"<": lt, "<=": le, "==": eq, "!=": ne}
-
-
-def _is_positive(c: Canonical, key: int) -> bool:
-    """Whether it is a power of e, or a sum of such."""
-    expression = c.expressions.known[key]
-    if not isinstance(expression, CanonicalExpression):
-        return False
-    if expression.operation == "sum":
-        return _is_positive(c, expression.operands[0][0])
-    return expression.operation == "exp"
-
-
-def _widened(x: Form, shape: Sequence[int]) -> Form:
-    """A value that repeats along new axes."""
-    more = len(shape) - len(x.shape)
-    return Form(x.key, x.sizes, (*((),) * more, *x.dims), tuple(shape))
-
-
-@_rule("maximum minimum")
-def _extreme(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    least = -inf if node.operation == "maximum" else inf
-    left = [form for form in given if c.expressions.value(form.key) != least]
-    return [left[0] if len(left) == 1 else c.elementwise(node.operation, given, (), True)]
-
-
-@_rule("relu")
-def _relu(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [c.elementwise("maximum", [given[0], c._number(0.0)], (), True)]
-
-
-@_rule("silu")
-def _silu(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [_times(c, given[0], c.elementwise("sigmoid", given))]
-
-
-@_rule("clip")
-def _clip(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, *ends = given
-    for name, operation, at in (("low", "maximum", 0), ("high", "minimum", 1)):
-        limit = node.attributes.get(name)
-        end = ends[at] if len(ends) == 2 else None if limit is None else c._number(float(limit))
-        x = x if end is None else c.elementwise(operation, [x, end], (), True)
-    return [x]
-
-
-@_rule("add subtract")
-def _add(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    a, b = given
-    if "alpha" in node.attributes:
-        b = _times(c, b, c._number(float(node.attributes["alpha"])))
-    if node.operation == "add":
-        return [_plus(c, a, b)]
-    return [
-        _plus(c, a, _times(c, b, c._number(-1.0)))
-        if c.loosely
-        else c.elementwise("subtract", [a, b])
-    ]
-
-
-@_rule("multiply")
-def _multiply(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [_times(c, *given)]
-
-
-@_rule("negate")
-def _negate(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [_times(c, given[0], c._number(-1.0)) if c.loosely else c.elementwise("negate", given)]
-
-
-@_rule("divide")
-def _divide(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    a, b = given
-    if not c.loosely or node.attributes:
-        return [c.elementwise("divide", given, attributes_of(node))]
-    return [_times(c, a, _power(c, b, -1.0))]
-
-
-@_rule("power square cube reciprocal sqrt rsqrt")
-def _powers(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    exponents = {"square": 2.0, "cube": 3.0, "reciprocal": -1.0, "sqrt": 0.5, "rsqrt": -0.5}
-    if node.operation == "power" and len(given) == 2:
-        exponent = c.expressions.value(given[1].key)
-        if isinstance(exponent, float) and not given[1].sizes:
-            return [_power(c, given[0], exponent)]
-        return [c.elementwise("power", given)]
-    if node.operation == "power":
-        return [c.elementwise("power", given, attributes_of(node))]
-    return [_power(c, given[0], exponents[node.operation])]
-
-
-def _power(c: Canonical, x: Form, exponent: float) -> Form:
-    value = c.expressions.value(x.key)
-    if c.loosely and isinstance(value, float) and (value > 0 or (exponent == -1 and value)):
-        return c._number(value**exponent, x.shape)
-    inner = c.expressions.known[x.key]
-    if c.loosely and isinstance(inner, CanonicalExpression) and inner.operation == "power":
-        (base, _), (power, _) = inner.operands
-        known = c.expressions.value(power)
-        if isinstance(known, float) and exponent == -1:
-            x = Form(base, x.sizes, x.dims, x.shape)
-            exponent *= known
-    return c.elementwise("power", [x, c._number(exponent)])
-
-
-def _plus(c: Canonical, *terms: Form) -> Form:
-    return _flat(c, "add", terms)
-
-
-def _times(c: Canonical, *factors: Form) -> Form:
-    return _flat(c, "multiply", factors)
-
-
-def _flat(c: Canonical, operation: str, given: Sequence[Form]) -> Form:
-    """A sum or product; loosely, those inside are opened and numbers put together."""
-    if not c.loosely:
-        return c.elementwise(operation, given, (), True)
-    shape = c.elementwise("shape", given).shape
-    parts = [part for form in given for part in _parts(c, operation, form)]
-    values = [c.expressions.value(p.key) for p in parts]
-    rest = [p for p, v in zip(parts, values, strict=True) if not isinstance(v, float)]
-    numbers = [v for v in values if isinstance(v, float)]
-    neutral = 0.0 if operation == "add" else 1.0
-    total = sum(numbers) if operation == "add" else prod(numbers)
-    if total != neutral or not rest:
-        rest.append(c._number(float(total)))
-    if len(rest) == 1:
-        (x,) = rest
-        return _widened(x, shape)
-    return _widened(c.elementwise(operation, rest, (), True), shape)
-
-
-def _parts(c: Canonical, operation: str, form: Form) -> list[Form]:
-    expression = c.expressions.known[form.key]
-    if not isinstance(expression, CanonicalExpression) or expression.operation != operation:
-        return [form]
-    found = []
-    for key, labels in expression.operands:
-        number = {label: i for i, label in enumerate(labels)}
-        if any(a in number for axes in form.dims if len(axes) > 1 for a in axes) and any(
-            0 < sum(a in number for a in axes) < len(axes) for axes in form.dims
-        ):
-            return [form]  # part of a merged axis
-        dims = tuple(tuple(number[a] for a in axes if a in number) for axes in form.dims)
-        shape = tuple(n if axes else 1 for n, axes in zip(form.shape, dims, strict=True))
-        found.append(Form(key, tuple(form.sizes[label] for label in labels), dims, shape))
-    return found
-
-
-# --- over axes ---------------------------------------------------------------------------
-
-
-def _axes(node: Node, x: Form) -> Sequence[int]:
-    if "axis" in node.attributes:
-        return (node.attributes["axis"],)
-    return node.attributes.get("axes") or range(len(x.shape))
-
-
-def _rest_of(node: Node) -> tuple[tuple[str, Any], ...]:
-    return tuple(p for p in attributes_of(node) if p[0] not in ("axes", "axis", "keep"))
-
-
-@_rule("sum prod max min any all")
-def _reduce(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, keep = given[0], bool(node.attributes.get("keep"))
-    rest = [] if "window" in node.attributes else _rest_of(node)
-    return [c.reduced(node.operation, x, _axes(node, x), keep, rest)]
-
-
-@_rule("mean")
-def _mean_rule(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, keep = given[0], bool(node.attributes.get("keep"))
-    if not c.loosely:
-        return [c.reduced("mean", x, _axes(node, x), keep, _rest_of(node))]
-    return [_mean(c, x, _axes(node, x), keep)]
-
-
-def _mean(c: Canonical, x: Form, axes: Sequence[int], keep: bool, less: float = 0.0) -> Form:
-    count = prod(x.shape[p] for p in axes) - less
-    if count <= 0:  # the variance of one number, which is NaN
-        raise _NoForm
-    return _times(c, c.reduced("sum", x, axes, keep), c._number(1.0 / count))
-
-
-@_rule("variance")
-def _variance(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, axes, keep = given[0], _axes(node, given[0]), bool(node.attributes.get("keep"))
-    if not c.loosely:
-        return [c.reduced("variance", x, axes, keep, _rest_of(node))]
-    less = float(node.attributes.get("correction", 0))
-    return [_mean(c, _power(c, _centred(c, x, axes), 2.0), axes, keep, less)]
-
-
-def _centred(c: Canonical, x: Form, axes: Sequence[int]) -> Form:
-    return _plus(c, x, _times(c, _mean(c, x, axes, True), c._number(-1.0)))
-
-
-@_rule("layer_norm")
-def _layer_norm(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    if not c.loosely:
-        raise _NoForm
-    x, axes = given[0], node.attributes["axes"]
-    spread = _mean(c, _power(c, _centred(c, x, axes), 2.0), axes, True)
-    spread = _plus(c, spread, c._number(float(node.attributes["eps"])))
-    found = _times(c, _centred(c, x, axes), _power(c, spread, -0.5))
-    found = _times(c, found, given[1]) if len(given) > 1 else found
-    return [_plus(c, found, given[2]) if len(given) > 2 else found]
-
-
-def _minus(c: Canonical, a: Form, b: Form) -> Form:
-    if c.loosely:
-        return _plus(c, a, _times(c, b, c._number(-1.0)))
-    return c.elementwise("subtract", [a, b])
-
-
-@_rule("softmax log_softmax")
-def _softmax(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, axes = given[0], _axes(node, given[0])
-    if not c.loosely:
-        return [c.along(node.operation, x, axes[0], _rest_of(node))]
-    highest = c.elementwise("stop", [c.reduced("max", x, axes, True)])
-    shifted = _minus(c, x, highest)
-    e = c.elementwise("exp", [shifted])
-    total = c.reduced("sum", e, axes, True)
-    if node.operation == "softmax":
-        return [_times(c, e, _power(c, total, -1.0))]
-    return [_minus(c, shifted, c.elementwise("log", [total]))]
-
-
-@_rule("logsumexp")
-def _logsumexp(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, axes, keep = given[0], _axes(node, given[0]), bool(node.attributes.get("keep"))
-    if not c.loosely:
-        return [c.reduced("logsumexp", x, axes, keep, _rest_of(node))]
-    highest = c.reduced("max", x, axes, True)
-    finite = c.elementwise("is_finite", [highest])
-    highest = c.elementwise("where", [finite, highest, c._number(0.0)])
-    highest = c.elementwise("stop", [highest])
-    total = c.reduced("sum", c.elementwise("exp", [_minus(c, x, highest)]), axes, True)
-    found = _plus(c, c.elementwise("log", [total]), highest)
-    return [found if keep else c.reshaped(found, shape)]
-
-
-@_rule("cumsum cumprod cummax cummin logcumsumexp sort flip roll argsort")
-def _along(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    axes = _axes(node, given[0])
-    if len(axes) != 1:
-        raise _NoForm
-    return [c.along(node.operation, given[0], axes[0], _rest_of(node))]
-
-
-@_rule("argmax argmin")
-def _argument(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x = given[0]
-    return [c.reduced(node.operation, x, _axes(node, x), bool(node.attributes.get("keep")))]
-
-
-# --- products of arrays ------------------------------------------------------------------
-
-
-@_rule("einsum dot_general")
-def _einsum(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    if "subscripts" not in node.attributes:
-        return _matmul(c, node, given, shape)
-    return [c.contracted(node.attributes["subscripts"], *given)]
-
-
-@_rule("matmul")
-def _matmul(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    a, b = given
-    return [c.contracted(_subscripts(len(a.shape), len(b.shape)), a, b)]
-
-
-@_rule("addmm baddbmm addmv")
-def _added(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    if node.attributes:
-        raise _NoForm
-    bias, a, b = given
-    return [_plus(c, bias, c.contracted(_subscripts(len(a.shape), len(b.shape)), a, b))]
-
-
-def _subscripts(a: int, b: int) -> str:
-    """NumPy's matmul of two arrays of so many axes, in the words of einsum."""
-    if not (a and b):
-        raise _NoForm
-    batch = ascii_letters[: max(a, b, 2) - 2]
-    first = batch[len(batch) - max(0, a - 2) :] + ("YZ" if a > 1 else "Z")
-    second = batch[len(batch) - max(0, b - 2) :] + ("ZX" if b > 1 else "Z")
-    return f"{first},{second}->{batch}{'Y' if a > 1 else ''}{'X' if b > 1 else ''}"
-
-
-__all__ = [
-    "BRANCHING",
-    "WRITTEN_OUT",
-    "Canonical",
-    "Expressions",
-    "Form",
-    "CanonicalExpression",
-    "attributes_of",
-]
+__all__ = ["BRANCHING", "WRITTEN_OUT", "Canonical", "Parts"]

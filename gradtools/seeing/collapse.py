@@ -12,17 +12,31 @@ from types import MappingProxyType
 
 from gradtools.seeing.attributes import call_text, mark_text
 from gradtools.seeing.flatten import BlockGroup, FlatGraph, Link, Notes, Unit
-from gradtools.seeing.graph import Graph, Node
 from gradtools.seeing.letters import Letters, stand_in
 from gradtools.seeing.nesting import in_parts, nested
+from gradtools.seeing.nodes import Node, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.repeats import Folding
 
 FOLD_FROM = 40  # boxes: what has fewer is shown whole
 
 
+def shown(
+    graph: PlainGraph,
+    *,
+    depth: int | None = None,
+    expand: str | Iterable[str] = (),
+    fold: bool | None = None,
+    title: str = "",
+    limit: int = 44,
+) -> tuple[Outline, frozenset[int]]:
+    """A graph's outline and its open blocks, by the options of `drawing.to_svg`; limit: boxes."""
+    outline = outline_of(graph, fold=fold, expand=expand, title=title)
+    return outline, outline.opened(depth, expand, limit)
+
+
 def outline_of(
-    graph: Graph,
+    graph: PlainGraph,
     *,
     fold: bool | None = None,
     expand: str | Iterable[str] = (),

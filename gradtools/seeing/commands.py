@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +13,23 @@ from gradtools.inputs import Given
 from gradtools.seeing.formula import Formula, files
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.measures import Measurement
-from gradtools.seeing.report import GradientReport
 from gradtools.seeing.saving import SUFFIXES
 
 
 def why_zero(options: argparse.Namespace) -> int:
-    """Prints where gradients are lost; 0 if nowhere, 1 if somewhere, 2 if it cannot be told."""
-    try:
-        report = _reported(options)
-    except GradtoolsError as error:
-        print(f"gradtools why-zero: {error}", file=sys.stderr)
-        return 2
-    except Exception:  # a program's own: its place is worth more than a sentence
-        traceback.print_exc()
-        return 2
+    """Prints where gradients are lost; 0 if nowhere, 1 if somewhere."""
+    given = Given.by(options)
+    report = given.gt.why_zero(given.f, *given.args, wrt=tuple(options.wrt))
     print(report.to_json() if options.json else report.text(colour=in_colour()))
     return 1 if report else 0
 
 
-def _reported(options: argparse.Namespace) -> GradientReport:
-    given = Given.by(options)
-    found: GradientReport = given.gt.why_zero(given.f, *given.args, wrt=tuple(options.wrt))
-    return found
-
-
 def graph(options: argparse.Namespace) -> int:
-    """Prints or writes the graph of a function with its gradients; 0 if it could, 2 if not."""
-    try:
-        _shown(options)
-    except GradtoolsError as error:
-        print(f"gradtools graph: {error}", file=sys.stderr)
-        return 2
-    except Exception:  # a program's own: its place is worth more than a sentence
-        traceback.print_exc()
-        return 2
-    return 0
-
-
-def _shown(options: argparse.Namespace) -> None:
+    """Prints or writes the graph of a function with its gradients."""
     _known(options.out or "graph.txt", SUFFIXES)
-    given = Given.by(options)
-    wrt = tuple(options.wrt)
-    found = given.gt.gradient_graph(given.f, *given.args, order=options.order, wrt=wrt)
-    _put(found, options.out)
+    given, wrt = Given.by(options), tuple(options.wrt)
+    _put(given.gt.gradient_graph(given.f, *given.args, order=options.order, wrt=wrt), options.out)
+    return 0
 
 
 def _put(found: Graph | Formula, out: str | None) -> None:
@@ -72,25 +45,12 @@ def _put(found: Graph | Formula, out: str | None) -> None:
 
 
 def formula(options: argparse.Namespace) -> int:
-    """Prints or writes a function's formula; 0 if it was compared, 1 if not, 2 if there is none."""
-    try:
-        found = _derived(options)
-        _put(found, options.out)
-    except GradtoolsError as error:
-        print(f"gradtools formula: {error}", file=sys.stderr)
-        return 2
-    except Exception:  # a program's own: its place is worth more than a sentence
-        traceback.print_exc()
-        return 2
-    return 0 if found.check is not None else 1
-
-
-def _derived(options: argparse.Namespace) -> Formula:
+    """Prints or writes a function's formula; 0 if it was compared, 1 if not."""
     _known(options.out or "formula.txt", files.SUFFIXES)
-    given = Given.by(options)
-    wrt = tuple(options.wrt)
-    found: Formula = given.gt.formula(given.f, *given.args, order=options.order, wrt=wrt)
-    return found
+    given, wrt = Given.by(options), tuple(options.wrt)
+    found = given.gt.formula(given.f, *given.args, order=options.order, wrt=wrt)
+    _put(found, options.out)
+    return 0 if found.check is not None else 1
 
 
 def _known(out: str, suffixes: tuple[str, ...]) -> None:
@@ -104,17 +64,13 @@ def _known(out: str, suffixes: tuple[str, ...]) -> None:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Prints what a call costs; 0 if it could be measured, 2 if not."""
+    """Prints what a call costs."""
     try:
         found = _measured(options)
-    except GradtoolsError as error:
-        print(f"gradtools measure: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:  # a program's own: its place is worth more than a sentence
-        traceback.print_exc()
+    except Exception as error:
         kind, given = type(error).__name__, options.args or options.shapes or "no arguments"
-        print(f"gradtools measure: {options.function} raised {kind} on {given}", file=sys.stderr)
-        return 2
+        error.add_note(f"gradtools measure: {options.function} raised {kind} on {given}")
+        raise
     print(found.to_json() if options.json else found.text(colour=in_colour()))
     return 0
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from gradtools.crossings import ForeignProgram
-from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Value
+from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph, Value
 
 BRIDGED = "bridged"
 _OF_THE_CALL = ("key", "batch")
@@ -40,7 +40,7 @@ def opened(
     return replace(node, bodies=(body,), links=node.links or _all(node, values))
 
 
-def in_phase(graph: Graph, phase: int) -> Graph:
+def in_phase(graph: PlainGraph, phase: int) -> PlainGraph:
     """The graph with all its nodes in one pass."""
 
     def moved(node: Node) -> Node:

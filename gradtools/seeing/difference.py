@@ -16,9 +16,9 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.align import AlignedStep, aligned, forward_alone
 from gradtools.seeing.attributes import are_numbers
 from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.edges import reason, strengths_of
+from gradtools.seeing.edges import kept_anew, reason, strengths_of
 from gradtools.seeing.equality import ELSE, GraphPair
-from gradtools.seeing.graph import Dependence, Graph, Node
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Outline, counted, size_text, value_text
 from gradtools.seeing.passes import INNER
 
@@ -55,8 +55,8 @@ class GraphDifference:
             known: an operation, and what it is made of in the other graph.
     """
 
-    first: Graph
-    second: Graph
+    first: PlainGraph
+    second: PlainGraph
     names: tuple[str, str]
     matched: tuple[tuple[tuple[Node, ...], tuple[Node, ...]], ...]
     changed: tuple[Change, ...]
@@ -218,7 +218,7 @@ def graph_diff(a: Any, b: Any, names: tuple[str, str] = ("first", "second")) -> 
         GradtoolsError: a or b is no `Graph`.
     """
     for name, graph in (("a", a), ("b", b)):
-        if not isinstance(graph, Graph):
+        if not isinstance(graph, PlainGraph):
             raise GradtoolsError(
                 f"graph_diff: {name} must be a Graph, got {type(graph).__name__}. Mend: pass "
                 "gradient_graph(f, *args) of each."
@@ -226,7 +226,7 @@ def graph_diff(a: Any, b: Any, names: tuple[str, str] = ("first", "second")) -> 
     return compared(a, b, names)
 
 
-def compared(a: Graph, b: Graph, names: tuple[str, str]) -> GraphDifference:
+def compared(a: PlainGraph, b: PlainGraph, names: tuple[str, str]) -> GraphDifference:
     """How two graphs differ."""
     crossing = _is_crossing(a, b)
     ones, twos = (forward_alone(a), forward_alone(b)) if crossing else (a, b)
@@ -265,13 +265,13 @@ def compared(a: Graph, b: Graph, names: tuple[str, str]) -> GraphDifference:
     return GraphDifference(a, b, names, tuple(matched), tuple(changed), only_a, only_b, by_name)
 
 
-def _is_crossing(a: Graph, b: Graph) -> bool:
+def _is_crossing(a: PlainGraph, b: PlainGraph) -> bool:
     """Whether the two are of two frameworks."""
     kinds = [{n.native.startswith("aten.") for _, n in g.walk() if n.native} for g in (a, b)]
     return bool(kinds[0] and kinds[1]) and (True in kinds[0]) != (True in kinds[1])
 
 
-def _lost_gradients(a: Graph, b: Graph) -> list[list[Node]]:
+def _lost_gradients(a: PlainGraph, b: PlainGraph) -> list[list[Node]]:
     """Of each graph what makes a gradient of an argument that the other has none of."""
     makers = [{v: n for n in graph.nodes for v in n.outputs} for graph in (a, b)]
     found = []
@@ -288,14 +288,14 @@ def _single(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
     return len(one) == len(two) == 1
 
 
-def _owners(graph: Graph) -> dict[int, Graph]:
+def _owners(graph: PlainGraph) -> dict[int, PlainGraph]:
     return {id(node): owner for owner, node in graph.walk()}
 
 
 def _differences(
     one: AlignedStep,
     two: AlignedStep,
-    owners: tuple[Mapping[int, Graph], ...],
+    owners: tuple[Mapping[int, PlainGraph], ...],
     equal: bool,
     same: bool,
     crossing: bool,
@@ -308,7 +308,8 @@ def _differences(
         found.append(f"shape: {_first(one)} ≠ {_first(two)}")
     dtypes = [tuple(v.dtype for v in step.outputs[:1]) for step in (one, two)]
     inexact = any(v.is_inexact for step in (one, two) for v in step.outputs[:1])
-    if dtypes[0] != dtypes[1] and (inexact or not crossing):
+    renamed = equal and one.name != two.name  # paired by their places alone
+    if dtypes[0] != dtypes[1] and (inexact or not crossing) and not renamed:
         found.append(f"dtype: {' '.join(dtypes[0])} ≠ {' '.join(dtypes[1])}")
     marks = ["" if step.node.mark == INNER else step.node.mark for step in (one, two)]
     if marks[0] != marks[1]:
@@ -325,7 +326,7 @@ def _first(step: AlignedStep) -> str:
     return value_text(step.outputs[0]) if step.outputs else "nothing"
 
 
-def _flow(graph: Graph, step: AlignedStep) -> str:
+def _flow(graph: PlainGraph, step: AlignedStep) -> str:
     """How a derivative flows through a step: the strongest of its links."""
     if not any(value.is_inexact for value in step.outputs):
         return "none"
@@ -342,9 +343,9 @@ def _flow(graph: Graph, step: AlignedStep) -> str:
     return reason(step.node.loss) if cut else str(strongest)
 
 
-def kept_bytes(graph: Graph) -> int:
+def kept_bytes(graph: PlainGraph) -> int:
     """The bytes that the forward pass keeps anew for later ones."""
-    return sum(graph.kept.values())
+    return sum(kept_anew(graph).values())
 
 
 def _place(node: Node) -> str:

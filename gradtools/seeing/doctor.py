@@ -12,8 +12,9 @@ The kinds of loss, with their reasons and mends, stand in `findings.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from gradtools.seeing.flow import (
     losses_of,
     overwritten,
 )
-from gradtools.seeing.graph import Dependence, Graph, Node, Source
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Source
 from gradtools.seeing.passes import CUSTOM
 from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording, Refusal, Vanished
@@ -58,14 +59,20 @@ def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> l
         return [refused(program, recording.refusal)]
     graph, matrix = recording.graph, dependence_matrix(recording.graph)
     findings: list[Finding] = []
+    at_values = lambda index: backend.vanishing(program.run, program.leaves, index)
+    factors = [
+        Factor(program.names[k], (graph.inputs[k],), program.leaves[k], partial(at_values, k))
+        for k in program.wrt
+    ]
     for index in program.wrt:
         name = program.names[index]
         best = max((row[index] for row in matrix), default=Dependence.NONE)
         findings += from_losses(name, graph, losses(graph, index))
         if best < Dependence.DIFFERENTIABLE:
             findings += _from_ends(program, recording, index, best)
-        elif (vanished := backend.vanishing(program.run, program.leaves, index)) is not None:
-            findings += from_values(name, vanished)
+        elif (vanished := at_values(index)) is not None:
+            others = [factor for factor in factors if factor.name != name]
+            findings += from_values(name, vanished, partial(starting, backend, graph, others))
     return _across(backend, program, findings)
 
 
@@ -117,7 +124,7 @@ def refused(program: LeafProgram, refusal: Refusal) -> Finding:
 
 
 def from_losses(
-    name: str, graph: Graph, found: Sequence[Loss], kind: str | None = None
+    name: str, graph: PlainGraph, found: Sequence[Loss], kind: str | None = None
 ) -> list[Finding]:
     """One finding for each line and kind of the losses of one leaf; of this kind, if given."""
     findings = []
@@ -142,7 +149,7 @@ def _called(node: Node) -> str:
     return str(name or node.native or node.operation)
 
 
-def _led_to(graph: Graph, loss: Loss) -> list[Node]:
+def _led_to(graph: PlainGraph, loss: Loss) -> list[Node]:
     """The node that loses; with what is detached only to leave the framework, where it leaves."""
     if loss.node.loss not in ("detached", "no_grad"):
         return [loss.node]
@@ -188,12 +195,61 @@ def _from_ends(
     ]
 
 
-def overwriting(name: str, graph: Graph, value: int) -> list[Finding]:
+def overwriting(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     """One finding for each line at which all that a leaf gives is overwritten."""
     return from_losses(name, graph, overwritten(graph, value), "overwritten")
 
 
-def from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
+# --- factors that start at zero ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Factor:
+    """An array that is trained too.
+
+    Attributes:
+        name: What it is called.
+        numbers: The values that carry its gradient.
+        array: It.
+        vanished: Where its gradient becomes zero; None if it is well.
+    """
+
+    name: str
+    numbers: Sequence[int]
+    array: Any
+    vanished: Callable[[], Sequence[Vanished] | None]
+
+
+def starting(
+    backend: Backend, graph: PlainGraph, factors: Sequence[Factor], found: Vanished
+) -> str:
+    """The trained factor that is zero where a gradient becomes zero; empty if there is none.
+
+    LoRA's second matrix and ReZero's scale start at zero, have a gradient themselves, and let that
+    of the other factor be zero in the first step alone.
+    """
+    if _numerical_kind(found) != "multiplied_by_zero":
+        return ""
+    return next((f.name for f in factors if _multiplies(backend, graph, found.node, f)), "")
+
+
+def _multiplies(backend: Backend, graph: PlainGraph, node: Node, factor: Factor) -> bool:
+    """Whether a node reads a trained array that is zero, as it is or in another arrangement."""
+    carried = set(factor.numbers)
+    for _, one in graph.walk():
+        if one.operation in _ARRANGING and carried & set(one.inputs):
+            carried |= set(one.outputs)
+    if not carried & set(node.inputs) or backend.to_numpy(factor.array).any():
+        return False
+    return factor.vanished() is None
+
+
+_ARRANGING = frozenset({"transpose", "reshape", "broadcast", "cast", "identity", "index", "slice"})
+
+
+def from_values(
+    name: str, vanished: Sequence[Vanished], factor: Callable[[Vanished], str]
+) -> list[Finding]:
     """One finding for each place at which a cotangent became zero at these values."""
     if not vanished:
         return [Finding(name, "cancelled", "add", detail="where is not known")]
@@ -206,6 +262,7 @@ def from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
                 found.node.source,
                 found.node.scope,
                 detail=NOISE if found.noise else "",
+                factor=factor(found),
             )
             for found in vanished
             if found.node.loss != "zero_derivative"  # that is told already

@@ -5,30 +5,22 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from gradtools.errors import GradtoolsError
+from gradtools.seeing import collapse
 from gradtools.seeing.cards import card_of, short, shown
-from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.graph import Dependence, Graph
+from gradtools.seeing.nodes import Dependence, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.palette import LIGHT
 
 _TIMEOUT = 120  # seconds
 
 
-def to_dot(
-    graph: Graph,
-    *,
-    depth: int | None = None,
-    expand: str | Iterable[str] = (),
-    fold: bool | None = None,
-    title: str = "",
-) -> str:
+def to_dot(graph: PlainGraph, **view: Any) -> str:
     """A graph in Graphviz' language; the options are those of `drawing.to_svg`."""
-    outline = outline_of(graph, fold=fold, expand=expand, title=title)
-    return dot_of(outline, outline.opened(depth, expand))
+    return dot_of(*collapse.shown(graph, **view))
 
 
 def dot_of(outline: Outline, opened: frozenset[int]) -> str:
@@ -100,7 +92,7 @@ def quoted(text: str) -> str:
     return f'"{re.sub("&", "&amp;", safe)}"'
 
 
-def drawn_by_graphviz(graph: Graph, **view: Any) -> str:
+def drawn_by_graphviz(graph: PlainGraph, **view: Any) -> str:
     """The picture that an installed Graphviz makes of a graph, as SVG.
 
     Raises:

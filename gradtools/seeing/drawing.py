@@ -13,8 +13,8 @@ from typing import Any
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.cards import LINE, shown, text_width
 from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.graph import Graph
 from gradtools.seeing.layout import fitted, picture_of
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.outline import Block, Outline
 from gradtools.seeing.palette import style_sheet
 from gradtools.seeing.scene import Picture
@@ -24,7 +24,7 @@ _KEY_ROW = 20.0
 
 
 def to_svg(
-    graph: Graph,
+    graph: PlainGraph,
     *,
     depth: int | None = None,
     expand: str | Iterable[str] = (),

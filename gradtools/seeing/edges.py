@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gradtools.seeing.findings import KINDS
 from gradtools.seeing.flow import links_of, losses_of
-from gradtools.seeing.graph import Dependence, Edge, Graph, Node, needed
+from gradtools.seeing.nodes import Dependence, Edge, Node, PlainGraph, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _ON_PURPOSE = ("detached", "no_grad", "left_framework", "in_place_data", "rule")
@@ -21,7 +21,7 @@ _PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squee
 _MOST_STEPS = 200_000
 
 
-def edges_of(graph: Graph) -> tuple[Edge, ...]:
+def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
     """Every edge of one graph, without those of its bodies."""
     makers = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
     phases = _phases(graph)
@@ -39,7 +39,7 @@ def edges_of(graph: Graph) -> tuple[Edge, ...]:
     return tuple(edges)
 
 
-def kept_anew(graph: Graph) -> dict[int, int]:
+def kept_anew(graph: PlainGraph) -> dict[int, int]:
     """What the first pass makes and later ones read, once for each piece of memory."""
     first = {v for node in graph.nodes if not node.phase for v in node.outputs}
     phases = _phases(graph)
@@ -50,7 +50,7 @@ def kept_anew(graph: Graph) -> dict[int, int]:
     return {v: graph.values[v].bytes for v in sorted(found)}
 
 
-def _holding(graph: Graph) -> list[Node]:
+def _holding(graph: PlainGraph) -> list[Node]:
     """The operations of the first pass that hold what they save until a later one.
 
     What runs inside of a chunk, a frozen function or a checkpoint holds nothing, nor does what
@@ -64,18 +64,18 @@ def _holding(graph: Graph) -> list[Node]:
 _HOLDING_NOTHING = ("chunked", "frozen", "checkpoint")
 
 
-def base_of(graph: Graph, value: int) -> int:
+def base_of(graph: PlainGraph, value: int) -> int:
     """The value whose memory a value shows."""
     base = graph.values[value].base
     return value if base is None else base
 
 
-def alive_anyway(graph: Graph) -> frozenset[int]:
+def alive_anyway(graph: PlainGraph) -> frozenset[int]:
     """What is alive whether it is kept or not: what the program was given, and holds."""
     return frozenset((*graph.inputs, *graph.captured))
 
 
-def _phases(graph: Graph) -> dict[int, int]:
+def _phases(graph: PlainGraph) -> dict[int, int]:
     """In which pass each value is made, or, if it is given, first read."""
     phases: dict[int, int] = {}
     for node in graph.nodes:
@@ -84,14 +84,14 @@ def _phases(graph: Graph) -> dict[int, int]:
     return phases | {value: node.phase for node in graph.nodes for value in node.outputs}
 
 
-def strengths_of(graph: Graph, node: Node) -> tuple[Dependence, ...]:
+def strengths_of(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
     """How strongly a node's outputs, taken together, depend on each of its inputs."""
     columns = zip(*links_of(graph, node), strict=True)
     found = tuple(max(column) for column in columns)
     return found or (_NONE,) * len(node.inputs)
 
 
-def lost_links(graph: Graph) -> frozenset[tuple[int, int]]:
+def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
     """Where the forward pass loses a derivative: pairs (``id`` of the node, input)."""
     forward = _forward(graph)
     found = set()
@@ -120,7 +120,7 @@ def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
     return False
 
 
-def _forward(graph: Graph) -> Graph:
+def _forward(graph: PlainGraph) -> PlainGraph:
     """The first pass alone: in later ones no derivative is asked for."""
     nodes = tuple(node for node in graph.nodes if not node.phase)
     if len(nodes) == len(graph.nodes):
@@ -129,7 +129,7 @@ def _forward(graph: Graph) -> Graph:
     return replace(graph, nodes=nodes, outputs=tuple(v for v in graph.outputs if v in made))
 
 
-def _asked(graph: Graph) -> Iterator[int]:
+def _asked(graph: PlainGraph) -> Iterator[int]:
     """The leaves to ask for: all, or in a very large graph as many as take a second or so."""
     captured = (value for value in graph.captured if graph.values[value].shape)
     leaves = [v for v in (*graph.inputs, *captured) if graph.values[v].is_inexact]
@@ -165,7 +165,7 @@ _SHORT = {
 }
 
 
-def _outside(graph: Graph, makers: dict[int, int]) -> Iterator[Edge]:
+def _outside(graph: PlainGraph, makers: dict[int, int]) -> Iterator[Edge]:
     """What flows through NumPy or a Python number, to each reader on the other side."""
     for source, target in graph.outside:
         size = graph.values[source].bytes

@@ -13,15 +13,10 @@ from typing import Any
 
 from gradtools.seeing.align import Alignment
 from gradtools.seeing.attributes import are_numbers, text_of
-from gradtools.seeing.canonical import (
-    BRANCHING,
-    WRITTEN_OUT,
-    Canonical,
-    CanonicalExpression,
-    Expressions,
-    Form,
-)
-from gradtools.seeing.graph import Graph, Node
+from gradtools.seeing.canonical import BRANCHING, WRITTEN_OUT, Canonical
+from gradtools.seeing.canonical_forms import CanonicalExpression, Expressions, Form
+from gradtools.seeing.canonical_indexing import counts_from_the_end
+from gradtools.seeing.nodes import Node, PlainGraph
 
 ELSE = "computes something else"
 Groups = tuple[tuple[int, ...], tuple[int, ...]]
@@ -36,12 +31,13 @@ class GraphPair:
         crossing: Whether they are of two frameworks.
     """
 
-    def __init__(self, a: Graph, b: Graph, crossing: bool) -> None:
+    def __init__(self, a: PlainGraph, b: PlainGraph, crossing: bool) -> None:
         self.graphs, self.crossing = (a, b), crossing
         self.names = _names_of_leaves(a, b)
         self.same: set[Groups] = set()  # pairs of steps that do the same with what they read
         self.by_name: set[int] = set()  # ids of what is held by its name and shape alone
         self._local: list[Canonical] = []
+        self._ends: list[tuple[Node, ...]] = []
         self._loose: list[Canonical] = []
 
     def is_equal(self) -> bool:
@@ -57,7 +53,8 @@ class GraphPair:
             for pair in alignment.pairs
         }
         tokens: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        for number, nodes in enumerate(ends.values()):
+        self._ends = [*ends.values()]
+        for number, nodes in enumerate(self._ends):
             for side in (0, 1):
                 tokens[side][id(nodes[side])] = number
         apart: dict[Groups, tuple[str, ...]] = {}
@@ -98,8 +95,16 @@ class GraphPair:
                 yield nodes, (f"outputs: {len(a.outputs)} ≠ {len(b.outputs)}",)
                 return
             one, two = forms[0][k], forms[1][k]
-            if one != two:
+            if one != two and not self._is_of_unknown_axes(one, two):
                 yield nodes, (_otherwise(a.values[a.outputs[k]].name or f"output {k}", one, two),)
+
+    def _is_of_unknown_axes(self, one: Form, two: Form) -> bool:
+        """Whether both are what is alike by name alone, of which no one knows axis by axis."""
+        made = self._local[0].expressions.known[one.key]
+        step = isinstance(made, tuple) and made[0] == "step"
+        if not step or one.key != two.key or one.shape != two.shape:
+            return False
+        return any(id(node) in self.by_name for node in self._ends[made[1]])
 
     def _canonical(
         self,
@@ -108,8 +113,9 @@ class GraphPair:
         loosely: bool = False,
     ) -> list[Canonical]:
         expressions, loosely = Expressions(), loosely or self.crossing
+        told = self.crossing, not self.crossing or any(map(counts_from_the_end, self.graphs))
         return [
-            Canonical(graph, expressions, names, loosely, tokens[side], apart[side])
+            Canonical(graph, expressions, names, loosely, tokens[side], apart[side], *told)
             for side, (graph, names) in enumerate(zip(self.graphs, self.names, strict=True))
         ]
 
@@ -124,7 +130,10 @@ class GraphPair:
             return self._held_as_parts(nodes)
         expressions = self._local[0].expressions
         given = [c.operands[id(n)] for c, n in zip(self._local, nodes, strict=True)]
-        found = [*_attributes(*nodes), *_operands(expressions, *given)]
+        said = [c.said.get(id(n)) for c, n in zip(self._local, nodes, strict=True)]
+        known = [found for found in said if found is not None]
+        differ = _unlike(*known) if len(known) == len(nodes) else _attributes(*nodes)
+        found = [*differ, *_operands(expressions, *given)]
         if found:
             return tuple(dict.fromkeys(found))
         settled = all(_is_settled(expressions, form.key) for side in given for form in side)
@@ -162,8 +171,15 @@ def _is_settled(expressions: Expressions, key: int) -> bool:
 def _attributes(one: Node, two: Node) -> Iterator[str]:
     if one.operation != two.operation:
         return
-    for name in sorted({*one.attributes, *two.attributes} - {"name", "rule", "drop", "shape"}):
-        values = [node.attributes.get(name) for node in (one, two)]
+    unsaid = {"name", "rule", "drop", "shape"}
+    yield from _unlike(
+        *({k: v for k, v in n.attributes.items() if k not in unsaid} for n in (one, two))
+    )
+
+
+def _unlike(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted({*one, *two}):
+        values = [side.get(name) for side in (one, two)]
         if values[0] != values[1]:
             told = ["none" if value is None else text_of(_single(value)) for value in values]
             plural = any(isinstance(v, tuple) and len(v) != 1 for v in values)
@@ -228,7 +244,7 @@ def _told(form: Form) -> str:
     return f"({', '.join('·'.join(map(str, axes)) or '–' for axes in form.dims)})"
 
 
-def _maker(graph: Graph, k: int) -> Node:
+def _maker(graph: PlainGraph, k: int) -> Node:
     """What makes an output; of one that goes through, or that there is not, a stand-in."""
     if k >= len(graph.outputs):
         return Node("output", (), ())
@@ -237,7 +253,7 @@ def _maker(graph: Graph, k: int) -> Node:
     return next(makers, Node("output", (value,), ()))
 
 
-def _names_of_leaves(a: Graph, b: Graph) -> tuple[dict[int, str], dict[int, str]]:
+def _names_of_leaves(a: PlainGraph, b: PlainGraph) -> tuple[dict[int, str], dict[int, str]]:
     """What enters, called alike in both: by name where both have it once, else by turn."""
     found: tuple[dict[int, str], dict[int, str]] = ({}, {})
     for kind in ("inputs", "captured"):
@@ -254,7 +270,7 @@ def _names_of_leaves(a: Graph, b: Graph) -> tuple[dict[int, str], dict[int, str]
     return found
 
 
-def _in_turn(graph: Graph, values: Sequence[int]) -> list[int]:
+def _in_turn(graph: PlainGraph, values: Sequence[int]) -> list[int]:
     """Values that enter, inputs as they stand, what is captured as it is first read."""
     if values == graph.inputs:
         return list(values)

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gradtools.seeing.graph import Node
+from gradtools.seeing.nodes import Node
 from gradtools.seeing.recording import Vanished
 
 _DOUBLE, _LEAST_OF_DOUBLE, _LEAST = 1e-15, 1e-21, 1e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradtools.seeing.graph import Source
+from gradtools.seeing.nodes import Source
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,7 @@ class Finding:
         scope: The modules it runs in, outermost first.
         whole: Whether everything that the leaf gives is lost, not one term.
         detail: What else there is to say: the framework's own message, a name.
+        factor: What it is multiplied by, where that is trained, zero and has a gradient itself.
     """
 
     argument: str
@@ -221,6 +222,7 @@ class Finding:
     scope: tuple[str, ...] = ()
     whole: bool = True
     detail: str = ""
+    factor: str = ""
 
     @property
     def reason(self) -> str:
@@ -230,6 +232,11 @@ class Finding:
     @property
     def mend(self) -> str:
         """What to write instead."""
+        if self.factor:
+            return (
+                f"none where {self.factor} starts at zero on purpose, as in LoRA and ReZero: it "
+                "has a gradient, and after a step this has one"
+            )
         return KINDS[self.kind].mend
 
     @property

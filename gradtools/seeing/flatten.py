@@ -15,7 +15,7 @@ from typing import Any
 from gradtools.seeing.attributes import are_numbers, is_number, text_of
 from gradtools.seeing.crossing import BRIDGED
 from gradtools.seeing.edges import alive_anyway, cut_reason, lost_links, reason, strengths_of
-from gradtools.seeing.graph import Body, Dependence, Graph, Node, Value
+from gradtools.seeing.nodes import Body, Dependence, Node, PlainGraph, Value
 
 Notes = Mapping[int, tuple[str, str]]  # by the id of a node
 Makers = tuple[tuple[int, int], ...]  # units, each with which of its outputs it is
@@ -83,7 +83,7 @@ class Link:
 class FlatGraph:
     """A graph with its bodies opened up: units, and the links between them."""
 
-    def __init__(self, graph: Graph, notes: Notes = MappingProxyType({})) -> None:
+    def __init__(self, graph: PlainGraph, notes: Notes = MappingProxyType({})) -> None:
         self.notes = notes
         self.ends: dict[int, int] = {}  # by the id of a call: the unit that ends it
         self.units: list[Unit] = []
@@ -91,7 +91,6 @@ class FlatGraph:
         self.values: list[Value] = []
         self.alive: set[int] = set()  # values that are alive whether they are kept or not
         self._given = alive_anyway(graph)
-        self.has_later_pass = any(node.phase for _, node in graph.walk())
         self._lost = lost_links(graph)
         self.leaves = [
             *(self._leaf("input", graph, v, f"input {i}") for i, v in enumerate(graph.inputs)),
@@ -111,14 +110,14 @@ class FlatGraph:
         self.units.append(unit)
         return unit
 
-    def _leaf(self, kind: str, graph: Graph, value: int, name: str) -> Unit:
+    def _leaf(self, kind: str, graph: PlainGraph, value: int, name: str) -> Unit:
         known = graph.values[value]
         held = text_of(known.name) if are_numbers(known.name) else known.name
         return self._unit(kind, 0, value=known, name=known.spoken or held or name or "constant")
 
     def _entries(
         self,
-        graph: Graph,
+        graph: PlainGraph,
         made: dict[int, Makers],
         numbers: dict[int, int],
         around: tuple[str, ...],
@@ -139,7 +138,9 @@ class FlatGraph:
             made.update({v: ((unit.key, k),) for k, v in enumerate(node.outputs)})
         return entries
 
-    def _operation(self, graph: Graph, node: Node, position: int, scope: tuple[str, ...]) -> Unit:
+    def _operation(
+        self, graph: PlainGraph, node: Node, position: int, scope: tuple[str, ...]
+    ) -> Unit:
         outputs = tuple(graph.values[v] for v in node.outputs)
         return self._unit(
             *("operation", node.phase),
@@ -153,7 +154,7 @@ class FlatGraph:
     def _read(
         self,
         unit: Unit,
-        graph: Graph,
+        graph: PlainGraph,
         value: int,
         made: Mapping[int, Makers],
         numbers: dict[int, int],
@@ -184,7 +185,7 @@ class FlatGraph:
         """The links to a unit."""
         return self._entering.get(key, [])
 
-    def _number(self, graph: Graph, value: int, numbers: dict[int, int]) -> int:
+    def _number(self, graph: PlainGraph, value: int, numbers: dict[int, int]) -> int:
         if value not in numbers:
             numbers[value] = len(self.values)
             self.values.append(graph.values[value])
@@ -206,7 +207,7 @@ class FlatGraph:
 
     def _call(
         self,
-        graph: Graph,
+        graph: PlainGraph,
         node: Node,
         position: int,
         scope: tuple[str, ...],
@@ -250,13 +251,13 @@ class FlatGraph:
     def _ties(body: Body) -> list[tuple[int, int]]:
         return [*zip(body.graph.inputs, body.inputs, strict=True)]
 
-    def _constants(self, graph: Graph) -> dict[int, Makers]:
+    def _constants(self, graph: PlainGraph) -> dict[int, Makers]:
         leaves = {v: self._leaf("captured", graph, v, "") for v in graph.captured}
         self.leaves += leaves.values()
         return {v: ((leaf.key, 0),) for v, leaf in leaves.items()}
 
     def _join_outside(
-        self, graph: Graph, made: Mapping[int, Makers], numbers: dict[int, int]
+        self, graph: PlainGraph, made: Mapping[int, Makers], numbers: dict[int, int]
     ) -> None:
         """Data that left the framework and came back: a cut from its maker to what came back."""
         cut = reason("left_framework")
@@ -268,7 +269,7 @@ class FlatGraph:
                     self.links.append(Link(maker, unit, number, Dependence.CUT, cut))
 
     def _leaving(
-        self, graph: Graph, made: Mapping[int, Makers], numbers: dict[int, int]
+        self, graph: PlainGraph, made: Mapping[int, Makers], numbers: dict[int, int]
     ) -> Iterator[Unit]:
         for i, value in enumerate(graph.outputs):
             makers = made.get(value, ())

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node
+from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 Strengths = Mapping[int, Dependence]
@@ -61,7 +61,7 @@ class Loss:
     call: Node | None = None
 
 
-def dependence_matrix(graph: Graph) -> list[list[Dependence]]:
+def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
     """``matrix[output][input]``: how each output depends on each input."""
     columns = [_Column(graph, i) for i in range(len(graph.inputs))]
     return [[column.get(out, _NONE) for column in columns] for out in graph.outputs]
@@ -70,7 +70,7 @@ def dependence_matrix(graph: Graph) -> list[list[Dependence]]:
 class _Column:
     """How strongly each value depends on one input; all inputs are followed in one pass."""
 
-    def __init__(self, graph: Graph, index: int) -> None:
+    def __init__(self, graph: PlainGraph, index: int) -> None:
         if graph not in _levels:
             _levels[graph] = [_at_least(graph, strength) for strength in (_CUT, _ZERO, _FULL)]
         self._found, self._index = _levels[graph], index
@@ -80,10 +80,10 @@ class _Column:
         return Dependence(found) if found else default
 
 
-_levels: WeakKeyDictionary[Graph, list[dict[int, int]]] = WeakKeyDictionary()
+_levels: WeakKeyDictionary[PlainGraph, list[dict[int, int]]] = WeakKeyDictionary()
 
 
-def _at_least(graph: Graph, strength: Dependence) -> dict[int, int]:
+def _at_least(graph: PlainGraph, strength: Dependence) -> dict[int, int]:
     """For each value the inputs, one bit each, on which it depends at least so strongly."""
     found: dict[int, int] = {}
     beside: dict[int, list[int]] = {}
@@ -114,7 +114,7 @@ def _union(row: Sequence[Dependence], masks: Sequence[int], strength: Dependence
     return total
 
 
-def forward(graph: Graph, start: Strengths) -> dict[int, Dependence]:
+def forward(graph: PlainGraph, start: Strengths) -> dict[int, Dependence]:
     """How strongly each value depends on those in `start`; what does not is left out."""
     found = _Strengths(graph.outside, start)
     for node in graph.nodes:
@@ -125,7 +125,7 @@ def forward(graph: Graph, start: Strengths) -> dict[int, Dependence]:
     return found
 
 
-def backward(graph: Graph, end: Strengths) -> dict[int, Dependence]:
+def backward(graph: PlainGraph, end: Strengths) -> dict[int, Dependence]:
     """How strongly the values in `end` depend on each value."""
     found = _Strengths([(target, source) for source, target in graph.outside], end)
     for node in reversed(graph.nodes):
@@ -162,7 +162,7 @@ def _through(links: Sequence[Dependence], strengths: Sequence[Dependence]) -> De
 # --- links -------------------------------------------------------------------------------
 
 
-def links_of(graph: Graph, node: Node) -> Links:
+def links_of(graph: PlainGraph, node: Node) -> Links:
     """``links[k][i]``: how output k of a node depends on its input i."""
     if node.links is not None:
         return node.links
@@ -233,7 +233,7 @@ def _deciding(node: Node, links: list[list[Dependence]]) -> set[int]:
 # --- losses ------------------------------------------------------------------------------
 
 
-def losses(graph: Graph, index: int) -> list[Loss]:
+def losses(graph: PlainGraph, index: int) -> list[Loss]:
     """Every place at which the derivative to input `index` is lost, in program order.
 
     When some of the input reaches an output with its derivative, only lost terms are listed.
@@ -246,7 +246,7 @@ def losses(graph: Graph, index: int) -> list[Loss]:
     return [*_terms(graph, {graph.inputs[index]: _FULL}, reached, graph.outputs, None)]
 
 
-def losses_of(graph: Graph, value: int) -> list[Loss]:
+def losses_of(graph: PlainGraph, value: int) -> list[Loss]:
     """`losses` of any value: an input, or a captured parameter."""
     start = {value: _FULL}
     reached = forward(graph, start)
@@ -255,14 +255,14 @@ def losses_of(graph: Graph, value: int) -> list[Loss]:
     return [*_whole(graph, start, dict.fromkeys(graph.outputs, _FULL), None)]
 
 
-def overwritten(graph: Graph, value: int) -> list[Loss]:
+def overwritten(graph: PlainGraph, value: int) -> list[Loss]:
     """Every place at which nothing is left of what a value gives to what matters."""
     end = dict.fromkeys(graph.outputs, _FULL)
     return [*_overwritten(graph, {value: _FULL}, end, None)]
 
 
 def _overwritten(
-    graph: Graph, start: Strengths, end: Strengths, call: Node | None
+    graph: PlainGraph, start: Strengths, end: Strengths, call: Node | None
 ) -> Iterator[Loss]:
     reached, matters = forward(graph, start), backward(graph, end)
     for node in graph.nodes:
@@ -276,14 +276,14 @@ def _overwritten(
             yield from _in_bodies(graph, node, entering, leaving, call, _overwritten)
 
 
-def between(graph: Graph, value: int, chosen: Callable[[Node], bool]) -> list[Node]:
+def between(graph: PlainGraph, value: int, chosen: Callable[[Node], bool]) -> list[Node]:
     """The chosen operations that a value enters, and an output leaves, with a derivative."""
     end = dict.fromkeys(graph.outputs, _FULL)
     return [loss.node for loss in _between(graph, {value: _FULL}, end, None, chosen)]
 
 
 def _between(
-    graph: Graph,
+    graph: PlainGraph,
     start: Strengths,
     end: Strengths,
     call: Node | None,
@@ -322,7 +322,9 @@ def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[in
     return None
 
 
-def _whole(graph: Graph, start: Strengths, end: Strengths, call: Node | None) -> Iterator[Loss]:
+def _whole(
+    graph: PlainGraph, start: Strengths, end: Strengths, call: Node | None
+) -> Iterator[Loss]:
     """The losses between values that enter and values that matter, bodies' included."""
     reached, matters = forward(graph, start), backward(graph, end)
     for node in graph.nodes:
@@ -337,7 +339,7 @@ def _whole(graph: Graph, start: Strengths, end: Strengths, call: Node | None) ->
 
 
 def _at(
-    graph: Graph,
+    graph: PlainGraph,
     node: Node,
     entering: Sequence[Dependence],
     leaving: Sequence[Dependence],
@@ -352,12 +354,12 @@ def _at(
 
 
 def _in_bodies(
-    graph: Graph,
+    graph: PlainGraph,
     node: Node,
     entering: Sequence[Dependence],
     leaving: Sequence[Dependence],
     call: Node | None,
-    within: Callable[[Graph, Strengths, Strengths, Node | None], Iterator[Loss]],
+    within: Callable[[PlainGraph, Strengths, Strengths, Node | None], Iterator[Loss]],
 ) -> Iterator[Loss]:
     links = links_of(graph, node)
     after = [_through(row, entering) for row in links]
@@ -399,10 +401,10 @@ def _leaving_body(body: Body, node: Node, leaving: Sequence[Dependence]) -> Stre
 
 # --- lost terms --------------------------------------------------------------------------
 
-_suspected: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
+_suspected: WeakKeyDictionary[PlainGraph, int] = WeakKeyDictionary()
 
 
-def _suspects(graph: Graph) -> int:
+def _suspects(graph: PlainGraph) -> int:
     """The inputs, one bit each, of which a term may be lost: all are looked at in one pass."""
     if graph not in _suspected:
         bits = dict.fromkeys(graph.inputs, 0)
@@ -412,7 +414,7 @@ def _suspects(graph: Graph) -> int:
     return _suspected[graph]
 
 
-def _suspects_within(graph: Graph, full: dict[int, int], some: dict[int, int]) -> int:
+def _suspects_within(graph: PlainGraph, full: dict[int, int], some: dict[int, int]) -> int:
     """`full` and `some`: on which inputs a value depends with its derivative, and at all."""
     if graph.outside:  # what leaves the framework may come back anywhere
         return _any([*full.values(), *some.values()])
@@ -432,7 +434,7 @@ def _suspects_within(graph: Graph, full: dict[int, int], some: dict[int, int]) -
     return found
 
 
-def _suspects_at(graph: Graph, node: Node, flowing: list[int], data: list[int]) -> int:
+def _suspects_at(graph: PlainGraph, node: Node, flowing: list[int], data: list[int]) -> int:
     found = 0
     for value, full, some in zip(node.inputs, flowing, data, strict=True):
         lost = some & ~full & _any(flowing)
@@ -463,7 +465,7 @@ def _any(masks: Iterable[int]) -> int:
 
 
 def _terms(
-    graph: Graph,
+    graph: PlainGraph,
     start: Strengths,
     reached: _ReachedValues,
     outputs: Iterable[int],
@@ -481,7 +483,7 @@ def _terms(
 
 
 def _behind_terms(
-    graph: Graph, node: Node, start: Strengths, reached: _ReachedValues, call: Node | None
+    graph: PlainGraph, node: Node, start: Strengths, reached: _ReachedValues, call: Node | None
 ) -> Iterator[Loss]:
     """The losses behind the lost terms of an additive node."""
     flowing, lost = _parts(graph, node, reached)
@@ -505,7 +507,7 @@ _BENDING = frozenset({"power", "square", "abs", "norm", "sqrt", "log", "log_cosh
 _SHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast", "transpose", "identity"})
 
 
-def _bent(graph: Graph, value: int) -> bool:
+def _bent(graph: PlainGraph, value: int) -> bool:
     """Whether a value is read by what is not linear in it: a difference that is a residual."""
     readers = [node for node in graph.nodes if value in node.inputs]
     twice = lambda node: node.operation == "multiply" and len(set(node.inputs)) == 1
@@ -517,7 +519,7 @@ def _bent(graph: Graph, value: int) -> bool:
     )
 
 
-def _makes(graph: Graph, loss: Loss, terms: Sequence[int]) -> bool:
+def _makes(graph: PlainGraph, loss: Loss, terms: Sequence[int]) -> bool:
     """Whether what is stopped there flows on to the terms, but for stops with its derivative."""
     reached = {loss.value}
     for node in graph.nodes:
@@ -529,7 +531,7 @@ def _makes(graph: Graph, loss: Loss, terms: Sequence[int]) -> bool:
     return loss.call is None and not reached.isdisjoint(terms)
 
 
-def _parts(graph: Graph, node: Node, reached: _ReachedValues) -> tuple[set[int], list[int]]:
+def _parts(graph: PlainGraph, node: Node, reached: _ReachedValues) -> tuple[set[int], list[int]]:
     """What flows into a node with its derivative, and what is added to that without."""
     strengths = [reached.get(value, _NONE) for value in node.inputs]
     flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
@@ -539,7 +541,7 @@ def _parts(graph: Graph, node: Node, reached: _ReachedValues) -> tuple[set[int],
     return flowing, lost
 
 
-def _taken_before(graph: Graph, flowing: set[int], reached: _ReachedValues) -> set[int]:
+def _taken_before(graph: PlainGraph, flowing: set[int], reached: _ReachedValues) -> set[int]:
     """What stands behind the lost values that were added on the way to these values."""
     behind = flowing.union(*(ancestors(graph, v) for v in flowing))
     before: set[int] = set()
@@ -553,7 +555,7 @@ def _taken_before(graph: Graph, flowing: set[int], reached: _ReachedValues) -> s
     return before
 
 
-def _first_lost(graph: Graph, value: int, reached: _ReachedValues) -> set[int]:
+def _first_lost(graph: PlainGraph, value: int, reached: _ReachedValues) -> set[int]:
     """Behind a lost value those at which the derivative was lost."""
     lost = {v for v in (value, *ancestors(graph, value)) if reached.get(v, _NONE) < _FULL}
     return {
@@ -574,12 +576,12 @@ def _terms_in_bodies(node: Node, reached: _ReachedValues, call: Node | None) -> 
             yield from _terms(body.graph, start, inner, body.graph.outputs, call or node)
 
 
-def ancestors(graph: Graph, value: int) -> set[int]:
+def ancestors(graph: PlainGraph, value: int) -> set[int]:
     """Every value from which data flows to this one."""
     return set(_behind(graph, (value,))) - {value}
 
 
-def _behind(graph: Graph, values: tuple[int, ...]) -> Strengths:
+def _behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
     """How strongly these values depend on each value, kept for the next time."""
     known = _backwards.setdefault(graph, {})
     if values not in known:
@@ -587,4 +589,4 @@ def _behind(graph: Graph, values: tuple[int, ...]) -> Strengths:
     return known[values]
 
 
-_backwards: WeakKeyDictionary[Graph, dict[tuple[int, ...], Strengths]] = WeakKeyDictionary()
+_backwards: WeakKeyDictionary[PlainGraph, dict[tuple[int, ...], Strengths]] = WeakKeyDictionary()

@@ -1,6 +1,6 @@
 """The public operator that writes derivatives as mathematics: `formula`.
 
-The wing records one run of f in the vocabulary of `formula/operations.py`; `derive` makes the
+The wing records one run of f in the vocabulary of `formula/vocabulary/`; `derive` makes the
 adjoint program of it, in which no framework takes part. Before it is returned it is computed in
 NumPy at random points near the arguments, and held against the framework's own automatic
 differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. All of this is
@@ -19,7 +19,7 @@ import numpy as np
 from gradtools.backend import Backend, Operators, P
 from gradtools.calls import order_among
 from gradtools.errors import GradtoolsError, place_of
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.program import LeafProgram, spoken
 
 if TYPE_CHECKING:  # half of what gradtools would import, of which most programs need nothing
@@ -554,12 +554,12 @@ class _FrameworkNumbers:
         return None if x is None else np.asarray(self._backend.to_numpy(x))
 
 
-def fingerprint(graph: Graph) -> list[Any]:
+def fingerprint(graph: PlainGraph) -> list[Any]:
     """What a run computes, by which two runs are told apart."""
     return [_mark_of(graph, node) for graph, node in graph.walk()]
 
 
-def _mark_of(graph: Graph, node: Any) -> tuple[Any, ...]:
+def _mark_of(graph: PlainGraph, node: Any) -> tuple[Any, ...]:
     shapes = tuple(graph.values[v].shape for v in (*node.inputs, *node.outputs))
     drawn = node.operation == "random"
     said = {k: v for k, v in node.attributes.items() if not drawn and not callable(v)}

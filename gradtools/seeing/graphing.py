@@ -88,11 +88,11 @@ class Graphing(Operators):
                 f"results that exist already; got {'neither' if f is None else 'both'}."
             )
         if f is None:
-            return self._backend.gradient_graph(Live(outputs))
+            return Graph(**vars(self._backend.gradient_graph(Live(outputs))))
         program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, wrt)
         try:
             graph = self._backend.gradient_graph(Differentiated(program, order))
-            return with_spoken_names(graph, program.spoken)
+            return Graph(**vars(with_spoken_names(graph, program.spoken)))
         except GradtoolsError:
             raise
         except Exception as error:
@@ -112,9 +112,10 @@ class Graphing(Operators):
         each other: operands in their places, constants, axes and other attributes, and which axis
         of what they read is which. An operation of one graph may be made of several of the other,
         as softmax is; layouts, the order of independent steps and what is computed twice are no
-        difference. Of two frameworks the forward passes are compared, and which gradients of
-        arguments there are, for each writes its derivatives in its own way. The numbers in captured
-        arrays are not compared.
+        difference, nor is how one reads or writes at indices: x[i], an embedding, take, gather.
+        Constants are compared to five digits, integers in full. Of two frameworks the forward
+        passes are compared, and which gradients of arguments there are, for each writes its
+        derivatives in its own way. The numbers in captured arrays are not compared.
 
         Args:
             a: What `gradient_graph` returned.

@@ -263,7 +263,7 @@ const layout = (() => {
 
   // The inside of an open block, on the page; `spot` is the block's own place, if it has one.
   const stageOf = (inside, x, y, flips, spot) => ({
-    inside, x, y, flips, spot, channels: new Map(),
+    inside, x, y, flips, spot, channels: new Map(), lanes: new Map(),
     at(along) { return this.y + (this.flips ? this.inside.height - along : along); },
     middle(place) { return this.x + this.inside.x[place]; },
   });
@@ -448,10 +448,15 @@ const layout = (() => {
       at = stage.spot;
     }
   };
-  // A free height between a row and the next.
-  const channel = (stage, row) => {
-    const used = stage.channels.get(row) || 0;
+  // A free height between a row and the next; before the first (row -1), after the last (row -2).
+  const channel = (stage, between) => {
+    const isLast = !stage.spot && between === stage.inside.tops.length - 2;
+    const row = isLast ? -2 : between, used = stage.channels.get(row) || 0;
     stage.channels.set(row, used + 1);
+    if (row < 0) {
+      const out = GAP / 4 + used % 7 * LINES / 2;
+      return stage.at(row === -1 ? -out : stage.inside.height + out);
+    }
     const low = stage.inside.end(row), high = stage.inside.tops[row + 1];
     const share = [0.5, 0.3, 0.7, 0.4, 0.6, 0.2, 0.8][used % 7];
     return stage.at(low + (high - low) * share);
@@ -474,13 +479,17 @@ const layout = (() => {
     const wanted = told.map((t, i) => [i, last(t.stop)[1]]);
     rowsNear(told.map((_, i) => i * LABEL), wanted).forEach((y, i) => { told[i].level = y; });
   });
-  // The height nearest to y at which a column has a gap between two rows.
-  const betweenRows = (stage, y) => {
+  // The height nearest to y at which a column has a gap between two rows: one for each box that
+  // threads come from, so that two values never run in one line.
+  const betweenRows = (stage, y, source) => {
     const { inside } = stage;
-    const gaps = range(1, inside.tops.length - 2).map((r) =>
-      stage.at((inside.end(r) + inside.tops[r + 1]) / 2));
-    gaps.push(stage.at(-GAP / 4), stage.at(inside.height + GAP / 4));
-    return gaps.reduce((a, b) => Math.abs(b - y) < Math.abs(a - y) ? b : a);
+    const middle = (r) => stage.at((inside.end(r) + inside.tops[r + 1]) / 2);
+    const gaps = range(1, inside.tops.length - 2).map((r) => [r, middle(r)]);
+    gaps.push([-1, stage.at(-GAP / 4)], [-2, stage.at(inside.height + GAP / 4)]);
+    const [gap] = gaps.reduce((a, b) => Math.abs(b[1] - y) < Math.abs(a[1] - y) ? b : a);
+    const lane = `${gap} ${source}`;
+    if (!stage.lanes.has(lane)) stage.lanes.set(lane, channel(stage, gap));
+    return stage.lanes.get(lane);
   };
   const led = (thread, columns) => {
     const { start, stop, tracks, level, from, to } = thread;
@@ -490,7 +499,7 @@ const layout = (() => {
     numbers.forEach((number, i) => {
       points.push([tracks[number], y]);
       if (i + 1 < numbers.length) {
-        y = betweenRows(columns[Math.max(number, numbers[i + 1]) - 1], y);
+        y = betweenRows(columns[Math.max(number, numbers[i + 1]) - 1], y, thread.arrow.source);
         points.push([tracks[number], y]);
       }
     });

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradtools.seeing.arrange import arrange
 from gradtools.seeing.data import data_of
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
 from gradtools.seeing.outline import Arrow, Block, Outline
 from gradtools.seeing.scene import Frame, Label, Picture, Placed, SceneLine
 

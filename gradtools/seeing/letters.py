@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gradtools.seeing.flatten import BlockGroup, FlatGraph, Operand, Unit, units_of
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
 
 
 class Letters:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
+from gradtools.seeing import collapse
 from gradtools.seeing.cards import card_of, short, shown
-from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.graph import Dependence, Graph
+from gradtools.seeing.nodes import Dependence, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.palette import LIGHT
 
 _SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "captured": ("[/", "/]")}
 
 
-def to_mermaid(
-    graph: Graph,
-    *,
-    depth: int | None = None,
-    expand: str | Iterable[str] = (),
-    fold: bool | None = None,
-    title: str = "",
-) -> str:
+def to_mermaid(graph: PlainGraph, **view: Any) -> str:
     """A graph as a Mermaid flowchart; the options are those of `drawing.to_svg`."""
-    outline = outline_of(graph, fold=fold, expand=expand, title=title)
-    return mermaid_of(outline, outline.opened(depth, expand))
+    return mermaid_of(*collapse.shown(graph, **view))
 
 
 def mermaid_of(outline: Outline, opened: frozenset[int]) -> str:

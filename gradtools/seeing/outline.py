@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from gradtools.seeing.graph import Dependence, Value
+from gradtools.seeing.nodes import Dependence, Value
 
 ALIVE = "alive anyway"
 _OPEN = 40  # operations: what has no more is open

@@ -15,8 +15,8 @@ from typing import Any
 from gradtools.seeing.cards import short
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.drawing import drawn, key_of
-from gradtools.seeing.graph import Graph
 from gradtools.seeing.layout import fitted, picture_of, script
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.outline import Outline
 from gradtools.seeing.palette import DARK, LIGHT, Colours, shapes_and_colours
 
@@ -55,7 +55,7 @@ _PAGE = """\
 
 
 def to_html(
-    graph: Graph,
+    graph: PlainGraph,
     *,
     depth: int | None = None,
     expand: str | Iterable[str] = (),

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gradtools.seeing.graph import Graph, Node
+from gradtools.seeing.nodes import Node, PlainGraph
 
 if TYPE_CHECKING:
-    from gradtools.seeing.graph import Value
+    from gradtools.seeing.nodes import Value
     from gradtools.seeing.program import LeafProgram
 
 FORWARD, BACKWARD, SECOND = range(3)
@@ -70,7 +70,7 @@ _ROLES = tuple(
 )
 
 
-def with_named_outputs(graph: Graph, names: Sequence[str]) -> Graph:
+def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
     """The graph with its outputs named; what has a name already leaves by an identity.
 
     A gradient may be the very cotangent that came in, and one value may leave as two outputs.
@@ -86,7 +86,7 @@ def with_named_outputs(graph: Graph, names: Sequence[str]) -> Graph:
     return replace(graph, nodes=tuple(nodes), values=values, outputs=tuple(outputs))
 
 
-def with_spoken_names(graph: Graph, spoken: Mapping[str, str]) -> Graph:
+def with_spoken_names(graph: PlainGraph, spoken: Mapping[str, str]) -> PlainGraph:
     """The graph with what texts and pictures call the leaves and what belongs to them."""
 
     def told(value: Value) -> Value:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradtools.seeing.graph import Graph, Node, Source
+from gradtools.seeing.nodes import Node, PlainGraph, Source
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -56,7 +56,7 @@ class Recording:
             gradient: its own, and those of what was computed from it before.
     """
 
-    graph: Graph
+    graph: PlainGraph
     refusal: Refusal | None = None
     host_outputs: tuple[int, ...] = ()
     stand_ins: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.flatten import BlockGroup, Entry, FlatGraph, Operand, Unit, units_of
-from gradtools.seeing.graph import Node
+from gradtools.seeing.nodes import Node
 from gradtools.seeing.outline import matches
 
 _LONGEST_PERIOD = 400

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradtools import display
 from gradtools.seeing.findings import KINDS, Finding
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
 
 _BOLD, _RED, _GREEN, _DIM, _END = "\033[1m", "\033[31m", "\033[32m", "\033[2m", "\033[0m"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from gradtools.seeing.graph import Dependence, Node, Value
+from gradtools.seeing.nodes import Dependence, Node, Value
 from gradtools.seeing.passes import CUSTOM, SECOND
 
 LOSS = "inside_rule"

@@ -10,29 +10,22 @@ what is kept for a later pass::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from gradtools.seeing import collapse
 from gradtools.seeing.cards import short, shown
-from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.outline import Block, Box, Outline, counted
 
 _FIT = 90  # lines
 _WIDEST = 56  # letters before the shape stands
 
 
-def to_text(
-    graph: Graph,
-    *,
-    depth: int | None = None,
-    expand: str | Iterable[str] = (),
-    fold: bool | None = None,
-    title: str = "",
-) -> str:
+def to_text(graph: PlainGraph, **view: Any) -> str:
     """A graph as text; the options are those of `drawing.to_svg`."""
-    outline = outline_of(graph, fold=fold, expand=expand, title=title)
-    return text_of(outline, outline.opened(depth, expand, _FIT))
+    return text_of(*collapse.shown(graph, limit=_FIT, **view))
 
 
 def text_of(outline: Outline, opened: frozenset[int]) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.doctor import (
+    Factor,
     apart,
     from_losses,
     from_values,
@@ -21,12 +23,13 @@ from gradtools.seeing.doctor import (
     overwriting,
     refused,
     source_of,
+    starting,
 )
 from gradtools.seeing.findings import Finding
 from gradtools.seeing.flow import backward, losses_of
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
 from gradtools.seeing.program import LeafProgram
-from gradtools.seeing.recording import Recording
+from gradtools.seeing.recording import Recording, Vanished
 
 PARAMETER, FROZEN, TABLE, LOOSE = "parameter", "frozen", "table", "loose"
 _NO_PARAMETER = (FROZEN, TABLE, LOOSE)
@@ -116,8 +119,8 @@ def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -
     run = _LossRun.of(backend, loop, held, record)
     found = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
     run.look(found, values)
-    found.findings, noted = apart(found.findings, [found.names])
-    found.notes += noted
+    found.findings, notes = apart(found.findings, [found.names])
+    found.notes += notes
     _optimised(backend, loop, run, found)
     return found
 
@@ -215,7 +218,7 @@ class _LossRun:
                 for n in numbers if lossy else ():
                     found.findings += from_losses(held.name, graph, losses_of(graph, n))
                 if values and not self._spent:
-                    found.findings += self._at_these_values(k)
+                    self._at_these_values(k, found)
         self._note_what_is_read(found, matters)
         if self._spent:
             found.notes.append((_SPENT, []))
@@ -230,20 +233,31 @@ class _LossRun:
             found = [f for n in numbers for f in overwriting(name, graph, n)]
         return found or [Finding(name, "unread", "parameter")]
 
-    def _at_these_values(self, k: int) -> list[Finding]:
-        """Where the gradient of one that is reached becomes zero; nothing where it does not."""
-        run, leaves = self.program.run, self.program.leaves
-        moving = [h.array for h in self.held if h.role == PARAMETER]
+    def _at_these_values(self, k: int, found: TrainingDiagnosis) -> None:
+        """Adds where the gradient of one that is reached becomes zero."""
         try:
-            if self._is_lifted:
-                found = self.backend.vanishing(run, leaves, k)
-            else:
-                before = sum(h.role == PARAMETER for h in self.held[:k])
-                found = self.backend.vanishing(run, leaves, len(leaves) + before, moving)
+            vanished = self._vanished(k)
         except RuntimeError:  # of a graph that a backward pass has freed
             self._spent = True
-            return []
-        return [] if found is None else from_values(self.held[k].name, found)
+            return
+        if vanished is None:
+            return
+        others = [
+            Factor(held.name, self._numbers(j), held.array, partial(self._vanished, j))
+            for j, held in enumerate(self.held)
+            if held.role == PARAMETER and j != k
+        ]
+        factor = partial(starting, self.backend, self.recording.graph, others)
+        found.findings += from_values(self.held[k].name, vanished, factor)
+
+    def _vanished(self, k: int) -> list[Vanished] | None:
+        """Where the gradient of one becomes zero; None where it does not."""
+        run, leaves = self.program.run, self.program.leaves
+        if self._is_lifted:
+            return self.backend.vanishing(run, leaves, k)
+        before = sum(h.role == PARAMETER for h in self.held[:k])
+        moving = [h.array for h in self.held if h.role == PARAMETER]
+        return self.backend.vanishing(run, leaves, len(leaves) + before, moving)
 
     def _note_what_is_read(self, found: TrainingDiagnosis, matters: Any) -> None:
         """Notes arrays that the loss would give a gradient, and that ask for none."""

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 
 import gradtools
 from gradtools.errors import GradtoolsError
 from gradtools.inputs import arrays, named
-from gradtools.testing.report import Report
 
 
 def crosscheck(options: argparse.Namespace) -> int:
-    """Compares two programs; 0 if they agree, 1 if not, 2 if they could not be compared."""
-    try:
-        report = _compared(options)
-    except GradtoolsError as error:
-        print(f"gradtools crosscheck: {error}", file=sys.stderr)
-        return 2
-    except Exception:  # a program's own: its place is worth more than a sentence
-        traceback.print_exc()
-        return 2
-    if options.json:
-        print(report.to_json())
-    else:
-        report.print()
-    return 0 if report else 1
-
-
-def _compared(options: argparse.Namespace) -> Report:
-    """The report on the programs, found from the working directory."""
+    """Compares two programs; 0 if they agree, 1 if not."""
+    for name in ("torch", "jax"):
+        if name not in gradtools.available_backends():
+            raise GradtoolsError(
+                f"needs both frameworks; {name} is not installed. Mend: "
+                f'pip install "gradtools[{name}]"'
+            )
     from gradtools.testing.compare import cross_check
 
-    return cross_check(
+    report = cross_check(
         torch=named(options.torch),
         jax=named(options.jax),
         args=arrays(options.args, options.shapes, options.seed),
@@ -44,6 +31,11 @@ def _compared(options: argparse.Namespace) -> Report:
         raises=False,
         name=f"{options.torch} and {options.jax}",
     )
+    if options.json:
+        print(report.to_json())
+    else:
+        report.print()
+    return 0 if report else 1
 
 
 def conventions(options: argparse.Namespace) -> int:

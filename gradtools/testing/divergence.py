@@ -21,7 +21,7 @@ from gradtools.testing.checks import pattern
 from gradtools.testing.hypotheses import told_apart
 from gradtools.testing.layouts import _joined, _key, match_parameters
 from gradtools.testing.report import Comparison, Report, compare_arrays
-from gradtools.testing.sides import double_precision
+from gradtools.testing.sides import double_precision, nested
 from gradtools.testing.traces import ASKED, Layer, Name, Trace, check_asked, jax_trace
 from gradtools.testing.traces import torch_trace as trace_torch
 
@@ -97,7 +97,7 @@ def first_divergence(
         mine = trace_torch(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
         theirs = jax_trace(jax_model, inputs, jax_kwargs, dtype, cotangents.same)
     if mapping is None:
-        mapping = match_parameters(torch_model, _nested(theirs.parameters), partial=True)
+        mapping = match_parameters(torch_model, nested(theirs.parameters), partial=True)
     return _TraceWalk(mine, theirs, mapping, dict(layers or {}), dtype, tolerance).report()
 
 
@@ -465,16 +465,6 @@ def _dotted(name: Name) -> str:
 def _stripped(path: Sequence[Any]) -> tuple[str, ...]:
     parts = tuple(map(str, path))
     return parts[1:] if parts and parts[0] in ("params", "batch_stats") else parts
-
-
-def _nested(arrays: Mapping[Any, np.ndarray]) -> dict[Any, Any]:
-    tree: dict[Any, Any] = {}
-    for path, x in arrays.items():
-        place = tree
-        for key in path[:-1]:
-            place = place.setdefault(key, {})
-        place[path[-1]] = x
-    return tree
 
 
 # --- layouts of activations

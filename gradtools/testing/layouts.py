@@ -122,7 +122,10 @@ class ParameterMapping:
         for e in self.entries:
             if e.torch_name in arrays:
                 x = arrays[e.torch_name]
-                _check_shape("to_jax", e.torch_name, x.shape, e.torch_shape)
+                if x.shape != e.torch_shape:
+                    raise GradtoolsError(
+                        f"to_jax: {e.torch_name} has shape {x.shape}, expected {e.torch_shape}."
+                    )
                 put(tree, e.jax_path, e.layout.to_jax(x))
         return tree
 
@@ -551,11 +554,6 @@ def put(tree: dict[Any, Any], path: Path, x: Any) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = x
-
-
-def _check_shape(asked: str, name: str, came: Shape, wanted: Shape) -> None:
-    if came != wanted:
-        raise GradtoolsError(f"{asked}: {name} has shape {came}, expected {wanted}.")
 
 
 # --- names

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.layouts import match_parameters
-from gradtools.testing.sides import Arrays, Side, tokens
+from gradtools.testing.sides import Arrays, Side, nested, tokens
 
 ToJax = Callable[[Any], Any]
 
@@ -139,7 +139,7 @@ def _same_names(first: Side, second: Side) -> tuple[ToJax, str, list[str]]:
     if mine == theirs:
         names = {_dotted(path): tokens(path) for path in second.free_params}
         order = [names[_dotted(path)] for path in first.free_params]
-        same = lambda tree: _nest(dict(zip(order, first.params_list(tree), strict=True)))
+        same = lambda tree: nested(dict(zip(order, first.params_list(tree), strict=True)))
         return same, "pairing", []
     found = match_parameters(
         first.params_tree(list(first.free_params.values())), second.plain_params()
@@ -159,7 +159,7 @@ def _by_table(first: Side, table: Mapping[str, Any]) -> ToJax:
 
     def to_jax(tree: Any) -> Any:
         arrays = dict(zip(names, first.params_list(tree), strict=True))
-        return _nest(dict(_entry(table[name], x) for name, x in arrays.items()))
+        return nested(dict(_entry(table[name], x) for name, x in arrays.items()))
 
     return to_jax
 
@@ -167,17 +167,6 @@ def _by_table(first: Side, table: Mapping[str, Any]) -> ToJax:
 def _entry(target: Any, x: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
     name, axes = target if isinstance(target, tuple) else (target, None)
     return tuple(name.replace("/", ".").split(".")), x if axes is None else x.transpose(axes)
-
-
-def _nest(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
-    """A nested dictionary from paths."""
-    tree: dict[str, Any] = {}
-    for path, x in flat.items():
-        place = tree
-        for key in path[:-1]:
-            place = place.setdefault(key, {})
-        place[path[-1]] = x
-    return tree
 
 
 def _dotted(path: str) -> str:

@@ -106,6 +106,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
         hide_own_frames(call.excinfo.value)
 
 
+# What a framework calls in the place of an operation, which then runs from there.
+_HANDERS_ON = ("__torch_function__", "__torch_dispatch__")
+
+
 def hide_own_frames(error: BaseException) -> None:
     """Marks gradtools' frames of an error, and of those that it comes from, as pytest knows it.
 
@@ -120,7 +124,8 @@ def hide_own_frames(error: BaseException) -> None:
         seen.append(each)
         refusal = isinstance(each, gradtools.GradtoolsError)
         frames = [frame for frame, _ in traceback.walk_tb(each.__traceback__)]
-        meant = meant or refusal or bool(frames and not _is_own(frames[-1]))
+        made = [frame for frame in frames if frame.f_code.co_name not in _HANDERS_ON]
+        meant = meant or refusal or bool(made and not _is_own(made[-1]))
         todo += [(each.__cause__, meant), (each.__context__, meant)]
         hidden = [*filter(_is_own, frames)] if meant else []
         for frame in (*hidden, *_beneath_the_user(frames, refusal)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -113,14 +113,7 @@ class Side:
 
     def plain_params(self) -> dict[str, Any]:
         """The parameters as nested dictionaries of NumPy arrays."""
-        tree: dict[str, Any] = {}
-        for path, x in self.params.items():
-            *above, last = tokens(path)
-            place = tree
-            for key in above:
-                place = place.setdefault(key, {})
-            place[last] = x
-        return tree
+        return nested({tokens(path): x for path, x in self.params.items()})
 
     def has_64_bits(self) -> bool:
         """Whether a parameter is float64 or complex128."""
@@ -357,6 +350,17 @@ def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from walk(value, (*path, str(i)))
     elif tree is not None:
         yield path, tree
+
+
+def nested(flat: Mapping[Path, Any]) -> dict[str, Any]:
+    """Dictionaries in dictionaries, from leaves by their paths."""
+    tree: dict[str, Any] = {}
+    for path, x in flat.items():
+        place = tree
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = x
+    return tree
 
 
 def convert_leaves(tree: Any, f: Callable[[Any], Any]) -> Any:

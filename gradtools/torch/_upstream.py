@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,6 +62,18 @@ _c: Any = torch._C
 disable_current_modes = _disable_current_modes
 """A block in which no dispatch mode sees what we do on our own account. Gone: a flag of the mode
 that is asked in its `__torch_dispatch__`, as `gradient_graph` has; other modes see us then."""
+
+
+class Watching(TorchDispatchMode):
+    """A dispatch mode that does not import dynamo, which takes longer than all that it watches.
+
+    It never runs inside of code that is compiled. Gone: dynamo's frames stand below each call.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 pytree = _pytree
 tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
@@ -288,12 +301,9 @@ def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
 # --- tensors -----------------------------------------------------------------------------------
 
 
-def version_of(x: Tensor) -> int:
-    """How often x was written in place. `Tensor._version` is documented, and has no public name.
-
-    Gone: compare contents, where today a count is compared.
-    """
-    return x._version
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often x was written in place. `Tensor._version` is documented, and has no public name. Gone:
+compare contents, where today a count is compared."""
 
 
 def is_zero(x: Tensor) -> bool:
@@ -314,11 +324,6 @@ def tensor_hooks(x: Tensor) -> Any:
     """
     return x._backward_hooks
 
-
-set_creation_meta: Callable[[Tensor, Any], None] = _c._autograd._set_creation_meta
-IN_CUSTOM_FUNCTION: Any = _c._autograd.CreationMeta.IN_CUSTOM_FUNCTION
-"""A view that may not be written in place, as one that a Function returns: autograd would pass by
-its node. Gone: a Function returns it, at three times the cost."""
 
 tracing_state: Callable[[], Any] = _c._get_tracing_state
 """What `torch.jit.is_tracing` asks: TorchScript does not trace a hook."""
@@ -541,12 +546,21 @@ def is_compiled(f: Any) -> bool:
 #
 # Each of these hangs on frames of the stack, on the identity of a code object, or on a count of the
 # process, because nothing else in PyTorch tells. Beside them, where they are needed and nowhere
-# else: texts of PyTorch's errors, for which it has no types (`refusals`, `recording/refusals`,
-# `freezing`); classes that are patched for the time of a call (`patches`); an import hook
-# (`compiling`: dynamo takes marks by identity, and importing it to set them takes seconds); one
-# operator of ours, registered for the process (`host`: a compiled program holds no Python objects);
-# CPython's generator read in memory (`randomness`: to copy its state takes longer than a small
-# layer); hooks of leaves taken away while chunks are computed again (`replay`).
+# else, with what each buys and costs:
+#
+# - Texts of PyTorch's errors, for which it has no types (`refusals`, `recording/refusals`,
+#   `freezing`, `passes`, `kernels`). Buys words that say what to do, and another way where a kernel
+#   lacks a derivative. Costs: reworded upstream, PyTorch's own error is raised in their place.
+# - Classes that are patched for the time of a call (`patches`). Buys calls that no mode sees. Costs
+#   each thread's call of them a look at whether it is meant.
+# - An import hook (`compiling`). Dynamo takes marks by identity, and importing it to set them takes
+#   seconds. Costs each import until dynamo is there one comparison of names.
+# - One operator of ours, registered for the process (`host`): a compiled program holds no Python
+#   objects. Costs a name in `torch.ops` that is there as long as the process.
+# - CPython's generator, read in memory (`randomness`): to copy its state takes longer than a small
+#   layer. Costs a test of the layout at import; where it fails, states are copied.
+# - Hooks of leaves, taken away while chunks are computed again (`replay`): they fire once, on the
+#   sum. Costs that another thread's pass does not see them meanwhile.
 
 
 def is_frameworks_own_question(depth: int) -> bool:

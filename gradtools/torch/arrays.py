@@ -14,14 +14,14 @@ generators" (OOPSLA 2014), in Vigna's variant.
 ``gradtools.models`` documents the public names.
 """
 
-import numbers
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from gradtools.calls import whole_number, with_article
+from gradtools.arrays import as_numpy, as_seed, is_plain
+from gradtools.calls import whole_number
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -39,9 +39,9 @@ def asarray(x: Any, beside: Any = None) -> torch.Tensor:
         return x
     if is_compiling():  # dynamo's arrays are tensors already
         return torch.asarray(x)
-    array = _as_numpy(x)
+    array = as_numpy(x, "PyTorch")
     device = torch.get_default_device() if beside is None else beside.device
-    if _is_plain(x):
+    if is_plain(x):
         return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype), device=device)
     return _from_numpy(array, device)
 
@@ -49,7 +49,7 @@ def asarray(x: Any, beside: Any = None) -> torch.Tensor:
 def to_numpy(x: Any) -> np.ndarray:
     """A NumPy copy of one array, cut from the graph. See ``gradtools.models``."""
     if not isinstance(x, torch.Tensor):
-        return np.array(_as_numpy(x, "to_numpy"))
+        return np.array(as_numpy(x, "PyTorch", "to_numpy"))
     try:
         return _to_numpy(x.detach())
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -119,28 +119,6 @@ def xp() -> ModuleType:
     return namespace
 
 
-def _is_plain(x: Any) -> bool:
-    """Whether x is made of Python numbers alone, which have no dtype of their own."""
-    if isinstance(x, (list, tuple)):
-        return all(_is_plain(item) for item in x)
-    return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
-
-
-def _as_numpy(x: Any, asked: str = "asarray") -> np.ndarray:
-    try:
-        array = np.asarray(x)
-    except Exception as error:
-        raise GradtoolsError(
-            f"{asked}: {with_article(type(x).__name__)} is no array: {error}"
-        ) from error
-    if array.dtype.kind in "OSUMmT":
-        raise GradtoolsError(
-            f"{asked}: {_described(x, array)} holds no numbers that PyTorch could take. Give one "
-            f"array of numbers (for a tree of arrays, call {asked} on each leaf)."
-        )
-    return array
-
-
 def _default_dtype(dtype: np.dtype) -> torch.dtype:
     default = torch.get_default_dtype()
     if dtype.kind == "u":
@@ -190,21 +168,10 @@ def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
     return x.contiguous().view(getattr(torch, f"uint{8 * x.itemsize}")).numpy().view(dtype).copy()
 
 
-def _described(x: Any, array: np.ndarray) -> str:
-    return (
-        f"{with_article(type(x).__name__)} (NumPy reads it as {array.dtype} of shape {array.shape})"
-    )
-
-
 def _seed(seed: Any) -> torch.Tensor:
     if isinstance(seed, torch.Tensor) and seed.ndim == 0 and not seed.is_floating_point():
         return seed.to(torch.int64)
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise GradtoolsError(f"key: a seed is an integer, got {seed!r}.")
-    seed = int(seed)
-    if not -(2**63) <= seed < 2**63:
-        raise GradtoolsError(f"key: a seed fits into 64 bits with its sign, got {seed}.")
-    return torch.tensor(seed, dtype=torch.int64)
+    return torch.tensor(as_seed(seed), dtype=torch.int64)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

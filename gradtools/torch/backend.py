@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradtools.backend import Array, Backend, Lazily
+from gradtools.backend import Array, Lazily, Wing
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import arrays, engines, parts, trees, wrapping
@@ -22,7 +22,6 @@ from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
-    from gradtools.host import Kernel
     from gradtools.rules import Rule
 
 Tensor = torch.Tensor
@@ -35,7 +34,7 @@ _REAL = {
 }
 
 
-class TorchBackend(Backend):
+class TorchBackend(Wing):
     """What `gradtools.backend.Backend` asks, by PyTorch.
 
     The engines and the rules come with it; a member that imports a room is one of those that most
@@ -47,14 +46,6 @@ class TorchBackend(Backend):
     @property
     def xp(self) -> Any:
         return arrays.xp()
-
-    @property
-    def accumulation(self) -> Any:
-        from gradtools.torch import accumulate
-
-        return accumulate
-
-    as_number = Lazily("gradtools.torch.accumulate")
 
     # --- pytrees
 
@@ -122,16 +113,16 @@ class TorchBackend(Backend):
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
 
-    jvps = Lazily("gradtools.torch.kernels")
+    jvps = Lazily("kernels")
 
     linearize = staticmethod(engines.linearize)
 
-    sketch_values = Lazily("gradtools.torch.checking")
+    sketch_values = Lazily("checking")
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.direct import DirectCalls
 
-        return DirectCalls(of) if DirectCalls.fit(of) else None
+        return DirectCalls(of).call if DirectCalls.fit(of) else None
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]
@@ -176,14 +167,6 @@ class TorchBackend(Backend):
 
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
 
-    call_kernel = Lazily("gradtools.torch.host")
-
-    @cached_property
-    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
-        from gradtools.torch import host
-
-        return partial(host.call_now, self)
-
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:
             return fun(*args)
@@ -223,9 +206,6 @@ class TorchBackend(Backend):
     def model_of(self, f: Any) -> Any:
         return f if self.is_model(f) else None
 
-    held = Lazily("gradtools.torch.training")
-    optimised = Lazily("gradtools.torch.training")
-
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return compiled(f, **options)
 
@@ -233,30 +213,16 @@ class TorchBackend(Backend):
 
     uncompiled = staticmethod(uncompiled)
 
-    as_now = Lazily("gradtools.torch.tiling")
-    sweep = Lazily("gradtools.torch.tiling")
-    taken = Lazily("gradtools.torch.tiling")
-    put = Lazily("gradtools.torch.tiling")
-    fold = Lazily("gradtools.torch.tiling")
-    tile_bytes = Lazily("gradtools.torch.tiling")
-    run_chunks = Lazily("gradtools.torch.chunking")
-    sum_chunks = Lazily("gradtools.torch.chunking")
-    is_replaying = Lazily("gradtools.torch.watching", "asks_is_replaying")
-    gather = Lazily("gradtools.torch.gathering")
-    frozen_uses = Lazily("gradtools.torch.freezing", "Uses")
-    run_frozen = Lazily("gradtools.torch.freezing")
+    as_now = Lazily("tiling")
+    taken = Lazily("tiling")
+    put = Lazily("tiling")
+    is_replaying = Lazily("watching", "asks_is_replaying")
+    frozen_uses = Lazily("freezing", "Uses")
 
     # --- seeing
 
-    record = Lazily("gradtools.torch.seeing")
-    vanishing = Lazily("gradtools.torch.vanishing")
-    watchable = Lazily("gradtools.torch.seeing")
-    rerun = Lazily("gradtools.torch.seeing")
-    gradient_graph = Lazily("gradtools.torch.passes")
-    formula_graph = Lazily("gradtools.torch.vocabulary")
-    trying = Lazily("gradtools.torch.vocabulary")
-    measure = Lazily("gradtools.torch.measures")
-    functionalize = Lazily("gradtools.torch.modules")
+    watchable = Lazily("seeing")
+    rerun = Lazily("seeing")
 
 
 def _checkpointed(

@@ -132,28 +132,28 @@ class KernelMet(Exception):
     """A host kernel was to run where there are no numbers for it, or none is asked for."""
 
 
-class _State(threading.local):
-    """What this thread does; a default of the class, for a miss takes longer than a kernel."""
+class _Asking(threading.local):
+    """Whether this thread asks; a default of the class, for a miss takes longer than a kernel."""
 
-    asking = False
+    now = False
 
 
-_STATE = _State()
+ASKING = _Asking()
 
 
 def refuse_kernel() -> None:
     """Ends a question that would run a host kernel."""
-    if not is_compiling() and _STATE.asking:
+    if not is_compiling() and ASKING.now:
         raise KernelMet
 
 
 @contextmanager
 def _kernels_refused(yes: bool = True) -> Iterator[None]:
-    before, _STATE.asking = _STATE.asking, yes
+    before, ASKING.now = ASKING.now, yes
     try:
         yield
     finally:
-        _STATE.asking = before
+        ASKING.now = before
 
 
 # --- is it linear? -----------------------------------------------------------------------

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -28,12 +30,16 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import rules
 from gradtools.torch.checking import Question, hold_linear
 from gradtools.torch.compiling import is_compiling
+from gradtools.torch.patches import are_watched
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.transposing import EAGER, running, transposing
-from gradtools.torch.wrappers import filled, is_inexact, is_wrapped, like
+from gradtools.torch.rules import is_alias_of
+from gradtools.torch.transposing import EAGER, HERE, transposing, unpacked
+from gradtools.torch.wrappers import filled, is_dual, is_inexact, is_wrapped, like
+from gradtools.torch.wrong_gradients import rightly, wrong_nodes
 
 Tensor = torch.Tensor
 _is_tracked = attrgetter("requires_grad")
+_detach, _minus, _version = Tensor.detach, torch.sub, upstream.version_of
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 
@@ -43,11 +49,13 @@ class _Signature:
     """What is known of the calls with tensors of the same shapes, dtypes and devices.
 
     Attributes:
+        called: Of a host function, the call of its kernel and what it returns.
         shaped: The rule for so many tensors.
         looks: The shape, dtype and device of each.
         question: Under what the contract keeps that the forward pass was held to it.
         ready: Whether it was.
         pulled: Whether the backward pass was.
+        pushed: Whether the forward rule was.
         valued: Whether it is known what f returns.
     """
 
@@ -56,7 +64,9 @@ class _Signature:
     question: Any
     ready: bool = False
     pulled: bool = False
+    pushed: bool = False
     valued: bool = False
+    called: Any = None
 
     def __post_init__(self) -> None:
         self.count = len(self.looks)
@@ -65,18 +75,19 @@ class _Signature:
         self.jvp: Any = self.shaped.of.jvp
         self.apply = _apply_of(self)
         self.attach: Any = None
+        self.own = transposing(self.shaped.rule, EAGER)
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.looks]
         pairs = zip(self.looks, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
-        self.plan: _Saved | None = None  # of the last forward pass, and mostly of the next
+        self.plan: Any = None  # of the last forward pass, and mostly of the next
         # The maps of kernels, to be differentiated again, are evaluated at the arguments; a forward
         # rule reads these as well.
         times = 0 if self.shaped.refined is None else 1 if self.jvp is None else 2
         self.again = tuple(range(self.count)) * times
-        if self.shaped.contract.check == "never":
-            self.ready = True
+        self.ready = self.pushed = self.shaped.contract.check == "never"
         opaque = hasattr(self.shaped.of, "kernel")  # what it does to tangents leaves no graph
-        self.records = self.bwd is None and not opaque and None not in self.likes
+        self.pushes = not opaque and None not in self.likes
+        self.records = self.pushes and self.bwd is None
         self.saves_no_extras = self.bwd is None
         if self.bwd is None:
             self.fwd, self.ready = self.shaped.of.fun, True  # its forward pass is f
@@ -87,9 +98,16 @@ class _Signature:
 
     def is_sure(self) -> bool:
         """Whether fwd is known to save nothing that it would have to be run again for."""
-        sure = self.saves_no_extras or self.shaped.rule in rules.SAVES_NO_EXTRAS
-        self.saves_no_extras = sure
-        return sure
+        self.saves_no_extras = self.shaped.rule in rules.SAVES_NO_EXTRAS
+        return self.saves_no_extras
+
+    def is_pushed(self) -> bool:
+        """Whether the forward rule was held to its contract, if there is one."""
+        if self.jvp is not None and not self.pushed:
+            asked, zero = self.shaped.contract.asked, tuple([x[:2] for x in self.expected])
+            looks = self.question[1]
+            self.pushed = {("the forward rule", looks), ("zero", "tangent", (looks, zero))} <= asked
+        return self.pushed or (self.jvp is None and torch.is_grad_enabled())
 
     def is_ready(self) -> bool:
         """Whether the long way was gone once, and the forward pass is held to f."""
@@ -100,8 +118,14 @@ class _Signature:
 class DirectCalls:
     """Calls of one `CustomRule` by position."""
 
-    def __init__(self, of: CustomRule) -> None:
+    def __init__(self, of: Any) -> None:
         self.of = of
+        self.of_kernel = hasattr(of, "kernel")
+        if self.of_kernel:
+            from gradtools.torch.host import call_now
+
+            self.call_now = call_now
+        self.with_rule = of.check != "always" and bool(of.bwd or of.jvp)
         self.count = len(of._taken.names)  # 0 where it takes any
         self.signatures: dict[Any, _Signature] = {}
         self.closed = _Closed((of.fun, of.fwd, of.bwd, of.jvp))
@@ -110,40 +134,57 @@ class DirectCalls:
     def fit(of: CustomRule) -> bool:
         """Whether the rule has calls that may go this way."""
         parameters = of._taken
-        special = (*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)
-        return of.check != "always" and bool(of.bwd or of.jvp) and not any(special)
+        if any((*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)):
+            return False
+        return hasattr(of, "kernel") or (of.check != "always" and bool(of.bwd or of.jvp))
 
-    def __call__(self, args: tuple[Any, ...]) -> Any:
+    def call(self, args: tuple[Any, ...]) -> Any:
         """What the rule gives, or NotImplemented."""
-        if len(args) != self.count and self.count:
+        if torch.compiler.is_dynamo_compiling() or (len(args) != self.count and self.count):
             return NotImplemented
         tracked = False
         for x in args:
             if type(x) not in _PLAIN or x.layout is not _STRIDED or x.is_nested or is_wrapped(x):
                 return NotImplemented
             tracked = tracked or x.requires_grad
-        if (
-            upstream.peek_interpreter_stack() is not None
-            or upstream.forward_level() >= 0
-            or running()
-        ):
+        if upstream.peek_interpreter_stack() is not None:
             return NotImplemented
         key = tuple([(x.shape, x.dtype, x.device) for x in args])
         signature = self.signatures.get(key) or self._signature(key, args)
         if signature is None:
             return NotImplemented
+        if upstream.forward_level() >= 0:
+            return self._push(signature, args, tracked)
         if not tracked or not torch.is_grad_enabled():
+            if self.of_kernel:
+                return self.call_now(*(signature.called or self._called(signature, args)), args)
             return self._value(signature, args, tracked)
+        if not self.with_rule or HERE.running or are_watched():
+            return NotImplemented
         if not (signature.ready or signature.is_ready()) or not self.closed.untracked():
             return NotImplemented
         if signature.records:
             out = _recorded(signature, args)
             if out is not None:
                 return out
-        out = signature.apply(*args)
-        if type(out) is Tensor and out.requires_grad and out.grad_fn.plan.single:  # type: ignore[union-attr]
-            return out
-        return _tree(signature, out)
+        return _linearized(signature, args)
+
+    def _push(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
+        if (
+            (tracked and torch.is_grad_enabled())
+            or HERE.running
+            or are_watched()
+            or not (signature.pushes and signature.is_pushed())
+            or not self.closed.untracked()
+            or any(map(is_dual, self.closed.tensors))
+        ):
+            return NotImplemented
+        enabled = torch.is_grad_enabled()
+        try:
+            return _pushed(signature, args)
+        finally:
+            if torch.is_grad_enabled() is not enabled:  # the rule left it so
+                upstream.set_grad_enabled(enabled)
 
     def _signature(self, key: Any, args: tuple[Any, ...]) -> _Signature | None:
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -156,6 +197,14 @@ class DirectCalls:
         if len(self.signatures) > _MOST:
             del self.signatures[next(iter(self.signatures))]
         return found
+
+    def _called(self, signature: _Signature, args: tuple[Any, ...]) -> Any:
+        """The call of a host function's kernel with tensors like these, and what it returns."""
+        from gradtools.torch.host import results_of
+
+        call, _ = self.of.kernel.bind(self.of._backend, args)
+        signature.called = call, results_of(call, args)
+        return signature.called
 
     def _value(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
         out = self.of.fun(*args)
@@ -182,8 +231,6 @@ class _Closed:
     """
 
     def __init__(self, written: Sequence[Any]) -> None:
-        self.cells: list[tuple[Any, Any]] = []
-        self.tensors: list[Tensor] = []
         self.written = written
         self.known = self._search()
 
@@ -191,14 +238,18 @@ class _Closed:
         """Whether nothing that is held requires grad; False where that is not known."""
         for cell, content in self.cells:
             if cell.cell_contents is not content:
-                self.cells, self.tensors = [], []
                 self.known = self._search()
                 return False
+        if self.unbound:
+            self.known = self._search()
         if not self.tensors:
             return self.known
         return self.known and not any(x.requires_grad for x in self.tensors)
 
     def _search(self) -> bool:
+        self.cells: list[tuple[Any, Any]] = []
+        self.tensors: list[Tensor] = []
+        self.unbound = False  # whether a name is not bound yet
         todo, seen = list(self.written), set()
         while todo:
             x = todo.pop()
@@ -216,7 +267,8 @@ class _Closed:
                 for cell in x.__closure__ or ():
                     try:
                         self.cells.append((cell, cell.cell_contents))
-                    except ValueError:  # a name that is not bound yet
+                    except ValueError:
+                        self.unbound = True
                         return False
                     todo.append(cell.cell_contents)
             elif hasattr(x, "func"):
@@ -241,13 +293,11 @@ def _apply_of(signature: _Signature) -> Callable[..., Any]:
     class Direct(torch.autograd.Function):
         """A rule, for autograd alone."""
 
-        @staticmethod
-        def forward(ctx: Any, *xs: Tensor) -> Any:
-            return _forward(signature, ctx, xs)
+        forward = staticmethod(_attached)
 
         @staticmethod
         def backward(ctx: Any, *cts: Any) -> Any:
-            return _backward(signature, ctx, cts)
+            return None, None, *_backward(signature, ctx, cts)
 
     return super(torch.autograd.Function, Direct).apply
 
@@ -282,49 +332,61 @@ class _Saved:
             return res is known[self.places[0]]
         if type(res) is not tuple or len(res) != len(self.places):
             return False
-        return all(x is known[i] for x, i in zip(res, self.places, strict=True))
+        return False not in [x is known[i] for x, i in zip(res, self.places, strict=True)]
 
 
-def _tree(signature: _Signature, out: Any) -> Any:
-    """What f returns, of the Function's outputs."""
-    outs = (out,) if type(out) is Tensor else out
-    node: Any = next((y.grad_fn for y in outs if y.grad_fn is not None), None)
-    if node is None:  # integers, of which no node tells
-        return signature.shaped.backend.unflatten(signature.out_def(), outs)
-    if node.plan.single:
-        return outs[0]
-    return signature.shaped.backend.unflatten(node.plan.out_def, outs[: node.plan.count])
-
-
-def _forward(signature: _Signature, ctx: Any, xs: Sequence[Tensor]) -> Any:
-    before = None if signature.is_sure() else Randomness.now(xs)
-    tracked = [x for x in xs if x.requires_grad]
-    versions = [upstream.version_of(x) for x in tracked]
-    plain = [x.detach() for x in xs]
-    upstream.set_grad_enabled(True)  # the context manager takes three times as long
-    try:
-        found = signature.fwd(*plain)
-    finally:
-        upstream.set_grad_enabled(False)
+def _linearized(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
+    """The value, by one run of fwd, with the node that pulls back."""
+    sure = signature.saves_no_extras or signature.is_sure()
+    before = None if sure else Randomness.now(xs)
+    plain = tuple(map(_detach, xs))
+    versions = list(map(_version, plain))
+    found = signature.fwd(*plain)
+    if versions != list(map(_version, plain)):
+        _refuse_written(signature, xs, versions)
+    if not torch.is_grad_enabled():  # fwd left it off
+        upstream.set_grad_enabled(True)
     if signature.bwd is None:
-        out, res = found, tuple(plain)
+        out, res = found, plain
     elif type(found) is tuple and len(found) == 2:
         out, res = found
     else:
         out, res = signature.shaped.pair(found, "fwd", "(out, residuals)")
-    if versions != [upstream.version_of(x) for x in tracked]:
-        raise rules.written_error(signature.shaped.rule)
     if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
         known = [*plain, out]
         plan = signature.plan
         if plan is None or not plan.kept_so(res, known):
             plan = _plan_of(signature, res, known)
-        if plan is not None and True not in [rules.is_alias_of(x, out) for x in xs]:
-            ctx.plan = plan
-            known[: len(plain)] = xs
-            ctx.save_for_backward(*[known[i] for i in plan.pulling])
-            return out
-    return _forward_of_any(ctx, signature, xs, plain, out, res, before)
+        if plan is not None and not any(map(is_alias_of, xs, repeat(out))):
+            return signature.apply(plan, (out,), *xs)
+    return _linearized_any(signature, xs, plain, out, res, before)
+
+
+def _refuse_written(signature: _Signature, xs: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raises if one of xs that is differentiated has another version now."""
+    pairs = zip(versions, xs, strict=True)
+    if any(x.requires_grad and _version(x) != version for version, x in pairs):
+        raise rules.written_error(signature.shaped.rule)
+
+
+def _attached(ctx: Any, plan: _Saved, outs: Sequence[Tensor], *inputs: Tensor) -> Any:
+    """The forward pass of the Functions here: it is done, and gets its node."""
+    ctx.plan = plan
+    if plan.likes is not None:
+        outs = _outputs(ctx, plan, outs, inputs)
+    known = (*inputs, *outs)
+    ctx.save_for_backward(*map(known.__getitem__, plan.pulling))
+    return outs[0] if len(outs) == 1 else outs
+
+
+def _outputs(ctx: Any, plan: _Saved, outs: Any, xs: Any) -> tuple[Tensor, ...]:
+    """The same where some are integers or share memory, or come with extras."""
+    found = (*rules.as_views(outs[: plan.count], xs), *outs[plan.count :])
+    if None in plan.likes:
+        ctx.mark_non_differentiable(*[y for y in found if not is_inexact(y)])
+    if len(found) > 1:
+        ctx.set_materialize_grads(False)
+    return found
 
 
 def _plan_of(signature: _Signature, res: Any, known: list[Tensor]) -> _Saved | None:
@@ -344,41 +406,35 @@ def _place(x: Any, known: list[Tensor]) -> int:
     return next((i for i, y in enumerate(known) if x is y), -1)
 
 
-def _forward_of_any(
-    ctx: Any, signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, before: Any
+def _linearized_any(
+    signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, before: Any
 ) -> Any:
     """With a tree of outputs, with views, extras, or what else fwd may save."""
     shaped = signature.shaped
-    plan = ctx.plan = _Saved(single=type(out) is Tensor)
+    plan = _Saved(single=type(out) is Tensor)
     if plan.single:
         ys = [out]
     else:
         ys = shaped.outputs(plain, out, "it" if signature.bwd is None else "fwd")
         plan.out_def = signature.out_def()
     plan.kept, extras = Residuals.of(shaped.backend, res, plain, ys)
-    for y in (*ys, *extras):
-        if y.requires_grad:
-            raise rules.closed_over_error(shaped.rule)
+    outs = (*ys, *extras)
+    if True in map(_is_tracked, outs):
+        raise rules.closed_over_error(shaped.rule)
     if extras or plan.kept.rerun:
         if before is None and signature.bwd is not None:
             rules.SAVES_NO_EXTRAS.discard(shaped.rule)
             signature.saves_no_extras = False
-            return _forward(signature, ctx, xs)
+            return _linearized(signature, xs)
         plan.randomness = None if before is None or before.stands() else before
-    out = (*rules.as_views(ys, xs), *extras)
-    everything = (*xs, *out)
     plan.count, plan.places = len(ys), plan.kept.places
     again = range(len(xs)) if extras or plan.kept.rerun else ()
     pulling = (*plan.places, *signature.again)
     plan.pulling = [*pulling, *(i for i in again if i not in pulling)]
-    ctx.save_for_backward(*[everything[i] for i in plan.pulling])
-    plan.likes = [like(y) for y in out]
-    if None in plan.likes:
-        ctx.mark_non_differentiable(*[y for y in out if not is_inexact(y)])
-    if len(out) == 1:
-        return out[0]
-    ctx.set_materialize_grads(False)
-    return out
+    plan.likes = list(map(like, outs))
+    found = signature.apply(plan, outs, *xs)
+    found = (found,) if type(found) is Tensor else found
+    return found[0] if plan.single else shaped.backend.unflatten(plan.out_def, found[: plan.count])
 
 
 def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Any:
@@ -397,14 +453,18 @@ def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Any:
         res = saved[: len(plan.places)]
     else:
         res = kept.restored(signature.shaped.backend, saved[: len(plan.places)])
-    found = signature.bwd(res, ct)
+    return _checked(signature, signature.bwd(res, ct))
+
+
+def _checked(signature: _Signature, found: Any) -> Sequence[Any]:
+    """What bwd returned, one for each argument."""
     if type(found) is tuple and len(found) == signature.count:
         for g, (shape, dtype, _) in zip(found, signature.looks, strict=True):
             if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
                 break
         else:
             return found
-    return tuple(filled(signature.shaped.cotangents(found, signature.expected), signature.likes))
+    return filled(signature.shaped.cotangents(found, signature.expected), signature.likes)
 
 
 # --- a forward rule alone ----------------------------------------------------------------
@@ -415,17 +475,24 @@ def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Any:
 
 def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     """The value, by one evaluation of the forward rule; None where it has to go another way."""
-    shaped, plain = signature.shaped, tuple(map(Tensor.detach, xs))
+    shaped, plain = signature.shaped, tuple(map(_detach, xs))
     if signature.attach is None and not _may_record(signature, plain):
         signature.records = False
         return None
-    tracked = list(filter(_is_tracked, xs))
-    versions = list(map(upstream.version_of, tracked))
-    dxs = tuple(map(torch.sub, xs, plain))
-    with transposing(shaped.rule, EAGER):
+    dxs, versions = tuple(map(_minus, xs, plain)), list(map(_version, plain))
+    running, own = HERE.running, signature.own
+    running.append(own)
+    try:
         found = signature.jvp(plain, dxs)
-    if versions != list(map(upstream.version_of, tracked)):
-        raise rules.written_error(shaped.rule)
+    except GradtoolsError as error:
+        own.explain(error)
+        raise
+    finally:
+        running.pop()
+    if versions != list(map(_version, plain)):
+        _refuse_written(signature, xs, versions)
+    if not torch.is_grad_enabled():  # the rule left it off
+        upstream.set_grad_enabled(True)
     if type(found) is not tuple or len(found) != 2 or not _are_alike(*found):
         return None
     y, dy = found
@@ -434,14 +501,13 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     if not dy.requires_grad:
         return None
     if signature.attach is None:
-        leaves = [*rules.other_leaves([dy], dxs)]
-        if any(sys.getrefcount(node.variable) > _held_by_a_graph() for node in leaves):
-            raise rules.closed_over_error(shaped.rule)
-        if leaves:  # of a derivative within the rule, which its graph alone holds
-            signature.records = False
-            return None
-        signature.attach = _attach_of(signature)
-    return signature.attach([y], dy, *xs)
+        signature.attach, signature.plan = _attach_of(signature)
+    plan = signature.plan
+    for x in xs:
+        if is_alias_of(x, y):
+            plan = _Saved(places=plan.places, pulling=plan.pulling, likes=[like(y)])
+    # Detached, for y itself may be held by the graph that it would hold.
+    return signature.attach(plan, (y.detach(),), *xs, dy)
 
 
 @cache
@@ -459,46 +525,121 @@ def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
     """
     shaped, looks = signature.shaped, signature.question[1]
     question = (signature.likes, signature.looks)
-    try:
-        hold_linear(Question(shaped.rule, "tangent", shaped.tangent, xs, *question))
-        if looks not in shaped.outs:
-            with torch.no_grad(), restored(Randomness.now(xs)):
-                shaped.tangent(xs, [torch.zeros_like(x) for x in xs])
-    except GradtoolsError:  # it will be said where a derivative is asked for
-        return False
-    return signature.out_def() == shaped.backend.flatten(0)[1]
+    with unpacked():
+        try:
+            hold_linear(Question(shaped.rule, "tangent", shaped.tangent, xs, *question))
+            if looks not in shaped.outs:
+                with torch.no_grad(), restored(Randomness.now(xs)):
+                    shaped.tangent(xs, [torch.zeros_like(x) for x in xs])
+        except GradtoolsError:  # it will be said where a derivative is asked for
+            return False
+        single = signature.out_def() == shaped.backend.flatten(0)[1]
+        return single and not _has_leaves(signature, xs)
+
+
+def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
+    """Whether the tangent's graph ends in leaves of a derivative within the rule.
+
+    Raises if somebody else holds one, too: its own derivative would be lost.
+    """
+    rule, dxs = signature.shaped.rule, [torch.zeros_like(x, requires_grad=True) for x in xs]
+    with restored(Randomness.now(xs)), transposing(rule, EAGER):
+        dys = signature.shaped.tangent(xs, dxs)
+    leaves = [*rules.other_leaves(dys, dxs)]
+    if any(sys.getrefcount(node.variable) > _held_by_a_graph() for node in leaves):
+        raise rules.closed_over_error(rule)
+    return bool(leaves)
 
 
 def _are_alike(y: Any, dy: Any) -> bool:
     return type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype
 
 
-def _attach_of(signature: _Signature) -> Callable[..., Any]:
-    """`apply` of the Function that gives a value its tangent's graph."""
+def _attach_of(signature: _Signature) -> tuple[Callable[..., Any], _Saved]:
+    """`apply` of the Function that gives a value its tangent's graph, and what it leaves."""
     plan = _Saved(places=(every := tuple(range(signature.count))), pulling=every)
+
+    nothing = (None,) * (2 + signature.count)
 
     class Attached(torch.autograd.Function):
         """y, of which dy is the tangent. A derivative of its backward pass is the rule's."""
 
-        @staticmethod
-        def forward(ctx: Any, value: list[Tensor], dy: Tensor, *xs: Tensor) -> Tensor:
-            ctx.plan = plan
-            ctx.save_for_backward(*xs)
-            y = value.pop()
-            if True not in [rules.is_alias_of(x, y) for x in xs]:
-                return y.detach()  # y itself may be held by the graph that it would hold
-            (view,) = rules.as_views([y], xs)
-            return y.view_as(y) if view is y else view
+        forward = staticmethod(_attached)
 
         @staticmethod
         def backward(ctx: Any, ct: Tensor) -> Any:
             if torch.is_grad_enabled():
-                return None, None, *_the_long_way(ctx, signature, (ct,))
+                return None, None, *_the_long_way(ctx, signature, (ct,)), None
             if is_compiling():  # compiled autograd cannot add a tensor to None
-                return None, ct, *[torch.zeros_like(x) for x in ctx.saved_tensors]
-            return None, ct, *(None,) * signature.count
+                return None, None, *[torch.zeros_like(x) for x in ctx.saved_tensors], ct
+            return *nothing, ct
 
-    return super(torch.autograd.Function, Attached).apply
+    return super(torch.autograd.Function, Attached).apply, plan
+
+
+# --- forward mode alone ---------------------------------------------------------------------
+
+
+def _pushed(signature: _Signature, args: tuple[Tensor, ...]) -> Any:
+    """Outputs with their tangents, by one evaluation of the forward rule if there is one."""
+    shaped, level = signature.shaped, upstream.forward_level()
+    xs, dxs = zip(*[upstream.unpack_dual(x, level) for x in args], strict=True)
+    if None in dxs:
+        if not any(t is not None for t in dxs):
+            return NotImplemented
+        dxs = tuple(filled(dxs, signature.likes))
+    if signature.jvp is None:
+        for dx in dxs:
+            if dx.requires_grad:
+                return NotImplemented
+        return _pushed_by_bwd(signature, xs, dxs)
+    found = signature.jvp(xs, dxs)
+    if type(found) is tuple and len(found) == 2 and _are_alike(*found):
+        ys, dys, out_def = [found[0]], [found[1]], None
+    else:
+        ys, dys = shaped.pushed(xs, found)
+        out_def = signature.out_def()
+    duals = rules.as_duals(shaped.rule, xs, dxs, ys, dys)
+    return duals[0] if out_def is None else shaped.backend.unflatten(out_def, duals)
+
+
+def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[Tensor]) -> Any:
+    """The same by transposing bwd, where it stands."""
+    shaped = signature.shaped
+    out, res = shaped.pair(signature.fwd(*xs), "fwd", "(out, residuals)")
+    if not torch.is_grad_enabled():  # for what transposes bwd
+        upstream.set_grad_enabled(True)
+    if type(out) is not Tensor or not out.dtype.is_floating_point:
+        return NotImplemented
+    if not signature.pushed:
+        signature.pushed = _may_transpose(signature, xs, out, res)
+    ct = torch.zeros_like(out, requires_grad=True)
+    with transposing(shaped.rule, EAGER):
+        pulled = _checked(signature, signature.bwd(res, ct))
+    pairs = [(g, dx) for g, dx in zip(pulled, dxs, strict=True) if g.requires_grad]
+    dy = None
+    if pairs:
+        ends, seeds = zip(*pairs, strict=True)
+        wrong = wrong_nodes(ends)
+        with rightly(wrong) if wrong else nullcontext():
+            (dy,) = upstream.run_engine(
+                ends, seeds, False, False, (ct,), allow_unreachable=True, accumulate_grad=False
+            )
+    (dual,) = rules.as_duals(shaped.rule, xs, dxs, [out], filled([dy], [like(out)]))
+    return dual
+
+
+def _may_transpose(signature: _Signature, xs: Any, out: Tensor, res: Any) -> bool:
+    """True; raises if fwd or bwd is not what it must be."""
+    shaped = signature.shaped
+    ys = shaped.outputs(xs, out, "fwd")
+    kept, extras = Residuals.of(shaped.backend, res, xs, ys)
+    maps = shaped.maps(ys, extras, kept, signature.out_def(), signature.expected)
+    everything = (*xs, *ys, *extras)
+    at = [everything[i] for i in kept.places]
+    assert maps.cotangent is not None
+    hold_linear(Question(shaped.rule, "cotangent", maps.cotangent, at, [like(out)]))
+    return True
 
 
 # --- the long way ------------------------------------------------------------------------

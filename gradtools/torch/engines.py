@@ -118,12 +118,12 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 @skipped_by_dynamo
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
-    asked = asked_of(fun)
     try:
         outs, extras, aliases, attached, survey, inside = _evaluate(fun, leaves)
     except RuntimeError as error:
-        explain(asked, error)
+        explain(asked_of(fun), error)
         raise
+    ordinary = not (survey.lost or survey.wrong or survey.custom)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         ys: list[Tensor] = []
@@ -136,18 +136,21 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             return inside.filled([None] * len(aliases), outs)
         create = torch.is_grad_enabled() and (attached or any(map(_is_tracked, given)))
         again = create or upstream.forward_level() >= 0
-        guard = guarded(asked, fun, leaves, survey, aliases, again)
+        guard = None
+        if not ordinary:
+            guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
         if not once and any(map(is_wrapped, given)):
-            refuse_in_batches(asked, ys, given, first_of(WRONG_IN_BATCHES, outs))
+            refuse_in_batches(asked_of(fun), ys, given, first_of(WRONG_IN_BATCHES, outs))
         try:
             # Without `again` tangents go wrong.
             grads = _pulled(ys, aliases, given, create or not once, again, inside.spent, guard)
         except RuntimeError as error:
-            explain(asked, error)
+            explain(asked_of(fun), error)
             raise
         if again:
-            grads = guarded_gradients(asked, ys, grads)
-        note_taken(ys, grads, leaves, aliases, create, inside)
+            grads = guarded_gradients(asked_of(fun), ys, grads)
+        if being_evaluated():
+            note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
             grads = _freed(grads)
         return inside.filled(grads, outs)
@@ -159,7 +162,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 
     return Evaluation(
         outs if attached else _freed(outs),
-        extras if attached else _freed(extras),
+        extras if attached or not extras else _freed(extras),
         pullback,
         cut=lambda grads: inside.cut(grads, outs),
         where_lost=where_lost,
@@ -290,14 +293,17 @@ def _alias(x: Tensor, keep: bool) -> Tensor:
     """
     if x.is_inference():
         return x.clone().requires_grad_()
-    alias = x.view_as(x) if keep and x.requires_grad else _detached(x)
-    return alias if alias.requires_grad else alias.requires_grad_()
+    if keep and x.requires_grad:
+        return x.view_as(x)
+    return _detached(x).requires_grad_()
 
 
 def _detached(x: Tensor) -> Tensor:
     """x cut from its graph; its tangent, if it is a dual number, stays."""
     if upstream.forward_level() < 0:
-        return detached(x, DERIVATIVE)
+        if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
+            return detached(x, DERIVATIVE)
+        return x.detach()  # of which nobody asks the reason
     primal, tangent = forward_ad.unpack_dual(x)
     if tangent is None:
         return detached(x, DERIVATIVE)
@@ -307,7 +313,11 @@ def _detached(x: Tensor) -> Tensor:
 
 def _freed(xs: Sequence[Any]) -> list[Any]:
     """The tensors, detached where there is anything to detach them from, and None."""
-    return [_detached(x) if x is not None and x.requires_grad else x for x in xs]
+    found = list(xs)
+    for i, x in enumerate(found):
+        if x is not None and x.requires_grad:
+            found[i] = _detached(x)
+    return found
 
 
 def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -490,7 +500,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
 
     def paired(*xs: Tensor) -> Any:
         if is_compiling():
-            with _twice_in_trace(True), RightTangents():
+            with _twice_in_trace(), RightTangents():
                 outs, extras = fun(*xs)
         else:
             with torch.enable_grad(), Stops(False, True, asked_of(fun)):
@@ -527,9 +537,9 @@ def _is_pushed_again() -> bool:
     return is_compiling() or pushes or upstream.forward_level() >= 0
 
 
-def _twice_in_trace(again: bool) -> AbstractContextManager[Any]:
-    """Around what dynamo traces: if it is differentiated again, attention by plain operations."""
-    return sdpa_kernel(SDPBackend.MATH) if again else nullcontext()
+def _twice_in_trace() -> AbstractContextManager[Any]:
+    """Around what dynamo traces and differentiates again: attention by plain operations."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
@@ -537,7 +547,7 @@ def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
     from gradtools.torch.fused_attention import PlainWhereLive
 
     if _open_derivatives():
-        return _twice_in_trace(True)
+        return _twice_in_trace()
     return PlainWhereLive(levels) if keep else nullcontext()
 
 
@@ -553,7 +563,7 @@ def _pushed_from_outside() -> AbstractContextManager[Any]:
 def _looked_at_twice(asked: str) -> Iterator[None]:
     """Around a function whose backward pass is differentiated; dynamo sees one kernel of it."""
     if is_compiling():
-        with _twice_in_trace(True):
+        with _twice_in_trace():
             yield
         return
     with _calls_guarded(asked), TwiceByPlainOperations():
@@ -596,12 +606,12 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 # --- whether f takes a derivative itself -------------------------------------------------
 
 
-class _Here(threading.local):
+class _OpenFlags(threading.local):
     def __init__(self) -> None:
         self.open: list[list[bool]] = []
 
 
-_eager = _Here()
+_eager = _OpenFlags()
 _compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty before and after
 
 

@@ -24,18 +24,7 @@ Tensor = torch.Tensor
 Rule = Callable[..., int]  # (arguments, what came out) to operations
 
 
-class Watching(upstream.TorchDispatchMode):
-    """A dispatch mode that does not import dynamo, which takes longer than all else here.
-
-    It never runs inside of code that is compiled.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class Flops(Watching):
+class Flops(upstream.Watching):
     """Counts the operations that run inside.
 
     Attributes:

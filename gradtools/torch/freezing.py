@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
@@ -42,6 +41,7 @@ from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
 from gradtools.torch.summing import Sums
 from gradtools.torch.surveying import nodes_made, scripts_refused, surveyed
+from gradtools.torch.transposing import unpacked
 from gradtools.torch.watching import bytes_saved, is_plain, marked, own_wrapper
 from gradtools.torch.wrappers import is_dual, is_inexact
 from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
@@ -303,8 +303,7 @@ class _Use(Forward):
 
     def _second(self, zs: Entries, dzs: Entries, cts: Entries, products: Any) -> list[Any]:
         # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.
-        packed = upstream.saved_tensors_hooks_on(False) is not None
-        own = saved_tensors_hooks(lambda x: x, lambda x: x) if packed else nullcontext()
+        own = unpacked()
         use = self.with_modes(self.modes)
         use.within = stops = lambda: Stops(hidden=False)
         level, graph = dual_level(), torch.enable_grad()

@@ -14,14 +14,16 @@ import numpy as np
 import torch
 
 from gradtools.errors import is_of, refusal
-from gradtools.host import Kernel, KernelCall, Results, Spec, call_by_key, read_only
+from gradtools.host import KernelCall, Results, Spec, call_by_key, read_only
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.checking import refuse_kernel
+from gradtools.torch.checking import ASKING, refuse_kernel
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.wrappers import is_dual
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
+_modes, _functions = upstream.count_of_dispatch_modes, upstream.count_of_function_modes
+_tracing = upstream.tracing_state
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -32,54 +34,41 @@ def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
     return list(_bind(call.key, xs, []))
 
 
-def call_now(
-    backend: Any, kernel: Kernel, args: Sequence[Any]
-) -> tuple[Results, list[Tensor]] | None:
-    """The results where nothing follows the program; see `Backend`.
+def call_now(call: KernelCall, expected: Results, xs: Sequence[Tensor]) -> Any:
+    """The kernel's results at plain tensors, NotImplemented where something looks on.
 
-    One call of ours costs PyTorch's dispatcher ten times what it costs to call the kernel.
+    Who calls it knows of no transform and no dual numbers. One call of ours costs PyTorch's
+    dispatcher ten times what it costs to call the kernel.
     """
-    if is_compiling() or not args:
-        return None
-    tracking, arrays = torch.is_grad_enabled(), []
-    for x in args:
-        if type(x) not in _PLAIN or (tracking and x.requires_grad):
-            return None
-    if is_followed():
-        return None
-    for x in args:
-        try:
-            arrays.append(x.detach().numpy() if x.requires_grad else x.numpy())
-        except (RuntimeError, TypeError):  # its memory is none that NumPy reads as it stands
-            return None
-    refuse_kernel()
-    looks = tuple([(x.shape, x.dtype) for x in arrays])
-    call, expected = kernel.known_call(looks, backend, args)
-    if not kernel.raw:
-        arrays = [_locked(x) for x in arrays]
-    ys = [torch.from_numpy(y) for y in call.run(arrays, expected, locked=True)]
+    if _modes() or _functions() or _tracing() is not None or not xs:
+        return NotImplemented
+    if ASKING.now:
+        refuse_kernel()
+    arrays = []
+    try:
+        for x in xs:
+            array = x.detach().numpy() if x.requires_grad else x.numpy()
+            if array.flags.c_contiguous:  # in a tensor's memory, which NumPy does not know to be so
+                array.setflags(write=False)
+            else:
+                array = read_only(array)
+            arrays.append(array)
+    except (RuntimeError, TypeError):  # the memory of one is none that NumPy reads as it stands
+        return NotImplemented
+    ys = list(map(torch.from_numpy, call.fresh(arrays, expected)))
     if expected.widened:
         ys = [y.to(getattr(torch, s.dtype)) for y, s in zip(ys, expected.specs, strict=True)]
-    return expected, ys
-
-
-def _locked(x: np.ndarray) -> np.ndarray:
-    """`read_only` of an array in a tensor's memory, which NumPy does not know as writable."""
-    if not x.flags.c_contiguous:
-        return read_only(x)
-    x.setflags(write=False)
-    return x
+    return ys[0] if expected.alone else call.trees.unflatten(expected.treedef, ys)
 
 
 def is_followed() -> bool:
-    """Whether a transform, a mode or a trace may look at what is done."""
-    if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
+    """Whether a transform, a mode or a trace may look at what is done with plain tensors.
+
+    The vmap of before functorch need not be asked for: a batch of its cannot be read by NumPy.
+    """
+    if _modes() or _functions() or _tracing() is not None:
         return True
-    if upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
-        return True
-    batches = upstream.enter_vmap() - 1  # of the vmap of before functorch
-    upstream.leave_vmap()
-    return batches > 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
 
 
 def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> Results:

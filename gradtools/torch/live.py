@@ -7,7 +7,7 @@ keeps; operands through which no derivative flows are known only where they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 from torch.autograd.graph import Node as GradFn
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graph import Dependence, Graph, Node, Value
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Value
 from gradtools.seeing.passes import CUSTOM, with_named_outputs
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.hooks import EDIT
 from gradtools.torch.recording import operations
+from gradtools.torch.recording.values import numbers_in
 from gradtools.torch.trees import flatten, leaf_paths
 
 Tensor = torch.Tensor
@@ -28,7 +28,7 @@ _SAVED = "_saved_"
 _WRAPPED = 2**63  # above, a negative axis that was kept as an unsigned number
 
 
-def live_graph(outputs: Any) -> Graph:
+def live_graph(outputs: Any) -> PlainGraph:
     """What autograd holds for results; `outputs`: a pytree of tensors."""
     pairs = zip(leaf_paths(outputs), flatten(outputs)[0], strict=True)
     named = [(f"output{path}", y) for path, y in pairs if isinstance(y, Tensor)]
@@ -51,31 +51,31 @@ class _AutogradReader:
         self.inputs: list[int] = []
         self.captured: list[int] = []
 
-    def graph(self, named: list[tuple[str, Tensor]]) -> Graph:
+    def graph(self, named: list[tuple[str, Tensor]]) -> PlainGraph:
         nodes = [self.node(fn) for fn in _in_order([y.grad_fn for _, y in named])]
         outputs = [self.tensor(y) for _, y in named]
-        whole = Graph(
+        whole = PlainGraph(
             tuple(nodes), self.values, tuple(self.inputs), tuple(outputs), tuple(self.captured)
         )
         return with_named_outputs(whole, [path for path, _ in named])
 
     def node(self, fn: GradFn) -> Node:
         self.held.append(fn)
-        before = [self.of(given, k) for given, k in fn.next_functions if given is not None]
         for k, (shape, dtype) in enumerate(upstream.arrays_of(fn)):
             value = Value(shape, str(dtype).removeprefix("torch."))
             self.numbers[id(fn), k] = self.new(value)
         outputs = tuple(n for key, n in self.numbers.items() if key[0] == id(fn))
-        saved, attributes = self.saved(fn)
-        unknown = [v for v in saved if v in self.captured and v not in before]
-        flows = (Dependence.DIFFERENTIABLE,) * len(before) + (Dependence.CUT,) * len(unknown)
-        metadata: Any = fn.metadata
-        edit = metadata.get(EDIT)
-        rule = bool(edit) or isinstance(fn, torch.autograd.function.BackwardCFunction)
-        name = edit or operations.word_of(fn)
+        kept, attributes = self.saved(fn)
+        operands = self.operands(fn, kept)
+        saved = [v for _, v in kept]
+        unknown = [v for v in saved if v in self.captured and v not in operands]
+        flows = tuple(_FULL if given is not None else _CUT for given, _ in fn.next_functions)
+        flows = flows[: len(operands)] + (_CUT,) * len(unknown)
+        rule = isinstance(fn, torch.autograd.function.BackwardCFunction)
+        name = operations.word_of(fn)
         return Node(
             "custom_rule" if rule else _operation(fn),
-            (*before, *unknown),
+            (*operands, *unknown),
             outputs,
             fn.name(),
             attributes=MappingProxyType({**attributes, **({"rule": name} if rule else {})}),
@@ -83,6 +83,22 @@ class _AutogradReader:
             mark=CUSTOM if rule else "",
             saved=tuple(dict.fromkeys(saved)),
         )
+
+    def operands(self, fn: GradFn, kept: Sequence[tuple[str, int]]) -> list[int]:
+        """The values that a node read, each in its place; one that nobody kept is unknown."""
+        names, known, found = _operands_of(fn), dict(kept), []
+        for place, (given, k) in enumerate(fn.next_functions):
+            if given is not None:
+                found.append(self.of(given, k))
+            else:
+                held = known.get(names[place]) if names else None
+                found.append(self.unknown() if held is None else held)
+        return found
+
+    def unknown(self) -> int:
+        """A value of which autograd holds nothing, for no derivative flows to it."""
+        self.captured.append(self.new(Value((), "unknown", "?")))
+        return self.captured[-1]
 
     def of(self, fn: GradFn, k: int) -> int:
         """The value that a node hands on; of a leaf the leaf."""
@@ -96,7 +112,7 @@ class _AutogradReader:
         if (id(x), -1) not in self.numbers:
             self.held.append(x)
             leaf = x.requires_grad and x.is_leaf
-            name = f"leaf {len(self.inputs)}" if leaf else ""
+            name = f"leaf {len(self.inputs)}" if leaf else numbers_in(x)
             number = self.new(Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), name))
             (self.inputs if leaf else self.captured).append(number)
             self.numbers[id(x), -1] = number
@@ -107,9 +123,9 @@ class _AutogradReader:
         self.values[number] = value
         return number
 
-    def saved(self, fn: GradFn) -> tuple[list[int], dict[str, Any]]:
+    def saved(self, fn: GradFn) -> tuple[list[tuple[str, int]], dict[str, Any]]:
         """The tensors that a node keeps, and the numbers that make it what it is."""
-        tensors, attributes = [], {}
+        tensors, attributes = list[tuple[str, int]](), dict[str, Any]()
         for key in dir(fn):
             if not key.startswith(_SAVED):
                 continue
@@ -119,12 +135,15 @@ class _AutogradReader:
                 continue
             several = found if isinstance(found, tuple | list) else (found,)
             if any(isinstance(x, Tensor) for x in several):
-                tensors += [self.tensor(x) for x in several if isinstance(x, Tensor)]
+                name = key.removeprefix(_SAVED)
+                tensors += [(name, self.tensor(x)) for x in several if isinstance(x, Tensor)]
             elif key != "_saved_tensors" and _is_plain(found) and not _is_layout(key, found):
-                attributes[key.removeprefix(_SAVED)] = _signed(found)
+                name = "base" if fn.name() == "PowBackward2" else key.removeprefix(_SAVED)
+                attributes[name] = _signed(found)
         if isinstance(fn, torch.autograd.function.BackwardCFunction):
             with suppress(RuntimeError):
-                tensors += [self.tensor(x) for x in fn.saved_tensors if isinstance(x, Tensor)]
+                own = [x for x in fn.saved_tensors if isinstance(x, Tensor)]
+                tensors += [("", self.tensor(x)) for x in own]
         return tensors, attributes
 
 
@@ -142,12 +161,26 @@ def _in_order(ends: list[Any]) -> Iterator[GradFn]:
             todo += [(given, False) for given, _ in fn.next_functions if given is not None]
 
 
+def _operands_of(fn: GradFn) -> list[str]:
+    """The names of the tensors that an operation of aten reads, one for each of a node's edges."""
+    packet = getattr(torch.ops.aten, operations.name_of_node(fn), None)
+    names: list[str] = []
+    for overload in packet.overloads() if packet is not None else ():
+        arguments = upstream.arguments_of(getattr(packet, overload))
+        kinds = "Tensor", "Optional[Tensor]"
+        found = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
+        names = max(names, found, key=len)  # that of tensors alone: numbers are such to autograd
+    return names if len(names) == len(fn.next_functions) else []
+
+
+_FULL, _CUT = Dependence.DIFFERENTIABLE, Dependence.CUT
+_OF_ITS_OWN = ("rsub",)  # of the number that is subtracted from nothing is known
 _WITH_SUM = ("addmm", "addmv", "baddbmm", "addbmm")  # products whose first operand is added
 
 
 def _operation(fn: GradFn) -> str:
     word = operations.word_of(fn).lower()
-    return word if word in _WITH_SUM else operations.neutral_of_node(fn)
+    return word if word in (*_WITH_SUM, *_OF_ITS_OWN) else operations.neutral_of_node(fn)
 
 
 def _is_plain(x: Any) -> bool:

@@ -25,12 +25,12 @@ def function_of_ours(kind: Any) -> str | None:
     return said or (kind.__name__.strip("_").lower() if own else None)
 
 
-class _Here(threading.local):
+class _DetachReason(threading.local):
     def __init__(self) -> None:
         self.reason = ""  # there from the beginning: dynamo guards on which attributes there are
 
 
-_here = _Here()
+_here = _DetachReason()
 
 
 def detached(x: Tensor, reason: str) -> Tensor:

@@ -3,7 +3,8 @@
 f is run a few times: once under modes that count operations and live bytes, once with arguments
 that require grad, to see what is kept for backward, then without any mode for the clock. Each run
 starts from the same state. What is written in place is copied just before it is written to, for
-the first time; the rest is what a `Snapshot` holds, and each leaf's `.grad`.
+the first time; the rest is what a `Snapshot` holds, and each leaf's `.grad`. What goes past the
+operations (a NumPy array of a tensor's memory, ``p.data = ...``) is kept where it is handed out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.flops import Flops, Watching, inside_of
+from gradtools.torch.flops import Flops, inside_of
 from gradtools.torch.operands import written
 from gradtools.torch.recording.undo import Undo
 from gradtools.torch.state import Snapshot
@@ -66,7 +67,7 @@ def _check(given: Sequence[Tensor]) -> None:
 
 
 def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
-    with LiveBytes() as live, PutBack(live, before), Flops() as flops, _eager():
+    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, _eager():
         found = run()
     del found
     before.restore()
@@ -134,7 +135,7 @@ def _named_by(f: Any) -> Iterator[Any]:
 # --- bytes -------------------------------------------------------------------------------
 
 
-class LiveBytes(Watching):
+class LiveBytes(upstream.Watching):
     """Counts storages that operations inside make, from when they are made to when they die.
 
     Attributes:
@@ -308,7 +309,7 @@ def _kinds_of(kind: type) -> set[type]:
     return {kind}.union(*map(_kinds_of, type.__subclasses__(kind)))
 
 
-class PutBack(Watching):
+class PutBack(upstream.Watching):
     """Copies what was there before, just before an operation inside writes to it."""
 
     def __init__(self, live: LiveBytes, before: _Before) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtools import keras_layers
+from gradtools.arguments import check_names
 from gradtools.errors import GradtoolsError, warn
 from gradtools.keras_layers import is_keras
 from gradtools.torch import _upstream as upstream
@@ -379,18 +380,7 @@ def _check_part(asked: str, name: str, part: nn.Module) -> None:
 
 
 def _check_tensors(what: str, given: Any, shapes: dict[str, torch.Size]) -> None:
-    if not isinstance(given, Mapping):
-        raise GradtoolsError(
-            f"apply: {what} must be a dictionary from name to tensor, as functionalize returned "
-            f"it; got a {type(given).__name__}."
-        )
-    missing = [name for name in shapes if name not in given]
-    unexpected = [name for name in given if name not in shapes]
-    if missing or unexpected:
-        raise GradtoolsError(
-            f"apply: {what} must hold the names that functionalize returned; missing: "
-            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
-        )
+    check_names(what, given, shapes, "name to tensor")
     for name, shape in shapes.items():
         _check_tensor(what, name, given[name], shape)
 

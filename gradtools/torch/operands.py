@@ -1,7 +1,7 @@
 """What an operation of aten computes with, in the words of both frameworks.
 
 The operands in their places, and as attributes all else that it was given and that is not the
-default of its schema. The names are those of `seeing/formula/operations.py`: axes are counted from
+default of its schema. The names are those of `seeing/formula/vocabulary/`: axes are counted from
 0, a permutation is whole, a slice has a start and a limit on each axis. What has no word there
 keeps PyTorch's own.
 """
@@ -40,9 +40,14 @@ class AtenCall:
         for argument, value in self.bound:
             if _is_number(argument, value):
                 found.append(value)
-            else:
+            elif not _is_out(argument):
                 found += tensors_in(value)
         return [*_REORDERED[self.name](found)] if self.name in _REORDERED else found
+
+    def arguments(self) -> Iterator[tuple[str, Any]]:
+        """All its arguments by name, those that were not given as they are by default."""
+        for argument in self.schema:
+            yield argument.name, self.given.get(argument.name, argument.default_value)
 
     def written(self) -> Iterator[Tensor]:
         """The tensors that it writes to."""
@@ -89,17 +94,23 @@ class AtenCall:
         for name in ("dim", "dims"):
             if name in found:
                 axis = found.pop(name)
-                several = isinstance(axis, tuple)
-                count = lambda a: a % rank
-                if several:
-                    if axis:
-                        found["axes"] = tuple(sorted(map(count, axis)))
-                else:
-                    key = "axes" if self.name in _OF_AXES else "axis"
-                    found[key] = (count(axis),) if key == "axes" else count(axis)
+                axes = axis if isinstance(axis, tuple) else (axis,)
+                if not isinstance(axis, tuple) and self.name not in _OF_AXES:
+                    found["axis"] = axis % rank
+                elif axes and self.rank:  # of a number all of its axes are none
+                    found["axes"] = tuple(sorted(a % rank for a in axes))
         if found.pop("keepdim", False):
             found["keep"] = True
         return found
+
+
+def _is_out(argument: Any) -> bool:
+    """Whether a result is written there, and nothing read: out=."""
+    return bool(argument.kwarg_only and argument.alias_info and argument.alias_info.is_write)
+
+
+def _is_operand(argument: Any, value: Any) -> bool:
+    return isinstance(value, Tensor) or _is_number(argument, value)
 
 
 def _is_number(argument: Any, value: Any) -> bool:
@@ -137,6 +148,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
+# What comes out is what went in.
+SAME = frozenset({"alias", "detach", "lift", "lift_fresh"})
 # Where an array is, how it lies, which gradients are wanted: not what is computed.
 _UNSAID = frozenset(
     ["layout", "device", "pin_memory", "non_blocking", "memory_format", "copy", "half_to_float"]
@@ -145,14 +158,21 @@ _UNSAID = frozenset(
 _OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", "min"])
 _OWN = """
 fmod addmm baddbmm addmv addbmm addr block_diag as_strided eye unbind
-linspace logspace slice_scatter select_scatter diagonal_scatter fill_diagonal
+linspace logspace diagonal_scatter fill_diagonal
 """  # what `recording/operations.py` calls by the word of something near
 _NAMES = {name: name for name in _OWN.split()} | {
     "select": "slice",
+    "constant_pad_nd": "pad",
+    "slice_scatter": "update",
+    "select_scatter": "update",
+    "repeat": "tile",
     "scatter": "scatter_along",
     "masked_fill": "where",
     "convolution_overrideable": "convolution",
     "native_layer_norm": "layer_norm",
+    "log_sigmoid_forward": "log_sigmoid",
+    "linalg_inv_ex": "inverse",
+    "linalg_solve_ex": "solve",
     "native_group_norm": "group_norm",
     "native_batch_norm": "batch_norm",
     "fused_rms_norm": "rms_norm",
@@ -160,7 +180,6 @@ _NAMES = {name: name for name in _OWN.split()} | {
     "scaled_dot_product_flash_attention_for_cpu": "attention",
     "scaled_dot_product_efficient_attention": "attention",
     "scaled_dot_product_flash_attention": "attention",
-    "unsafe_view": "reshape",
     "to_copy": "cast",
     "local_scalar_dense": "leave",
     "unsafe_index": "index",
@@ -201,7 +220,7 @@ def _sliced(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str,
     shape = call.first.shape
     axis = call.given.get("dim", 0) % max(1, call.rank)
     start, limit, stride = [0] * len(shape), [*map(int, shape)], [1] * len(shape)
-    if call.name == "select":
+    if call.name in ("select", "select_scatter"):
         start[axis] = call.given["index"] % shape[axis]
         limit[axis] = start[axis] + 1
         dropped = {"drop": (axis,)}
@@ -283,9 +302,9 @@ def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
     known = limits.get(call.name, {})
-    bounds = [x for argument, x in call.bound if argument.name in ends and isinstance(x, Tensor)]
+    bounds = [a.name for a, x in call.bound if a.name in ends and _is_operand(a, x)]
     if len(bounds) == 1:  # which of them is not told by its place
-        operation = "minimum" if isinstance(call.given.get("max"), Tensor) else "maximum"
+        operation = "minimum" if bounds == ["max"] else "maximum"
     return operation, known | {ends.get(key, key): value for key, value in found.items()}
 
 
@@ -296,7 +315,7 @@ def _padded(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str,
     high = [0] * missing + list(widths[1::2])[::-1]
     value = call.given.get("value", 0) or 0
     told = {"low": tuple(low), "high": tuple(high)}
-    return "pad", told | ({"value": value} if value else {})
+    return operation, told | ({"value": value} if value else {})
 
 
 def _triangle(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -359,14 +378,15 @@ def _strided(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
 _FORMS: Mapping[str, _Form] = {
     **dict.fromkeys(("reshape", "broadcast"), _out_shape),
     "transpose": _permuted,
-    **dict.fromkeys(("slice", "select"), _sliced),
+    **dict.fromkeys(("slice", "select", "slice_scatter", "select_scatter"), _sliced),
+    "tile": lambda call, operation, found: (operation, {"reps": found["repeats"]}),
     "compare": _compared,
     **dict.fromkeys(("convolution", "convolution_backward"), _convolved),
     **dict.fromkeys(("max_pool", "avg_pool", "max_pool2d_with_indices_backward"), _pooled),
     **dict.fromkeys(("avg_pool2d_backward",), _pooled),
     **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm_backward"), _normed),
     "clip": _clipped,
-    **dict.fromkeys(("constant_pad_nd", "pad"), _padded),
+    "pad": _padded,
     "triangle": _triangle,
     **dict.fromkeys(("index", "scatter"), _indexed),
     "norm": _norm,
@@ -376,4 +396,4 @@ _FORMS: Mapping[str, _Form] = {
     "as_strided": _strided,
 }
 
-__all__ = ["AtenCall", "written"]
+__all__ = ["SAME", "AtenCall", "written"]

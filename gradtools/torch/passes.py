@@ -24,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
-from gradtools.seeing.attributes import numbers_text
+from gradtools.seeing.attributes import number_text
 from gradtools.seeing.crossing import opened
-from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value, needed
+from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph, Source, Value, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -43,18 +43,17 @@ from gradtools.seeing.passes import (
 from gradtools.seeing.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
-from gradtools.torch.flops import Watching
 from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
-from gradtools.torch.operands import AtenCall
+from gradtools.torch.operands import SAME, AtenCall
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import copied, recording
 from gradtools.torch.recording.places import Scopes, place
 from gradtools.torch.recording.undo import Undo
-from gradtools.torch.recording.values import TensorTable, like
+from gradtools.torch.recording.values import TensorTable, like, numbers_in, shows_all_of, slice_of
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.watching import mark as mark_of_running
 from gradtools.torch.watching import marked, recorded
@@ -65,7 +64,7 @@ _KERNEL = "aten.call_kernel"
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
 
 
-def gradient_graph(asked: Differentiated | Live) -> Graph:
+def gradient_graph(asked: Differentiated | Live) -> PlainGraph:
     """The passes of a program as one graph, its effects undone; or what autograd holds."""
     if isinstance(asked, Live):
         return live_graph(asked.outputs)
@@ -81,7 +80,7 @@ def gradient_graph(asked: Differentiated | Live) -> Graph:
         return _opened(_hooked_or_not(asked))
 
 
-def _opened(graph: Graph) -> Graph:
+def _opened(graph: PlainGraph) -> PlainGraph:
     """The graph with what functions of another framework do inside."""
 
     def node_of(node: Node) -> Node:
@@ -102,7 +101,7 @@ def _tell(kernel: str) -> None:
     )
 
 
-def _hooked_or_not(asked: Differentiated) -> Graph:
+def _hooked_or_not(asked: Differentiated) -> PlainGraph:
     try:
         return _observed(asked, hooked=True)
     except RuntimeError as error:
@@ -112,7 +111,7 @@ def _hooked_or_not(asked: Differentiated) -> Graph:
     return _observed(asked, hooked=False)
 
 
-def _observed(asked: Differentiated, hooked: bool) -> Graph:
+def _observed(asked: Differentiated, hooked: bool) -> PlainGraph:
     """A recorded run, and afterwards everything as it was.
 
     hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
@@ -122,7 +121,7 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
         return _recorded(asked, _PassRecorder(undo, hooked))
 
 
-def _recorded(asked: Differentiated, recorder: _PassRecorder) -> Graph:
+def _recorded(asked: Differentiated, recorder: _PassRecorder) -> PlainGraph:
     program = asked.program
     active = set(program.wrt)
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
@@ -214,7 +213,7 @@ class _Made:
     inner: bool = False  # whether it is of a derivative that f takes itself
 
 
-class _PassRecorder(Watching):
+class _PassRecorder(upstream.Watching):
     """Writes down the operations that run beneath it.
 
     Args:
@@ -236,6 +235,8 @@ class _PassRecorder(Watching):
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
         self._held = TensorTable[int]()
+        self._makers: dict[int, tuple[Any, tuple[str, ...]]] = {}  # autograd's node, the modules
+        self._written: dict[int, tuple[Tensor, _Origin]] = {}  # in place, by its number then
 
     # --- the mode
 
@@ -275,7 +276,7 @@ class _PassRecorder(Watching):
         numbers = [self._operand(x) for x in given]
         out = func(*args, **kwargs)
         outs = [*written, *(y for y in tensors_in(out) if all(y is not x for x in written))]
-        if name in _SAME and not self._stops(name, given[0]):
+        if name in SAME and not self._stops(name, given[0]):
             self.hold(outs[0], numbers[0])
         elif outs or isinstance(out, bool | int | float | complex):
             if self._phase == BACKWARD:
@@ -306,6 +307,8 @@ class _PassRecorder(Watching):
         sequence, origin = upstream.nodes_made() - 1, self._origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
+        origin = self._where_gradients_meet(name, numbers, origin)
+        self._makers.update((number, (upstream.current_node(), origin.scope)) for number in made)
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
             attributes = MappingProxyType({**attributes, "rule": origin.rule})
@@ -326,12 +329,13 @@ class _PassRecorder(Watching):
             if isinstance(y, Tensor):
                 if any(y is x for x in written) and (memory := self._held.memory(y)) is not None:
                     memory.written.append(number)
+                    self._written[number] = y, origin
                 self.hold(y, number)
 
     def _origin(self) -> _Origin:
         """The line, modules and mark of what runs: in later passes those of the forward pass."""
         end = _execute_backward if self._phase else _execute
-        source, found = place(end.__code__)
+        source, found = place(end)
         managed = mark_of_running()
         rule, own = next((known for known in self._rules if known[1]), ("", ""))
         mark = managed or own or found
@@ -346,6 +350,25 @@ class _PassRecorder(Watching):
         if managed and of.mark:  # a frozen function is a chunk to gradtools
             mark = of.mark
         return _Origin(source, self.scopes.path or of.scope, mark or inherited, rule)
+
+    def _where_gradients_meet(self, name: str, numbers: Sequence[int], origin: _Origin) -> _Origin:
+        """Autograd sums what comes over two paths as the last that it does for the second of them.
+
+        The sum belongs to the modules around both.
+        """
+        makers = [self._makers.get(number, (None, ())) for number in numbers]
+        running = upstream.current_node()
+        if not self._phase or name != "add" or len(makers) != 2 or running is None:
+            return origin
+        nodes = [node for node, _ in makers]
+        if None in nodes or nodes.count(running) != 1 or self._rules:
+            return origin
+        (one, two), shared = (scope for _, scope in makers), origin.scope[:0]
+        for a, b in zip(one, two, strict=False):
+            if a != b:
+                break
+            shared = (*shared, a)
+        return replace(origin, scope=shared)
 
     def _ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """A function with a rule of its own: what it computes is marked."""
@@ -426,14 +449,14 @@ class _PassRecorder(Watching):
         return self._number(x) if isinstance(x, Tensor) else self._literal(x)
 
     def _literal(self, x: Any) -> int:
-        number = self.new(x, f"{x:.6g}" if isinstance(x, int | float | complex) else "")
+        number = self.new(x, number_text(x) if isinstance(x, int | float | complex) else "")
         self.captured[number] = None
         return number
 
     def _number(self, x: Tensor) -> int:
         known = self._held.find(x)
         if known is None:
-            number = self.new(x, self._known.get(id(x)) or _numbers_in(x))
+            number = self.new(x, self._known.get(id(x)) or numbers_in(x))
             self.captured[number] = x
             self._undo.watch(x)
             self.hold(x, number)
@@ -449,19 +472,24 @@ class _PassRecorder(Watching):
         return number
 
     def _updated(self, x: Tensor, before: int, written: Sequence[int]) -> int:
-        """x after others wrote to its memory."""
-        number, origin = self.new(x), self._origin()
-        node = Node(
-            "update",
-            (before, *written),
-            (number,),
-            "update",
-            source=origin.source,
-            scope=origin.scope,
-            phase=self._phase,
-            mark=origin.mark,
-        )
-        self.made.append(_Made(node, -1, torch.is_grad_enabled()))
+        """x after others wrote to its memory: one step for each of them."""
+        for value in written:
+            by, origin = self._written[value]
+            number = self.new(x)
+            operation, inputs, attributes = _effect_of(by, x)
+            node = Node(
+                operation,
+                (before, value)[inputs:],
+                (number,),
+                "update",
+                attributes=MappingProxyType(attributes),
+                source=origin.source,
+                scope=origin.scope,
+                phase=self._phase,
+                mark=origin.mark,
+            )
+            self.made.append(_Made(node, -1, torch.is_grad_enabled()))
+            before = number
         self.hold(x, number)
         return number
 
@@ -483,7 +511,7 @@ class _PassRecorder(Watching):
 
     # --- the whole
 
-    def graph(self, ends: _Ends, order: int) -> Graph:
+    def graph(self, ends: _Ends, order: int) -> PlainGraph:
         """What was written down."""
         saved = self._saved(order)
         nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
@@ -494,7 +522,7 @@ class _PassRecorder(Watching):
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
         captured = tuple(number for number in self.captured if number in read)
         inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
-        whole = Graph(tuple(nodes), self.values, inputs, outputs, captured)
+        whole = PlainGraph(tuple(nodes), self.values, inputs, outputs, captured)
         return with_named_outputs(whole, ends.names)
 
     def _with_losses(self, ends: _Ends, nodes: list[Node]) -> list[Node]:
@@ -570,20 +598,22 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
+def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
+    """What a write makes of a tensor that shows the same memory.
+
+    Returns:
+        The operation, how many of (what x was before, what was written) it does not read, and its
+        attributes.
+    """
+    if shows_all_of(x, written):
+        return "reshape", 1, {"shape": tuple(x.shape)}
+    part, whole = slice_of(written, x), slice_of(x, written)
+    if whole is not None:  # all of x was written
+        return "slice", 1, whole
+    return "update", 0, part or {}
+
+
 # --- aten's operations -------------------------------------------------------------------
-
-_SAME = frozenset({"detach", "alias", "lift_fresh"})
-
-
-def _numbers_in(x: Tensor) -> str:
-    """What a small tensor holds, to be read in place of a name."""
-    if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
-        return ""
-    try:
-        with upstream.disable_current_modes():
-            return numbers_text(x.shape, x.tolist)
-    except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
-        return ""
 
 
 __all__ = ["gradient_graph"]

@@ -47,6 +47,10 @@ class _Patch:
                 if not self._count:
                     self._unset()
 
+    def is_set(self) -> bool:
+        """Whether this thread is in a block."""
+        return self._count > 0 and bool(self._blocks())
+
     def _blocks(self) -> list[Around]:
         """Those of this thread, outermost first."""
         found: list[Around] = self._here.__dict__.setdefault("blocks", [])
@@ -90,6 +94,10 @@ def functions_applied(around: Around) -> AbstractContextManager[None]:
     The patch stands beneath Function: who keeps a bound `apply` comes by here as well.
     """
     return _FUNCTIONS.by(around)
+
+
+are_watched: Callable[[], bool] = _FUNCTIONS.is_set
+"""Whether someone looks on at calls of Functions here."""
 
 
 def parameters_made(around: Around) -> AbstractContextManager[None]:

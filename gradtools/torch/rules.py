@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import Question, hold_linear, hold_zero
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.marks import RULE
+from gradtools.torch.patches import are_watched
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.transposing import in_eager, in_own_transpose, transposed
 from gradtools.torch.wrappers import (
@@ -132,13 +135,19 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             return rule.primal(*xs)
     if rule.captures and _closes_over_tracked(rule):
         raise closed_over_error(rule)
-    if rule.joint is not None and _forward_mode_alone(xs):
-        return _pushed_jointly(rule, xs)
+    if not rule.reverse_only and _forward_mode_alone(xs) and not are_watched():
+        return _pushed(rule, xs)
+    point = _point(rule, xs)
+    out = _apply_at(point, xs)
+    return out[: point.count]
+
+
+def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
+    """An application of a rule at xs that is about to begin."""
     point = RuleApplication(rule)
     if "cotangent" in rule.symbolic and in_eager():
         point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
-    out = _apply_at(point, xs)
-    return out[: point.count]
+    return point
 
 
 def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -167,21 +176,39 @@ def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
 
 
-def _pushed_jointly(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs with their tangents, by one evaluation of a forward rule."""
-    assert rule.joint is not None
+def _pushed(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs with their tangents, without a graph: no Function is needed for that."""
+    point = _point(rule, xs)
     duals = [forward_ad.unpack_dual(x) if may_be_dual(x) else (x, None) for x in xs]
-    likes, dxs = [like(x) for x in xs], [t for _, t in duals]
-    if rule.fills("tangent"):
-        dxs = filled(dxs, likes)
+    dxs = [t for _, t in duals]
+    if all(dx is None for dx in dxs) or any(dx is not None and dx.requires_grad for dx in dxs):
+        return list(_apply_at(point, xs)[: point.count])  # nothing to push, or along a graph
     xs = [x for x, _ in duals]
-    if rule.contract is not None and rule.tangent is not None:
-        hold_zero(Question(rule, "tangent", rule.tangent, xs, likes))
-    ys, dys = rule.joint(xs, dxs)
-    if any(_is_captured(y) for y in ys):
+    joint = rule.joint
+    if joint is not None:
+        likes = [like(x) for x in xs]
+        if rule.fills("tangent"):
+            dxs = filled(dxs, likes)
+        hold_zero(Question(rule, "tangent", lambda xs, dxs: joint(xs, dxs)[1], xs, likes))
+        return as_duals(rule, xs, dxs, *joint(xs, dxs))
+    out = _evaluate(point, xs)
+    assert point.found is not None
+    ctx = SimpleNamespace(point=point, unusual=unusual((*xs, *out)))
+    _look(ctx, xs, out)
+    everything = (*xs, *out)
+    moving = [None if i in rule.passive else dx for i, dx in enumerate(dxs)]
+    with torch.no_grad():
+        dys = _tangent(ctx, [everything[i] for i in point.found.saves], moving)
+    return as_duals(rule, xs, dxs, out[: point.count], filled(dys, ctx.like_ys[: point.count]))
+
+
+def as_duals(rule: Rule, xs: Any, dxs: Any, ys: Any, dys: Any) -> list[Tensor]:
+    """The outputs of a rule at xs with their tangents, of one evaluation."""
+    if any(map(_is_captured, ys)):
         raise closed_over_error(rule)
     pairs = zip(_own(ys, xs), _own(dys, dxs, xs, ys), strict=True)
-    return [y if dy is None else forward_ad.make_dual(y, dy) for y, dy in pairs]
+    level = upstream.forward_level()
+    return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
 
 
 def _closes_over_tracked(rule: Rule) -> bool:
@@ -278,21 +305,30 @@ is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
 
 def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """The same, each in memory of its own, for dual numbers may be written in place."""
-    held = [unwrapped(x) for xs in others for x in xs if x is not None and _is_strided(x)]
-    own: list[Any] = []
-    for y in found:
-        inner = None if y is None or not _is_strided(y) else unwrapped(y)
-        if inner is not None and any(is_alias_of(x, inner) for x in held):
-            y = y.clone()
-        elif inner is not None:
+    held: list[Tensor] = []
+    for xs in others:
+        held += [unwrapped(x) for x in xs if x is not None and _is_strided(x)]
+    own = list(found)
+    for i, y in enumerate(own):
+        if y is None or not _is_strided(y):
+            continue
+        inner = unwrapped(y)
+        if any(map(is_alias_of, held, repeat(inner))):
+            own[i] = y.clone()
+        else:
             held.append(inner)
-        own.append(y)
     return own
 
 
 def _is_strided(x: Tensor) -> bool:
     """Whether x has a memory that can be shared, as a sparse tensor has not."""
     return x.layout is torch.strided
+
+
+def _look(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    """Keeps what the inputs and outputs look like."""
+    ctx.looks = [(x.shape, x.dtype, x.device) for x in xs]
+    ctx.like_xs, ctx.like_ys = [like(x) for x in xs], [like(y) for y in ys]
 
 
 def _unusual(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
@@ -468,8 +504,7 @@ class _BothModes(_ReverseOnly):
         ctx.save_for_backward(*[everything[i] for i in ctx.pulling])
         ctx.save_for_forward(*[everything[i] for i in ctx.pushing])
         ctx.unusual = _unusual(ctx, xs, outputs)
-        ctx.looks = [(x.shape, x.dtype, x.device) for x in xs]
-        ctx.like_xs, ctx.like_ys = [like(x) for x in xs], [like(y) for y in outputs]
+        _look(ctx, xs, outputs)
         if None in ctx.like_ys:
             ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 

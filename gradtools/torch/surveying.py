@@ -166,12 +166,12 @@ SPENT = "gradtools_spent"
 _UNSPENT = [False]
 
 
-class _Here(threading.local):
+class _OpenDerivatives(threading.local):
     def __init__(self) -> None:
         self.opened: list[OpenDerivative] = []
 
 
-_here = _Here()
+_here = _OpenDerivatives()
 
 
 def is_spent(x: Tensor) -> bool:

@@ -14,22 +14,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.wrappers import is_inexact, is_wrapped
+from gradtools.torch.wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.wrong_gradients import right_vjp, rightly, wrong_nodes
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-_STATE = threading.local()
+
+
+def unpacked() -> AbstractContextManager[Any]:
+    """A graph of our own that ends inside is saved as it is; no checkpoint keeps count of it."""
+    if upstream.saved_tensors_hooks_on(False) is None:
+        return nullcontext()
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def in_eager() -> bool:
@@ -44,8 +50,8 @@ def transposed(
     """The transpose of `vs -> linear(at, vs)` (of vectors like `examples`) at `values`."""
     if not examples:
         return []
-    plain = in_eager() and not torch.is_grad_enabled() and upstream.forward_level() < 0
-    if plain and not any(v is not None and is_wrapped(v) for v in values):
+    plain = in_eager() and not torch.is_grad_enabled()
+    if plain and not any(v is not None and (is_wrapped(v) or is_dual(v)) for v in values):
         return _by_backward(rule, linear, at, examples, values)
     return _by_vjp(rule, linear, at, examples, values)
 
@@ -136,13 +142,50 @@ def value_and_push(
 EAGER = -1  # the level of autograd itself, beside the levels of torch.func
 
 
-@dataclass(eq=False)
-class _Transposition:
-    """A transposition that is under way, and the level of its vectors while it is traced."""
+class _Here(threading.local):
+    """This thread's transpositions under way, the innermost last."""
 
-    source: Rule
-    level: int | None = None
-    by_code: bool = False  # whether the rule's own code is transposed
+    def __init__(self) -> None:
+        self.running: list[transposing] = []
+
+
+HERE = _Here()
+
+
+class transposing:
+    """While one of the rule's maps is transposed.
+
+    Attributes:
+        source: The rule, or the one that it was made for.
+        level: That of the vectors while the map is traced, on torch.func's levels or `EAGER`.
+        by_code: Whether the rule's own code is transposed.
+    """
+
+    __slots__ = ("by_code", "level", "rule", "source", "stack")
+
+    def __init__(self, rule: Rule, level: int | None = None) -> None:
+        self.rule, self.source, self.level = rule, rule.source or rule, level
+        self.by_code = False
+
+    def __enter__(self) -> transposing:
+        self.stack = HERE.running
+        self.stack.append(self)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.stack.pop()
+        if isinstance(error, GradtoolsError):
+            self.explain(error)
+
+    def explain(self, error: GradtoolsError) -> None:
+        """Raises what says that it is the rule's own code that failed, where it is that."""
+        if self.by_code:
+            name = self.rule.name
+            raise GradtoolsError(
+                f"rule {name!r}: its forward rule applies {name} itself to tangents, so "
+                f"reverse mode transposes the code of {name}, which failed: {error} Give it a "
+                "reverse rule as well, with defvjp(fwd, bwd)."
+            ) from error
 
     @contextmanager
     def traced(self, level: int) -> Iterator[None]:
@@ -154,47 +197,13 @@ class _Transposition:
             self.level = before
 
 
-def running() -> list[_Transposition]:
-    """The transpositions under way in this thread, the innermost last."""
-    try:
-        found: list[_Transposition] = _STATE.running
-    except AttributeError:
-        found = _STATE.running = []
-    return found
-
-
-class transposing:
-    """While one of the rule's maps is transposed, and traced on a level if one is given.
-
-    A class, for `contextlib.contextmanager` takes longer than all else that a call does here.
-    """
-
-    def __init__(self, rule: Rule, level: int | None = None) -> None:
-        self.rule, self.own = rule, _Transposition(rule.source or rule, level)
-
-    def __enter__(self) -> _Transposition:
-        self.stack = running()
-        self.stack.append(self.own)
-        return self.own
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self.stack.pop()
-        if self.own.by_code and isinstance(error, GradtoolsError):
-            name = self.rule.name
-            raise GradtoolsError(
-                f"rule {name!r}: its forward rule applies {name} itself to tangents, so "
-                f"reverse mode transposes the code of {name}, which failed: {error} Give it a "
-                "reverse rule as well, with defvjp(fwd, bwd)."
-            ) from error
-
-
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     """Whether the rule is applied to vectors through which its own map is being transposed.
 
     Its own, or that of a rule that its map applied in turn. A rule with a cotangent map needs no
     transposition there.
     """
-    stack = running()
+    stack = HERE.running
     if not stack or rule.cotangent is not None or rule.linearize is not None:
         return False
     sources = [t.source for t in stack]

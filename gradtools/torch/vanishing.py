@@ -23,7 +23,7 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.seeing import extremes
 from gradtools.seeing.flow import joined
-from gradtools.seeing.graph import Node
+from gradtools.seeing.nodes import Node
 from gradtools.seeing.recording import Run, Vanished
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradtools.seeing.formula.recorded import Recorded
-from gradtools.seeing.graph import needed
+from gradtools.seeing.nodes import needed
 from gradtools.seeing.program import LeafProgram
 from gradtools.torch.modes import Modes
 from gradtools.torch.recording.observing import copied, put_back, recording

@@ -213,3 +213,48 @@ def test_what_is_no_target_is_still_told(gt, name):
 def test_a_report_on_no_leaf_does_not_say_that_nothing_is_lost(gt):
     report = gt.why_zero(lambda x: gt.xp.round(x), gt.asarray(X), wrt=())
     assert "Nothing was looked at" in str(report) and "Nothing is lost" not in str(report)
+
+
+# --- a factor that starts at zero ---------------------------------------------------------
+
+
+def adapted(gt, params, x):
+    """LoRA: the second matrix starts at zero."""
+    return gt.xp.mean((x @ params["w"] + x @ params["A"] @ params["B"]) ** 2)
+
+
+def gated(gt, params, x):
+    """ReZero: the branch starts at zero."""
+    return gt.xp.mean((x + params["gate"] * gt.xp.tanh(x @ params["w"])) ** 2)
+
+
+def closed(gt, params, x):
+    """Neither factor has a gradient: the gate's is zero as well."""
+    return gt.xp.sum((params["gate"] * (x @ params["w"])) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("f", "factors"),
+    [
+        (adapted, {"A": "params['B']"}),
+        (gated, {"w": "params['gate']"}),
+        (closed, {"w": "", "gate": ""}),
+    ],
+    ids=["LoRA", "ReZero", "closed"],
+)
+def test_a_trained_factor_that_starts_at_zero_is_named(gt, f, factors):
+    numbers = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
+    zero = np.zeros((2, 3) if f is adapted else (), np.float32)
+    params = {
+        "w": numbers,
+        **({"A": numbers[:, :2], "B": zero} if f is adapted else {"gate": zero}),
+    }
+    params = {name: gt.asarray(x) for name, x in params.items()}
+    report = gt.why_zero(lambda params, x: f(gt, params, x), params, gt.asarray(numbers))
+    assert {finding.kind for finding in report} == {"multiplied_by_zero"}
+    found = {finding.argument: finding for finding in report}
+    for name, factor in factors.items():
+        finding = found[f"argument 0['{name}']"]
+        assert finding.factor == factor.replace("params", "argument 0")
+        assert ("none where" in finding.mend) == bool(factor)
+    assert len(found) == len(factors)

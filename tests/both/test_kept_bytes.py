@@ -139,5 +139,15 @@ def test_what_jax_keeps_is_what_xla_says(name):
     assert told(gt, f, *args) == (by_xla(f, *args),) * 2
 
 
+def test_what_jax_hands_on_and_never_reads_is_measured_and_has_no_edge():
+    jax = pytest.importorskip("jax")
+    gt = importlib.import_module("gradtools.jax")
+    f = lambda x: jax.nn.relu(jax.numpy.sin(x)).sum()
+    x = jax.numpy.asarray(X)
+    graph, measured = told(gt, f, x)
+    assert graph == x.nbytes + x.size  # the cosine, and a boolean for each entry
+    assert measured == graph + x.nbytes == by_xla(f, x)  # zeros
+
+
 def test_there_are_twenty_five_programs():
     assert len(PROGRAMS) >= 25

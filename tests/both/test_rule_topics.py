@@ -398,11 +398,6 @@ def test_a_static_argument_that_has_no_hash_is_refused_by_name(gt, backend_name)
         f(NATIVE[backend_name].array(X), [1, 2])
 
 
-def test_any_keywords_are_refused_where_the_rule_is_made(gt):
-    with pytest.raises(GradtoolsError, match=r"takes \*\*options"):
-        gt.custom_rule(lambda x, **options: x)
-
-
 def test_a_rule_that_has_a_name_in_its_module_is_pickled_by_it(gt, monkeypatch):
     f = sine(gt)
     monkeypatch.setattr(f, "__module__", __name__)

@@ -337,9 +337,9 @@ def stale_residual(patch, gt):
 
         backward = direct._backward
 
-        def directly(ctx, signature, cts):
-            saved = [0.9 * x for x in ctx.saved_tensors]
-            return backward(SimpleNamespace(plan=ctx.plan, saved_tensors=saved), signature, cts)
+        def directly(signature, ctx, cts):
+            saved = tuple([0.9 * x for x in ctx.saved_tensors])
+            return backward(signature, SimpleNamespace(plan=ctx.plan, saved_tensors=saved), cts)
 
         patch.setattr(direct, "_backward", directly)
 
@@ -354,6 +354,7 @@ def transposed_rule(patch, gt):
         whole = rules.transposed
         patch.setattr(rules, "transposed", lambda *args: minus(whole(*args)))
         patch.setattr(direct, "_recorded", lambda *args: None)  # all go the long way
+        patch.setattr(direct, "_pushed", lambda *args: NotImplemented)
         return
     import gradtools.jax.linearizing as linearizing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -50,6 +51,12 @@ def test_a_namespace_exports_exactly_the_names_of_the_design(gt):
     assert sorted(gt.__all__) == sorted(ALL)
     assert all(hasattr(gt, name) for name in gt.__all__)
     assert dir(gt) == sorted(gt.__all__)
+
+
+def test_the_stub_names_what_a_namespace_exports():
+    tree = ast.parse((ROOT / "public.pyi").read_text())
+    named = [node.targets[0].id for node in tree.body if isinstance(node, ast.Assign)]
+    assert sorted(named) == sorted(FUNCTIONS)
 
 
 @pytest.mark.skipif(len(INSTALLED) < 2, reason="needs both frameworks")
@@ -166,6 +173,10 @@ ALONE = {
     ("jax", "places.py"): "the user's line behind an equation; in PyTorch a part of recording",
     ("jax", "lifetimes.py"): "what JAX's caches would keep; PyTorch has no such caches",
     ("jax", "alike.py"): "what JAX derived from a program serves one that is traced anew",
+    (
+        "jax",
+        "recurring.py",
+    ): "linearizations of programs that come again; autograd has none to keep",
     ("jax", "loops.py"): "loops compiled once; in PyTorch a loop is Python's",
     ("jax", "deciding.py"): "traces of programs that decide on values; PyTorch runs them",
     ("jax", "tape.py"): "a run, equation by equation, to walk back over; autograd keeps its own",
@@ -208,3 +219,18 @@ def test_every_method_of_the_waist_is_in_both_wings():
     for backend in INSTALLED:
         api = namespace(backend).grad.__self__
         assert {name for name in wanted if not hasattr(api._backend, name)} == set()
+
+
+# Each library's own kind of module, made of its own base class.
+PER_LIBRARY = {"GradientReversal", "Transformed"}
+
+
+def test_a_class_has_its_name_to_itself_or_shares_it_with_its_twin_in_the_other_wing():
+    homes: dict[str, set[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name not in PER_LIBRARY:
+                homes.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+    wings = [[file.partition("/")[0] for file in files] for files in shared.values()]
+    assert all(wing == ["jax", "torch"] for wing in wings), shared

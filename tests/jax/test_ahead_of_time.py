@@ -60,6 +60,8 @@ def single(request) -> Target:
 # Where not all is equal: the norm is taken so that it cannot overflow; x + stop_gradient(g(x) - x)
 # takes a subtraction more; a chunk's number is kept; chunks are weighted, bfloat16's in float32.
 UNEQUAL = ("clip_gradient", "straight_through", "chunked", "microbatched")
+# Tiles stand in a loop and are computed again; by hand all pairs are there at once.
+TILED = ("tiled", "contrastive_loss", "linear_cross_entropy", "attention")
 
 
 @pytest.mark.parametrize("name", ahead.cases())
@@ -68,6 +70,10 @@ def test_an_operator_costs_what_the_lines_by_hand_cost(name, target):
         pytest.skip("jax#23971: a callback's lowering asks for a device")
     ways = ahead.operator(target, name)
     ours, hand = ways[OURS], ways[HAND]
+    if name in TILED:
+        assert ours.temporaries <= hand.temporaries + 2**22
+        assert ours.peak is None or ours.peak <= hand.peak + 2**22
+        return
     if name not in UNEQUAL:
         assert ours == hand
         return

@@ -18,7 +18,7 @@ from gradtools.jax.graphs import graph_of  # noqa: E402
 from gradtools.jax.seeing import captured_arrays, record  # noqa: E402
 from gradtools.jax.vanishing import vanishing  # noqa: E402
 from gradtools.seeing.flow import dependence_matrix, losses  # noqa: E402
-from gradtools.seeing.graph import Dependence  # noqa: E402
+from gradtools.seeing.nodes import Dependence  # noqa: E402
 
 X = jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
 W = jnp.asarray(np.arange(9.0).reshape(3, 3), jnp.float32)

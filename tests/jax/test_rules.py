@@ -110,3 +110,33 @@ def test_a_rule_whose_value_is_staged_with_its_tangent_is_transposed(jit, order)
     found = jit(gt.grad(loss) if order == 1 else lambda x: gt.hvp(loss, (x,), (X,))[1][0])(X)
     np.testing.assert_allclose(found, 3 * X**2 if order == 1 else 6 * X**2, rtol=1e-6)
     np.testing.assert_allclose(jit(lambda x: gt.jvp(rule, (x,), (x,))[1])(X), X)
+
+
+def _scaled_exp(c):
+    """A rule that uses itself and closes over c."""
+    f = gt.custom_rule(lambda x: jnp.exp(c * x))
+    f.defvjp(lambda x: (f(x), x), lambda x, g: (g * c * f(x),))
+    return f
+
+
+WITHIN = {
+    "a known point": lambda f: lambda c: jax.grad(jax.grad(f(c)))(0.5),
+    "a batch": lambda f: lambda c: jax.hessian(lambda x: jnp.sum(jax.vmap(f(c))(x) ** 2))(X),
+    "a batch of batches": lambda f: (
+        lambda c: jax.grad(
+            lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jax.vmap(jax.vmap(f(c)))(x)))(x))
+        )(jnp.outer(X, X))
+    ),
+    "third order": lambda f: lambda c: jax.grad(jax.grad(jax.grad(f(c))))(0.5),
+}
+
+
+@pytest.mark.parametrize("transform", ["jit", "vmap"])
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_rule_that_uses_itself_may_close_over_an_array_of_a_trace(within, transform):
+    at = 0.7 if transform == "jit" else jnp.array([0.7, 0.2])
+    ours, plain = (
+        getattr(jax, transform)(WITHIN[within](f))(at)
+        for f in (_scaled_exp, lambda c: lambda x: jnp.exp(c * x))
+    )
+    np.testing.assert_allclose(ours, plain, rtol=1e-5)

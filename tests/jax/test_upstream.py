@@ -147,3 +147,42 @@ def test_a_printed_jaxpr_shows_of_a_primitive_of_ours_what_it_says():
     upstream.prints_as(primitive, lambda eqn: {"length": len(eqn.params["inside"])})
     closed = jax.make_jaxpr(lambda x: primitive.bind(x, inside=(1, 2, 3)))(1.0)
     assert "shown[length=3] a" in str(closed)
+
+
+def test_a_call_by_jax_is_told_from_one_by_a_user():
+    said = []
+
+    class Asked:
+        def __array__(self, dtype=None, copy=None):
+            said.append(upstream.called_by_jax(1))
+            return np.zeros(2, dtype)
+
+    np.asarray(Asked())
+    jnp.asarray(Asked())
+    assert said == [False, True]
+
+
+def test_the_comparison_of_an_activations_rule_is_known():
+    again = jax.grad(jax.grad(jax.nn.relu))
+    theirs = [e for e in _all_eqns(jax.make_jaxpr(again)(1.0)) if e.primitive.name == "gt"]
+    mine = _eqn(lambda x: x > 0, name="gt")
+    assert any(map(upstream.is_activation_rule, theirs))
+    assert not upstream.is_activation_rule(mine)
+
+
+def _all_eqns(closed):
+    for eqn in closed.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _all_eqns(inner)
+
+
+def test_statistics_of_a_batch_are_known_by_who_computes_them():
+    from flax import nnx
+
+    normed = lambda x: nnx.BatchNorm(3, rngs=nnx.Rngs(0))(x)
+    closed = jax.make_jaxpr(normed)(jnp.ones((4, 3)))
+    assert any(map(upstream.is_batch_statistic, _all_eqns(closed)))
+    assert not upstream.is_batch_statistic(_eqn(jnp.sin))

@@ -3,7 +3,8 @@
 import pytest
 
 from gradtools.seeing.flow import dependence_matrix, links_of, losses
-from gradtools.seeing.graph import Body, Dependence, Graph, Node, Value
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import Body, Dependence, Node, Value
 
 NONE, CUT, ZERO, FULL = Dependence
 X, Y, INT = Value((3,), "float32"), Value((), "complex64"), Value((3,), "int32")

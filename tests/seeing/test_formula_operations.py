@@ -9,8 +9,8 @@ from formula_table import CASES, ELSEWHERE, cplx, definite, real
 from gradtools import GradtoolsError
 from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.formula import derive
-from gradtools.seeing.formula.operations import OPERATIONS
 from gradtools.seeing.formula.recognised import DEFINITIONS
+from gradtools.seeing.formula.vocabulary import OPERATIONS
 
 RNG = np.random.default_rng(3)
 STEPS = (1e-3, 3e-4)

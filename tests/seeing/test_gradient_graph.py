@@ -9,7 +9,7 @@ import pytest
 import gradtools
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.flow import dependence_matrix
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
 
 X = np.asarray([0.5, 1.0, 2.0], np.float32)
 W = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)

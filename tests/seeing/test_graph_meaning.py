@@ -15,7 +15,7 @@ import pytest
 from gradtools.seeing.attributes import is_number
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import kind_of, placeholder
-from gradtools.seeing.formula.lowering import LOWERINGS
+from gradtools.seeing.formula.vocabulary import OPERATIONS
 
 # The operation, a program in PyTorch and one in JAX (empty where JAX has no such operation).
 # x and y are 3×4, positive and no two entries equal; w is 4×4, v has 4 entries, z is complex.
@@ -191,7 +191,7 @@ def one(node, given):
         dropped = told.pop("drop", ())
         told["stride"] = told.get("stride", (1,) * given[0].ndim)
     named = [placeholder("", x.shape, kind_of(DTYPES[x.dtype.kind])) for x in given]
-    made = LOWERINGS[node.operation](*named, **told)
+    made = OPERATIONS[node.operation].lower(*named, **told)
     made = list(made) if isinstance(made, list | tuple) else [made]
     found = evaluate(made, dict(zip(named, given, strict=True)))
     if node.operation == "slice":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from seeing_graphs import SHAPES, Builder, random_graph, transformer
@@ -118,6 +118,30 @@ def test_lines_do_not_run_through_boxes(picture):
         for x, y in points(line):
             for left, top, right, bottom in boxes:
                 assert not (left + 1 < x < right - 1 and top + 1 < y < bottom - 1)
+
+
+def levels(line) -> Iterator[tuple[float, float, float]]:
+    """The level stretches of a line: height, left, right."""
+    x = y = 0.0
+    for name, numbers in line.steps:
+        if name == "L" and abs(numbers[1] - y) < 0.01:
+            yield y, min(x, numbers[0]), max(x, numbers[0])
+        x, y = numbers[-2:]
+
+
+def test_two_values_do_not_cross_a_column_in_one_line():
+    """Four values of the forward pass that the backward of the backward reads."""
+    builder = Builder()
+    made = [builder.op("exp", builder.input(f"x{k}", 3)) for k in range(4)]
+    later = builder.op("sin", builder.op("sin", made[0], phase=1), phase=1)
+    ends = [builder.op("multiply", later, value, phase=2) for value in made]
+    picture = fitted(outline_of(builder.graph(*ends)))
+    crossing = [line for line in picture.lines if line.thread]
+    pairs = [(a, b) for a, b in combinations(crossing, 2) if a.arrow.source != b.arrow.source]
+    assert len(pairs) > 5
+    for one, two in pairs:
+        for (y, low, high), (other, left, right) in product(levels(one), levels(two)):
+            assert abs(y - other) > 2 or min(high, right) - max(low, left) < 30
 
 
 def test_lines_do_not_run_through_the_names_of_frames(picture):

@@ -6,7 +6,7 @@ import pytest
 from seeing_graphs import SHAPES, Builder, loop, shared_module, transformer
 
 from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.graph import Body, Dependence, Node
+from gradtools.seeing.nodes import Body, Dependence, Node
 from gradtools.seeing.outline import Block, matches
 
 

@@ -25,6 +25,7 @@ from gradtools.conformance.sweeps import (
     LedgerLine,
     in_torch,
     judged,
+    ledger_lines,
     torch_programs,
 )
 from gradtools.conformance.sweeps.torch_ledger import LEDGER, REVERSE_MODE
@@ -163,6 +164,14 @@ def test_a_line_of_the_ledger_that_no_longer_occurs_fails():
     verdict = judged(small(("jvp",)), (line,), whole=False)
     assert not verdict and verdict.outdated == (line,)
     assert "outdated: sin | jvp" in str(verdict)
+
+
+def test_a_table_of_a_ledger_reads_each_pair_of_programs_and_ways():
+    table = "# head\na, in place; b* |\nx | differs, whole, complex64, torch#1\n  two\n  words\n"
+    last = ("x", "differs", "two words", "torch#1", "complex64", True)
+    assert ledger_lines(table) == tuple(LedgerLine(p, *last) for p in ("a, in place", "b*"))
+    with pytest.raises(ValueError, match=r"not an entry of a ledger: a \| b \| c"):
+        ledger_lines(table + "a | b | c\n")
 
 
 def test_a_kink_is_told_from_an_error():

@@ -254,3 +254,56 @@ def test_a_function_of_the_signs_of_singular_vectors_is_refused_for_that():
     with pytest.raises(GradtoolsError, match=r"signs .* of singular vectors .* each library") as e:
         gt.formula(lambda A: torch.linalg.svd(A, full_matrices=False)[0], torch.randn(4, 3))
     assert "report" not in str(e.value)
+
+
+# --- what was a fault of ours ------------------------------------------------------------
+
+
+def test_a_pseudoinverse_of_less_than_full_rank_has_its_derivative():
+    torch.manual_seed(0)
+    a, b = torch.randn(4, 2), torch.randn(3, 2)
+    found = gt.formula(lambda a, b: torch.linalg.pinv(a @ b.T), a, b, wrt=(0, 1))
+    assert found.lines(0) == ["Z = a bᵀ", "Y = Z⁺"] and found.check.error < 1e-8
+    assert "constant rank" in str(found)
+
+
+def test_a_pseudoinverse_is_differentiated_twice():
+    torch.manual_seed(0)
+    found = gt.formula(lambda A: torch.linalg.pinv(A).square().sum(), torch.randn(3, 2), order=2)
+    assert found.check is not None and found.check.error < 1e-6
+
+
+class _WithBuffer(torch.autograd.Function):
+    """Its backward writes into a buffer, so that it has no derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        out = torch.empty_like(x)
+        torch.mul(x, x, out=out)
+        return 3 * g * out
+
+
+def test_a_rule_whose_backward_writes_into_a_buffer_has_a_formula_of_first_order():
+    x = torch.tensor([0.5, -2.0])
+    assert gt.formula(_WithBuffer.apply, x).lines(1) == ["a̅r̅g̅s̅₀ = 3 ȳ ⊙ args₀²"]
+    with pytest.raises(GradtoolsError):
+        gt.formula(lambda x: _WithBuffer.apply(x).sum(), x, order=2)
+
+
+def test_what_a_backward_raises_itself_is_not_run_again():
+    class Refusing(_WithBuffer):
+        @staticmethod
+        def backward(ctx, g):
+            calls.append(1)
+            raise RuntimeError("not today")
+
+    calls = []
+    with pytest.raises(GradtoolsError, match="not today"):
+        gt.formula(Refusing.apply, torch.ones(2))
+    assert len(calls) <= 2  # once for the formula, once by automatic differentiation

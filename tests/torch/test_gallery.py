@@ -12,7 +12,8 @@ from gallery import PICTURES, Picture
 from torch import Tensor
 
 import gradtools.torch as gt
-from gradtools.seeing.graph import Graph, Node
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import Node
 
 aten = torch.ops.aten
 BY_NAME = {picture.name: picture for picture in PICTURES}

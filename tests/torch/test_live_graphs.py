@@ -96,3 +96,34 @@ def test_a_gradient_of_live_tensors_holds_its_own_graph():
     x = X.clone().requires_grad_()
     (slope,) = torch.autograd.grad(torch.sin(x).sum(), x, create_graph=True)
     assert "cos" in operations(gt.gradient_graph(outputs=slope))
+
+
+def drawn(y):
+    """What is said of the last operation."""
+    lines = str(gt.gradient_graph(outputs=y)).splitlines()
+    return [line.split("=", 1)[1].split("  ")[0].strip() for line in lines if "(" in line][-1]
+
+
+@pytest.mark.parametrize(
+    ("f", "told"),
+    [
+        (lambda x, w: x @ w, "matmul([b], a)"),
+        (lambda x, w: w.T @ x.T, "matmul(b, [c])"),
+        (lambda x, w: x[:2] - w.T[:, :4], "subtract([d], c)"),
+        (lambda x, w: w - x.T[:, :2], "subtract(a, [b])"),
+        (lambda x, w: torch.addmm(w[0], x, w), "addmm(b, [c], a)"),
+        (lambda x, w: w / 2, "divide(a, 2)"),
+        (lambda x, w: 1 - w, "rsub(a)"),
+        (lambda x, w: w**2, "power(a, exponent=2)"),
+        (lambda x, w: 2**w, "power(a, base=2)"),
+    ],
+)
+def test_operands_of_live_tensors_keep_their_places(f, told):
+    w = torch.ones(4, 2, requires_grad=True)
+    assert drawn(f(X, w)) == told
+
+
+def test_an_operand_that_nobody_kept_is_unknown():
+    graph = gt.gradient_graph(outputs=X.T[:, :2] - torch.ones(4, 2, requires_grad=True))
+    first, second = graph.nodes[-1].inputs
+    assert graph.values[first].name == "?" and second in graph.inputs

@@ -202,3 +202,35 @@ def test_a_kernel_that_is_its_own_reverse_rule_is_pushed_through():
     f = gt.host_function(lambda x: -x)
     f.defvjp(lambda x: (f(x), None), lambda _, ct: (f(ct),))
     assert gt.jvp(f, (X,), (V,))[1].equal(-V)
+
+
+def _sine(kind):
+    f = gt.custom_rule(torch.sin)
+    if kind != "jvp":
+        f.defvjp(lambda x: (x.sin(), x), lambda x, ct: (x.cos() * ct,))
+    if kind != "vjp":
+        f.defjvp(lambda p, t: (p[0].sin(), p[0].cos() * t[0]))
+    return f
+
+
+RULED = {
+    "softmax": lambda x: torch.softmax(x, 0),
+    "det": lambda x: torch.linalg.det(x.outer(x) + torch.eye(3, dtype=x.dtype)),
+    "eigenvectors": lambda x: torch.linalg.eigh(x.outer(x) + torch.diag(x))[1].abs(),
+    "scale_gradient": lambda x: gt.scale_gradient(x.sin(), 2.0),
+    "straight_through": gt.straight_through(torch.round, torch.sin),
+    "frozen": gt.frozen(torch.sin),
+    **{f"rule by {kind}": _sine(kind) for kind in ("vjp", "jvp", "both")},
+}
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_a_tangent_along_a_graph_keeps_it(name):
+    """J v as a function of v is linear: its derivative is J^T w, called once or often."""
+    f, x = RULED[name], torch.tensor([0.5, 1.5, 3.0], dtype=torch.float64)
+    v = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64, requires_grad=True)
+    for _ in range(3):
+        y, dy = gt.jvp(f, (x,), (v,))
+        w = torch.linspace(0.5, 2.0, y.numel(), dtype=torch.float64).reshape(y.shape)
+        (found,) = torch.autograd.grad((w * dy).sum(), v)
+        torch.testing.assert_close(found, gt.vjp(f, x)[1](w)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pickle
 import sys
@@ -371,14 +372,6 @@ def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():
     assert type(y) is Mine and y.data_ptr() == x.data_ptr() and not upstream.is_view(y)
 
 
-def test_a_view_that_is_marked_so_may_not_be_written_in_place():
-    x = _x() * 1
-    y = x.view_as(x)
-    upstream.set_creation_meta(y, upstream.IN_CUSTOM_FUNCTION)
-    with pytest.raises(RuntimeError, match="created inside a custom Function"):
-        y.mul_(2)
-
-
 def test_tracing_is_told():
     seen = []
 
@@ -436,7 +429,146 @@ def test_a_frame_of_checkpoint_is_known():
     assert any(seen) and not seen[0]
 
 
+class _Asked(torch.overrides.TorchFunctionMode):
+    """Notes what the room says of whoever called `fun`."""
+
+    def __init__(self, fun, ask):
+        super().__init__()
+        self.fun, self.ask, self.said = fun, ask, []
+
+    def __torch_function__(self, fun, types, args=(), kwargs=None):
+        if fun == self.fun:  # not always the same object
+            self.said.append(self.ask(1))
+        return fun(*args, **(kwargs or {}))
+
+
+def test_who_asks_whether_a_tensor_requires_grad_is_told_by_the_frame():
+    asked = Tensor.requires_grad.__get__
+    with _Asked(asked, upstream.is_frameworks_own_question) as mode:
+        _x().requires_grad  # noqa: B018 - the question is what is tried
+    with _Asked(asked, upstream.is_frameworks_own_question) as of_torch:
+        torch.autograd.functional.vjp(torch.exp, _x(), _x())
+    assert mode.said == [False] and any(of_torch.said)
+
+
+def test_who_called_autograd_is_told_by_the_frame():
+    with _Asked(torch.autograd.grad, upstream.package_that_called) as mode:
+        torch.autograd.grad((_x() ** 2).sum(), _x(), allow_unused=True)
+    assert mode.said == [__name__.partition(".")[0]]
+
+
+def test_the_end_of_a_block_is_told_from_a_wish():
+    with _Asked(upstream.set_grad_enabled, upstream.is_leaving_a_block) as mode, torch.no_grad():
+        torch.set_grad_enabled(True)
+    assert mode.said == [False, False, True]
+
+
+def test_a_sum_of_gradients_is_autograds_own_and_a_rules_code_is_not():
+    said = []
+
+    class Watch(upstream.Watching):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            said.append((func, upstream.is_summed_by_autograd(upstream.current_node())))
+            return func(*args, **(kwargs or {}))
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x, 2 * x
+
+        @staticmethod
+        def backward(ctx, a, b):
+            return torch.add(a, b)
+
+    h = _x() * 1
+    y, z = Twice.apply(h)
+    w, _ = Twice.apply(h)
+    total = (y + z + w).sum()
+    with Watch():
+        total.backward()
+    adds = [summed for func, summed in said if func is torch.ops.aten.add.Tensor]
+    assert adds.count(True) == 1 and adds.count(False) == 2
+
+
+def test_a_backward_that_is_marked_to_have_no_derivative_is_known():
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    class Once(Plain):
+        backward = staticmethod(torch.autograd.function.once_differentiable(Plain.backward))
+
+    kinds = [type(kind.apply(_x()).grad_fn) for kind in (Plain, Once)]
+    assert [upstream.is_once_differentiable(kind) for kind in kinds] == [False, True]
+
+
 # --- operators and modules -----------------------------------------------------------------------
+
+
+def test_the_classes_of_operators_are_known():
+    aten = torch.ops.aten
+    assert isinstance(aten.add, upstream.OpOverloadPacket)
+    assert isinstance(aten.add.Tensor, upstream.OpOverload)
+    assert isinstance(torch.ops.higher_order.cond, upstream.HigherOrderOperator)
+
+
+def test_a_node_tells_what_its_gradients_look_like():
+    node = torch.frexp(torch.ones(3, 2, dtype=torch.float64, requires_grad=True))[0].grad_fn
+    assert upstream.arrays_of(node)[0] == ((3, 2), torch.float64)
+
+
+def test_containers_of_pytorch_are_taken_apart_and_put_together():
+    leaves, spec = upstream.tree_flatten({"a": [1, 2]})
+    assert leaves == upstream.tree_leaves({"a": [1, 2]}) == [1, 2]
+    assert upstream.tree_unflatten([3, 4], spec) == {"a": [3, 4]}
+    assert upstream.tree_map(str, {"a": [1]}) == {"a": ["1"]}
+    assert upstream.tree_map_only(int, str, [1, 2.0]) == ["1", 2.0]
+
+
+def test_an_operand_within_grad_is_attached_as_it_was_outside():
+    outside = []
+
+    def f(x, y):
+        for z in (x, y):
+            inner = upstream.unwrap_for_grad(z, 1)
+            outside.append((z.requires_grad, inner.requires_grad))
+        return (x * y).sum()
+
+    torch.func.grad(f)(_x(), _x().detach())
+    assert [inner for _, inner in outside] == [True, False]
+
+
+def test_modes_act_again_within_the_backward_of_a_subclass():
+    with _Asked(torch.exp, lambda depth: True) as mode, torch._C.DisableTorchFunction():
+        torch.exp(_x())
+        with upstream.EnableTorchFunction():
+            torch.exp(_x())
+    assert mode.said == [True]
+
+
+def test_a_module_that_is_compiled_in_place_is_called_as_it_was():
+    module = torch.nn.Linear(1, 1)
+    module.compile()
+    assert vars(module)["_compiled_call_impl"] is not None
+    assert upstream.uncompiled_call(vars(module)) == {"_compiled_call_impl": None}
+
+
+def test_conversion_and_loading_of_a_wrapper_reach_what_it_wraps():
+    wrapper = upstream.ModuleLike()
+    wrapper._own = torch.nn.Linear(1, 1)
+    wrapper.double()
+    torch.nn.Sequential(wrapper).load_state_dict({"0.weight": _x()[:1, None] * 7}, strict=False)
+    assert wrapper._own.weight.dtype == torch.float64 and wrapper._own.weight.item() == 7.0
+
+
+def test_the_tables_of_pytorchs_own_tests_are_there():
+    pytest.importorskip("expecttest")
+    assert len(upstream.operator_tables("common_methods_invocations").op_db) > 500
 
 
 def test_operators_say_what_they_write():
@@ -547,3 +679,45 @@ def test_another_thread_has_its_own_count_of_nodes():
     thread.start()
     thread.join()
     assert found[0] < upstream.nodes_made()
+
+
+def test_fake_tensors_of_a_compiler_are_known():
+    with upstream.fake_tensors() as mode:
+        assert upstream.detect_fake_mode([torch.ones(2)]) is mode
+    assert upstream.detect_fake_mode([torch.ones(2)]) is None
+    assert upstream.TracingContext.try_get() is None
+
+
+def test_dynamo_takes_a_constant_and_the_end_of_a_graph():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    constant = upstream.marked_constant(lambda: len(graphs) + 41)
+
+    def f(x):
+        y = x * constant()
+        upstream.break_graph("here one ends")
+        return y + 1
+
+    assert torch.compile(f, backend=backend)(torch.ones(1)).item() == 42.0
+    assert len(graphs) == 2 and upstream.DYNAMO in sys.modules
+
+
+def test_the_backward_of_compiled_code_is_of_dynamos_modules():
+    y = torch.compile(lambda x: x.exp(), backend="aot_eager")(_x())
+    assert upstream.forward_class(type(y.grad_fn)).__module__.startswith(upstream.COMPILED_CODE)
+
+
+def test_no_line_of_a_skipped_module_is_compiled(tmp_path, monkeypatch):
+    (tmp_path / "passed_by.py").write_text("def f(x):\n    return x.exp()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    upstream.skip_module("passed_by")
+    compiled = torch.compile(importlib.import_module("passed_by").f, backend=_refuse_to_compile)
+    assert compiled(torch.zeros(1)).item() == 1.0
+
+
+def _refuse_to_compile(graph, inputs):
+    raise AssertionError("it was compiled")

@@ -496,9 +496,7 @@ def test_what_depends_on_the_values_holds_for_these_alone(f, said):
 
 
 def test_a_formula_that_differs_from_autograd_is_not_shown(monkeypatch):
-    from gradtools.torch.translating.elementwise import ELEMENTWISE
-
-    monkeypatch.setitem(vocabulary.OPERATIONS, "sin", ELEMENTWISE["cos"])
+    monkeypatch.setitem(vocabulary.OPERATIONS, "sin", lambda w, o: w("cos", o.self))
     with pytest.raises(GradtoolsError, match=r"by the formula and .* by automatic"):
         gt.formula(lambda x: x.sin(), X)
 
@@ -573,3 +571,15 @@ OF_SCALARS = {
 def test_operations_at_the_edge_of_their_shapes_have_formulas(name):
     found = gt.formula(OF_SCALARS[name], torch.tensor([0.5, 1.0, 2.0]))
     assert found.check is not None and found.check.given
+
+
+def test_what_is_said_as_the_graph_says_it_is_a_word_of_the_vocabulary():
+    from gradtools.seeing.formula.vocabulary import OPERATIONS
+    from gradtools.torch import operands
+    from gradtools.torch.recording import operations
+    from gradtools.torch.translating.writer import as_said
+
+    said = [name for name, made in vocabulary.OPERATIONS.items() if made is as_said]
+    named = {n: operands._NAMES.get(n.strip("_")) or operations.neutral(n.strip("_")) for n in said}
+    assert len(said) > 100
+    assert not {name: word for name, word in named.items() if word not in OPERATIONS}

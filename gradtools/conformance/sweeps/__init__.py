@@ -11,10 +11,12 @@ ledger judges results. No framework is imported here.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 
 AGREES, DIFFERS, REFUSED, RAISED, LEFT_OUT = "agrees", "differs", "refused", "raised", "left out"
 
@@ -76,6 +78,30 @@ class LedgerLine:
                 (outcome.dtype, self.dtype),
             )
         )
+
+
+def ledger_lines(table: str) -> tuple[LedgerLine, ...]:
+    """The lines of a table, one for each pair of its programs and ways.
+
+    An entry is ``programs | ways | result, ...`` and, indented below it, the reason. Programs and
+    ways are parted by semicolons; after the result may stand "whole", a dtype and an issue.
+    """
+    lines: list[LedgerLine] = []
+    text = re.sub(r"^#.*\n", "", table, flags=re.MULTILINE)
+    if left := _ENTRY.sub("", text).strip():
+        raise ValueError(f"not an entry of a ledger: {left}")
+    for entry in _ENTRY.finditer(text):
+        programs, ways, told = " ".join(entry["head"].split()).split(" | ")
+        result, *more = told.split(", ")
+        reason, whole = " ".join(entry["reason"].split()), "whole" in more
+        upstream = "".join(word for word in more if "#" in word)
+        dtype = "".join(word for word in more if word not in ("whole", upstream)) or "*"
+        pairs = product(programs.split("; "), ways.split("; "))
+        lines += [LedgerLine(p, w, result, reason, upstream, dtype, whole) for p, w in pairs]
+    return tuple(lines)
+
+
+_ENTRY = re.compile(r"(?P<head>(?:^\S.*\n)+)(?P<reason>(?:^ +\S.*\n?)+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)

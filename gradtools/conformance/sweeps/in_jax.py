@@ -43,7 +43,8 @@ from gradtools.errors import (
     NotImplementedRefusal,
     ValueRefusal,
 )
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
+from gradtools.testing.probe import inner, size
 from gradtools.testing.tolerances import FINITE_DIFFERENCES
 
 Arrays = list[Any]
@@ -106,16 +107,23 @@ class ProgramAtPoint:
         xs: The arguments.
         ts: A tangent.
         cs: A cotangent.
+        xp: The namespace of the arrays.
     """
 
     f: Callable[..., Arrays]
     xs: Arrays
     ts: Arrays
     cs: Arrays
+    xp: Any = jnp
+
+    def inner(self, a: Any, b: Any) -> Any:
+        """Re<a, b>."""
+        return self.xp.sum(self.xp.real(self.xp.conj(a) * b))
 
     def loss(self, outs: Sequence[Any]) -> Any:
         """Re<c, y> + |y|^2 / 2, which is curved where f is not."""
-        return sum(_inner(c, y) + 0.5 * _inner(y, y) for c, y in zip(self.cs, outs, strict=True))
+        pairs = zip(self.cs, outs, strict=True)
+        return sum(self.inner(c, y) + 0.5 * self.inner(y, y) for c, y in pairs)
 
     def g(self, *xs: Any) -> Any:
         """The loss of f."""
@@ -128,11 +136,6 @@ class ProgramAtPoint:
     def pushed(self, *xs: Any) -> Arrays:
         """JAX's own tangent of f."""
         return jax.jvp(self.f, xs, tuple(self.ts))[1]
-
-
-def _inner(a: Any, b: Any) -> Any:
-    """Re<a, b>."""
-    return jnp.sum(jnp.real(jnp.conj(a) * b))
 
 
 # --- what JAX says -----------------------------------------------------------------------
@@ -152,7 +155,7 @@ def _native_second(p: ProgramAtPoint) -> Arrays:
 
 
 def _slope_of_tangent(p: ProgramAtPoint, pushed: Callable[..., Arrays], *xs: Any) -> Any:
-    return sum(_inner(c, y) for c, y in zip(p.cs, pushed(*xs), strict=True))
+    return sum(p.inner(c, y) for c, y in zip(p.cs, pushed(*xs), strict=True))
 
 
 NATIVE: dict[str, Callable[[ProgramAtPoint], Arrays]] = {
@@ -459,9 +462,9 @@ class ProgramTrial:
         elif way.gives in ("pullback", "slope"):
             line = self.lines.get({"pullback": "pushforward", "slope": "second"}[way.gives])
             if line is not None:
-                dots = _dot(found, p.ts), _dot(p.cs, line)
-                size = max(_sizes(found, p.ts), _sizes(p.cs, line), _NOTHING)
-                yield "dot product", float(abs(dots[0] - dots[1])) / size / _NUMERIC
+                dots = inner(found, p.ts), inner(p.cs, line)
+                most = max(size(found, p.ts), size(p.cs, line), _NOTHING)
+                yield "dot product", float(abs(dots[0] - dots[1])) / most / _NUMERIC
 
     def _dependence(self, point: ProgramAtPoint) -> SweepOutcome:
         """An input with a derivative that is not zero must be told differentiable."""
@@ -507,14 +510,6 @@ def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> flo
     scale = max(np.abs(a).max(), np.abs(b).max())
     off = np.abs(a - b).max()
     return 0.0 if off <= _NOTHING else float(off / scale)
-
-
-def _dot(a: Sequence[Any], b: Sequence[Any]) -> float:
-    return float(sum(np.real(np.vdot(x, y)) for x, y in zip(a, b, strict=True)))
-
-
-def _sizes(a: Sequence[Any], b: Sequence[Any]) -> float:
-    return float(sum(np.abs(np.conj(x) * y).sum() for x, y in zip(a, b, strict=True)))
 
 
 def groups(size: int) -> list[tuple[Case, ...]]:

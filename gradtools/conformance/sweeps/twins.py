@@ -20,7 +20,6 @@ from operator import attrgetter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -238,33 +237,11 @@ def pairs() -> tuple[Case, ...]:
 # --- the ways ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TwinSide:
-    """One framework's function at the point.
-
-    Attributes:
-        gt: gradtools' wing for it.
-        xp: Its namespace of arrays.
-        f: The arrays to a list of the outputs that are floating or complex.
-        xs: The arguments.
-        ts: A tangent.
-        cs: A cotangent.
-    """
+@dataclass(frozen=True, kw_only=True)
+class TwinSide(ProgramAtPoint):
+    """One framework's function at the point, and gradtools' wing for it."""
 
     gt: Any
-    xp: Any
-    f: Callable[..., Arrays]
-    xs: Arrays
-    ts: Arrays
-    cs: Arrays
-
-    def g(self, *xs: Any) -> Any:
-        """Re<c, y> + |y|^2 / 2."""
-        terms = zip(self.cs, self.f(*xs), strict=True)
-        return sum(self._inner(c, y) + 0.5 * self._inner(y, y) for c, y in terms)
-
-    def _inner(self, a: Any, b: Any) -> Any:
-        return self.xp.sum(self.xp.real(self.xp.conj(a) * b))
 
 
 def _grad(side: TwinSide) -> Arrays:
@@ -355,7 +332,7 @@ class _TwinPair:
 
     def _in_jax(self, point: ProgramAtPoint) -> dict[str, list[np.ndarray]]:
         def everything(xs: Arrays, ts: Arrays, cs: Arrays) -> dict[str, Arrays]:
-            return self._run(TwinSide(gj, jnp, point.f, xs, ts, cs), tuple(WAYS))
+            return self._run(TwinSide(point.f, xs, ts, cs, gt=gj), tuple(WAYS))
 
         return _numbers(jax.device_get(jax.jit(everything)(point.xs, point.ts, point.cs)))
 
@@ -365,7 +342,7 @@ class _TwinPair:
             for arrays in (point.xs, point.ts, point.cs)
         )
         f = lambda *xs: list(_inexact(_called(self.case, *xs)))
-        side = TwinSide(gt, torch, f, xs, ts, cs)
+        side = TwinSide(f, xs, ts, cs, torch, gt=gt)
         found = self._run(side, ways)
         return _numbers({w: [y.detach().resolve_conj() for y in ys] for w, ys in found.items()})
 

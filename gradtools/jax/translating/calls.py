@@ -27,7 +27,7 @@ from gradtools.jax.translating.folding import evaluated, forwarded, pulled
 from gradtools.jax.translating.writing import Entry, Known
 from gradtools.seeing.formula.expressions import kind_of, placeholder
 from gradtools.seeing.formula.recorded import body_of
-from gradtools.seeing.graph import Body, Graph
+from gradtools.seeing.nodes import Body, PlainGraph
 
 _MOST_ROUNDS = 64
 _DEEPEST = 2  # a formula is differentiated twice at most
@@ -358,7 +358,7 @@ def _body(
     entries: Sequence[Entry],
     avals: Sequence[Any],
     deeper: bool = False,
-) -> Graph:
+) -> PlainGraph:
     """A program inside, of its inputs; what is known of them is known inside, too."""
     inner = w.inner(deeper)
     given: list[Entry] = [

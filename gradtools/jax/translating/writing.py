@@ -20,7 +20,7 @@ from gradtools.jax.translating.folding import function_of, pullback_of
 from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.graph import Graph, Node, Value, needed
+from gradtools.seeing.nodes import Node, PlainGraph, Value, needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +265,7 @@ class Writer(Builder):
                 f"{eqn.primitive.name} was translated to shape {self.shape(number)}, not {aval}"
             )
 
-    def graph(self, *outputs: int) -> Graph:
+    def graph(self, *outputs: int) -> PlainGraph:
         """The program, without what no output reads."""
         found = super().graph(*outputs)
         nodes = tuple(found.nodes[i] for i in needed(found.nodes, outputs))

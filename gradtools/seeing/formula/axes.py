@@ -7,19 +7,15 @@ the classes, and gets one letter, so that ``sum over n`` says what it means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from gradtools.seeing.formula.algebra import axis_groups
 from gradtools.seeing.formula.expressions import Expr
-from gradtools.seeing.formula.functions import FUNCTIONS
+from gradtools.seeing.formula.primitives import PRIMITIVES
+from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS
+from gradtools.seeing.formula.primitives.record import Ties, tie_same
 
 Axis = tuple[Expr, int]
 _LETTERS = "ijklmnprsuvaeh"  # those that exist as small letters in Unicode
-_SAME = {
-    *("add", "softmax", "log_softmax", "standardize", "cumsum", "cumprod", "logcumsumexp"),
-    *("flip", "roll", "triangle", "argsort", "cumargmax", "index_set", "dynamic_update"),
-    *("fourier", "cholesky", "expm", "half", "gaps"),
-}
 
 
 class Axes:
@@ -105,110 +101,10 @@ def primed(letters: Sequence[str], taken: Iterable[str] = ()) -> tuple[str, ...]
 
 
 def _tie(axes: Axes, y: Expr) -> None:
-    if y.op in FUNCTIONS or y.op in _SAME:
-        for a in y.args:
-            axes.tie_all(y, a)
-    elif y.op in _TIES:
-        _TIES[y.op](axes, y)
-
-
-def _tie_einsum(axes: Axes, y: Expr) -> None:
-    first: dict[int, Axis] = {l: (y, l) for l in range(y.rank)}
-    for a, names in zip(y.args, y["labels"], strict=True):
-        for k, l in enumerate(names):
-            axes.tie(first.setdefault(l, (a, k)), (a, k))
-
-
-def _tie_reduced(axes: Axes, y: Expr) -> None:
-    (x,) = y.args
-    left = [a for a in range(x.rank) if a not in y["axes"]]
-    for k, a in enumerate(left):
-        axes.tie((y, k), (x, a))
-
-
-def _tie_argmax(axes: Axes, y: Expr) -> None:
-    (x,) = y.args
-    for k, a in enumerate(a for a in range(x.rank) if a != y["axis"]):
-        axes.tie((y, k), (x, a))
-
-
-def _tie_reshape(axes: Axes, y: Expr) -> None:
-    (x,) = y.args
-    for old, new in axis_groups(x.shape, y.shape) or []:
-        if len(old) == len(new) == 1:
-            axes.tie((x, old[0]), (y, new[0]))
-
-
-def _tie_first(axes: Axes, y: Expr) -> None:
-    """Of all arguments, wherever the axis is as long."""
-    for x in y.args:
-        if x.rank == y.rank:
-            axes.tie_all(y, x)
-
-
-def _tie_one_hot(axes: Axes, y: Expr) -> None:
-    for k in range(y.rank - 1):
-        axes.tie((y, k), (y.args[0], k))
-
-
-def _tie_index(axes: Axes, y: Expr) -> None:
-    _tie_indexed(axes, y, y.args[0], y, y.args[1:])
-
-
-def _tie_index_add(axes: Axes, y: Expr) -> None:
-    _tie_indexed(axes, y, y, y.args[0], y.args[1:])
-
-
-def _tie_indexed(axes: Axes, y: Expr, whole: Expr, part: Expr, indices: Sequence[Expr]) -> None:
-    """The integer arrays' axes lead in the part, those of the whole that are left follow."""
-    left = [a for a in range(whole.rank) if a not in y["axes"]]
-    lead = part.rank - len(left)
-    for k, a in enumerate(left):
-        axes.tie((part, lead + k), (whole, a))
-    for i in indices:
-        for k in range(i.rank):
-            axes.tie((part, lead - i.rank + k), (i, k))
-
-
-def _tie_along(axes: Axes, y: Expr) -> None:
-    x, i = y.args[:2]
-    for k in range(y.rank):
-        axes.tie((y, k), (i if y.op == "take_along" else x, k))
-        if k != y["axis"]:
-            axes.tie((y, k), (x, k))
-
-
-def _ties(*pairs: tuple[int, int, int, int]) -> Callable[[Axes, Expr], None]:
-    """Ties of axes by (array, axis, array, axis), array -1 being the result."""
-
-    def tie(axes: Axes, y: Expr) -> None:
-        at = lambda k: y if k < 0 else y.args[k]
-        for a, i, b, j in pairs:
-            axes.tie((at(a), i), (at(b), j))
-
-    return tie
-
-
-def _tie_solve(axes: Axes, y: Expr) -> None:
-    a, b = y.args
-    axes.tie((y, y.rank - 2), (a, a.rank - 1))
-    axes.tie((b, b.rank - 2), (a, a.rank - 2))
-    axes.tie((y, y.rank - 1), (b, b.rank - 1))
-
-
-def _tie_inverse(axes: Axes, y: Expr) -> None:
-    (a,) = y.args
-    axes.tie((y, y.rank - 2), (a, a.rank - 1))
-    axes.tie((y, y.rank - 1), (a, a.rank - 2))
-
-
-def _tie_convolution(axes: Axes, y: Expr) -> None:
-    pairs = {
-        "convolution": ((-1, 0, 0, 0), (-1, 1, 1, 0), (0, 1, 1, 1)),
-        "convolution_input": ((-1, 0, 0, 0), (0, 1, 1, 0), (-1, 1, 1, 1)),
-        "convolution_weight": ((-1, 0, 1, 1), (0, 0, 1, 0), (-1, 1, 0, 1)),
-    }[y.op]
-    _ties(*pairs)(axes, y)
+    known = PRIMITIVES.get(y.op)
+    ties = tie_same if y.op in FUNCTIONS else known.ties if known else _OF_CONTROL.get(y.op)
+    if ties is not None:
+        ties(axes, y)
 
 
 def _tie_scan(axes: Axes, y: Expr) -> None:
@@ -228,22 +124,4 @@ def _tie_ruled(axes: Axes, y: Expr) -> None:
     axes.tie_all(y, y.args[y["output"]])
 
 
-_REDUCED = ("max", "min", "prod", "logsumexp", "deviation", "variance", "norm", "any", "all")
-_TIES: dict[str, Callable[[Axes, Expr], None]] = {
-    "einsum": _tie_einsum,
-    "reshape": _tie_reshape,
-    "one_hot": _tie_one_hot,
-    "index": _tie_index,
-    "index_add": _tie_index_add,
-    "take_along": _tie_along,
-    "put_along": _tie_along,
-    "argmax": _tie_argmax,
-    "solve": _tie_solve,
-    "inverse": _tie_inverse,
-    "scan": _tie_scan,
-    "ruled": _tie_ruled,
-    **dict.fromkeys(_REDUCED, _tie_reduced),
-    **dict.fromkeys(("slice", "pad", "concatenate", "along_set", "max_pool"), _tie_first),
-    **dict.fromkeys(("max_unpool", "max_pick", "sum_pool", "sum_unpool"), _tie_first),
-    **{f"convolution{name}": _tie_convolution for name in ("", "_input", "_weight")},
-}
+_OF_CONTROL: dict[str, Ties] = {"scan": _tie_scan, "ruled": _tie_ruled}

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.formula.expressions import Expr, kind_of, placeholder
-from gradtools.seeing.formula.lowering import LOWERINGS
-from gradtools.seeing.graph import Body, Graph, Node, Value
+from gradtools.seeing.formula.vocabulary import OPERATIONS
+from gradtools.seeing.nodes import Body, Node, PlainGraph, Value
 
 _DTYPES = {"real": "float64", "complex": "complex128", "integer": "int64", "boolean": "bool"}
 
@@ -59,7 +59,8 @@ class Builder:
         """Add a node; the number of its result, or a tuple of them."""
         inputs = tuple(self._operand(x) for x in operands)
         args = [self._known[v] for v in inputs]
-        return self._node(operation, inputs, LOWERINGS[operation](*args, **attributes), attributes)
+        lower: Any = OPERATIONS[operation].lower
+        return self._node(operation, inputs, lower(*args, **attributes), attributes)
 
     def _node(self, operation, inputs, results, attributes, bodies=()) -> Any:
         many = isinstance(results, (list, tuple))
@@ -96,7 +97,7 @@ class Builder:
 
     def scan(
         self,
-        body: Graph,
+        body: PlainGraph,
         consts: Sequence[int],
         carries: Sequence[int],
         xs: Sequence[int],
@@ -122,15 +123,15 @@ class Builder:
         inner = Body(body, tuple(range(len(inputs))), carries=pairs)
         return self._node("scan", inputs, results, attributes, [inner])
 
-    def cond(self, index: int, *operands: int, branches: Sequence[Graph]) -> tuple[int, ...]:
+    def cond(self, index: int, *operands: int, branches: Sequence[PlainGraph]) -> tuple[int, ...]:
         """One of several programs."""
         inner = [Body(g, tuple(range(1, len(operands) + 1))) for g in branches]
         return self._node("cond", (index, *operands), _results(branches[0]), {}, inner)
 
     def loop(
         self,
-        condition: Graph,
-        body: Graph,
+        condition: PlainGraph,
+        body: PlainGraph,
         condition_consts: Sequence[int],
         body_consts: Sequence[int],
         carries: Sequence[int],
@@ -146,13 +147,13 @@ class Builder:
         inputs = (*condition_consts, *body_consts, *carries)
         return self._node("while", inputs, _results(body), attributes, inner)
 
-    def call(self, graph: Graph, *operands: int) -> tuple[int, ...]:
+    def call(self, graph: PlainGraph, *operands: int) -> tuple[int, ...]:
         """A program as one operation."""
         inner = [Body(graph, tuple(range(len(operands))))]
         return self._node("call", operands, _results(graph), {}, inner)
 
     def custom_rule(
-        self, name: str, *operands: int, forward: Graph, backward: Graph, residuals: int
+        self, name: str, *operands: int, forward: PlainGraph, backward: PlainGraph, residuals: int
     ) -> tuple[int, ...]:
         """A function with a rule of its own."""
         places = tuple(range(len(operands)))
@@ -161,9 +162,9 @@ class Builder:
         inner = [Body(forward, places), Body(backward, ())]
         return self._node("custom_rule", operands, results, attributes, inner)
 
-    def graph(self, *outputs: int) -> Graph:
+    def graph(self, *outputs: int) -> PlainGraph:
         """The program as it stands, with these outputs."""
-        return Graph(
+        return PlainGraph(
             tuple(self._nodes),
             dict(self._values),
             tuple(self._inputs),
@@ -172,6 +173,6 @@ class Builder:
         )
 
 
-def _results(graph: Graph) -> list[Expr]:
+def _results(graph: PlainGraph) -> list[Expr]:
     values = [graph.values[v] for v in graph.outputs]
     return [placeholder("", v.shape, kind_of(v.dtype)) for v in values]

@@ -12,6 +12,14 @@ says; residuals are differentiated through the forward program. An opaque operat
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from gradtools.seeing.formula.primitives.record import Form
+from gradtools.seeing.formula.typesetting import SUM, Written, join
+
+if TYPE_CHECKING:
+    from gradtools.seeing.formula.writing import ExpressionWriter
+
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +48,7 @@ from gradtools.seeing.formula.expressions import (
     signature,
     substitute,
 )
-from gradtools.seeing.formula.functions import FUNCTIONS
+from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
@@ -301,3 +309,44 @@ PULLBACKS = {
     "ruled": _ruled_pullback,
     "opaque": _opaque_pullback,
 }
+
+
+# --- notation
+
+
+def _opaque_form(w: ExpressionWriter, x: Expr) -> Written:
+    name = x["name"]
+    inside = join([w.whole(a) for a in x.args], ", ", ", ", SUM)
+    which = f"[{x['output']}]" if len(x["signature"]) > 1 else ""
+    latex = name.replace("_", r"\_").replace("^*", "")
+    star = "^{*}" * name.count("^*")
+    return Written(
+        f"⚠{name}({inside.text}){which}",
+        rf"\operatorname{{{latex}}}{star}\left({inside.latex}\right){which}",
+    )
+
+
+def _ruled_form(w: ExpressionWriter, x: Expr) -> Written:
+    return w.whole(x.args[x["output"]])
+
+
+def _cond_form(w: ExpressionWriter, x: Expr) -> Written:
+    """One case for each branch, the operands written in."""
+    cases = []
+    for branch in x["branches"]:
+        w.names.update(zip(branch.inputs, [w.whole(a) for a in x.args[1:]], strict=True))
+        cases.append(w.whole(branch.outputs[x["output"]]))
+    index = w.whole(x.args[0])
+    boolean = x.args[0].kind == "boolean"
+    shown = list(enumerate(cases))[::-1] if boolean else list(enumerate(cases))
+    said = [index.text if boolean else f"{index.text} = {k}" for k, _ in shown[:-1]]
+    text = "; ".join(f"{c.text} if {s}" for (_, c), s in zip(shown, said, strict=False))
+    rows = [rf"{c.latex} & {s}" for (_, c), s in zip(shown, said, strict=False)]
+    rows.append(rf"{shown[-1][1].latex} & \text{{otherwise}}")
+    return Written(
+        f"{{{text}; {shown[-1][1].text} otherwise}}",
+        r"\begin{cases} " + r" \\ ".join(rows) + r" \end{cases}",
+    )
+
+
+FORMS: dict[str, Form] = {"opaque": _opaque_form, "cond": _cond_form, "ruled": _ruled_form}

@@ -16,9 +16,9 @@ from gradtools.seeing.formula.expressions import (
     Program,
     order,
 )
-from gradtools.seeing.formula.functions import FUNCTIONS
 from gradtools.seeing.formula.making import MULTIPLE
 from gradtools.seeing.formula.primitives import PRIMITIVES
+from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS
 
 DTYPES = {"real": np.float64, COMPLEX: np.complex128, INTEGER: np.int64, BOOLEAN: np.bool_}
 

@@ -30,7 +30,7 @@ from gradtools.seeing.formula.recognition import recognise
 from gradtools.seeing.formula.reverse import adjoint
 from gradtools.seeing.formula.statements import Section, Statement, Statements, everything
 from gradtools.seeing.formula.typesetting import Written
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import PlainGraph
 
 
 @dataclass(frozen=True)
@@ -443,7 +443,7 @@ class _FormulaPrograms:
             sizes.update(zip(letters, p.shape, strict=True))
             found.append(_space(self.names[p], p, letters))
         for x, name in statements.constants:
-            shape = "×".join(map(str, x.shape))
+            shape = "×".join(map(str, x.shape)) or "a number"
             found.append(Written(f"{name.text}: held by the program, {shape}", name.latex))
         said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*found, *([Written(said, said)] if said else [])]
@@ -495,7 +495,7 @@ def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
 
 
 def derive(
-    graph: Graph,
+    graph: PlainGraph,
     order: int = 1,
     names: Mapping[int, str] | None = None,
     wrt: Sequence[int] | None = None,

@@ -15,14 +15,10 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import control
 from gradtools.seeing.formula.algebra import constant_of
 from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, Program, kind_of, placeholder
-from gradtools.seeing.formula.lowering_arrays import ARRAYS
-from gradtools.seeing.formula.lowering_elementwise import ELEMENTWISE, apply_cast
-from gradtools.seeing.formula.lowering_layers import LAYERS
-from gradtools.seeing.formula.lowering_linalg import LINALG
-from gradtools.seeing.formula.operations import OPERATIONS
-from gradtools.seeing.graph import Graph, Node, Value
-
-LOWERINGS = {**ELEMENTWISE, **ARRAYS, **LAYERS, **LINALG}
+from gradtools.seeing.formula.vocabulary import OPERATIONS
+from gradtools.seeing.formula.vocabulary.elementwise import apply_cast
+from gradtools.seeing.formula.vocabulary.record import Operation
+from gradtools.seeing.nodes import Node, PlainGraph, Value
 
 
 @dataclass
@@ -42,7 +38,7 @@ class Lowered:
     marked: list[str] = field(default_factory=list)
 
 
-def lower(graph: Graph, names: Mapping[int, str] | None = None) -> Lowered:
+def lower(graph: PlainGraph, names: Mapping[int, str] | None = None) -> Lowered:
     """The graph as expressions.
 
     Args:
@@ -70,7 +66,7 @@ def lower(graph: Graph, names: Mapping[int, str] | None = None) -> Lowered:
     return lowered
 
 
-def _walk(graph: Graph, known: dict[int, Expr], lowered: Lowered) -> list[Expr]:
+def _walk(graph: PlainGraph, known: dict[int, Expr], lowered: Lowered) -> list[Expr]:
     for node in graph.nodes:
         args = [_read(known, graph, node, v) for v in node.inputs]
         results = _lower_node(node, graph, args, lowered)
@@ -79,7 +75,7 @@ def _walk(graph: Graph, known: dict[int, Expr], lowered: Lowered) -> list[Expr]:
     return [_read(known, graph, None, v) for v in graph.outputs]
 
 
-def _read(known: Mapping[int, Expr], graph: Graph, node: Node | None, v: int) -> Expr:
+def _read(known: Mapping[int, Expr], graph: PlainGraph, node: Node | None, v: int) -> Expr:
     if v in known:
         return known[v]
     where = f"the node {node.native or node.operation}" if node else "the result"
@@ -89,9 +85,9 @@ def _read(known: Mapping[int, Expr], graph: Graph, node: Node | None, v: int) ->
     )
 
 
-def _check_attributes(node: Node) -> None:
+def _check_attributes(node: Node, word: Operation) -> None:
     """The attributes are those of the vocabulary."""
-    allowed = OPERATIONS[node.operation].attributes
+    allowed = word.attributes
     names = {a.rstrip("?") for a in allowed}
     needed = {a for a in allowed if not a.endswith("?")}
     given = set(node.attributes)
@@ -104,20 +100,23 @@ def _check_attributes(node: Node) -> None:
     )
 
 
-def _lower_node(node: Node, graph: Graph, args: list[Expr], lowered: Lowered) -> Sequence[Expr]:
+def _lower_node(
+    node: Node, graph: PlainGraph, args: list[Expr], lowered: Lowered
+) -> Sequence[Expr]:
     expected = [graph.values[v] for v in node.outputs]
     if "function" in node.attributes:  # a kernel, which may be called like a word
         return _marked(node, expected, args, lowered)
-    if node.operation in OPERATIONS and node.operation != "opaque":
-        _check_attributes(node)
+    word = OPERATIONS.get(node.operation)
+    if word and node.operation != "opaque":
+        _check_attributes(node, word)
     if node.operation in _LINEAR:
         args = [x.args[0] if x.op == "cast" and x.is_complex else x for x in args]
     if node.operation in _WITH_BODIES:
         results = _WITH_BODIES[node.operation](node, args, lowered)
     elif node.operation == "random":
         results = [_draw(node, expected[0], lowered)]
-    elif node.operation in LOWERINGS:
-        results = LOWERINGS[node.operation](*args, **dict(node.attributes))
+    elif word and word.lower:
+        results = word.lower(*args, **dict(node.attributes))
     else:
         return _marked(node, expected, args, lowered)
     results = list(results) if isinstance(results, (list, tuple)) else [results]
@@ -180,7 +179,7 @@ def _marked(node, expected, args, lowered) -> list[Expr]:
     return control.opaque(name, args, outputs, function, adjoint)
 
 
-def _body(graph: Graph, lowered: Lowered) -> Program:
+def _body(graph: PlainGraph, lowered: Lowered) -> Program:
     """A program inside. What it captures must come through the node's operands."""
     if graph.captured:
         raise GradtoolsError(

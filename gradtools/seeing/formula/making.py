@@ -10,6 +10,7 @@ from gradtools.seeing.formula.algebra import (
     full,
     is_zero,
     product,
+    total,
 )
 from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, expr, several, widest
 
@@ -213,6 +214,11 @@ def inverse(a: Expr) -> Expr:
     return a.args[0] if a.op == "inverse" else expr("inverse", (a,), a.shape, a.kind)
 
 
+def pseudoinverse(a: Expr) -> Expr:
+    """The Moore-Penrose inverse of the last two axes."""
+    return expr("pinv", (a,), (*a.shape[:-2], a.shape[-1], a.shape[-2]), a.kind)
+
+
 def solve(a: Expr, b: Expr) -> Expr:
     """The matrix b from the left by the inverse of a."""
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -289,3 +295,12 @@ def diagonal_matrix(x: Expr) -> Expr:
     n = x.shape[-1]
     eye = apply_identity(n)
     return product([x, eye], [(*batch, "i"), ("i", "j")], (*batch, "i", "j"), (*x.shape, n))
+
+
+def unbroadcast(g: Expr, shape) -> Expr:
+    """The adjoint of broadcasting leading and length-1 axes, as in NumPy."""
+    if g.shape == tuple(shape):
+        return g
+    g = total(g, range(g.rank - len(shape)))
+    axes = [a for a, (n, m) in enumerate(zip(shape, g.shape, strict=True)) if n == 1 and m != 1]
+    return total(g, axes, keep=True) if axes else g

@@ -24,7 +24,7 @@ from gradtools.seeing.formula.algebra import (
     transpose,
 )
 from gradtools.seeing.formula.expressions import INTEGER, Expr
-from gradtools.seeing.formula.functions import apply, indicator
+from gradtools.seeing.formula.primitives.elementwise import apply, indicator
 
 
 def meant(i: Expr, size: int) -> Expr:

@@ -44,7 +44,7 @@ from gradtools.seeing.formula.algebra import (
 )
 from gradtools.seeing.formula.control import rebuild
 from gradtools.seeing.formula.expressions import Expr, Program, order
-from gradtools.seeing.formula.functions import apply
+from gradtools.seeing.formula.primitives.elementwise import apply
 
 Pattern = Callable[[Expr], Expr | None]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from gradtools.seeing.graph import Body, Graph
+from gradtools.seeing.nodes import Body, PlainGraph
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded(Graph):
+class Recorded(PlainGraph):
     """One run of a program in the vocabulary of `operations.py`, and what it holds.
 
     Attributes:
@@ -34,7 +34,7 @@ class Recorded(Graph):
     narrow: str = ""
 
     @property
-    def opened(self) -> Graph:
+    def opened(self) -> PlainGraph:
         """The program with what is wanted as further inputs."""
         captured = tuple(v for v in self.captured if v not in self.wanted)
         return replace(self, inputs=(*self.inputs, *self.wanted), captured=captured)
@@ -43,12 +43,12 @@ class Recorded(Graph):
 def body_of(recorded: Recorded) -> Body:
     """A program as the body of a call, whose operands are its inputs and what it captured."""
     inputs = (*recorded.inputs, *recorded.captured)
-    graph = Graph(recorded.nodes, recorded.values, inputs, recorded.outputs)
+    graph = PlainGraph(recorded.nodes, recorded.values, inputs, recorded.outputs)
     return Body(graph, tuple(range(len(inputs))))
 
 
-def as_recorded(graph: Graph) -> Recorded:
+def as_recorded(graph: PlainGraph) -> Recorded:
     """The same with what it holds; a plain graph holds nothing."""
     if isinstance(graph, Recorded):
         return graph
-    return Recorded(**{f.name: getattr(graph, f.name) for f in fields(Graph)})
+    return Recorded(**{f.name: getattr(graph, f.name) for f in fields(PlainGraph)})

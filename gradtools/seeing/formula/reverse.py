@@ -16,10 +16,9 @@ from typing import Any
 from gradtools.seeing.formula import control
 from gradtools.seeing.formula.algebra import add, is_zero, real, zeros
 from gradtools.seeing.formula.expressions import Expr, order, siblings
-from gradtools.seeing.formula.functions import FUNCTIONS, pull_back
-from gradtools.seeing.formula.making import MULTIPLE
+from gradtools.seeing.formula.making import MULTIPLE, unbroadcast
 from gradtools.seeing.formula.primitives import PRIMITIVES
-from gradtools.seeing.formula.pullbacks import unbroadcast
+from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS, pull_back
 
 
 def adjoint(

@@ -20,7 +20,7 @@ from gradtools.seeing.formula.algebra import (
 )
 from gradtools.seeing.formula.axes import Axes
 from gradtools.seeing.formula.expressions import Expr, Program, order
-from gradtools.seeing.formula.functions import FUNCTIONS
+from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS
 from gradtools.seeing.formula.typesetting import Written
 from gradtools.seeing.formula.writing import ExpressionWriter, NeedsIndices
 

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any
 
+from gradtools.seeing.formula import control
 from gradtools.seeing.formula import typesetting as ts
 from gradtools.seeing.formula.algebra import constant_of, contracts
 from gradtools.seeing.formula.axes import Axes, primed
 from gradtools.seeing.formula.expressions import Expr
-from gradtools.seeing.formula.forms_arrays import ARRAY_FORMS
-from gradtools.seeing.formula.forms_elementwise import ELEMENTWISE_FORMS
-from gradtools.seeing.formula.functions import FUNCTIONS
+from gradtools.seeing.formula.primitives import PRIMITIVES
+from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS
 from gradtools.seeing.formula.products import (
     Defined,
     Factors,
@@ -102,9 +102,10 @@ class ExpressionWriter:
         if x.op in FUNCTIONS:
             self._must_align(x)
             return self._function(x, [self.whole(a) for a in x.args], x.rank > 1)
-        if x.op in ARRAY_FORMS:
+        form = PRIMITIVES[x.op].form if x.op in PRIMITIVES else control.FORMS.get(x.op)
+        if form is not None:
             self._note_name(x)
-            return ARRAY_FORMS[x.op](self, x)
+            return form(self, x)
         return function(x.op, [self.whole(a) for a in x.args])
 
     def _note_name(self, x: Expr) -> None:
@@ -154,9 +155,8 @@ class ExpressionWriter:
 
     def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
         self._note_name(x)
-        if x.op in ELEMENTWISE_FORMS:
-            return ELEMENTWISE_FORMS[x.op](x, args, matrix)
-        return function(x.op, args)
+        form = FUNCTIONS[x.op].form
+        return form(x, args, matrix) if form else function(x.op, args)
 
     # Products.
 

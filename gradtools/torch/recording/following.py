@@ -18,7 +18,7 @@ import torch
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.flow import forward
-from gradtools.seeing.graph import Dependence, Graph
+from gradtools.seeing.nodes import Dependence, PlainGraph
 from gradtools.seeing.recording import Run
 from gradtools.torch.recording.observing import Seen, observed
 from gradtools.torch.recording.recorder import Leaving, Recorder
@@ -67,7 +67,7 @@ def _note_moved(
     recorder.outside += [(leaving.value, outputs[k]) for k in direct]
 
 
-def _out_of_sight(graph: Graph, leavings: Sequence[Leaving]) -> list[int]:
+def _out_of_sight(graph: PlainGraph, leavings: Sequence[Leaving]) -> list[int]:
     """The leavings whose data could explain a lost gradient, and was not seen to come back."""
     if not leavings:
         return []

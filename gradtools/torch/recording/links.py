@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradtools.seeing.graph import Dependence, Links
+from gradtools.seeing.nodes import Dependence, Links
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.values import may_share
 from gradtools.torch.wrappers import is_inexact, unwrapped

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from gradtools.seeing.graph import Dependence, Links, Value
+from gradtools.seeing.nodes import Dependence, Links, Value
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.tags import tags_at

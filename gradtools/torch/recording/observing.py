@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.recording import Refusal, Run
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
@@ -68,7 +68,7 @@ class Seen:
                 return self.recorder.numbering.of(y)
             return self.recorder.come_back(y)
 
-    def graph(self, outputs: Sequence[int]) -> Graph:
+    def graph(self, outputs: Sequence[int]) -> PlainGraph:
         """What was written down."""
         captured = self.recorder.numbering.captured
         names = {number: self.names.get(id(x), "") for number, x in captured.items()}
@@ -117,7 +117,7 @@ def observed(
 ) -> Iterator[Seen]:
     """A recorded run, and afterwards everything as it was."""
     with recording("a run", run, leaves) as undo:
-        yield _run(Recorder(_execute.__code__, undo.watch, replace), undo, run, leaves, names)
+        yield _run(Recorder(_execute, undo.watch, replace), undo, run, leaves, names)
 
 
 @contextmanager

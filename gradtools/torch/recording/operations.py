@@ -1,7 +1,7 @@
 """What PyTorch's calls are: their neutral names, and why some of them carry no derivative.
 
 A call is known by the name of its function, without the marks of its variants: `add`, `add_`,
-`__radd__` are one operation. The neutral names are those of `seeing/formula/operations.py`; what
+`__radd__` are one operation. The neutral names are those of `seeing/formula/vocabulary/`; what
 has none there keeps its own. Autograd's nodes are known by their names, too, for a call such as
 cross_entropy makes several of them.
 """
@@ -30,7 +30,6 @@ _OTHER_NAMES = {
     "power": "pow rpow ipow float_power",
     "floor_divide": "floordiv rfloordiv ifloordiv",
     "remainder": "mod rmod imod fmod",
-    "negate": "neg negative",
     "matmul": "mm bmm mv dot vdot rmatmul imatmul inner linear bilinear tensordot addmm baddbmm "
     "addmv addbmm addr chain_matmul multi_dot",
     "compare": "gt ge lt le eq ne greater greater_equal less less_equal equal not_equal isclose",
@@ -62,9 +61,17 @@ _OTHER_NAMES = {
     "variance": "var var_mean",
     "deviation": "std std_mean",
     "transpose": "t T mT H mH permute movedim moveaxis swapaxes swapdims adjoint",
-    "reshape": "view view_as reshape_as flatten unflatten squeeze unsqueeze ravel contiguous",
+    "reshape": "view view_as reshape_as flatten unflatten squeeze unsqueeze ravel contiguous "
+    "reshape_alias reshape_copy view_copy unsafe_view",
     "broadcast": "expand expand_as broadcast_to broadcast_tensors",
-    "identity": "clone alias positive copy_fresh",
+    "identity": "clone alias positive copy_fresh resolve_conj resolve_neg view_of fused_moving",
+    "conj": "conj_physical",
+    "negate": "neg negative neg_view",
+    "erfinv": "special_erfinv",
+    "log1p": "special_log1p",
+    "exp2": "special_exp2",
+    "digamma": "special_digamma",
+    "lgamma": "special_gammaln",
     "stop": "detach data",
     "cast": "to float double half bfloat16 long int short char byte bool type type_as cfloat "
     "cdouble chalf",
@@ -200,8 +207,13 @@ _BACKWARD = {
 
 def neutral_of_node(node: Any) -> str:
     """The neutral name of a node of autograd, such as "multiply" of MulBackward0."""
-    words = _WORDS.sub("_", word_of(node)).lower()
+    words = name_of_node(node)
     return _BACKWARD.get(words) or neutral(words)
+
+
+def name_of_node(node: Any) -> str:
+    """Aten's name of what a node of autograd is the derivative of."""
+    return _WORDS.sub("_", word_of(node)).lower()
 
 
 def word_of(node: Any) -> str:

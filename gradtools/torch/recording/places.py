@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,19 +20,20 @@ from torch.nn.modules.module import (
 )
 
 from gradtools.lines import LIBRARY, USER, kind_of
-from gradtools.seeing.graph import Source
+from gradtools.seeing.nodes import Source
 from gradtools.torch import _upstream as upstream
 
 
-def place(end: CodeType) -> tuple[Source | None, str]:
+def place(end: Callable[..., Any]) -> tuple[Source | None, str]:
     """The user's line that is running, and "checkpoint" if it runs inside of one.
 
-    end: The code of the function that ran the user's program; frames beyond are not looked at.
+    end: The function that ran the user's program; frames beyond it are not looked at.
     """
+    last = end.__code__
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
     kind, mark = LIBRARY, ""
-    while frame is not None and frame.f_code is not end:
+    while frame is not None and frame.f_code is not last:
         of = kind_of(frame.f_code.co_filename)
         if of == LIBRARY and upstream.is_of_checkpoint(frame):
             mark = "checkpoint"

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradtools.seeing.graph import Dependence, Graph, Links, Node
+from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph
 from gradtools.seeing.recording import Refusal
 from gradtools.seeing.rule_cuts import LOSS
 from gradtools.torch import _upstream as upstream
@@ -111,7 +110,7 @@ class Recorder(TorchFunctionMode):
     """Writes down what runs inside of it.
 
     Args:
-        end: The code of the function that runs the user's program: there the search for the
+        end: The function that runs the user's program: there the search for the
             user's line ends.
         note_captured: As in `Numbering`.
         replace: Which leavings, by number, and what makes of their data what is there instead.
@@ -128,7 +127,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(
         self,
-        end: CodeType,
+        end: Callable[..., Any],
         note_captured: Callable[[Tensor], None],
         replace: Replace | None = None,
     ) -> None:
@@ -429,13 +428,15 @@ class Recorder(TorchFunctionMode):
 
     # --- the whole
 
-    def graph(self, inputs: Sequence[int], outputs: Sequence[int], names: dict[int, str]) -> Graph:
+    def graph(
+        self, inputs: Sequence[int], outputs: Sequence[int], names: dict[int, str]
+    ) -> PlainGraph:
         """What was written down. names: Those of captured tensors."""
         values = dict(self.numbering.values)
         for number, name in names.items():
             values[number] = replace(values[number], name=name)
         captured = tuple(self.numbering.captured)
-        return Graph(
+        return PlainGraph(
             tuple(self.nodes), values, tuple(inputs), tuple(outputs), captured, tuple(self.outside)
         )
 

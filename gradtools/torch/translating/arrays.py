@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.torch.translating.recorder import DRAWN
-from gradtools.torch.translating.writer import Ref, Writer, axes_of
+from gradtools.torch.translating.writer import Ref, Writer, as_said, axes_of
 
 Translation = Callable[[Writer, Any], Any]
 ARRAYS: dict[str, Translation] = {}
@@ -54,49 +54,13 @@ ARRAYS |= dict.fromkeys(DRAWN, _draw)
 
 # --- shapes ------------------------------------------------------------------------------
 
-
-@operation("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten")
-@operation("_reshape_copy", "view_copy")
-def _view(w: Writer, o: Any) -> Ref:
-    return w.reshape(o.self, o.likes[0][0])
-
-
-@operation("t")
-def _t(w: Writer, o: Any) -> Ref:
-    return w.swap(o.self) if o.self.ndim == 2 else o.self
-
-
-@operation("transpose")
-def _transpose(w: Writer, o: Any) -> Ref:
-    order = list(range(o.self.ndim))
-    if order:
-        a, b = o.dim0 % len(order), o.dim1 % len(order)
-        order[a], order[b] = order[b], order[a]
-    return w.permute(o.self, order)
-
-
-@operation("permute")
-def _permute(w: Writer, o: Any) -> Ref:
-    return w.permute(o.self, o.dims)
-
-
-@operation("expand")
-def _expand(w: Writer, o: Any) -> Ref:
-    return w.broadcast(o.self, o.likes[0][0])
-
-
-@operation("slice")
-def _slice(w: Writer, o: Any) -> Ref:
-    axis = o.dim % o.self.ndim
-    start, stop, _ = slice(o.start, o.end).indices(o.self.shape[axis])
-    return w.cut(o.self, axis, start, max(start, stop), o.step)
-
-
-@operation("select")
-def _select(w: Writer, o: Any) -> Ref:
-    axis = o.dim % o.self.ndim
-    k = o.index % o.self.shape[axis]
-    return w.reshape(w.cut(o.self, axis, k, k + 1), o.likes[0][0])
+# These are said as the graph says them.
+_WORDS = """
+    view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten _reshape_copy view_copy
+    t transpose permute expand slice select flip triu tril constant_pad_nd
+    sum mean prod logsumexp any all amax amin cumsum cumprod logcumsumexp var std gather
+"""
+ARRAYS |= dict.fromkeys(_WORDS.split(), as_said)
 
 
 @operation("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
@@ -130,28 +94,12 @@ def _stack(w: Writer, o: Any) -> Ref:
     return w("stack", *parts, shape=shape, dtype=dtype, axis=o.dim % len(shape))
 
 
-@operation("flip")
-def _flip(w: Writer, o: Any) -> Ref:
-    return w("flip", o.self, axes=tuple(a % o.self.ndim for a in o.dims)) if o.self.ndim else o.self
-
-
 @operation("roll")
-def _roll(w: Writer, o: Any) -> Ref:
+def _roll(w: Writer, o: Any) -> Ref | None:
     if not o.dims:
         flat = w.reshape(o.self, (o.self.size,))
         return w.reshape(w("roll", flat, shifts=tuple(o.shifts), axes=(0,)), o.self.shape)
-    axes = tuple(a % o.self.ndim for a in o.dims)
-    return w("roll", o.self, shifts=tuple(o.shifts), axes=axes)
-
-
-@operation("triu")
-def _triu(w: Writer, o: Any) -> Ref:
-    return w("triangle", o.self, upper=True, offset=o.diagonal or None)
-
-
-@operation("tril")
-def _tril(w: Writer, o: Any) -> Ref:
-    return w("triangle", o.self, upper=False, offset=o.diagonal or None)
+    return as_said(w, o)
 
 
 @operation("diagonal")
@@ -172,14 +120,6 @@ def _diag_embed(w: Writer, o: Any) -> Ref:
     for place, axis in sorted([(a, rank - 2), (b, rank - 1)]):
         order.insert(place, axis)
     return w.permute(found, order)
-
-
-@operation("constant_pad_nd")
-def _pad(w: Writer, o: Any) -> Ref:
-    low, high = [0] * o.self.ndim, [0] * o.self.ndim
-    for k in range(len(o.pad) // 2):
-        low[-1 - k], high[-1 - k] = o.pad[2 * k], o.pad[2 * k + 1]
-    return w.pad(o.self, low, high, o.value)
 
 
 def _padded_by_index(mode: str) -> Translation:
@@ -307,14 +247,6 @@ def _scattered(w: Writer, x: Ref, u: Ref, indices: Any, axes: Any, mode: str) ->
     return w("scatter", x, u, *indices, shape=x.shape, dtype=x.dtype, **given)
 
 
-@operation("gather")
-def _gather(w: Writer, o: Any) -> Ref:
-    if not o.self.ndim:
-        return o.self  # type: ignore[no-any-return]
-    axis = o.dim % o.self.ndim
-    return w("take_along", o.self, o.index, shape=o.index.shape, dtype=o.self.dtype, axis=axis)
-
-
 @operation("scatter", "scatter_add")
 def _scatter(w: Writer, o: Any) -> Ref:
     src = getattr(o, "src", None)
@@ -356,11 +288,6 @@ def _placed(mode: str, name: str) -> Translation:
 ARRAYS["index_add"] = _placed("add", "source")
 ARRAYS["index_copy"] = _placed("set", "source")
 ARRAYS["index_fill"] = _placed("set", "value")
-
-
-@operation("masked_fill")
-def _masked_fill(w: Writer, o: Any) -> Ref:
-    return w.where(o.mask, o.value, o.self)
 
 
 @operation("embedding")
@@ -417,24 +344,6 @@ def _at_rank(w: Writer, x: Ref, axis: int, k: int, likes: Any) -> list[Ref]:
 
 # --- reductions --------------------------------------------------------------------------
 
-_REDUCTIONS = """
-    sum mean prod logsumexp any all amax:max amin:min
-"""
-
-
-def _reduction(word: str) -> Translation:
-    def translated(w: Writer, o: Any) -> Ref:
-        keep = bool(getattr(o, "keepdim", False))
-        found = w.reduce(word, o.self, getattr(o, "dim", None), keep)
-        return Ref(found.number, found.shape, o.likes[0][1])
-
-    return translated
-
-
-for _entry in _REDUCTIONS.split():
-    _name, _, _word = _entry.partition(":")
-    ARRAYS[_name] = _reduction(_word or _name)
-
 
 def _extreme(word: str) -> Translation:
     """Of all entries, or along an axis with the place of each; also of two arrays."""
@@ -481,48 +390,21 @@ def _argument(word: str) -> Translation:
 ARRAYS["argmax"], ARRAYS["argmin"] = _argument("argmax"), _argument("argmin")
 
 
-def _correction(o: Any) -> float:
-    if hasattr(o, "unbiased"):
-        return 1.0 if o.unbiased else 0.0
-    return 1.0 if o.correction is None else float(o.correction)
-
-
-def _moment(word: str) -> Translation:
-    def translated(w: Writer, o: Any) -> Any:
-        keep = bool(getattr(o, "keepdim", False))
-        dim = getattr(o, "dim", None)
-        found = w.reduce(word, o.self, dim, keep, correction=_correction(o))
-        found = Ref(found.number, found.shape, o.likes[0][1])
-        return found if len(o.likes) == 1 else [found, w.mean(o.self, dim, keep)]
-
-    return translated
-
-
-ARRAYS["var"] = ARRAYS["var_mean"] = _moment("variance")
-ARRAYS["std"] = ARRAYS["std_mean"] = _moment("deviation")
+@operation("var_mean", "std_mean")
+def _moment_and_mean(w: Writer, o: Any) -> Any:
+    keep = bool(getattr(o, "keepdim", False))
+    return [as_said(w, o), w.mean(o.self, getattr(o, "dim", None), keep)]
 
 
 @operation("linalg_vector_norm", "norm")
-def _norm(w: Writer, o: Any) -> Ref:
+def _norm(w: Writer, o: Any) -> Ref | None:
     order = getattr(o, "ord", getattr(o, "p", 2))
-    order = 2.0 if order is None else float(order)
-    size = o.self
-    keep = bool(getattr(o, "keepdim", False))
-    dim = getattr(o, "dim", None)
+    keep, dim = bool(getattr(o, "keepdim", False)), getattr(o, "dim", None)
     if order == 0:
-        return w.total(w.cast(w.compare(size, "!=", 0.0), "float64"), dim, keep)
+        return w.total(w.cast(w.compare(o.self, "!=", 0.0), "float64"), dim, keep)
     if order == float("-inf"):
-        return w.reduce("min", w("abs", size, dtype="float64"), dim, keep)
-    found = w.reduce("norm", size, dim, keep, ord=None if order == 2 else order)
-    return Ref(found.number, found.shape, o.likes[0][1])
-
-
-def _cumulative(word: str) -> Translation:
-    return lambda w, o: w(word, o.self, axis=o.dim % o.self.ndim) if o.self.ndim else o.self
-
-
-for _name in ("cumsum", "cumprod", "logcumsumexp"):
-    ARRAYS[_name] = _cumulative(_name)
+        return w.reduce("min", w("abs", o.self, dtype="float64"), dim, keep)
+    return as_said(w, o)
 
 
 def _cumulative_extreme(word: str) -> Translation:

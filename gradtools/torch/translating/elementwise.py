@@ -11,37 +11,24 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from gradtools.torch.translating.writer import Ref, Writer
+from gradtools.torch.translating.writer import Ref, Writer, as_said
 
 Translation = Callable[[Writer, Any], Any]
 ELEMENTWISE: dict[str, Translation] = {}
 
-_UNARY = """
+# These are said as the graph says them.
+_WORDS = """
     exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal
     sin cos tan sinh cosh tanh sigmoid relu erf erfc erfinv lgamma digamma
     floor ceil round trunc silu abs sign angle logical_not
-    neg:negate asin:arcsin acos:arccos atan:arctan asinh:arcsinh acosh:arccosh atanh:arctanh
-    special_erfinv:erfinv special_log1p:log1p isnan:is_nan isfinite:is_finite
-    _conj:conj conj_physical:conj _conj_physical:conj _neg_view:negate fix:trunc sgn:sign
-    special_digamma:digamma special_gammaln:lgamma special_exp2:exp2 bitwise_not:logical_not
-    clone:identity contiguous:identity resolve_conj:identity resolve_neg:identity
-    view_of:identity positive:identity fused_moving:identity
-"""
-
-_BINARY = """
+    neg asin acos atan asinh acosh atanh special_erfinv special_log1p isnan isfinite
+    _conj conj_physical _conj_physical _neg_view fix sgn
+    special_digamma special_gammaln special_exp2 bitwise_not
+    clone contiguous resolve_conj resolve_neg view_of positive fused_moving
     maximum minimum logaddexp remainder logical_and logical_or logical_xor
-    atan2:arctan2 fmax:maximum fmin:minimum floor_divide
-    bitwise_and:logical_and bitwise_or:logical_or bitwise_xor:logical_xor
+    atan2 fmax fmin floor_divide lt le gt ge eq ne where masked_fill
 """
-
-_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-_BOOLEAN = ("is_nan", "is_finite", "logical_not", "logical_and", "logical_or", "logical_xor")
-
-
-def _pairs(text: str) -> list[tuple[str, str]]:
-    """Entries ``aten:word``, or one name for both."""
-    split = (entry.partition(":") for entry in text.split())
-    return [(name, word or name) for name, _, word in split]
+ELEMENTWISE |= dict.fromkeys(_WORDS.split(), as_said)
 
 
 def operation(*names: str) -> Callable[[Translation], Translation]:
@@ -52,32 +39,6 @@ def operation(*names: str) -> Callable[[Translation], Translation]:
         return translation
 
     return enter
-
-
-def _unary(word: str) -> Translation:
-    real = word in ("abs", "angle")
-
-    def translated(w: Writer, o: Any) -> Ref:
-        dtype = "bool" if word in _BOOLEAN else None
-        if o.self.kind < 2 and word not in (*_BOOLEAN, "identity", "negate", "abs", "sign"):
-            dtype = None if word in ("floor", "ceil", "round", "trunc", "square") else "float64"
-        return w(word, o.self, dtype="float64" if real and o.self.kind == 3 else dtype)
-
-    return translated
-
-
-def _binary(word: str) -> Translation:
-    dtype = "bool" if word in _BOOLEAN else None
-    return lambda w, o: w(word, w.ref(o.self), w.ref(o.other), dtype=dtype)
-
-
-def _comparison(relation: str) -> Translation:
-    return lambda w, o: w.compare(o.self, relation, o.other)
-
-
-ELEMENTWISE |= {name: _unary(word) for name, word in _pairs(_UNARY)}
-ELEMENTWISE |= {name: _binary(word) for name, word in _pairs(_BINARY)}
-ELEMENTWISE |= {name: _comparison(relation) for name, relation in _COMPARISONS.items()}
 
 
 @operation("bitwise_and", "bitwise_or", "bitwise_xor")
@@ -135,13 +96,6 @@ def _round(w: Writer, o: Any) -> Ref:
 @operation("fmod")
 def _fmod(w: Writer, o: Any) -> Ref:
     return w.sub(o.self, w.mul(o.other, w("trunc", w.div(o.self, o.other))))
-
-
-@operation("where")
-def _where(w: Writer, o: Any) -> Ref:
-    if hasattr(o, "pred"):  # prims.where
-        return w.where(o.pred, o.a, o.b)
-    return w.where(o.condition, o.self, o.other)
 
 
 @operation("clamp", "clip", "hardtanh")

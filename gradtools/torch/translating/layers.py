@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.torch.translating.writer import Ref, Writer
+from gradtools.torch.translating.writer import Ref, Writer, as_said
 
 Translation = Callable[[Writer, Any], Any]
 LAYERS: dict[str, Translation] = {}
@@ -23,17 +23,12 @@ def operation(*names: str) -> Callable[[Translation], Translation]:
     return enter
 
 
+# These are said as the graph says them.
+LAYERS |= dict.fromkeys(["mm", "bmm", "mv", "matmul", "dot"], as_said)
+LAYERS |= dict.fromkeys(["_softmax", "softmax", "_log_softmax", "log_softmax"], as_said)
+
+
 # --- products ----------------------------------------------------------------------------
-
-
-@operation("mm", "bmm", "mv", "matmul")
-def _product(w: Writer, o: Any) -> Ref:
-    return w.matmul(o.self, getattr(o, "mat2", None) or getattr(o, "vec", None) or o.other)
-
-
-@operation("dot")
-def _dot(w: Writer, o: Any) -> Ref:
-    return w.matmul(o.self, o.tensor)
 
 
 @operation("vdot")
@@ -406,11 +401,6 @@ def _rms_norm(w: Writer, o: Any) -> Any:
 # --- softmax, losses, attention ----------------------------------------------------------
 
 
-@operation("_softmax", "softmax")
-def _softmax(w: Writer, o: Any) -> Ref:
-    return w("softmax", o.self, axis=o.dim % max(1, o.self.ndim))
-
-
 @operation("_safe_softmax")
 def _safe_softmax(w: Writer, o: Any) -> Ref:
     """Zero where all is masked."""
@@ -419,11 +409,6 @@ def _safe_softmax(w: Writer, o: Any) -> Ref:
     masked = w.broadcast(masked, o.self.shape)
     found = w("softmax", w.where(masked, 0.0, o.self), axis=axis)
     return w.where(masked, 0.0, found)
-
-
-@operation("_log_softmax", "log_softmax")
-def _log_softmax(w: Writer, o: Any) -> Ref:
-    return w("log_softmax", o.self, axis=o.dim % max(1, o.self.ndim))
 
 
 @operation("_softmax_backward_data")

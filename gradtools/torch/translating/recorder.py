@@ -25,7 +25,7 @@ from gradtools.seeing.formula.recorded import body_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.flops import inside_of
-from gradtools.torch.operands import written
+from gradtools.torch.operands import SAME, AtenCall
 from gradtools.torch.recording.values import TensorTable, view_of
 from gradtools.torch.translating import memory
 from gradtools.torch.translating.writer import Ref, Writer, like
@@ -192,7 +192,7 @@ class FormulaRecorder:
     def call(self, func: Any, args: Any, kwargs: Any, again: Callable[[], Any]) -> Any:
         """An operation of aten."""
         name = func.overloadpacket.__name__
-        if name in _SAME:
+        if name in SAME:
             out = func(*args, **kwargs)
             self.hold(out, self.ref(args[0]))
             return out
@@ -201,8 +201,9 @@ class FormulaRecorder:
         if name.removeprefix("_foreach_").rstrip("_") in _OF_EACH and name.startswith("_foreach_"):
             with again():
                 return _each(name, args, kwargs)
-        writes = list(written(func, args, kwargs))
-        bound = self._bound(func, args, kwargs)
+        called = AtenCall(func, args, kwargs)
+        writes = [*called.written()]
+        bound = self._bound(called)
         translation = self.operations.get(_functional(name, bool(writes)))
         if translation is None and not writes and bound.given:
             parts = self._in_parts(func, args, kwargs, again)
@@ -221,6 +222,7 @@ class FormulaRecorder:
         self.writer.native = f"aten.{name}"
         bound.likes = [like(y) for y in outs]
         bound.outs, bound.writes, bound.recorder = outs, writes, self
+        bound.said = lambda: called.said(out)
         bound.again = lambda *given: func(*given, *args[len(given) :], **kwargs)
         if name not in DRAWN and all(x.number in self.fixed for x in bound.given):
             self._note(outs, [self.constant(y) for y in outs], not made)
@@ -316,15 +318,14 @@ class FormulaRecorder:
             self.captured[held[-1].number] = x
         return self.writer.node("call", [*bound.given, *held], bound.likes, [body_of(recorded)])
 
-    def _bound(self, func: Any, args: Any, kwargs: Any) -> SimpleNamespace:
+    def _bound(self, called: AtenCall) -> SimpleNamespace:
         """The arguments by name, with values in place of tensors."""
         found, given = SimpleNamespace(), []
-        for i, argument in enumerate(upstream.arguments_of(func)):
-            value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        for name, value in called.arguments():
             value = self._valued(value)
             given += list(refs_in(value))
-            setattr(found, argument.name, value)
-        found.given = given
+            setattr(found, name, value)
+        found.given, found.operands = given, lambda: self._valued(called.operands())
         return found
 
     def _valued(self, x: Any) -> Any:
@@ -431,7 +432,6 @@ class Functions(TorchFunctionMode):
         return func(*args, **kwargs) if found is None else found[0]
 
 
-_SAME = frozenset({"alias", "lift_fresh", "lift", "detach"})
 _OF_EACH = frozenset(
     ["add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "zero"]
     + ["copy", "lerp", "addcmul", "addcdiv"]

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradtools.errors import is_of
 from gradtools.rules import Rule
-from gradtools.seeing.graph import Body
+from gradtools.seeing.nodes import Body
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.translating.recorder import Computing, FormulaRecorder
@@ -86,6 +87,14 @@ class _Applied:
 
     def _rule(self, outs: Sequence[Tensor], refs: Sequence[Ref]) -> None:
         """A node that has the outputs' values, and the rule's cotangents."""
+        try:
+            self._differentiated(outs, refs, again=True)
+        except RuntimeError as error:
+            if not is_of("torch", error):
+                raise
+            self._differentiated(outs, refs, again=False)  # a backward that has no derivative
+
+    def _differentiated(self, outs: Sequence[Tensor], refs: Sequence[Ref], again: bool) -> None:
         w, recorder = self.writer, self.recorder
         asked = [x for x in self.xs if x.requires_grad]
         to = [y for y in outs if y.requires_grad]
@@ -96,7 +105,7 @@ class _Applied:
             recorder.depth += 1
             try:
                 found = torch.autograd.grad(
-                    to, asked, cts, create_graph=True, retain_graph=True, allow_unused=True
+                    to, asked, cts, create_graph=again, retain_graph=True, allow_unused=True
                 )
             finally:
                 recorder.depth -= 1

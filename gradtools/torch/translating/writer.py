@@ -7,7 +7,7 @@ nodes are written into frames of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.graph import Body, Graph, Node, Value
+from gradtools.seeing.formula.vocabulary import OPERATIONS
+from gradtools.seeing.nodes import Body, Node, PlainGraph, Value
 from gradtools.torch.recording.values import Like as Like
 from gradtools.torch.recording.values import like as like
 
@@ -116,10 +117,12 @@ class Writer:
         finally:
             self.frames.pop()
 
-    def graph(self, nodes: Sequence[Node], inputs: Sequence[Ref], outputs: Sequence[Ref]) -> Graph:
+    def graph(
+        self, nodes: Sequence[Node], inputs: Sequence[Ref], outputs: Sequence[Ref]
+    ) -> PlainGraph:
         """A frame as a program."""
         numbers = lambda refs: tuple(x.number for x in refs)
-        return Graph(tuple(nodes), self.values, numbers(inputs), numbers(outputs))
+        return PlainGraph(tuple(nodes), self.values, numbers(inputs), numbers(outputs))
 
     # --- words that are used often
 
@@ -233,6 +236,37 @@ class Writer:
         lead = np.broadcast_shapes(*(i.shape for i in indices))
         rest = [n for a, n in enumerate(x.shape) if a not in axes]
         return self("index", x, *indices, shape=(*lead, *rest), dtype=x.dtype, axes=tuple(axes))
+
+
+def as_said(w: Writer, o: Any) -> Ref | None:
+    """As the graph says it (`operands.py`), where it is a word of the vocabulary in its sense."""
+    operation, attributes = o.said()
+    known = {name.rstrip("?") for name in OPERATIONS[operation].attributes}
+    operands = [w.ref(x) for x in o.operands()]
+    (x, *_), (shape, dtype) = operands, o.likes[0]
+    if _changes_nothing(operation, x, shape, attributes):
+        return x
+    if attributes.keys() - known - {"dtype", "drop"}:
+        return None
+    said = {f"{key}_": value for key, value in attributes.items() if key in known}
+    if attributes.get("drop"):
+        return w.reshape(w.window(x, *_window(attributes, x.ndim)), shape)
+    return w(operation, *operands, shape=shape, dtype=dtype, **said)
+
+
+def _changes_nothing(operation: str, x: Ref, shape: Shape, attributes: Mapping[str, Any]) -> bool:
+    if operation in ("reshape", "broadcast", "slice"):
+        return x.shape == shape
+    if operation == "transpose":
+        return attributes["permutation"] == tuple(range(x.ndim))
+    return not x.ndim and operation in _ALONG
+
+
+def _window(attributes: Mapping[str, Any], rank: int) -> tuple[Any, Any, Any]:
+    return attributes["start"], attributes["limit"], attributes.get("stride", (1,) * rank)
+
+
+_ALONG = ("flip", "roll", "cumsum", "cumprod", "logcumsumexp", "take_along")
 
 
 def axes_of(x: Ref, axes: Any) -> tuple[int, ...]:

@@ -127,15 +127,6 @@ class HostFunction(CustomRule):
     def _taking(self) -> Parameters:
         return Parameters.positional(self.__name__, self.kernel.fun)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The value; differentiated by the rule wherever a derivative is taken."""
-        _, values = self._taken.bound(args, kwargs)
-        now = self._backend.call_now(self.kernel, values)
-        if now is None:
-            return super().__call__(*args, **kwargs)
-        expected, ys = now
-        return ys[0] if expected.alone else self._backend.unflatten(expected.treedef, ys)
-
     def _value(self, *args: Any) -> Any:
         backend = self._backend
         call, xs = self.kernel.bind(backend, args)

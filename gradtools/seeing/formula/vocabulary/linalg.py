@@ -22,6 +22,7 @@ from gradtools.seeing.formula.algebra import (
     times,
 )
 from gradtools.seeing.formula.expressions import REAL, Expr, expr
+from gradtools.seeing.formula.vocabulary.record import words
 
 Lowering = Callable[..., Any]
 
@@ -71,13 +72,6 @@ def _matrix_power(a: Expr, exponent: int) -> Expr:
         return a
     square = matmul(half, half)
     return matmul(square, a) if exponent % 2 else square
-
-
-def _pinv(a: Expr) -> Expr:
-    h = adjoint_matrix(a)
-    if a.shape[-2] >= a.shape[-1]:
-        return making.solve(matmul(h, a), h)
-    return adjoint_matrix(making.solve(matmul(a, h), a))
 
 
 # Fourier transforms, on one transform without a factor.
@@ -144,22 +138,46 @@ def _svd(a: Expr) -> list[Expr]:
     return [left, values, adjoint_matrix(right)]
 
 
-LINALG: dict[str, Lowering] = {
-    "det": lambda a: _per_matrix("det", a),
-    "slogdet": _slogdet,
-    "logdet": _logabsdet,
-    "inverse": making.inverse,
-    "solve": making.solve,
-    "triangular_solve": _triangular_solve,
-    "cholesky": _cholesky,
-    "matrix_power": _matrix_power,
-    "expm": lambda a: expr("expm", (a,), a.shape, a.kind),
-    "pinv": _pinv,
-    "eigh": _decomposition("eigh"),
-    "svd": _svd,
-    "qr": _decomposition("qr"),
-    "fft": lambda x, axes=None, norm=None: _transform(x, axes, norm, True),
-    "ifft": lambda x, axes=None, norm=None: _transform(x, axes, norm, False),
-    "rfft": _rfft,
-    "irfft": _irfft,
-}
+_WORDS = """
+det           | a       |                | determinant of the last two axes
+slogdet       | a       |                | sign and log abs det | sign logabsdet
+logdet        | a       |                | log det
+inverse       | a       |                | matrix inverse
+solve         | a b     |                | a^-1 b; b is a matrix (or a batch of them)
+triangular_solve | a b | lower? unit? transpose? conjugate? left? |
+    a^-1 b of the named triangle; transposed or conjugated; left = False: b a^-1
+cholesky      | a       | upper?         | l with l l^H = a (or u with u^H u = a)
+matrix_power  | a       | exponent       | an integer
+expm          | a       |                | matrix exponential
+pinv          | a       |                | pseudo-inverse
+eigh          | a       |                | of (a + a^H)/2, ascending | values vectors
+svd           | a       |                | thin: a = u diag(s) vh | u s vh
+qr            | a       |                | reduced, as many rows as columns or more | q r
+fft           | x       | axes? norm?     | norm in "backward" (default), "ortho", "forward"
+ifft          | x       | axes? norm?     | inverse of fft
+rfft          | x       | axes? norm?     | of real x; the last of axes is halved
+irfft         | x       | axes? length norm?  | inverse of rfft; length of the last of axes
+"""
+
+LINALG = words(
+    _WORDS,
+    {
+        "det": lambda a: _per_matrix("det", a),
+        "slogdet": _slogdet,
+        "logdet": _logabsdet,
+        "inverse": making.inverse,
+        "solve": making.solve,
+        "triangular_solve": _triangular_solve,
+        "cholesky": _cholesky,
+        "matrix_power": _matrix_power,
+        "expm": lambda a: expr("expm", (a,), a.shape, a.kind),
+        "pinv": making.pseudoinverse,
+        "eigh": _decomposition("eigh"),
+        "svd": _svd,
+        "qr": _decomposition("qr"),
+        "fft": lambda x, axes=None, norm=None: _transform(x, axes, norm, True),
+        "ifft": lambda x, axes=None, norm=None: _transform(x, axes, norm, False),
+        "rfft": _rfft,
+        "irfft": _irfft,
+    },
+)

@@ -18,17 +18,16 @@ from gradtools.seeing.formula.algebra import (
     power,
     product,
     reshape,
-    scale,
-    spread,
     subtract,
     times,
     total,
     transpose,
     unsqueeze,
 )
-from gradtools.seeing.formula.expressions import BOOLEAN, INTEGER, REAL, Expr, expr
-from gradtools.seeing.formula.functions import apply, indicator
-from gradtools.seeing.formula.lowering_elementwise import apply_cast
+from gradtools.seeing.formula.expressions import BOOLEAN, INTEGER, Expr, expr
+from gradtools.seeing.formula.primitives.elementwise import apply
+from gradtools.seeing.formula.vocabulary.elementwise import apply_cast
+from gradtools.seeing.formula.vocabulary.record import words
 
 Lowering = Callable[..., Any]
 
@@ -269,54 +268,111 @@ def _trace(x: Expr) -> Expr:
     return product([square], [(*axes, "d", "d")], axes, batch)
 
 
-ARRAYS: dict[str, Lowering] = {
-    "transpose": lambda x, permutation: transpose(x, permutation),
-    "reshape": lambda x, shape: reshape(x, shape),
-    "broadcast": lambda x, shape, axes=None: broadcast(x, shape, axes),
-    "concatenate": lambda *xs, axis: making.concatenate(xs, axis),
-    "stack": _stack,
-    "split": _split,
-    "slice": _slice,
-    "pad": _pad,
-    "flip": lambda x, axes: making.flip(x, axes),
-    "roll": lambda x, shifts, axes: making.roll(x, shifts, axes),
-    "triangle": _triangle,
-    "diagonal": _diagonal,
-    "diagonal_matrix": _diagonal_matrix,
-    "index": _index,
-    "take_along": _take_along,
-    "scatter": _scatter,
-    "scatter_along": _scatter_along,
-    "dynamic_slice": lambda x, *starts, sizes: making.dynamic_slice(x, starts, sizes),
-    "dynamic_update": lambda x, u, *starts: making.dynamic_update(x, u, starts),
-    "one_hot": lambda i, size: making.one_hot(i, size),
-    "sort": _sort,
-    "argsort": _argsort,
-    "topk": _topk,
-    "embedding": lambda table, i: _index(table, i, axes=(0,)),
-    "sum": _sum,
-    "mean": lambda x, axes=None, keep=False: mean(x, _all_axes(x, axes), keep),
-    "prod": _reduction("prod"),
-    "max": _reduction("max"),
-    "min": _reduction("min"),
-    "any": _reduction("any", BOOLEAN),
-    "all": _reduction("all", BOOLEAN),
-    "logsumexp": _reduction("logsumexp"),
-    "argmax": _argmax,
-    "argmin": lambda x, axis, keep=False: _argmax(algebra.negate(x), axis, keep),
-    "variance": _variance,
-    "deviation": _deviation,
-    "norm": _norm,
-    "cumsum": _cumulative("cumsum"),
-    "cumprod": _cumulative("cumprod"),
-    "logcumsumexp": _cumulative("logcumsumexp"),
-    "cummax": _cumulative_extreme(1.0),
-    "cummin": _cumulative_extreme(-1.0),
-    "einsum": lambda *xs, subscripts: einsum(subscripts, *xs),
-    "matmul": algebra.matmul,
-    "outer": lambda a, b: einsum("i,j->ij", a, b),
-    "trace": _trace,
-    "cross": _cross,
-}
+_WORDS = """
+transpose     | x       | permutation    | numpy.transpose
+reshape       | x       | shape          | row-major; also flatten, squeeze, unsqueeze
+broadcast     | x       | shape axes?    | axis i of x becomes axes[i]; default the last ones
+concatenate   | *x      | axis           | numpy.concatenate
+stack         | *x      | axis           | numpy.stack
+split         | x       | sizes axis     | consecutive parts, as many as sizes | part*
+slice         | x       | start limit stride?      | one number for each axis; stride > 0
+pad | x | low high interior? value? |
+    as in jax.lax.pad; negative low, high cut off
+flip          | x       | axes           | reversed
+roll          | x       | shifts axes    | numpy.roll
+triangle      | x       | upper offset?  | triu or tril of the last two axes
+diagonal      | x       | offset? axes?  | numpy.diagonal; axes default to the last two
+diagonal_matrix | x     | offset?        | the last axis becomes a diagonal
+index | x *i | axes |
+    integer arrays i at axes; their axes lead, the others follow
+take_along    | x i     | axis           | numpy.take_along_axis; i has the rank of x
+scatter | x u *i | axes mode |
+    index(x, *i) is replaced by u ("set") or has u added ("add")
+scatter_along | x i u   | axis mode      | the same for take_along
+dynamic_slice | x *s | sizes |
+    a window that starts at the integers s, one for each axis
+dynamic_update | x u *s |                | that window replaced by u
+one_hot       | i       | size           | a new last axis: 1 at i, 0 elsewhere
+sort          | x       | axis descending?  | values, and where they stood | values indices
+argsort       | x       | axis descending?  | integers
+topk          | x       | k axis largest?   | sorted, and where they stood | values indices
+embedding     | table i |                | table[i]
+sum           | x       | axes? keep?     | sum over axes
+mean          | x       | axes? keep?     | mean over axes
+prod          | x       | axes? keep?     | product over axes
+max           | x       | axes? keep?     | greatest over axes
+min           | x       | axes? keep?     | least over axes
+argmax        | x       | axis keep?     | integer
+argmin        | x       | axis keep?     | integer
+any           | x       | axes? keep?     | boolean
+all           | x       | axes? keep?     | boolean
+logsumexp     | x       | axes? keep?     | log of the sum of exponentials
+variance      | x       | axes? correction? keep?  | sum abs(x - mean)**2 / (n - correction); 0
+deviation     | x       | axes? correction? keep? eps?  | sqrt(variance + eps)
+norm | x | axes? ord? keep? |
+    (sum | x | **ord)**(1/ord); ord = 2, or 1, inf, any number
+cumsum        | x       | axis reverse?  | running sum
+cumprod       | x       | axis reverse?  | running product
+cummax        | x       | axis reverse?  | running maximum
+cummin        | x       | axis reverse?  | running minimum
+logcumsumexp  | x       | axis reverse?  | log of the running sum of exponentials
+einsum | *x | subscripts |
+    numpy.einsum with "->" and no "..."; no label twice in the result
+matmul        | a b     |                | numpy.matmul
+outer         | a b     |                | numpy.outer of two vectors
+trace         | x       |                | of the last two axes
+cross         | a b     | axis           | numpy.cross along an axis of length 3
+"""
 
-__all__ = ["ARRAYS", "REAL", "indicator", "scale", "spread"]
+ARRAYS = words(
+    _WORDS,
+    {
+        "transpose": lambda x, permutation: transpose(x, permutation),
+        "reshape": lambda x, shape: reshape(x, shape),
+        "broadcast": lambda x, shape, axes=None: broadcast(x, shape, axes),
+        "concatenate": lambda *xs, axis: making.concatenate(xs, axis),
+        "stack": _stack,
+        "split": _split,
+        "slice": _slice,
+        "pad": _pad,
+        "flip": lambda x, axes: making.flip(x, axes),
+        "roll": lambda x, shifts, axes: making.roll(x, shifts, axes),
+        "triangle": _triangle,
+        "diagonal": _diagonal,
+        "diagonal_matrix": _diagonal_matrix,
+        "index": _index,
+        "take_along": _take_along,
+        "scatter": _scatter,
+        "scatter_along": _scatter_along,
+        "dynamic_slice": lambda x, *starts, sizes: making.dynamic_slice(x, starts, sizes),
+        "dynamic_update": lambda x, u, *starts: making.dynamic_update(x, u, starts),
+        "one_hot": lambda i, size: making.one_hot(i, size),
+        "sort": _sort,
+        "argsort": _argsort,
+        "topk": _topk,
+        "embedding": lambda table, i: _index(table, i, axes=(0,)),
+        "sum": _sum,
+        "mean": lambda x, axes=None, keep=False: mean(x, _all_axes(x, axes), keep),
+        "prod": _reduction("prod"),
+        "max": _reduction("max"),
+        "min": _reduction("min"),
+        "any": _reduction("any", BOOLEAN),
+        "all": _reduction("all", BOOLEAN),
+        "logsumexp": _reduction("logsumexp"),
+        "argmax": _argmax,
+        "argmin": lambda x, axis, keep=False: _argmax(algebra.negate(x), axis, keep),
+        "variance": _variance,
+        "deviation": _deviation,
+        "norm": _norm,
+        "cumsum": _cumulative("cumsum"),
+        "cumprod": _cumulative("cumprod"),
+        "logcumsumexp": _cumulative("logcumsumexp"),
+        "cummax": _cumulative_extreme(1.0),
+        "cummin": _cumulative_extreme(-1.0),
+        "einsum": lambda *xs, subscripts: einsum(subscripts, *xs),
+        "matmul": algebra.matmul,
+        "outer": lambda a, b: einsum("i,j->ij", a, b),
+        "trace": _trace,
+        "cross": _cross,
+    },
+)

@@ -13,7 +13,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import making
 from gradtools.seeing.formula.algebra import (
     array,
-    broadcast,
     divide,
     full,
     matmul,
@@ -31,7 +30,8 @@ from gradtools.seeing.formula.algebra import (
     total,
 )
 from gradtools.seeing.formula.expressions import BOOLEAN, INTEGER, Expr
-from gradtools.seeing.formula.functions import apply
+from gradtools.seeing.formula.primitives.elementwise import apply
+from gradtools.seeing.formula.vocabulary.record import words
 
 Lowering = Callable[..., Any]
 
@@ -231,22 +231,51 @@ def _dropout(x: Expr, mask: Expr, rate: float) -> Expr:
     return scale(1 / (1 - rate), times(x, mask))
 
 
-LAYERS: dict[str, Lowering] = {
-    "convolution": _convolution,
-    "convolution_transposed": _convolution_transposed,
-    "max_pool": _max_pool,
-    "avg_pool": _avg_pool,
-    "sum_pool": _sum_pool,
-    "softmax": making.softmax,
-    "log_softmax": _log_softmax,
-    "cross_entropy": _cross_entropy,
-    "standardize": _standardize,
-    "layer_norm": _layer_norm,
-    "batch_norm": _batch_norm,
-    "group_norm": _group_norm,
-    "rms_norm": _rms_norm,
-    "attention": _attention,
-    "dropout": _dropout,
-}
+_WORDS = """
+convolution | x w | stride? padding? dilation? input_dilation? groups? |
+    correlation; x: N, C, spatial; w: O, C/groups, spatial; padding ((low, high), ...)
+convolution_transposed | x w | stride? padding? output_padding? dilation? groups? |
+    torch's conv_transpose; w: C, O/groups, spatial; padding one number for each spatial
+    axis
+max_pool | x | window stride? padding? dilation? |
+    over the last len(window) axes; padding ((low, high), ...) of -inf; stride = window
+avg_pool | x | window stride? padding? count_padding? |
+    mean over windows; count_padding = True
+sum_pool      | x       | window stride? padding?  | sum over windows
+softmax       | x       | axis           | e**x / sum e**x
+log_softmax   | x       | axis           | x - logsumexp(x)
+cross_entropy | z t | axis reduction? |
+    -sum t log_softmax(z) over axis; integer t are labels; reduction in "mean" (over what is
+    left), "sum", "none"
+standardize   | x       | axes eps?      | (x - mean) / sqrt(variance + eps); eps = 0
+layer_norm | x scale? shift? | axes eps |
+    standardize(x) * scale + shift; both of x's shape at axes
+batch_norm | x scale? shift? mean? variance? | training eps axis? |
+    over all axes but axis = 1; in training without mean and variance
+group_norm    | x scale? shift?  | groups eps | x: N, C, ...; scale and shift: C
+rms_norm      | x scale? | axes eps      | x / sqrt(mean x**2 + eps) * scale
+attention | q k v mask? | scale? causal? |
+    softmax(scale q k^T + mask) v over the last two axes; a boolean mask keeps where true
+dropout       | x mask  | rate           | x * mask / (1 - rate)
+"""
 
-__all__ = ["LAYERS", "broadcast"]
+LAYERS = words(
+    _WORDS,
+    {
+        "convolution": _convolution,
+        "convolution_transposed": _convolution_transposed,
+        "max_pool": _max_pool,
+        "avg_pool": _avg_pool,
+        "sum_pool": _sum_pool,
+        "softmax": making.softmax,
+        "log_softmax": _log_softmax,
+        "cross_entropy": _cross_entropy,
+        "standardize": _standardize,
+        "layer_norm": _layer_norm,
+        "batch_norm": _batch_norm,
+        "group_norm": _group_norm,
+        "rms_norm": _rms_norm,
+        "attention": _attention,
+        "dropout": _dropout,
+    },
+)

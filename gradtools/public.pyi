@@ -1,0 +1,83 @@
+"""The public names as a type checker and an editor see them, for both wings: bound operators.
+
+It is never imported: a wing looks a name up in its `Api` when the name is first read.
+"""
+
+from gradtools.accumulate import Accumulation as _Accumulation
+from gradtools.chunking import Chunking as _Chunking
+from gradtools.custom import CustomRules as _CustomRules
+from gradtools.derivatives import Derivatives as _Derivatives
+from gradtools.edits import Edits as _Edits
+from gradtools.freezing import Freezing as _Freezing
+from gradtools.host_functions import HostFunctions as _HostFunctions
+from gradtools.models import Models as _Models
+from gradtools.pairs import Pairs as _Pairs
+from gradtools.seeing.formulating import Formulating as _Formulating
+from gradtools.seeing.graphing import Graphing as _Graphing
+from gradtools.seeing.measures import Measures as _Measures
+from gradtools.seeing.operators import SeeingOperators as _SeeingOperators
+from gradtools.tiling import Tiling as _Tiling
+
+_derivatives: _Derivatives
+_edits: _Edits
+_custom_rules: _CustomRules
+_host_functions: _HostFunctions
+_freezing: _Freezing
+_chunking: _Chunking
+_tiling: _Tiling
+_pairs: _Pairs
+_accumulation: _Accumulation
+_models: _Models
+_seeing: _SeeingOperators
+_graphing: _Graphing
+_formulating: _Formulating
+_measures: _Measures
+
+GradientAccumulator = _accumulation.GradientAccumulator
+Spec = _host_functions.Spec
+accumulate_gradients = _accumulation.accumulate_gradients
+asarray = _models.asarray
+assign_gradients = _accumulation.assign_gradients
+attention = _pairs.attention
+checkpoint = _models.checkpoint
+chunked = _chunking.chunked
+clip_gradient = _edits.clip_gradient
+compile = _models.compile
+contrastive_loss = _pairs.contrastive_loss
+custom_rule = _custom_rules.custom_rule
+dependence = _seeing.dependence
+formula = _formulating.formula
+frozen = _freezing.frozen
+functionalize = _models.functionalize
+gather = _chunking.gather
+grad = _derivatives.grad
+gradient_graph = _graphing.gradient_graph
+graph_diff = _graphing.graph_diff
+guard_gradients = _seeing.guard_gradients
+hessian = _derivatives.hessian
+host_function = _host_functions.host_function
+hvp = _derivatives.hvp
+is_replaying = _chunking.is_replaying
+jacobian = _derivatives.jacobian
+jvp = _derivatives.jvp
+key = _models.key
+known_gradient = _edits.known_gradient
+linear_cross_entropy = _pairs.linear_cross_entropy
+linearize = _derivatives.linearize
+measure = _measures.measure
+microbatched = _chunking.microbatched
+minimax_value_and_grad = _derivatives.minimax_value_and_grad
+mixed_partial = _derivatives.mixed_partial
+per_example_grad = _derivatives.per_example_grad
+reverse_gradient = _edits.reverse_gradient
+scale_gradient = _edits.scale_gradient
+split = _models.split
+stop_gradient = _edits.stop_gradient
+straight_through = _edits.straight_through
+tiled = _tiling.tiled
+to_numpy = _models.to_numpy
+transform_gradient = _edits.transform_gradient
+value_and_grad = _derivatives.value_and_grad
+vjp = _derivatives.vjp
+vmap = _models.vmap
+why_zero = _seeing.why_zero

@@ -1,0 +1,327 @@
+"""Convolutions and pooling.
+
+A convolution and its two adjoints are the partial derivatives of one trilinear form
+``<g, x * w>``, and closed under derivatives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradtools.seeing.formula.algebra import conj
+from gradtools.seeing.formula.expressions import Expr
+from gradtools.seeing.formula.making import (
+    convolution,
+    convolution_input,
+    convolution_weight,
+    pooled,
+)
+from gradtools.seeing.formula.primitives.record import Primitive, listed, tie_first
+from gradtools.seeing.formula.typesetting import SUM, Written, function
+
+if TYPE_CHECKING:
+    from gradtools.seeing.formula.axes import Axes
+    from gradtools.seeing.formula.writing import ExpressionWriter
+
+# --- values, in NumPy
+
+
+def _taps(y, w_space, out_space):
+    """For each tap: the window of the padded input that meets the output."""
+    stride, dilation = y["stride"], y["dilation"]
+    for tap in itertools.product(*map(range, w_space)):
+        yield (
+            tap,
+            tuple(
+                slice(t * d, t * d + (n - 1) * s + 1, s)
+                for t, d, s, n in zip(tap, dilation, stride, out_space, strict=True)
+            ),
+        )
+
+
+def _padded(y, x):
+    return np.pad(x, [(0, 0), (0, 0), *y["padding"]])
+
+
+def _grouped(y, x, axis=1):
+    """The channel axis as groups and channels of a group."""
+    groups = y["groups"]
+    return x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
+
+
+def _convolution(y, x, w):
+    """Sum over taps."""
+    space = y.shape[2:]
+    xs, ws = _grouped(y, _padded(y, x)), _grouped(y, w, 0)
+    groups = y["groups"]
+    out = np.zeros((x.shape[0], groups, w.shape[0] // groups, *space), np.result_type(x, w))
+    for tap, window in _taps(y, w.shape[2:], space):
+        part = xs[(slice(None),) * 3 + window]
+        out += np.einsum("ngc...,goc->ngo...", part, ws[(slice(None),) * 3 + tap])
+    return out.reshape(y.shape)
+
+
+def _convolution_input(y, g, w):
+    """Every tap sends the cotangent back to where it read."""
+    groups = y["groups"]
+    padded = [n + a + b for n, (a, b) in zip(y.shape[2:], y["padding"], strict=True)]
+    out = np.zeros((y.shape[0], groups, y.shape[1] // groups, *padded), np.result_type(g, w))
+    gs, ws = _grouped(y, g), _grouped(y, w, 0)
+    for tap, window in _taps(y, w.shape[2:], g.shape[2:]):
+        out[(slice(None),) * 3 + window] += np.einsum(
+            "ngo...,goc->ngc...", gs, ws[(slice(None),) * 3 + tap]
+        )
+    inner = tuple(slice(a, a + n) for n, (a, _) in zip(y.shape[2:], y["padding"], strict=True))
+    return out.reshape(y.shape[0], y.shape[1], *padded)[(slice(None),) * 2 + inner]
+
+
+def _convolution_weight(y, x, g):
+    """Every tap meets the cotangent with what it read."""
+    groups = y["groups"]
+    shape = (groups, y.shape[0] // groups, *y.shape[1:])
+    out = np.zeros(shape, np.result_type(x, g))
+    xs, gs = _grouped(y, _padded(y, x)), _grouped(y, g)
+    for tap, window in _taps(y, y.shape[2:], g.shape[2:]):
+        part = xs[(slice(None),) * 3 + window]
+        flat = (*part.shape[:3], -1)
+        out[(slice(None),) * 3 + tap] = np.einsum(
+            "ngcs,ngos->goc", part.reshape(flat), gs.reshape(*gs.shape[:3], -1)
+        )
+    return out.reshape(y.shape)
+
+
+def _pool_windows(y, x, fill, space):
+    """The values that meet each place of the output: one array for each tap, stacked."""
+    window, lead = y["window"], x.ndim - len(y["window"])
+    padded = np.pad(x, [(0, 0)] * lead + list(y["padding"]), constant_values=fill)
+    return [(at, padded[(slice(None),) * lead + at]) for _, at in _taps(y, window, space)]
+
+
+def _unpad(y, out, lead, shape):
+    inner = tuple(slice(a, a + n) for n, (a, _) in zip(shape[lead:], y["padding"], strict=True))
+    return out[(slice(None),) * lead + inner]
+
+
+def _pool_space(y, shape):
+    return shape[len(shape) - len(y["window"]) :]
+
+
+def _arg_of_windows(y, x, space):
+    parts = _pool_windows(y, x, -np.inf, space)
+    return np.argmax(np.stack([p for _, p in parts]), 0), [at for at, _ in parts]
+
+
+def _max_pool(y, x):
+    """The greatest of each window."""
+    parts = _pool_windows(y, x, -np.inf, _pool_space(y, y.shape))
+    return np.max(np.stack([p for _, p in parts]), 0)
+
+
+def _max_pick(y, u, x):
+    """U where x is greatest in each window."""
+    space = _pool_space(y, y.shape)
+    best, _ = _arg_of_windows(y, x, space)
+    parts = np.stack([p for _, p in _pool_windows(y, u, 0, space)])
+    return np.take_along_axis(parts, best[None], 0)[0]
+
+
+def _scatter_windows(y, shape, places, values, dtype):
+    lead = len(shape) - len(y["window"])
+    padded = [n + a + b for n, (a, b) in zip(shape[lead:], y["padding"], strict=True)]
+    out = np.zeros((*shape[:lead], *padded), dtype)
+    for at, value in zip(places, values, strict=True):
+        out[(slice(None),) * lead + at] += value
+    return _unpad(y, out, lead, shape)
+
+
+def _max_unpool(y, g, x):
+    """G added where x is greatest in each window."""
+    best, places = _arg_of_windows(y, x, _pool_space(y, g.shape))
+    values = [np.where(best == k, g, 0) for k in range(len(places))]
+    return _scatter_windows(y, y.shape, places, values, g.dtype)
+
+
+def _sum_pool(y, x):
+    """The sum of each window."""
+    return sum(p for _, p in _pool_windows(y, x, 0, _pool_space(y, y.shape)))
+
+
+def _sum_unpool(y, g):
+    """G added all over each window."""
+    space = _pool_space(y, g.shape)
+    places = [at for _, at in _taps(y, y["window"], space)]
+    return _scatter_windows(y, y.shape, places, [g] * len(places), g.dtype)
+
+
+# --- cotangents of the arguments
+
+
+def _geometry(y):
+    return {name: y[name] for name in ("stride", "padding", "dilation", "groups")}
+
+
+def _convolution_pullback(y, g, x, w):
+    """The two adjoints of the convolution."""
+    return [
+        convolution_input(g, conj(w), x.shape, **_geometry(y)),
+        convolution_weight(conj(x), g, w.shape, **_geometry(y)),
+    ]
+
+
+def _convolution_input_pullback(y, u, g, w):
+    """A convolution, and the correlation with what came in."""
+    return [
+        convolution(u, conj(w), **_geometry(y)),
+        convolution_weight(u, conj(g), w.shape, **_geometry(y)),
+    ]
+
+
+def _convolution_weight_pullback(y, u, x, g):
+    """A transposed convolution, and a convolution."""
+    return [
+        convolution_input(conj(g), u, x.shape, **_geometry(y)),
+        convolution(conj(x), u, **_geometry(y)),
+    ]
+
+
+def _pooling_of(y):
+    """The windows of a pooling."""
+    return {name: y[name] for name in ("window", "stride", "padding", "dilation")}
+
+
+def _max_pool_pullback(y, g, x):
+    """The cotangent goes back to where x is greatest."""
+    return [pooled("max_unpool", (g, x), x.shape, _pooling_of(y))]
+
+
+def _max_unpool_pullback(y, u, g, x):
+    """What stands where x is greatest."""
+    return [pooled("max_pick", (u, x), g.shape, _pooling_of(y)), None]
+
+
+def _max_pick_pullback(y, g, u, x):
+    """The cotangent goes back to where x is greatest."""
+    return [pooled("max_unpool", (g, x), x.shape, _pooling_of(y)), None]
+
+
+# --- notation
+
+
+def _geometry_in_words(x: Expr) -> str:
+    said = []
+    if any(s != 1 for s in x["stride"]):
+        said.append(f"stride {listed(x['stride'])}")
+    if any(p != (0, 0) for p in x["padding"]):
+        same = all(a == b for a, b in x["padding"])
+        said.append(f"padding {listed([a for a, _ in x['padding']] if same else x['padding'])}")
+    if any(d != 1 for d in x["dilation"]):
+        said.append(f"dilation {listed(x['dilation'])}")
+    if x.get("groups", 1) != 1:
+        said.append(f"groups {x['groups']}")
+    return ", ".join(said)
+
+
+def _convolution_form(w: ExpressionWriter, x: Expr) -> Written:
+    said = _geometry_in_words(x)
+    w.note("conv(X, W): convolution (cross-correlation)" + (f" with {said}" if said else ""))
+    return function("conv", [w.whole(a) for a in x.args])
+
+
+def _convolution_input_form(w: ExpressionWriter, x: Expr) -> Written:
+    w.note("convᵀ(Ȳ, W): its adjoint in the input X, the transposed convolution")
+    return function("convᵀ", [w.whole(a) for a in x.args], latex=r"\operatorname{conv}^{\top}")
+
+
+def _convolution_weight_form(w: ExpressionWriter, x: Expr) -> Written:
+    w.note("corr(X, Ȳ): its adjoint in the weight W, the correlation of input and cotangent")
+    return function("corr", [w.whole(a) for a in x.args])
+
+
+def _pool_form(name: str, note: str) -> Callable[[ExpressionWriter, Expr], Written]:
+    def form(w: ExpressionWriter, x: Expr) -> Written:
+        w.note(f"{note}; windows {listed(x['window'])}, stride {listed(x['stride'])}")
+        args = [w.whole(a) for a in x.args]
+        if len(args) == 1:
+            return function(name, args)
+        inside = Written(
+            f"{args[0].text}; {args[1].text}", rf"{args[0].latex};\, {args[1].latex}", SUM
+        )
+        return function(name, [inside])
+
+    return form
+
+
+# --- axes that are the same
+
+
+def _ties(*pairs: tuple[int, int, int, int]) -> Callable[[Axes, Expr], None]:
+    """Ties of axes by (array, axis, array, axis), array -1 being the result."""
+
+    def tie(axes: Axes, y: Expr) -> None:
+        at = lambda k: y if k < 0 else y.args[k]
+        for a, i, b, j in pairs:
+            axes.tie((at(a), i), (at(b), j))
+
+    return tie
+
+
+def _tie_convolution(axes: Axes, y: Expr) -> None:
+    pairs = {
+        "convolution": ((-1, 0, 0, 0), (-1, 1, 1, 0), (0, 1, 1, 1)),
+        "convolution_input": ((-1, 0, 0, 0), (0, 1, 1, 0), (-1, 1, 1, 1)),
+        "convolution_weight": ((-1, 0, 1, 1), (0, 0, 1, 0), (-1, 1, 0, 1)),
+    }[y.op]
+    _ties(*pairs)(axes, y)
+
+
+LAYERS: dict[str, Primitive] = {
+    "convolution": Primitive(
+        _convolution, _convolution_pullback, form=_convolution_form, ties=_tie_convolution
+    ),
+    "convolution_input": Primitive(
+        _convolution_input,
+        _convolution_input_pullback,
+        form=_convolution_input_form,
+        ties=_tie_convolution,
+    ),
+    "convolution_weight": Primitive(
+        _convolution_weight,
+        _convolution_weight_pullback,
+        form=_convolution_weight_form,
+        ties=_tie_convolution,
+    ),
+    "max_pool": Primitive(
+        _max_pool,
+        _max_pool_pullback,
+        form=_pool_form("maxpool", "maxpool: the greatest of each window"),
+        ties=tie_first,
+    ),
+    "max_unpool": Primitive(
+        _max_unpool,
+        _max_unpool_pullback,
+        form=_pool_form("unpool", "unpool(g; x): g put back to where x is greatest"),
+        ties=tie_first,
+    ),
+    "max_pick": Primitive(
+        _max_pick,
+        _max_pick_pullback,
+        form=_pool_form("pick", "pick(u; x): u where x is greatest in each window"),
+        ties=tie_first,
+    ),
+    "sum_pool": Primitive(
+        _sum_pool,
+        lambda y, g, x: [pooled("sum_unpool", (g,), x.shape, _pooling_of(y))],
+        form=_pool_form("sumpool", "sumpool: the sum of each window"),
+        ties=tie_first,
+    ),
+    "sum_unpool": Primitive(
+        _sum_unpool,
+        lambda y, u, g: [pooled("sum_pool", (u,), g.shape, _pooling_of(y))],
+        form=_pool_form("sumpoolᵀ", "sumpoolᵀ: its adjoint"),
+        ties=tie_first,
+    ),
+}

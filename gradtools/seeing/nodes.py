@@ -1,0 +1,227 @@
+"""The graph form: one run of a program, the same for both frameworks.
+
+A `Graph` is a list of `Node`s in the order in which they ran. Each node reads values and makes
+values; a value is an array of which only the shape and the dtype are kept. A node says what it
+did in the field's word (`operation`) and in the framework's own (`native`), at which line of the
+user's code and in which module, and how each of its outputs depends on each of its inputs::
+
+    none < cut < zero_derivative < differentiable
+
+Along a path the weakest link counts, over several paths the strongest path. Loops, branches and
+other calls with programs inside hold these as `Body`s, with graphs of their own.
+
+The wings fill it; what is read from it stands in the other rooms of this package.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+
+class Dependence(IntEnum):
+    """How one array depends on another: the strength of a link, and of a whole path."""
+
+    NONE = 0  # no data flows
+    CUT = 1  # data flows, no derivative does: detached, compared, cast, out of the framework
+    ZERO_DERIVATIVE = 2  # connected by round, floor, sign: the derivative is zero everywhere
+    DIFFERENTIABLE = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, order=True)
+class Source:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+    @property
+    def text(self) -> str:
+        """The line itself, stripped; empty where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+@dataclass(frozen=True)
+class Value:
+    """An array in the program.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype's name.
+        name: The path of an input's or output's leaf, the name of a captured parameter, or empty.
+        base: The number of the value whose memory it shows: of a view another than its own.
+        spoken: The same name in the words of who wrote the function, as texts and pictures have it:
+            "params['w']" for "argument 0['w']"; empty where it is no other.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    name: str = ""
+    base: int | None = None
+    spoken: str = ""
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether it is of a floating or complex dtype, so that it may have a derivative."""
+        return self.dtype.startswith(("float", "complex", "bfloat"))
+
+    @property
+    def bytes(self) -> int:
+        """How much memory its elements take; an element of unknown dtype counts as one byte."""
+        bits = re.match(r"[a-z]*?(\d+)", self.dtype)
+        return math.prod(self.shape) * max(1, int(bits[1]) // 8 if bits else 1)
+
+
+@dataclass(frozen=True)
+class Body:
+    """A program inside a node, and how its ends are tied to those of the node.
+
+    Attributes:
+        graph: The program.
+        inputs: ``inputs[i]`` is the position of the node's input that enters as input i.
+        carries: Pairs (k, i): output k comes back as input i in the next round of a loop.
+        gate: Whether it only decides (a loop's condition). Of any other body output k leaves
+            as the node's output k.
+        skippable: Whether a loop may run no time at all: its carries then leave as they came.
+    """
+
+    graph: PlainGraph
+    inputs: tuple[int, ...]
+    carries: tuple[tuple[int, int], ...] = ()
+    gate: bool = False
+    skippable: bool = False
+
+
+Links = tuple[tuple[Dependence, ...], ...]
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class _Pickled:
+    """A record whose read-only views are pickled as dictionaries."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        views = {k: dict(x) for k, x in vars(self).items() if isinstance(x, MappingProxyType)}
+        return {**vars(self), **views}
+
+
+@dataclass(frozen=True, eq=False)
+class Node(_Pickled):
+    """One operation of the program.
+
+    Attributes:
+        operation: The neutral name, such as "matmul" or "add"; the native one where none fits.
+        inputs: The values it reads, by number, in the order of its arguments.
+        outputs: The values it makes.
+        native: The framework's own name.
+        attributes: Parameters that are no arrays: axes, a permutation, a subscript string.
+        source: The innermost line of the user's own code that ran it.
+        scope: The modules it ran in, outermost first.
+        phase: 0 forward, 1 backward, 2 backward of the backward.
+        links: ``links[k][i]``: how output k depends on input i. None: by the bodies, or, without
+            any, differentiable between inexact arrays, and a cut between all others.
+        loss: The kind of loss, a key of `findings.KINDS`, of a link below differentiable.
+        mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
+        bodies: The programs inside.
+        saved: The values that it keeps for its own backward.
+        overwrites: The values all of whose entries it replaces: nothing of them flows on.
+    """
+
+    operation: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    native: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    source: Source | None = None
+    scope: tuple[str, ...] = ()
+    phase: int = 0
+    links: Links | None = None
+    loss: str | None = None
+    mark: str = ""
+    bodies: tuple[Body, ...] = ()
+    saved: tuple[int, ...] = ()
+    overwrites: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One value on its way from where it is made to one reader.
+
+    Attributes:
+        source: The position of the node that makes it; None for an input or a captured value.
+        target: The position of the node that reads it; None where it leaves as an output.
+        value: Its number.
+        bytes: Its size.
+        saved: Whether a later pass reads what an earlier one made or was given: a residual.
+            `Graph.kept` says which of them are kept anew.
+        strength: How its reader's outputs depend on it.
+        cut: Why no derivative flows, in words; None where one flows or none could.
+    """
+
+    source: int | None
+    target: int | None
+    value: int
+    bytes: int
+    saved: bool = False
+    strength: Dependence = Dependence.DIFFERENTIABLE
+    cut: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PlainGraph(_Pickled):
+    """One run of a program.
+
+    Attributes:
+        nodes: The operations, in the order in which they ran.
+        values: Every array, by number.
+        inputs: The leaves of the arguments, by number.
+        outputs: The leaves of the result. One value may be returned twice, or be an input.
+        captured: What the program reads and was not given: parameters, constants.
+        outside: Pairs (value, value): data that flows from one to the other outside of the
+            framework, through NumPy or a Python number. Such a flow is a cut.
+    """
+
+    nodes: tuple[Node, ...]
+    values: Mapping[int, Value]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    captured: tuple[int, ...] = ()
+    outside: tuple[tuple[int, int], ...] = ()
+
+    def walk(self) -> Iterator[tuple[PlainGraph, Node]]:
+        """Every node with the graph that it stands in, those of bodies after their own node."""
+        for node in self.nodes:
+            yield self, node
+            for body in node.bodies:
+                yield from body.graph.walk()
+
+    def __repr__(self) -> str:
+        counts = len(self.nodes), len(self.inputs), len(self.outputs)
+        return "Graph({} nodes, {} inputs, {} outputs)".format(*counts)
+
+
+def needed(
+    nodes: Sequence[Node],
+    outputs: Iterable[int],
+    anyhow: Callable[[Node], bool] = lambda node: False,
+) -> list[int]:
+    """The positions of the nodes that lead to the outputs, or to a node that stays anyhow."""
+    read, kept = set(outputs), []
+    for i in reversed(range(len(nodes))):
+        if anyhow(nodes[i]) or not read.isdisjoint(nodes[i].outputs):
+            read.update(nodes[i].inputs)
+            kept.append(i)
+    return kept[::-1]

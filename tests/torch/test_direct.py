@@ -1,0 +1,235 @@
+"""Eager calls of an own rule that take the short way: what they give, and how many calls they take.
+
+The first call of a rule goes the long way, so each test calls a rule often enough first.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+import gradtools
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+HOUSE = str(Path(gradtools.__file__).parent)
+KINDS = ("vjp", "jvp", "both")
+
+
+def sine(kind, *, forward=lambda p, t: (p[0].sin(), p[0].cos() * t[0])):
+    f = gt.custom_rule(lambda x: x.sin())
+    if kind != "jvp":
+        f.defvjp(lambda x: (x.sin(), x), lambda x, ct: (x.cos() * ct,))
+    if kind != "vjp":
+        f.defjvp(forward)
+    return f
+
+
+def numbers(requires_grad=False):
+    return torch.linspace(0.5, 2.0, 4, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def pushed(f, x, dx):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, dx)))
+
+
+def called(f):
+    """The rule, known: every way of calling it that a test takes was gone twice."""
+    x = numbers(requires_grad=True)
+    for _ in range(2):
+        torch.autograd.grad(f(x).sum(), x)
+        pushed(f, x.detach(), x.detach())
+    return f
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tangents_are_right(kind):
+    x, dx = numbers(), numbers().flip(0)
+    y, dy = pushed(called(sine(kind)), x, dx)
+    torch.testing.assert_close(y, x.sin())
+    torch.testing.assert_close(dy, x.cos() * dx)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dual_number_without_a_tangent_stays_without(kind):
+    f = called(sine(kind))
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(f(numbers())).tangent is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_over_reverse_and_reverse_over_forward(kind):
+    f, x, v = called(sine(kind)), numbers(), numbers().flip(0)
+    for mode in ("forward_over_reverse", "reverse_over_reverse"):
+        _, (product,) = gt.hvp(lambda x: f(x).sum(), (x,), (v,), mode=mode)
+        torch.testing.assert_close(product, -x.sin() * v)
+    slope = gt.grad(lambda x: gt.jvp(f, (x,), (v,))[1].sum())(x)
+    torch.testing.assert_close(slope, -x.sin() * v)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tangents_of_what_is_differentiated_in_reverse_mode_too(kind):
+    f, x, v = called(sine(kind)), numbers(requires_grad=True), numbers()
+    dy = pushed(f, x, v).tangent
+    (slope,) = torch.autograd.grad(dy.sum(), x)
+    torch.testing.assert_close(slope, -x.detach().sin() * v)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_picture_of_a_rule_that_was_called_is_that_of_a_new_one(kind):
+    x = numbers()
+    new, old = (f for f in (sine(kind), called(sine(kind))))
+    pictures = [str(gt.gradient_graph(lambda x, f=f: f(x).sum(), x)) for f in (new, old)]
+    assert pictures[0] == pictures[1]
+    assert "stopped" not in pictures[1]
+
+
+@pytest.mark.parametrize("kind", ["jvp", "both"])
+def test_an_affine_forward_rule_is_refused_in_forward_mode(kind):
+    f = sine(kind, forward=lambda p, t: (p[0].sin(), p[0].cos() * t[0] + 1))
+    for _ in range(3):
+        with pytest.raises(GradtoolsError, match="not zero where every tangent is zero"):
+            pushed(f, numbers(), numbers())
+
+
+def test_a_reverse_rule_that_is_not_linear_is_refused_in_forward_mode_at_each_shape():
+    f = gt.custom_rule(lambda x: x.sin())
+    f.defvjp(lambda x: (x.sin(), x), lambda x, ct: (x.cos() * ct + (len(x) == 3),))
+    x = numbers()
+    torch.testing.assert_close(pushed(f, x, x).tangent, x.cos() * x)
+    for _ in range(3):
+        with pytest.raises(GradtoolsError, match="not zero where every cotangent is zero"):
+            pushed(f, x[:3], x[:3])
+
+
+@pytest.mark.parametrize("kind", ["vjp", "jvp"])
+def test_a_rule_that_leaves_gradients_off_keeps_its_derivative(kind):
+    def off(x):
+        torch.set_grad_enabled(False)
+        return x
+
+    f = gt.custom_rule(lambda x: x.sin())
+    if kind == "vjp":
+        f.defvjp(lambda x: (x.sin(), off(x)), lambda x, ct: (x.cos() * ct,))
+    else:
+        f.defjvp(lambda p, t: (p[0].sin(), off(p[0].cos() * t[0])))
+    x = numbers(requires_grad=True)
+    for _ in range(3):
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(f(x).sum(), x)
+        torch.testing.assert_close(slope, x.detach().cos())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", ["vjp", "jvp"])
+def test_a_rule_that_writes_in_its_argument_is_refused_whenever_it_does(kind):
+    def sin(x):
+        y = x.sin()
+        if x[0] == 0:
+            x.zero_()
+        return y
+
+    f = gt.custom_rule(lambda x: x.sin())
+    if kind == "vjp":
+        f.defvjp(lambda x: (sin(x), x), lambda x, ct: (x.cos() * ct,))
+    else:
+        f.defjvp(lambda p, t: (sin(p[0]), p[0].cos() * t[0]))
+    called(f)
+    x = numbers()
+    x[0] = 0
+    with pytest.raises(GradtoolsError, match="writes in place"):
+        f(x.requires_grad_())
+
+
+def test_an_output_that_is_a_view_cannot_be_written_in_place():
+    f = gt.custom_rule(lambda x: x.reshape(2, 2))
+    f.defjvp(lambda p, t: (p[0].reshape(2, 2), t[0].reshape(2, 2)))
+    for _ in range(3):
+        x = numbers(requires_grad=True)
+        with pytest.raises(RuntimeError, match="view"):
+            f(x).mul_(2)
+
+
+# --- how many calls it takes ---------------------------------------------------------------
+
+
+def calls_of_ours(run):
+    """How many functions of gradtools one run calls."""
+    count = [0]
+
+    def watch(frame, event, arg):
+        count[0] += event == "call" and frame.f_code.co_filename.startswith(HOUSE)
+
+    run()
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+def value(f, x):
+    return lambda: f(x.detach())
+
+
+def attached(f, x):
+    return lambda: f(x)
+
+
+def gradient(f, x):
+    return lambda: torch.autograd.grad(f(x), x, torch.ones_like(x))
+
+
+def tangent(f, x):
+    x = x.detach()
+    return lambda: pushed(f, x, x)
+
+
+# What one call takes of each kind of rule, counted; a bare Function takes two, and one backward.
+TAKES = {
+    value: {"vjp": 5, "jvp": 5, "both": 5},
+    attached: {"vjp": 9, "jvp": 9, "both": 9},
+    gradient: {"vjp": 12, "jvp": 11, "both": 12},
+    tangent: {"vjp": 56, "jvp": 34, "both": 34},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", TAKES, ids=lambda what: what.__name__)
+def test_a_call_of_a_rule_takes_no_more_calls_than_these(what, kind):
+    x = numbers(requires_grad=True)
+    assert calls_of_ours(what(called(sine(kind)), x)) <= TAKES[what][kind]
+
+
+def host_sine():
+    f = gt.host_function(np.sin)
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (back(x, ct),))  # not bound yet: looked at later
+    back = gt.host_function(lambda x, ct: np.cos(x) * ct)
+    return f
+
+
+@pytest.mark.parametrize(("what", "most"), [(value, 8), (gradient, 28)])
+def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
+    f, x = host_sine(), numbers(requires_grad=True)
+    for _ in range(2):
+        what(f, x)()
+    assert calls_of_ours(what(f, x)) <= most
+
+
+@pytest.mark.parametrize(
+    ("run", "most"),
+    [
+        (lambda: gt.grad(lambda x: (x * x).sum())(numbers()), 48),
+        (lambda: gt.reverse_gradient(numbers(requires_grad=True)), 5),
+    ],
+    ids=["grad", "reverse_gradient"],
+)
+def test_an_operator_takes_no_more_calls_than_these(run, most):
+    assert calls_of_ours(run) <= most

@@ -1,0 +1,374 @@
+"""The short way of a rule's call, held against the long one: rules of many kinds, in many ways.
+
+A rule whose `_direct` is None takes the long way alone. What comes out must be the same to the
+last digit: numbers, errors, flags, and the state that a call leaves behind.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fw
+from torch.utils.checkpoint import checkpoint
+
+import gradtools.torch as gt
+
+sin, cos, exp, F64 = torch.sin, torch.cos, torch.exp, torch.float64
+
+
+def _no_grad(value):
+    with torch.no_grad():
+        return value()
+
+
+def _grad_off(value):
+    torch.set_grad_enabled(False)
+    return value()
+
+
+def _inner(x):
+    with torch.enable_grad():
+        z = x.detach().requires_grad_()
+        return torch.autograd.grad(sin(z).sum(), z)[0]
+
+
+def _mask(x):
+    return torch.rand_like(x) > 0.5
+
+
+def _by_mask(p, t, mask):
+    return p * mask, t * mask
+
+
+# By name: f, (fwd, bwd) or None, the forward rule or None, how many arguments.
+SINE = lambda x: sin(x)
+PULL = lambda x, ct: (cos(x) * ct,)
+RULES = {
+    "saves its input": (SINE, (lambda x: (sin(x), x), PULL), None, 1),
+    "saves a tuple": (SINE, (lambda x: (sin(x), (cos(x),)), lambda r, ct: (r[0] * ct,)), None, 1),
+    "saves its output": (exp, (lambda x: ((y := exp(x)), y), lambda y, ct: (y * ct,)), None, 1),
+    "saves a dict": (
+        exp,
+        (lambda x: ((y := exp(x)), {"y": y, "x": x, "k": 3}), lambda r, ct: (r["y"] * ct,)),
+        None,
+        1,
+    ),
+    "saves nothing": (lambda x: 3 * x, (lambda x: (3 * x, None), lambda r, ct: (3 * ct,)), None, 1),
+    "forward": (SINE, None, lambda p, t: (sin(p[0]), cos(p[0]) * t[0]), 1),
+    "both": (
+        SINE,
+        (lambda x: (sin(x), x), PULL),
+        lambda p, t: (sin(p[0]), cos(p[0]) * t[0]),
+        1,
+    ),
+    "both, unequal": (
+        SINE,
+        (lambda x: (sin(x), x), lambda x, ct: (2 * cos(x) * ct,)),
+        lambda p, t: (sin(p[0]), 3 * cos(p[0]) * t[0]),
+        1,
+    ),
+    "product": (
+        lambda x, y: x * y,
+        (lambda x, y: (x * y, (x, y)), lambda r, ct: (ct * r[1], ct * r[0])),
+        None,
+        2,
+    ),
+    "product, forward": (
+        lambda x, y: x * y,
+        None,
+        lambda p, t: (p[0] * p[1], t[0] * p[1] + p[0] * t[1]),
+        2,
+    ),
+    "one cotangent": (
+        lambda x, y: x * y,
+        (lambda x, y: (x * y, (x, y)), lambda r, ct: (ct * r[1], None)),
+        None,
+        2,
+    ),
+    "two outputs": (
+        lambda x: (sin(x), cos(x)),
+        (lambda x: ((sin(x), cos(x)), x), lambda x, ct: (cos(x) * ct[0] - sin(x) * ct[1],)),
+        None,
+        1,
+    ),
+    "a dict of outputs, forward": (
+        lambda x: {"a": sin(x), "b": x * 2},
+        None,
+        lambda p, t: ({"a": sin(p[0]), "b": p[0] * 2}, {"a": cos(p[0]) * t[0], "b": 2 * t[0]}),
+        1,
+    ),
+    "an integer output": (
+        lambda x: (sin(x), x.argsort(-1)),
+        (lambda x: ((sin(x), x.argsort(-1)), x), lambda x, ct: (cos(x) * ct[0],)),
+        None,
+        1,
+    ),
+    "a number as output": (
+        lambda x: (sin(x), 3.0),
+        (lambda x: ((sin(x), 3.0), x), lambda x, ct: (cos(x) * ct[0],)),
+        None,
+        1,
+    ),
+    "identity": (lambda x: x, (lambda x: (x, None), lambda r, ct: (-ct,)), None, 1),
+    "identity, forward": (lambda x: x, None, lambda p, t: (p[0], -t[0]), 1),
+    "a view": (
+        lambda x: x.reshape(-1),
+        (lambda x: (x.reshape(-1), x), lambda x, ct: (3 * ct.reshape(x.shape),)),
+        None,
+        1,
+    ),
+    "a view, forward": (lambda x: x.T, None, lambda p, t: (p[0].T, t[0].T), 1),
+    "a constant": (
+        lambda x: torch.ones(3, dtype=F64),
+        (lambda x: (torch.ones(3, dtype=F64), x), lambda x, ct: (torch.zeros_like(x),)),
+        None,
+        1,
+    ),
+    "draws": (
+        lambda x: x * _mask(x),
+        (lambda x: (x * (m := _mask(x)), m), lambda m, ct: (ct * m,)),
+        None,
+        1,
+    ),
+    "draws, forward": (
+        lambda x: x * _mask(x),
+        None,
+        lambda p, t: _by_mask(p[0], t[0], _mask(p[0])),
+        1,
+    ),
+    "fwd leaves gradients off": (SINE, (lambda x: _grad_off(lambda: (sin(x), x)), PULL), None, 1),
+    "bwd leaves gradients off": (
+        SINE,
+        (lambda x: (sin(x), x), lambda x, ct: _grad_off(lambda: PULL(x, ct))),
+        None,
+        1,
+    ),
+    "fwd without gradients": (SINE, (lambda x: _no_grad(lambda: (sin(x), x)), PULL), None, 1),
+    "bwd without gradients": (
+        SINE,
+        (lambda x: (sin(x), x), lambda x, ct: _no_grad(lambda: PULL(x, ct))),
+        None,
+        1,
+    ),
+    "bwd detaches": (SINE, (lambda x: (sin(x), x), lambda x, ct: PULL(x, ct.detach())), None, 1),
+    "bwd detaches a part": (
+        SINE,
+        (
+            lambda x: (sin(x), x),
+            lambda x, ct: (0.5 * cos(x) * ct.detach() + 0.5 * cos(x) * ct,),
+        ),
+        None,
+        1,
+    ),
+    "forward without gradients": (
+        SINE,
+        None,
+        lambda p, t: _no_grad(lambda: (sin(p[0]), cos(p[0]) * t[0])),
+        1,
+    ),
+    "fwd writes its input": (SINE, (lambda x: (sin(x.mul_(1)), x), PULL), None, 1),
+    "bwd writes its cotangent": (
+        SINE,
+        (lambda x: (sin(x), x), lambda x, ct: (ct.mul_(cos(x)),)),
+        None,
+        1,
+    ),
+    "bwd writes what was saved": (
+        exp,
+        (lambda x: ((y := exp(x)), y), lambda y, ct: (y.mul_(ct),)),
+        None,
+        1,
+    ),
+    "a derivative within": (
+        SINE,
+        (lambda x: (sin(x), x), lambda x, ct: (_inner(x) * ct,)),
+        None,
+        1,
+    ),
+    "a derivative within, forward": (
+        SINE,
+        None,
+        lambda p, t: (sin(p[0]), _inner(p[0]) * t[0]),
+        1,
+    ),
+    "another dtype": (
+        SINE,
+        (lambda x: (sin(x), x), lambda x, ct: ((cos(x) * ct).float(),)),
+        None,
+        1,
+    ),
+    "another shape": (SINE, (lambda x: (sin(x), x), lambda x, ct: (ct.sum(),)), None, 1),
+    "another output": (SINE, (lambda x: (sin(x).sum(), x), PULL), None, 1),
+    "affine": (SINE, (lambda x: (sin(x), x), lambda x, ct: (cos(x),)), None, 1),
+    "affine, forward": (SINE, None, lambda p, t: (sin(p[0]), cos(p[0])), 1),
+    "not linear, forward": (SINE, None, lambda p, t: (sin(p[0]), cos(p[0]) * t[0] ** 2), 1),
+    "raises": (SINE, (lambda x: (sin(x), x), lambda x, ct: 1 / 0), None, 1),
+}
+
+
+def leaves(out):
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, dict | list | tuple):
+        return [x for one in (out.values() if isinstance(out, dict) else out) for x in leaves(one)]
+    return []
+
+
+def number(out):
+    return sum((k + 1) * x.sum() for k, x in enumerate(leaves(out)) if x.is_floating_point())
+
+
+def tracked(xs):
+    return [x.requires_grad_() for x in xs]
+
+
+def grads(out, xs, **how):
+    return torch.autograd.grad(number(out), xs, allow_unused=True, **how)
+
+
+def squared(found):
+    return sum((g**2).sum() for g in found if g is not None)
+
+
+def pushed(f, xs, which=None):
+    with fw.dual_level():
+        given = [fw.make_dual(x, cos(x)) if which in (None, k) else x for k, x in enumerate(xs)]
+        return [tuple(fw.unpack_dual(x)) for x in leaves(f(*given))]
+
+
+def _third(f, xs):
+    found = [f(*tracked(xs))]
+    for _ in range(3):
+        found = grads([squared(found)], xs, create_graph=True)
+    return found
+
+
+def _kept(f, xs):
+    out = f(*tracked(xs))
+    return grads(out, xs, retain_graph=True), grads(out, xs)
+
+
+def _freed(f, xs):
+    out = f(*tracked(xs))
+    return grads(out, xs), grads(out, xs)
+
+
+def _hooked(f, xs):
+    out, seen = f(*tracked(xs)), []
+    for y in leaves(out):
+        if y.requires_grad:
+            y.register_hook(lambda g: (seen.append(g.clone()), 2 * g)[1])
+    return grads(out, xs), seen
+
+
+def _accumulated(f, xs):
+    out = f(*tracked(xs))
+    for y in leaves(out):
+        if y.requires_grad:
+            y.retain_grad()
+    number(out).backward()
+    return [y.grad for y in leaves(out)], [x.grad for x in xs]
+
+
+def _over_reverse(f, xs):
+    with fw.dual_level():
+        found = grads(
+            f(*[fw.make_dual(x, cos(x.detach())) for x in tracked(xs)]), xs, create_graph=True
+        )
+        return [g if g is None else tuple(fw.unpack_dual(g)) for g in found]
+
+
+def _reverse_over(f, xs):
+    with fw.dual_level():
+        out = leaves(f(*[fw.make_dual(x, cos(x)) for x in tracked(xs)]))
+        tangents = [t for y in out if (t := fw.unpack_dual(y).tangent) is not None]
+        return grads(tangents, xs)
+
+
+def _batched(f, xs):
+    y = leaves(f(*tracked(xs)))[0]
+    cts = torch.stack([torch.ones_like(y), torch.full_like(y, 0.5)])
+    return torch.autograd.grad(y, xs, cts, is_grads_batched=True, allow_unused=True)
+
+
+def _quietly(f, xs):
+    with torch.inference_mode():
+        return f(*xs)
+
+
+WAYS = {
+    "value": lambda f, xs: f(*xs),
+    "value without gradients": lambda f, xs: _no_grad(lambda: f(*tracked(xs))),
+    "inference": _quietly,
+    "gradient": lambda f, xs: grads(f(*tracked(xs)), xs),
+    "of what is no leaf": lambda f, xs: grads(f(*[1.5 * x for x in tracked(xs)]), xs),
+    "the first": lambda f, xs: grads(f(xs[0].requires_grad_(), *xs[1:]), xs[:1]),
+    "the last": lambda f, xs: grads(f(*xs[:-1], xs[-1].requires_grad_()), xs[-1:]),
+    "second order": lambda f, xs: grads(
+        [squared(grads(f(*tracked(xs)), xs, create_graph=True))], xs
+    ),
+    "third order": _third,
+    "a kept graph": _kept,
+    "a freed graph": _freed,
+    "hooks": _hooked,
+    "accumulated": _accumulated,
+    "forward mode": pushed,
+    "forward mode in one": lambda f, xs: pushed(f, xs, 0),
+    "forward over reverse": _over_reverse,
+    "reverse over forward": _reverse_over,
+    "a batch of cotangents": _batched,
+    "checkpoint": lambda f, xs: grads(checkpoint(f, *tracked(xs), use_reentrant=False), xs),
+    "torch.func.hessian": lambda f, xs: torch.func.hessian(lambda x: number(f(x, *xs[1:])))(xs[0]),
+    "torch.func.jvp": lambda f, xs: torch.func.jvp(f, tuple(xs), tuple(map(cos, xs))),
+    "torch.func.vmap": lambda f, xs: torch.func.vmap(f)(*xs),
+    "flags": lambda f, xs: [(y.requires_grad, y.is_leaf) for y in leaves(f(*tracked(xs)))],
+}
+
+
+def told(found):
+    """What came out, in what compares."""
+    if isinstance(found, torch.Tensor):
+        return tuple(found.shape), found.dtype, found.detach().tolist(), found.requires_grad
+    if isinstance(found, dict):
+        return {name: told(x) for name, x in found.items()}
+    return [told(x) for x in found] if isinstance(found, list | tuple) else found
+
+
+def outcomes(name, way, short):
+    """Of the same call three times, of which the first makes what the others use."""
+    f, reverse, forward, count = RULES[name]
+    rule, found = gt.custom_rule(f), []
+    if reverse:
+        rule.defvjp(*reverse)
+    if forward:
+        rule.defjvp(forward)
+    if not short:
+        rule._direct = None
+    torch.manual_seed(0)
+    for _ in range(3):
+        draw = torch.Generator().manual_seed(5)
+        xs = [torch.rand(3, 3, dtype=F64, generator=draw) + 0.2 for _ in range(count)]
+        try:
+            found.append((told(WAYS[way](rule, xs)), torch.is_grad_enabled()))
+        except Exception as error:  # every kind is compared
+            found.append((type(error).__name__, str(error)[:60]))
+        torch.set_grad_enabled(True)
+    return found
+
+
+# The short way's graph holds nothing that could be freed.
+MORE = {(name, "a freed graph") for name in ("identity, forward", "a view, forward")}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_short_way_gives_what_the_long_way_gives(name):
+    for way in WAYS:
+        if (name, way) not in MORE:
+            assert outcomes(name, way, True) == outcomes(name, way, False), way
+
+
+def test_the_short_way_is_taken():
+    """Without it the other test says nothing."""
+    rule = gt.custom_rule(SINE)
+    rule.defvjp(*RULES["saves its input"][1])
+    assert rule._direct is not None

@@ -418,7 +418,7 @@ def _where_kept(
         return s
     kept = a[:, None] != b
     kept = kept if ours is None else kept | ~ours
-    return backend.xp.where(kept, s, backend.zeros_like(s) + other)
+    return backend.xp.where(kept, s, backend.zeros_like(s[:1, :1]) + other)
 
 
 # --- cross entropy -----------------------------------------------------------------------
@@ -553,7 +553,7 @@ class _Attention:
         self, name: str, q: Any, k: Any, v: Any, mask: Any = None, i: Any = None, j: Any = None
     ) -> Any:
         xp, s = self.xp, (self.scale * q) @ k.T
-        none = self.backend.zeros_like(s) - float("inf")
+        none = self.backend.zeros_like(s[:1, :1]) - float("inf")
         if mask is not None:
             if name == "pairs":
                 mask = xp.take(mask, j, axis=1)

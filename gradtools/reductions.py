@@ -217,7 +217,7 @@ class _LogSumExp(_Weighted):
         """The largest entries, and the exponentials below them."""
         xp, x = self.backend.xp, wide(self.backend, scores)
         m = xp.max(x, axis=1)
-        return m, xp.exp(x - self._behind(self._finite(m)))
+        return m, self.backend.exp_of_own(x - self._behind(self._finite(m)))
 
     def _finite(self, m: Array) -> Array:
         """m, or 0 where exponentials are not to be taken relative to it."""
@@ -244,7 +244,7 @@ class _LogSumExp(_Weighted):
         xp, lse = self.backend.xp, stats[0]
         none = lse == -float("inf")  # a row of -inf has weights 0
         lse = xp.where(none, self.backend.zeros_like(lse), lse)
-        return xp.exp(wide(self.backend, scores) - self._behind(lse))
+        return self.backend.exp_of_own(wide(self.backend, scores) - self._behind(lse))
 
 
 class _Softmax(_LogSumExp):

@@ -223,9 +223,11 @@ class TorchGuest:
             self._first(base, _one_of(ts, base))
         if base.captured and base is not known:
             raise GradtoolsError(base.captured)
-        versions = [upstream.version_of(t) for t in base.held.values()]
+        held = base.held
+        versions = [upstream.version_of(t) for t in held.values()] if held else []
         ys = run(*ts)
-        _refuse_written(base, versions)
+        if held:
+            _refuse_written(base, versions)
         for i, t in enumerate(ts):
             if upstream.version_of(t) and i not in base.written:
                 raise GradtoolsError(

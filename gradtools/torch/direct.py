@@ -124,7 +124,7 @@ class DirectCalls:
         if self.of_kernel:
             from gradtools.torch.host import call_now
 
-            self.call_now = call_now
+            self.call_now: Any = call_now
         self.with_rule = of.check != "always" and bool(of.bwd or of.jvp)
         self.count = len(of._taken.names)  # 0 where it takes any
         self.signatures: dict[Any, _Signature] = {}

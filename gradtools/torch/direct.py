@@ -157,7 +157,8 @@ class DirectCalls:
             return self._push(signature, args, tracked)
         if not tracked or not torch.is_grad_enabled():
             if self.of_kernel:
-                return self.call_now(*(signature.called or self._called(signature, args)), args)
+                call, expected = signature.called or self._called(signature, args)
+                return self.call_now(call, expected, args)
             return self._value(signature, args, tracked)
         if not self.with_rule or HERE.running or are_watched():
             return NotImplemented

@@ -66,6 +66,7 @@ class Foreign:
         self.arity = arity
         self.fun: Any = None  # of a function that is no derivative, what its author wrote
         self.check: Callable[[Any, list[Spec]], None] | None = None  # of what he says comes out
+        self.copies = set[int]()  # arguments that it writes or keeps, so that it gets copies
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
         self._known: dict[Any, KnownOfShapes] = {}
@@ -215,7 +216,7 @@ class KnownOfShapes:
         of: The function.
         ins: What goes in.
         seen: Of a function that is no derivative: whether its first call was looked at.
-        written: Which arguments it writes in place; these are copied.
+        written: Which arguments it writes in place or keeps.
         held: What it closes over that it might write, by names.
         captured: What it closes over that is to be differentiated, in words.
     """
@@ -489,6 +490,10 @@ class FlatBridged:
 
     def run(self, *arrays: Array) -> list[Array]:
         """The function; the leaves of its output in the host's order."""
+        if copies := self.foreign.copies:
+            arrays = tuple(
+                [self.guest.copied(x) if i in copies else x for i, x in enumerate(arrays)]
+            )
         args, kwargs = self.shape.arguments(arrays)
         leaves, treedef = self.guest.backend.flatten(self.of.fun(*args, **kwargs))
         newest = self.newest

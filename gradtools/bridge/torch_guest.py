@@ -47,6 +47,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Flops
 from gradtools.torch.measures import LiveBytes
+from gradtools.torch.modes import without_casts
 from gradtools.torch.modules import SEEDING
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.recording.undo import Undo
@@ -84,6 +85,10 @@ class TorchGuest:
     def carrier(self, spec: Spec) -> Any:
         """The dtype by which NumPy carries it."""
         return np.float32 if spec.dtype == "bfloat16" else np.dtype(spec.dtype)
+
+    def copied(self, x: Tensor) -> Tensor:
+        """A copy, differentiable."""
+        return x.clone()
 
     def as_array(self, name: str, y: Any) -> Tensor:
         """A leaf of what a function returned, as a tensor."""
@@ -211,15 +216,13 @@ class TorchGuest:
         if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
             with upstream.outermost():  # beneath an operation of PyTorch's, which called JAX
                 return self._evaluated(known, run, ts)
-        if not torch.is_grad_enabled():
-            with torch.enable_grad():  # as in a thread of JAX's
-                return self._evaluated(known, run, ts)
+        if not torch.is_grad_enabled() or upstream.is_any_autocast_enabled():
+            with torch.enable_grad(), without_casts(t.device.type for t in ts):
+                return self._evaluated(known, run, ts)  # as in a thread of JAX's
         if not base.seen:
             self._first(base, _one_of(ts, base))
         if base.captured and base is not known:
             raise GradtoolsError(base.captured)
-        for i in base.written:
-            ts[i] = ts[i].clone()
         versions = [upstream.version_of(t) for t in base.held.values()]
         ys = run(*ts)
         _refuse_written(base, versions)
@@ -297,6 +300,7 @@ class TorchGuest:
         base.written = tuple(
             [i for i, t in enumerate(ts) if any(_is_touched(t, xs, i) for xs in (copies, more))]
         )
+        base.of.copies.update(base.written)
         base.held = {key: t for key, t in held.items() if not isinstance(t, torch.nn.Parameter)}
         base.seen = True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import gradtools.torch as gt
-from gradtools.errors import GradtoolsWarning
+from gradtools.errors import GradtoolsError, GradtoolsWarning
 
 Tensor = torch.Tensor
 Edit = Callable[[Any], Any]
@@ -248,6 +249,74 @@ _EDITS: dict[str, Edit] = {
     "frozen": gt.frozen,
 }
 
+
+def _bridged(device: torch.device) -> None:
+    """Memory is shared on one device, in the order of streams; else the bridge refuses in words."""
+    try:
+        import jax
+        import jax.numpy as jnp
+
+        from gradtools import bridge
+    except ImportError as error:
+        raise Absent("JAX is not installed") from error
+    sin, x = bridge.to_torch(jnp.sin), torch.linspace(0, 1, 8, device=device)
+    try:
+        there = jax.devices("gpu" if device.type == "cuda" else device.type)
+    except RuntimeError:
+        there = []
+    if not there:
+        assert "which JAX does not see here" in _refusal(lambda: sin(x))
+        return
+    assert_close(sin(x), x.sin())
+    assert_close(torch.func.hessian(lambda x: sin(x).sum())(x), torch.diag(-x.sin()))
+    found: list[int] = []
+
+    def noted(a: Any) -> Any:
+        found.append(a.unsafe_buffer_pointer() if hasattr(a, "devices") else a.data_ptr())
+        return a + a
+
+    bridge.to_torch(noted, jit=False)(x)
+    assert found[-1] == x.data_ptr(), "a tensor was copied"
+    a = jax.device_put(jnp.arange(8.0), there[device.index or 0])
+    twice = bridge.to_jax(noted)
+    assert twice(a).devices() == a.devices()
+    assert found[-1] == a.unsafe_buffer_pointer(), "an array was copied"
+    assert float(jax.grad(lambda a: (twice(a) * a).sum())(a)[3]) == 12.0
+    _in_order(device, twice, a)
+
+
+def _refusal(run: Callable[[], Any]) -> str:
+    """The words in which it is refused."""
+    try:
+        return f"it gave {run()}"
+    except GradtoolsError as error:
+        return str(error)
+
+
+def _in_order(device: torch.device, twice: Any, a: Any) -> None:
+    """What is still being computed, on a stream of its own, is waited for; on both sides."""
+    import jax
+    import jax.numpy as jnp
+
+    from gradtools import bridge
+
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    doubled = bridge.to_torch(lambda x: x + x)
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        x = torch.zeros(1 << 20, device=device)
+        for _ in range(50):
+            x = x + 1
+        y = doubled(x)
+        x.zero_()  # JAX has read it by now
+        assert float(y.min()) == float(y.max()) == 100.0
+    late = jax.jit(
+        lambda a: jax.lax.fori_loop(0, 50, lambda _, z: z + 1, jnp.zeros(1 << 20) * a[0])
+    )
+    for _ in range(3):
+        b = twice(late(a))  # of an array that nothing else holds
+        assert float(jnp.min(b)) == float(jnp.max(b)) == 100.0
+
+
 SCENARIOS: dict[str, GpuScenario] = {
     **{f"noise in {name}": GpuScenario(_drawn_again(edit)) for name, edit in _EDITS.items()},
     **{  # `frozen` has no parameters
@@ -262,4 +331,5 @@ SCENARIOS: dict[str, GpuScenario] = {
     "the allocator's peak": GpuScenario(_peak, anywhere=False),
     "a CUDA graph": GpuScenario(_graph, anywhere=False),
     "two processes": GpuScenario(_two_processes),
+    "the bridge": GpuScenario(_bridged),
 }

@@ -48,7 +48,7 @@ def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
 
 def _swept(program: Sweep, xs: Sequence[Tensor], watch: Watch | None) -> list[State]:
     if not torch.is_grad_enabled():  # a shared tensor is handed on as it is
-        xs = [x.detach() if x.requires_grad else x for x in xs]
+        xs = [x if upstream.is_legacy_batched(x) else x.detach() for x in xs]
     rows, columns = ([*_blocks(program, side)] for side in (ROWS, COLUMNS))
     groups: Sequence[MergeGroup] = ()
     held: list[dict[Block | None, State]] = []  # of each group, by block

@@ -140,6 +140,15 @@ def _hooked(w: World) -> Any:
     return gt.grad(lambda x: net(x).sum())
 
 
+def _sine_of_jax(x: torch.Tensor) -> torch.Tensor:
+    import jax
+
+    from gradtools import bridge
+
+    jax.config.update("jax_enable_x64", True)
+    return bridge.to_torch(jax.numpy.sin)(x)
+
+
 MORE = (
     Use("noise in chunked", _summed(gt.chunked(_dropped, 2))),
     Use("noise in chunked: none retained", _summed(gt.chunked(_dropped, 2, retain=0))),
@@ -158,6 +167,7 @@ FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {  # and what the sweep must 
     "a result on the CPU": lambda x: x.cpu(),
     "a random stream that moves": lambda x: x + 0 * torch.rand_like(x),
     "another result": lambda x: x + (x.device.type == "cpu"),
+    "a device that JAX does not see": lambda x: _sine_of_jax(x),
 }
 
 

@@ -244,3 +244,14 @@ def test_many_cotangents_at_once_by_the_vmap_of_autograd_itself(reduce):
         for f in (gt.tiled(lambda x, y: x @ y.T, reduce, 2), lambda x, y: dense(x @ y.T, 1))
     )
     torch.testing.assert_close(found, wanted)
+
+
+def test_a_second_derivative_keeps_nothing_of_a_tile():
+    def peak(n: int) -> int:
+        q, k, v, u = numbers(4, n, 2)
+        f = lambda q: (gt.attention(q, k, v, tile_size=128) ** 2).sum()
+        with LiveBytes() as live:
+            gt.hvp(f, (q,), (u,))
+        return live.peak
+
+    assert peak(512) < peak(256) + 128 * 128 * 8

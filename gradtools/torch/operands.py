@@ -314,6 +314,7 @@ def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
     bounds = [a.name for a, x in call.bound if a.name in ends and _is_operand(a, x)]
     if len(bounds) == 1:  # which of them is not told by its place
         operation = "minimum" if bounds == ["max"] else "maximum"
+        found = {key: value for key, value in found.items() if key != "without"}
     return operation, known | {ends.get(key, key): value for key, value in found.items()}
 
 

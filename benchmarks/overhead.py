@@ -105,6 +105,16 @@ def jitted(size: int) -> Variants:
     }
 
 
+def eager(size: int) -> Variants:
+    """The gradient of a small function in eager JAX, which is traced at each call both ways."""
+    x = jax.random.normal(jax.random.key(0), (size, size))
+    f = lambda x: (jnp.tanh(x @ x) ** 2).sum()
+    return {
+        "by hand": lambda: jax.block_until_ready(jax.grad(f)(x)),
+        "gradtools": lambda: jax.block_until_ready(gj.grad(f)(x)),
+    }
+
+
 def seconds(run: Callable[[], Any]) -> float:
     """CPU seconds of a call, so that other programs on the machine count little."""
     start = time.process_time()
@@ -140,6 +150,7 @@ def main() -> None:
         lines += row(f"reversal, {size} x {size}, PyTorch", reversal(size))
         lines += row(f"gradient, {size} x {size}, PyTorch", gradient(size))
         lines += row(f"gradient with a reversal, {size} x {size}, JAX jit", jitted(size))
+        lines += row(f"gradient, {size} x {size}, JAX eager", eager(size))
     text = "\n".join(lines) + "\n"
     print(text)
     target = pathlib.Path(__file__).parent / "results" / "overhead.md"

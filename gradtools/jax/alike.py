@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from gradtools.jax._upstream import ClosedJaxpr, Jaxpr, Literal
-from gradtools.jax.jaxprs import open_jaxpr
+from gradtools.jax.jaxprs import open_jaxpr, sub_jaxprs
 from gradtools.rules import Rule
 
 _PROGRAMS = (Jaxpr, ClosedJaxpr)
@@ -57,13 +57,27 @@ class _Alike:
     def __init__(self, jaxpr: Any) -> None:
         self.jaxpr = jaxpr
         avals = tuple([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)])
-        self._hash = hash((avals, tuple([eqn.primitive for eqn in jaxpr.eqns])))
+        self._hash = hash((avals, _numbered(jaxpr)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Alike) and _alike(self.jaxpr, other.jaxpr)
+
+
+def _numbered(jaxpr: Any) -> Any:
+    """Operations and the numbers among their operands, which often are all that differs."""
+    return tuple(
+        [
+            (
+                eqn.primitive,
+                tuple([_bits(v.val) for v in eqn.invars if isinstance(v, Literal)]),
+                tuple(map(_numbered, sub_jaxprs(eqn.params))),
+            )
+            for eqn in jaxpr.eqns
+        ]
+    )
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -47,6 +47,7 @@ _DRAWS = frozenset(
         "exponential",
     ]
 )
+_OF_ONE_ITSELF = frozenset(["sum", "mean", "prod", "max", "min", "logsumexp"])
 _LUMPED = frozenset(
     ["scatter", "index", "update", "random", "dropout", "max_pool", "avg_pool", "callback"]
 )
@@ -436,7 +437,7 @@ class Canonical:
         number = {a: i for i, a in enumerate(left)}
         told = (*attributes, ("axes", tuple(sorted(removed))))
         told += (("repeats", repeats),) if repeats != 1 else ()
-        if not removed and repeats == 1:
+        if not removed and repeats == 1 and operation in _OF_ONE_ITSELF:
             key = x.key
         else:
             key = self.expressions.number(CanonicalExpression(operation, told, ((x.key, ()),)))

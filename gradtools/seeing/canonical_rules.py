@@ -387,7 +387,7 @@ def _centred(c: Canonical, x: Form, axes: Sequence[int]) -> Form:
 
 @_rule("layer_norm")
 def _layer_norm(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    if not c.loosely:
+    if not c.loosely or "without" in node.attributes:
         raise NoForm
     x, axes = given[0], node.attributes["axes"]
     spread = _mean(c, _power(c, _centred(c, x, axes), 2.0), axes, True)

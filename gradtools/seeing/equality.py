@@ -43,7 +43,13 @@ class GraphPair:
     def is_equal(self) -> bool:
         """Whether both compute the same."""
         self._local = self._canonical(({}, {}), (frozenset(), frozenset()))
-        return self._local[0].outputs == self._local[1].outputs
+        same = self._local[0].outputs == self._local[1].outputs
+        return same and self._dtypes(0) == self._dtypes(1)
+
+    def _dtypes(self, side: int) -> list[str]:
+        """Those of what leaves."""
+        graph = self.graphs[side]
+        return [self._local[side].dtype(graph.values[v].dtype) for v in graph.outputs]
 
     def held_against(self, alignment: Alignment) -> Mapping[Groups, tuple[str, ...]]:
         """For the pairs of steps that differ, how."""
@@ -94,6 +100,9 @@ class GraphPair:
             if k >= len(a.outputs) or k >= len(b.outputs):
                 yield nodes, (f"outputs: {len(a.outputs)} ≠ {len(b.outputs)}",)
                 return
+            dtypes = self._dtypes(0)[k], self._dtypes(1)[k]
+            if dtypes[0] != dtypes[1]:
+                yield nodes, (f"dtype: {dtypes[0]} ≠ {dtypes[1]}",)
             one, two = forms[0][k], forms[1][k]
             if one != two and not self._is_of_unknown_axes(one, two):
                 yield nodes, (_otherwise(a.values[a.outputs[k]].name or f"output {k}", one, two),)

@@ -88,7 +88,7 @@ class _Signature:
         opaque = hasattr(self.shaped.of, "kernel")  # what it does to tangents leaves no graph
         self.pushes = not opaque and None not in self.likes
         self.records = self.pushes and self.bwd is None
-        self.saves_no_extras = self.bwd is None
+        self.saves_no_extras = False
         if self.bwd is None:
             self.fwd, self.ready = self.shaped.of.fun, True  # its forward pass is f
 
@@ -98,7 +98,7 @@ class _Signature:
 
     def is_sure(self) -> bool:
         """Whether fwd is known to save nothing that it would have to be run again for."""
-        self.saves_no_extras = self.shaped.rule in rules.SAVES_NO_EXTRAS
+        self.saves_no_extras = self.bwd is not None and self.shaped.rule in rules.SAVES_NO_EXTRAS
         return self.saves_no_extras
 
     def is_pushed(self) -> bool:
@@ -124,7 +124,7 @@ class DirectCalls:
         if self.of_kernel:
             from gradtools.torch.host import call_now
 
-            self.call_now = call_now
+            self.call_now: Any = call_now
         self.with_rule = of.check != "always" and bool(of.bwd or of.jvp)
         self.count = len(of._taken.names)  # 0 where it takes any
         self.signatures: dict[Any, _Signature] = {}
@@ -157,7 +157,8 @@ class DirectCalls:
             return self._push(signature, args, tracked)
         if not tracked or not torch.is_grad_enabled():
             if self.of_kernel:
-                return self.call_now(*(signature.called or self._called(signature, args)), args)
+                call, expected = signature.called or self._called(signature, args)
+                return self.call_now(call, expected, args)
             return self._value(signature, args, tracked)
         if not self.with_rule or HERE.running or are_watched():
             return NotImplemented
@@ -174,6 +175,7 @@ class DirectCalls:
             (tracked and torch.is_grad_enabled())
             or HERE.running
             or are_watched()
+            or upstream.count_of_function_modes()  # which may hide that gradients are off
             or not (signature.pushes and signature.is_pushed())
             or not self.closed.untracked()
             or any(map(is_dual, self.closed.tensors))
@@ -352,7 +354,9 @@ def _linearized(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
         out, res = found
     else:
         out, res = signature.shaped.pair(found, "fwd", "(out, residuals)")
-    if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
+    drew = signature.bwd is None and before is not None and not before.stands()
+    single = type(out) is Tensor and not drew
+    if single and out.dtype.is_floating_point and not out.requires_grad:
         known = [*plain, out]
         plan = signature.plan
         if plan is None or not plan.kept_so(res, known):
@@ -421,7 +425,7 @@ def _linearized_any(
     outs = (*ys, *extras)
     if True in map(_is_tracked, outs):
         raise rules.closed_over_error(shaped.rule)
-    if extras or plan.kept.rerun:
+    if extras or plan.kept.rerun or signature.bwd is None:
         if before is None and signature.bwd is not None:
             rules.SAVES_NO_EXTRAS.discard(shaped.rule)
             signature.saves_no_extras = False
@@ -650,6 +654,8 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     plan, shaped = ctx.plan, signature.shaped
     ctx.like_ys = plan.likes or [like(ct) for ct in cts]
     maps = _maps(plan, signature, ctx.like_ys)
+    if plan.randomness is not None and signature.bwd is None:
+        maps = rules.drawing_again(maps, plan.randomness)
     ctx.point = rules.RuleApplication(
         shaped.rule, maps, count=plan.count, randomness=plan.randomness
     )

@@ -86,7 +86,16 @@ class AtenCall:
                 and self.given.get("dim") in (None, default)
             ):
                 found["dim"] = default
+        if lacking := self._lacking():
+            found["without"] = lacking
         return self._with_axes(found)
+
+    def _lacking(self) -> tuple[str, ...]:
+        """Tensors that are left out before one that is not, so that its place does not tell it."""
+        kinds = [a.name for a in self.schema if str(a.type) == "Optional[Tensor]"]
+        there = [self.given.get(name) is not None for name in kinds]
+        last = max((i for i, given in enumerate(there) if given), default=0)
+        return tuple(name for name, given in zip(kinds[:last], there, strict=False) if not given)
 
     def _with_axes(self, found: dict[str, Any]) -> dict[str, Any]:
         """Axes from 0: `axis` where one is asked for, `axes` where several may be."""
@@ -305,6 +314,7 @@ def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
     bounds = [a.name for a, x in call.bound if a.name in ends and _is_operand(a, x)]
     if len(bounds) == 1:  # which of them is not told by its place
         operation = "minimum" if bounds == ["max"] else "maximum"
+        found = {key: value for key, value in found.items() if key != "without"}
     return operation, known | {ends.get(key, key): value for key, value in found.items()}
 
 

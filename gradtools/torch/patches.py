@@ -47,10 +47,6 @@ class _Patch:
                 if not self._count:
                     self._unset()
 
-    def is_set(self) -> bool:
-        """Whether this thread is in a block."""
-        return self._count > 0 and bool(self._blocks())
-
     def _blocks(self) -> list[Around]:
         """Those of this thread, outermost first."""
         found: list[Around] = self._here.__dict__.setdefault("blocks", [])
@@ -88,16 +84,34 @@ _OPERATORS = _Patch(upstream.HigherOrderOperator, "__call__")
 _SCRIPTS = [_Patch(kind, "__call__") for kind in (torch.jit.ScriptFunction, torch.ScriptMethod)]
 
 
-def functions_applied(around: Around) -> AbstractContextManager[None]:
+class _Watching(threading.local):
+    """How many look on at rules in this thread; a default of the class, as a miss is slow."""
+
+    count = 0
+
+
+_WATCHING = _Watching()
+
+
+@contextmanager
+def functions_applied(around: Around, of_rules: bool = True) -> Iterator[None]:
     """Calls of a `torch.autograd.Function`; the owner is its class.
 
     The patch stands beneath Function: who keeps a bound `apply` comes by here as well.
+
+    of_rules: Whether those of gradtools' rules matter, which then take their long way.
     """
-    return _FUNCTIONS.by(around)
+    _WATCHING.count += of_rules
+    try:
+        with _FUNCTIONS.by(around):
+            yield
+    finally:
+        _WATCHING.count -= of_rules
 
 
-are_watched: Callable[[], bool] = _FUNCTIONS.is_set
-"""Whether someone looks on at calls of Functions here."""
+def are_watched() -> bool:
+    """Whether someone looks on at rules here."""
+    return _WATCHING.count > 0
 
 
 def parameters_made(around: Around) -> AbstractContextManager[None]:

@@ -265,7 +265,9 @@ def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
     elif _is_derived(rule):
         found = rule.reading(xs, _undifferentiated(rule, xs))
     else:
-        before = Randomness.now(xs) if rule.linearize and rule not in SAVES_NO_EXTRAS else None
+        twice = rule.joint is not None  # the value by f, and a tangent by the forward rule
+        unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
+        before = Randomness.now(xs) if unsure else None
         versions = versions_of(xs)
         with torch.enable_grad():
             found = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
@@ -276,13 +278,26 @@ def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
             return _evaluate(point, xs)
         if not found.extras and not found.rerun:
             SAVES_NO_EXTRAS.add(rule)
-            before = None
+            before = before if twice else None
         if any(_is_captured(y) for y in (*found.ys, *found.extras)):
             raise closed_over_error(rule)
         if before is not None and not before.stands():
             point.randomness = before
+            found = drawing_again(found, before) if twice else found
     point.note(found)
     return [*found.ys, *found.extras]
+
+
+def drawing_again(found: Linearized, randomness: Randomness) -> Linearized:
+    """The same with a tangent map that draws what f drew, each time."""
+    tangent = found.tangent
+    assert tangent is not None
+
+    def drawn(saved: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+        with restored(randomness):
+            return list(tangent(saved, dxs))
+
+    return replace(found, tangent=drawn)
 
 
 def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:

@@ -44,7 +44,7 @@ def standing_in(call: Callable[[Any, Any, Args], Any]) -> Iterator[None]:
         finally:
             busy = False
 
-    with functions_applied(around):
+    with functions_applied(around, of_rules=False):
         yield
 
 

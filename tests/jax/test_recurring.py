@@ -165,6 +165,18 @@ def test_arrays_that_a_function_holds_are_not_kept():
     assert gone() is None
 
 
+@pytest.mark.parametrize("name", ["by itself", "within a loop"])
+def test_a_number_that_changes_at_each_call_is_compared_with_few_programs(name, monkeypatch):
+    compared, alike_ = [], alike._alike
+    monkeypatch.setattr(alike, "_alike", lambda a, b: compared.append(1) or alike_(a, b))
+    for n in range(40):
+        f = lambda x, rate=n / 7: x * rate
+        if name == "within a loop":
+            f = lambda x, rate=n / 7: jax.lax.fori_loop(0, 2, lambda _, y: y * rate, x)
+        gt.grad(lambda x, f=f: f(x).sum())(jnp.ones(2))
+    assert len(compared) < 20
+
+
 def test_where_errors_name_lines_nothing_is_kept(kept):
     with jax.debug_nans(True):
         for _ in range(3):

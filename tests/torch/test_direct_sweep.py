@@ -285,6 +285,33 @@ def _reverse_over(f, xs):
         return grads(tangents, xs)
 
 
+def _along_a_graph(f, xs):
+    with fw.dual_level():
+        ts = tracked([cos(x) for x in xs])
+        out = leaves(f(*map(fw.make_dual, xs, ts)))
+        tangents = [t for y in out if (t := fw.unpack_dual(y).tangent) is not None]
+        return tangents, grads(tangents, ts)
+
+
+def _one_tracked(f, xs):
+    """The first is differentiated in reverse mode, the last in forward mode."""
+    with fw.dual_level():
+        first = xs[0].requires_grad_()
+        out = leaves(f(*[first, fw.make_dual(xs[-1], cos(xs[-1]).detach())][-len(xs) :]))
+        tangents = [t for y in out if (t := fw.unpack_dual(y).tangent) is not None]
+        return grads(out, [first], retain_graph=True), grads(tangents, [first])
+
+
+def _within(wrap):
+    """The second derivative of f in another operator of gradtools, to the first argument."""
+
+    def way(f, xs):
+        inner = wrap(lambda x: number(f(x, *xs[1:])))
+        return gt.hvp(inner, (xs[0],), (cos(xs[0]),))
+
+    return way
+
+
 def _batched(f, xs):
     y = leaves(f(*tracked(xs)))[0]
     cts = torch.stack([torch.ones_like(y), torch.full_like(y, 0.5)])
@@ -316,7 +343,16 @@ WAYS = {
     "forward mode in one": lambda f, xs: pushed(f, xs, 0),
     "forward over reverse": _over_reverse,
     "reverse over forward": _reverse_over,
+    "along a graph": _along_a_graph,
+    "one of each mode": _one_tracked,
     "a batch of cotangents": _batched,
+    "hvp": _within(lambda f: f),
+    "hvp of checkpoint": _within(gt.checkpoint),
+    "hvp of frozen": _within(gt.frozen),
+    "jvp of grad": lambda f, xs: gt.jvp(
+        gt.grad(lambda x: number(f(x, *xs[1:]))), (xs[0],), (cos(xs[0]),)
+    ),
+    "linearize": lambda f, xs: gt.linearize(lambda x: number(f(x, *xs[1:])), xs[0])[1](cos(xs[0])),
     "checkpoint": lambda f, xs: grads(checkpoint(f, *tracked(xs), use_reentrant=False), xs),
     "torch.func.hessian": lambda f, xs: torch.func.hessian(lambda x: number(f(x, *xs[1:])))(xs[0]),
     "torch.func.jvp": lambda f, xs: torch.func.jvp(f, tuple(xs), tuple(map(cos, xs))),
@@ -372,3 +408,36 @@ def test_the_short_way_is_taken():
     rule = gt.custom_rule(SINE)
     rule.defvjp(*RULES["saves its input"][1])
     assert rule._direct is not None
+
+
+DRAWN = {  # each gives f(x) = x m of one draw m of zeros and ones, and its derivative along ones, m
+    "jvp": lambda f, x: gt.jvp(f, (x,), (x,)),
+    "linearize": lambda f, x: (lambda y, push: (y, push(x)))(*gt.linearize(f, x)),
+    "vjp": lambda f, x: (lambda y, pull: (y, pull(x)[0]))(*gt.vjp(f, x)),
+    "torch.func.jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "torch.func.vjp": lambda f, x: (lambda y, pull: (y, pull(x)[0]))(*torch.func.vjp(f, x)),
+    "autograd": lambda f, x: (lambda z: (y := f(z), *torch.autograd.grad(y.sum(), z)))(
+        x.requires_grad_()
+    ),
+    "forward mode along a graph": lambda f, x: _along_ones(f, x),
+}
+
+
+def _along_ones(f, x):
+    with fw.dual_level():
+        return tuple(fw.unpack_dual(f(fw.make_dual(x, torch.ones_like(x, requires_grad=True)))))
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("way", DRAWN)
+def test_a_forward_rule_draws_what_its_function_drew(way, short):
+    f, _, forward, _ = RULES["draws, forward"]
+    rule = gt.custom_rule(f)
+    rule.defjvp(forward)
+    if not short:
+        rule._direct = None
+    torch.manual_seed(0)
+    for _ in range(3):
+        value, derivative = DRAWN[way](rule, torch.ones(64, dtype=F64))
+        assert 0 < value.sum() < 64
+        assert torch.equal(value, derivative)

@@ -507,20 +507,22 @@ class _Attention:
         )
         names = list(arrays)
         call = lambda *xs: run(**dict(zip(names, xs, strict=True)))
-        xs, lead = list(arrays.values()), len(heads.batch)
-        for axis in reversed(range(lead)):
+        lead = [axis for axis, n in enumerate(heads.batch) if n != 1]  # a level of vmap costs
+        for axis in reversed(lead):
             in_axes = []
             for name_, x in arrays.items():
                 own = name_ in ("q", "k", "v") or (name_ == "mask" and x.shape[axis] > 1)
                 in_axes.append(0 if own else None)
             call = self.backend.vmap(call, in_axes=tuple(in_axes))
-        if mask is not None:
-            xs[names.index("mask")] = self._squeezed(arrays["mask"], lead)
+        xs = [
+            self._without_ones(x, len(heads.batch)) if name_ in ("q", "k", "v", "mask") else x
+            for name_, x in arrays.items()
+        ]
         return self.xp.reshape(call(*xs), shape)
 
-    def _squeezed(self, mask: Array, lead: int) -> Array:
-        """The mask without those leading axes that it does not have."""
-        return self.xp.reshape(mask, [n for n in mask.shape[:lead] if n > 1] + [*mask.shape[lead:]])
+    def _without_ones(self, x: Array, lead: int) -> Array:
+        """x without leading axes of length 1."""
+        return self.xp.reshape(x, [n for n in x.shape[:lead] if n != 1] + [*x.shape[lead:]])
 
     def _mask(self, mask: Array) -> tuple[str, Array]:
         """Whose argument the mask is, and the mask with all leading axes, of length 1 or whole."""

@@ -217,7 +217,7 @@ class _LogSumExp(_Weighted):
         """The largest entries, and the exponentials below them."""
         xp, x = self.backend.xp, wide(self.backend, scores)
         m = xp.max(x, axis=1)
-        return m, self.backend.exp_of_own(x - self._behind(self._finite(m)))
+        return m, self.backend.of_own("exp", x - self._behind(self._finite(m)))
 
     def _finite(self, m: Array) -> Array:
         """m, or 0 where exponentials are not to be taken relative to it."""
@@ -244,7 +244,7 @@ class _LogSumExp(_Weighted):
         xp, lse = self.backend.xp, stats[0]
         none = lse == -float("inf")  # a row of -inf has weights 0
         lse = xp.where(none, self.backend.zeros_like(lse), lse)
-        return self.backend.exp_of_own(wide(self.backend, scores) - self._behind(lse))
+        return self.backend.of_own("exp", wide(self.backend, scores) - self._behind(lse))
 
 
 class _Softmax(_LogSumExp):
@@ -357,11 +357,11 @@ class _Softmax(_LogSumExp):
 
     def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
         w = self.weights(tile[0], stats)
-        slope = self._behind(cts[0])
+        slope, own = self._behind(cts[0]), self.backend.of_own
         for v, g in zip(tile[1:], cts[1:], strict=True):
-            slope = slope + self._along(g, v)
+            slope = own("add", self._along(g, v), slope)
         values = [self._spread(w, g, v) for v, g in zip(tile[1:], cts[1:], strict=True)]
-        return [self._like(w * slope, tile[0]), *values]
+        return [self._like(own("multiply", slope, w), tile[0]), *values]
 
 
 class _Take(Reduction):

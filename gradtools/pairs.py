@@ -555,7 +555,6 @@ class _Attention:
         self, name: str, q: Any, k: Any, v: Any, mask: Any = None, i: Any = None, j: Any = None
     ) -> Any:
         xp, s = self.xp, (self.scale * q) @ k.T
-        none = self.backend.zeros_like(s[:1, :1]) - float("inf")
         if mask is not None:
             if name == "pairs":
                 mask = xp.take(mask, j, axis=1)
@@ -563,7 +562,11 @@ class _Attention:
             if self.backend.is_inexact(mask):
                 s = s + self.backend.cast(mask, s)
             else:
-                s = xp.where(mask, s, none)
+                s = self._where(mask, s)
         if self.causal:
-            s = xp.where(i[:, None] >= j, s, none)
+            s = self._where(i[:, None] >= j, s)
         return s, v[None]
+
+    def _where(self, kept: Any, s: Any) -> Any:
+        """The scores of pairs that take part, -inf elsewhere."""
+        return self.xp.where(kept, s, self.backend.zeros_like(s[:1, :1]) - float("inf"))

@@ -225,26 +225,24 @@ class _LogSumExp(_Weighted):
 
     def merge(self, a: Arrays, b: Arrays) -> Arrays:
         m = self.backend.xp.maximum(a[0], b[0])
-        ours, theirs = self._factor(a[0], m), self._factor(b[0], m)
+        base = self._finite(m)
+        ours, theirs = self._factor(a[0], base), self._factor(b[0], base)
         pairs = zip(a[1:], b[1:], strict=True)
         return [m, *[x * _like_rank(ours, x) + y * _like_rank(theirs, y) for x, y in pairs]]
 
-    def _factor(self, old: Array, new: Array) -> Array:
+    def _factor(self, old: Array, base: Array) -> Array:
         xp = self.backend.xp
-        shift = old - self._finite(new)
-        return xp.exp(xp.where(xp.isfinite(old), shift, self.backend.zeros_like(old)))
+        return xp.exp(xp.where(xp.isfinite(old), old - base, self.backend.zeros_like(old)))
 
     def finish(self, state: Arrays) -> Arrays:
         return [self._finite(state[0]) + self.backend.xp.log(state[1])]
 
     def stats(self, ys: Arrays) -> Arrays:
-        return ys[:1]
+        none = ys[0] == -float("inf")  # a row of -inf has weights 0
+        return [self.backend.xp.where(none, self.backend.zeros_like(ys[0]), ys[0])]
 
     def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
-        xp, lse = self.backend.xp, stats[0]
-        none = lse == -float("inf")  # a row of -inf has weights 0
-        lse = xp.where(none, self.backend.zeros_like(lse), lse)
-        return self.backend.of_own("exp", wide(self.backend, scores) - self._behind(lse))
+        return self.backend.of_own("exp", wide(self.backend, scores) - self._behind(stats[0]))
 
 
 class _Softmax(_LogSumExp):

@@ -234,8 +234,10 @@ def _is_within(y: Tensor, x: Tensor) -> bool:
     """Whether x has the shape, dtype and levels of what it gives with y, and of its derivative."""
     if upstream.forward_level() >= 0 or upstream.is_legacy_batched(y):
         return False  # a tangent of y may have levels that y has not
-    whole = torch.broadcast_shapes(x.shape, y.shape) == x.shape
-    return whole and x.dtype == y.dtype and set(levels(y)) <= set(levels(x))
+    if len(y.shape) != len(x.shape) or y.dtype != x.dtype:
+        return False
+    whole = all(n in (1, m) for n, m in zip(y.shape, x.shape, strict=True))
+    return whole and {*levels(y)} <= {*levels(x)}
 
 
 def taken(x: Tensor, at: Tensor, index: Tensor) -> Tensor:

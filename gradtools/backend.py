@@ -546,9 +546,9 @@ class Tiles(Recomputation):
         """`state = step(state, block)` over so many blocks of the arrays' first axis."""
         return self._lacks("linear_cross_entropy")
 
-    def exp_of_own(self, x: Array) -> Array:
-        """exp(x) of an array that nothing else holds, in whose memory it may be."""
-        return self.xp.exp(x)
+    def of_own(self, name: str, x: Array, *others: Array) -> Array:
+        """`xp.name(x, *others)` of an array x that nothing else holds, in its memory if it fits."""
+        return getattr(self.xp, name)(x, *others)
 
     def taken(self, x: Array, at: Array, index: Array) -> Array:
         """Of each row of x the entry whose column has the index `at`; 0 where there is none."""

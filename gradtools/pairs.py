@@ -507,20 +507,22 @@ class _Attention:
         )
         names = list(arrays)
         call = lambda *xs: run(**dict(zip(names, xs, strict=True)))
-        xs, lead = list(arrays.values()), len(heads.batch)
-        for axis in reversed(range(lead)):
+        lead = [axis for axis, n in enumerate(heads.batch) if n != 1]  # a level of vmap costs
+        for axis in reversed(lead):
             in_axes = []
             for name_, x in arrays.items():
                 own = name_ in ("q", "k", "v") or (name_ == "mask" and x.shape[axis] > 1)
                 in_axes.append(0 if own else None)
             call = self.backend.vmap(call, in_axes=tuple(in_axes))
-        if mask is not None:
-            xs[names.index("mask")] = self._squeezed(arrays["mask"], lead)
+        xs = [
+            self._without_ones(x, len(heads.batch)) if name_ in ("q", "k", "v", "mask") else x
+            for name_, x in arrays.items()
+        ]
         return self.xp.reshape(call(*xs), shape)
 
-    def _squeezed(self, mask: Array, lead: int) -> Array:
-        """The mask without those leading axes that it does not have."""
-        return self.xp.reshape(mask, [n for n in mask.shape[:lead] if n > 1] + [*mask.shape[lead:]])
+    def _without_ones(self, x: Array, lead: int) -> Array:
+        """x without leading axes of length 1."""
+        return self.xp.reshape(x, [n for n in x.shape[:lead] if n != 1] + [*x.shape[lead:]])
 
     def _mask(self, mask: Array) -> tuple[str, Array]:
         """Whose argument the mask is, and the mask with all leading axes, of length 1 or whole."""
@@ -553,7 +555,6 @@ class _Attention:
         self, name: str, q: Any, k: Any, v: Any, mask: Any = None, i: Any = None, j: Any = None
     ) -> Any:
         xp, s = self.xp, (self.scale * q) @ k.T
-        none = self.backend.zeros_like(s[:1, :1]) - float("inf")
         if mask is not None:
             if name == "pairs":
                 mask = xp.take(mask, j, axis=1)
@@ -561,7 +562,11 @@ class _Attention:
             if self.backend.is_inexact(mask):
                 s = s + self.backend.cast(mask, s)
             else:
-                s = xp.where(mask, s, none)
+                s = self._where(mask, s)
         if self.causal:
-            s = xp.where(i[:, None] >= j, s, none)
+            s = self._where(i[:, None] >= j, s)
         return s, v[None]
+
+    def _where(self, kept: Any, s: Any) -> Any:
+        """The scores of pairs that take part, -inf elsewhere."""
+        return self.xp.where(kept, s, self.backend.zeros_like(s[:1, :1]) - float("inf"))

@@ -217,7 +217,7 @@ class _LogSumExp(_Weighted):
         """The largest entries, and the exponentials below them."""
         xp, x = self.backend.xp, wide(self.backend, scores)
         m = xp.max(x, axis=1)
-        return m, self.backend.exp_of_own(x - self._behind(self._finite(m)))
+        return m, self.backend.of_own("exp", x - self._behind(self._finite(m)))
 
     def _finite(self, m: Array) -> Array:
         """m, or 0 where exponentials are not to be taken relative to it."""
@@ -225,26 +225,24 @@ class _LogSumExp(_Weighted):
 
     def merge(self, a: Arrays, b: Arrays) -> Arrays:
         m = self.backend.xp.maximum(a[0], b[0])
-        ours, theirs = self._factor(a[0], m), self._factor(b[0], m)
+        base = self._finite(m)
+        ours, theirs = self._factor(a[0], base), self._factor(b[0], base)
         pairs = zip(a[1:], b[1:], strict=True)
         return [m, *[x * _like_rank(ours, x) + y * _like_rank(theirs, y) for x, y in pairs]]
 
-    def _factor(self, old: Array, new: Array) -> Array:
+    def _factor(self, old: Array, base: Array) -> Array:
         xp = self.backend.xp
-        shift = old - self._finite(new)
-        return xp.exp(xp.where(xp.isfinite(old), shift, self.backend.zeros_like(old)))
+        return xp.exp(xp.where(xp.isfinite(old), old - base, self.backend.zeros_like(old)))
 
     def finish(self, state: Arrays) -> Arrays:
         return [self._finite(state[0]) + self.backend.xp.log(state[1])]
 
     def stats(self, ys: Arrays) -> Arrays:
-        return ys[:1]
+        none = ys[0] == -float("inf")  # a row of -inf has weights 0
+        return [self.backend.xp.where(none, self.backend.zeros_like(ys[0]), ys[0])]
 
     def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
-        xp, lse = self.backend.xp, stats[0]
-        none = lse == -float("inf")  # a row of -inf has weights 0
-        lse = xp.where(none, self.backend.zeros_like(lse), lse)
-        return self.backend.exp_of_own(wide(self.backend, scores) - self._behind(lse))
+        return self.backend.of_own("exp", wide(self.backend, scores) - self._behind(stats[0]))
 
 
 class _Softmax(_LogSumExp):
@@ -357,11 +355,11 @@ class _Softmax(_LogSumExp):
 
     def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
         w = self.weights(tile[0], stats)
-        slope = self._behind(cts[0])
+        slope, own = self._behind(cts[0]), self.backend.of_own
         for v, g in zip(tile[1:], cts[1:], strict=True):
-            slope = slope + self._along(g, v)
+            slope = own("add", self._along(g, v), slope)
         values = [self._spread(w, g, v) for v, g in zip(tile[1:], cts[1:], strict=True)]
-        return [self._like(w * slope, tile[0]), *values]
+        return [self._like(own("multiply", slope, w), tile[0]), *values]
 
 
 class _Take(Reduction):

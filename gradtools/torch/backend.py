@@ -214,7 +214,7 @@ class TorchBackend(Wing):
     uncompiled = staticmethod(uncompiled)
 
     as_now = Lazily("tiling")
-    exp_of_own = Lazily("tiling")
+    of_own = Lazily("tiling")
     taken = Lazily("tiling")
     put = Lazily("tiling")
     is_replaying = Lazily("watching", "asks_is_replaying")

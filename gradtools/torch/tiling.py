@@ -24,7 +24,7 @@ from gradtools.torch.measures import LiveBytes
 from gradtools.torch.modes import as_cast_now, casts_now, without_casts
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.verifying import Figures, Way, figures, is_near, part_of
-from gradtools.torch.wrappers import batches_first
+from gradtools.torch.wrappers import batches_first, levels
 
 Tensor = torch.Tensor
 State = list[Tensor]
@@ -223,9 +223,21 @@ def _looks(all_figures: Sequence[Figures]) -> list[Any]:
     return [x[:2] for x in all_figures]
 
 
-def exp_of_own(x: Tensor) -> Tensor:
-    """exp(x) in its memory: what is as large as a tile takes its time to get from the system."""
-    return x.exp_()
+def of_own(name: str, x: Tensor, *others: Tensor) -> Tensor:
+    """`name(x, *others)` in the memory of x: what is as large as a tile is slow to make anew."""
+    if all(_is_within(y, x) for y in others):
+        return getattr(x, f"{name}_")(*others)
+    return getattr(torch, name)(x, *others)
+
+
+def _is_within(y: Tensor, x: Tensor) -> bool:
+    """Whether x has the shape, dtype and levels of what it gives with y, and of its derivative."""
+    if upstream.forward_level() >= 0 or upstream.is_legacy_batched(y):
+        return False  # a tangent of y may have levels that y has not
+    if len(y.shape) != len(x.shape) or y.dtype != x.dtype:
+        return False
+    whole = all(n in (1, m) for n, m in zip(y.shape, x.shape, strict=True))
+    return whole and {*levels(y)} <= {*levels(x)}
 
 
 def taken(x: Tensor, at: Tensor, index: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Any) -> li
     outs, carried, pullback = vjp_of_inexact(fun, *xs)
     triples = zip(outs, cts(outs) if callable(cts) else cts, carried, strict=True)
     full = [torch.zeros_like(y) if ct is None else ct for y, ct, c in triples if c]
+    del outs, triples  # as large as a tile
     return [v.view_as(v) for v in pullback(tuple(full))]
 
 

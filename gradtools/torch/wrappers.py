@@ -34,6 +34,13 @@ def batches_first(x: Tensor) -> Tensor:
     return x
 
 
+def levels(x: Tensor) -> Iterator[int]:
+    """The levels of functorch that x is wrapped in."""
+    while is_wrapped(x):
+        yield upstream.maybe_get_level(x)
+        x = upstream.get_unwrapped(x)
+
+
 def is_mapped(x: Tensor) -> bool:
     """Whether x is a batch of vmap's."""
     while is_wrapped(x) and not upstream.is_batchedtensor(x):

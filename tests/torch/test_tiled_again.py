@@ -255,3 +255,42 @@ def test_a_second_derivative_keeps_nothing_of_a_tile():
         return live.peak
 
     assert peak(512) < peak(256) + 128 * 128 * 8
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "own"),
+    [
+        (numbers(3, 4), numbers(3, 4), True),
+        (numbers(3, 4), numbers(3, 1), True),
+        (numbers(3, 1), numbers(3, 4), False),
+        (numbers(3, 4).float(), numbers(3, 4), False),
+    ],
+)
+def test_a_product_takes_the_memory_of_its_first_factor_where_it_fits(x, y, own):
+    wanted, x = x * y, x.clone()
+    found = tiling.of_own("multiply", x, y)
+    assert torch.equal(found, wanted) and found.dtype == wanted.dtype
+    assert (found is x) == own
+
+
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0)])
+def test_a_product_in_own_memory_under_vmap(axes):
+    owns = []
+
+    def f(x, y):
+        x = x + 1
+        found = tiling.of_own("multiply", x, y)
+        owns.append(found is x)
+        return found
+
+    x, y = (numbers(2, 3) if axis == 0 else numbers(3) for axis in axes)
+    torch.testing.assert_close(torch.vmap(f, axes)(x, y), (x + 1) * y)
+    assert owns == [axes[0] == 0]
+
+
+def test_a_product_in_own_memory_whose_tangents_have_other_batches():
+    x, y, units = numbers(3), numbers(3, seed=1), torch.eye(3, dtype=torch.float64)
+    f = lambda x, y: tiling.of_own("multiply", x + 1, y)
+    push = lambda dx, dy: torch.func.jvp(f, (x, y), (dx, dy))[1]
+    found = torch.vmap(push, (None, 0))(x, units)
+    torch.testing.assert_close(found, x * y + (x + 1) * units)

@@ -108,20 +108,35 @@ def test_a_dlpack_capsule_becomes_an_array_in_its_memory():
     np.testing.assert_array_equal(y, x)
 
 
-def test_an_export_is_known_by_its_lowering():
+def _asking(question):
+    """A compiled function of one number, and what is answered at each of its lowerings."""
     seen = []
     primitive = jax.extend.core.Primitive("asks")
     primitive.def_abstract_eval(lambda x: x)
 
     def lower(ctx, x):
-        seen.append(upstream.is_exporting(ctx))
+        seen.append(question(ctx))
         return [x]
 
     jax.interpreters.mlir.register_lowering(primitive, lower)
-    asks = jax.jit(lambda x: primitive.bind(x))
+    return jax.jit(lambda x: primitive.bind(x)), seen
+
+
+def test_an_export_is_known_by_its_lowering():
+    asks, seen = _asking(upstream.is_exporting)
     asks.lower(1.0)
     jax.export.export(asks)(1.0)
     assert seen == [False, True]
+
+
+def test_a_lowering_for_one_cpu_is_known():
+    asks, seen = _asking(upstream.is_for_one_cpu)
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.sharding.PartitionSpec()
+    asks.trace(1.0).lower(lowering_platforms=("cpu",))
+    asks.trace(1.0).lower(lowering_platforms=("tpu",))
+    jax.jit(jax.shard_map(asks, mesh=mesh, in_specs=whole, out_specs=whole)).lower(1.0)
+    assert seen == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["transfers_refused", "_transfers_refused_slowly"])

@@ -332,7 +332,8 @@ class KnownOfShapes:
 
     def direct(self, xs: Sequence[Array]) -> list[Array]:
         """The function at the host's arrays, without a copy where memory can be shared."""
-        self._note(xs)
+        if noted() is not None:
+            self._note(xs)
         return self.of.guest.called(self, self.of.entry, xs)
 
     def _note(self, xs: Sequence[Array], depth: int = 0) -> None:

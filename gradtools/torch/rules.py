@@ -252,7 +252,7 @@ def _apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...
 
 def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     """The same, one tensor given twice under two names: a saved input may not be an output."""
-    if len({id(x) for x in xs}) == len(xs):
+    if len(set(map(id, xs))) == len(xs):
         return list(xs)
     return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
 
@@ -345,7 +345,7 @@ def _is_strided(x: Tensor) -> bool:
 def _look(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     """Keeps what the inputs and outputs look like."""
     ctx.looks = [(x.shape, x.dtype, x.device) for x in xs]
-    ctx.like_xs, ctx.like_ys = [like(x) for x in xs], [like(y) for y in ys]
+    ctx.like_xs, ctx.like_ys = list(map(like, xs)), list(map(like, ys))
 
 
 def _unusual(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:

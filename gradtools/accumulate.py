@@ -167,11 +167,11 @@ class Trees:
     leaf_paths: Callable[[Any], list[str]]
 
 
-def paired(trees: Trees, asked: str, target: Any, grads: Any) -> list[TargetLeaf]:
+def paired(trees: Trees, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:
     """One entry for each leaf of target, in the order in which it flattens."""
     leaves, treedef = trees.flatten(target)
     numbered = trees.unflatten(treedef, list(range(len(leaves))))
-    given = dict(_TargetWalk(trees, asked).pairs(numbered, grads, ""))
+    given = dict(_TargetWalk(trees, caller).pairs(numbered, grads, ""))
     paths = trees.leaf_paths(target)
     return [
         TargetLeaf(path, leaf, given.get(i))
@@ -184,7 +184,7 @@ class _TargetWalk:
     """Walks the target, its leaves replaced by their numbers, and the gradients side by side."""
 
     trees: Trees
-    asked: str
+    caller: str
 
     def pairs(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
         """(number of the target's leaf, its gradient) for every leaf that grads names."""
@@ -213,7 +213,7 @@ class _TargetWalk:
             below = f"{path}[{key!r}]"
             if key not in numbered:
                 raise GradtoolsError(
-                    f"{self.asked}: grads{below} has no place in the target, whose keys there are "
+                    f"{self.caller}: grads{below} has no place in the target, whose keys there are "
                     f"{_listed(numbered)}. Give gradients under the target's names; some of them "
                     "may be left out."
                 )
@@ -246,7 +246,7 @@ class _TargetWalk:
     def _refuse(self, path: str, grads: Any, expected: str) -> None:
         size = f" of {len(grads)}" if isinstance(grads, (list, tuple)) else ""
         raise GradtoolsError(
-            f"{self.asked}: grads{path} is a {type(grads).__name__}{size}; expected {expected}. "
+            f"{self.caller}: grads{path} is a {type(grads).__name__}{size}; expected {expected}. "
             "Give the gradients the target's structure."
         )
 
@@ -400,9 +400,9 @@ class GradientAccumulator:
         """A leaf of grads, detached."""
         array = self._wing.detached(x)
         if array is None or not self._name(array).startswith(("float", "bfloat", "complex")):
-            found = f"a {type(x).__name__}" if array is None else self._spec(array)
+            result = f"a {type(x).__name__}" if array is None else self._spec(array)
             raise GradtoolsError(
-                f"GradientAccumulator.add: grads{path} is {found}; expected a floating or complex "
+                f"GradientAccumulator.add: grads{path} is {result}; expected a floating or complex "
                 "array. Differentiate with respect to floating arguments only, or put None there."
             )
         if self._compensated and self._spec(array).startswith("sparse"):
@@ -475,13 +475,13 @@ class GradientAccumulator:
             return ()
         return tuple(map(self._backend.zeros_like, totals))
 
-    def _filled(self, asked: str) -> _State:
-        self._check_trace(asked)
+    def _filled(self, caller: str) -> _State:
+        self._check_trace(caller)
         with self._lock:
             state = self._state
         if state is None:
             raise GradtoolsError(
-                f"GradientAccumulator.{asked}: nothing has been added, so there is no {asked}. "
+                f"GradientAccumulator.{caller}: nothing has been added, so there is no {caller}. "
                 "Call add(grads) first."
             )
         return state
@@ -494,19 +494,19 @@ class GradientAccumulator:
             and not self._name(number).startswith("complex")
         )
         if not real:
-            found = repr(weight) if isinstance(weight, (str, complex)) else _described(weight)
+            result = repr(weight) if isinstance(weight, (str, complex)) else _described(weight)
             raise GradtoolsError(
-                f"GradientAccumulator.add: weight is {found}; expected a real number or a real "
+                f"GradientAccumulator.add: weight is {result}; expected a real number or a real "
                 "array of shape (). Weights that differ from example to example belong into the "
                 "loss, before the gradient is taken."
             )
         return number
 
-    def _check_trace(self, asked: str) -> None:
+    def _check_trace(self, caller: str) -> None:
         if self._trace == self._wing.current_trace():
             return
         raise GradtoolsError(
-            f"GradientAccumulator.{asked}: the accumulator was made outside of the transformation "
+            f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
             "(jit, vmap, grad, scan, ...) in which it is used now, or inside of one that it has "
             "left. It is a Python object with state, which a traced function cannot carry. Make, "
             "fill and read it in one place, or carry a buffer through the function with "
@@ -527,10 +527,10 @@ def _check_alike(state: _State, term: _State) -> None:
     """Raises unless the term has the leaves that came before."""
     if state.treedef != term.treedef:
         _refuse_structure(state, term)
-    for path, expected, found in zip(state.paths, state.specs, term.specs, strict=True):
-        if expected != found:
+    for path, expected, result in zip(state.paths, state.specs, term.specs, strict=True):
+        if expected != result:
             raise GradtoolsError(
-                f"GradientAccumulator.add: grads{path} is {found}; expected {expected}, as in the "
+                f"GradientAccumulator.add: grads{path} is {result}; expected {expected}, as in the "
                 "first add. Use one accumulator for each model, or call reset() first."
             )
 

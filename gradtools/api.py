@@ -44,9 +44,9 @@ class Api(Operators):
     def __getattr__(self, name: str) -> Any:
         if name not in _ROOM_OF:
             raise AttributeError(f"gradtools.{self._backend.name} has no attribute {name!r}")
-        found = getattr(self.room(_ROOM_OF[name]), name)
-        setattr(self, name, found)
-        return found
+        result = getattr(self.room(_ROOM_OF[name]), name)
+        setattr(self, name, result)
+        return result
 
     def room(self, name: str) -> Operators:
         """The operators of one room, "module:class"; always the same object."""

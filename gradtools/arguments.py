@@ -40,7 +40,7 @@ class Argument(NamedTuple):
 
 
 def arguments(
-    asked: str,
+    caller: str,
     f: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -52,23 +52,23 @@ def arguments(
     shared: Positions of arguments that are shared unless in_axes names them; with these it may be
         None, which names nothing.
     """
-    found = [Argument(i, x, None if i in (shared or ()) else 0) for i, x in enumerate(args)]
-    found += [Argument(key, x, 0) for key, x in kwargs.items()]
+    result = [Argument(i, x, None if i in (shared or ()) else 0) for i, x in enumerate(args)]
+    result += [Argument(key, x, 0) for key, x in kwargs.items()]
     if type(in_axes) is dict:
-        named = _named(asked, f, found, in_axes)
-        return [a._replace(axes=named[a.key], named=True) if a.key in named else a for a in found]
+        named = _named(caller, f, result, in_axes)
+        return [a._replace(axes=named[a.key], named=True) if a.key in named else a for a in result]
     if in_axes is None and shared is not None:
-        return found
+        return result
     count = len(args)
     if isinstance(in_axes, int):
-        return [a._replace(axes=in_axes) for a in found[:count]] + found[count:]
+        return [a._replace(axes=in_axes) for a in result[:count]] + result[count:]
     if not isinstance(in_axes, tuple | list) or len(in_axes) != count:
         raise GradtoolsError(
-            f"{asked}: in_axes is {in_axes!r}; expected one entry for each of the {count} "
+            f"{caller}: in_axes is {in_axes!r}; expected one entry for each of the {count} "
             "positional arguments, an integer, or a dictionary from f's parameters to axes."
         )
-    by_position = zip(found, in_axes, strict=False)
-    return [a._replace(axes=axes, named=True) for a, axes in by_position] + found[count:]
+    by_position = zip(result, in_axes, strict=False)
+    return [a._replace(axes=axes, named=True) for a, axes in by_position] + result[count:]
 
 
 def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -92,20 +92,20 @@ def argument_keys(
 
 
 def _named(
-    asked: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
+    caller: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
 ) -> dict[int | str, Any]:
     """The axes of the arguments that a dictionary names, by their keys."""
     places, parameters = _places(f, given)
-    found: dict[int | str, Any] = {}
+    result: dict[int | str, Any] = {}
     for name, axes in sorted(in_axes.items(), key=lambda item: item[0] in parameters):
         if name not in places:
-            _refuse(asked, name, f, given)
+            _refuse(caller, name, f, given)
         if name in parameters:  # *args or **kwargs: what no other entry names
-            rest = [key for key in places[name] if key not in found]
-            found |= _spread(asked, name, axes, rest)
+            rest = [key for key in places[name] if key not in result]
+            result |= _spread(caller, name, axes, rest)
         else:
-            found |= dict.fromkeys(places[name], axes)
-    return found
+            result |= dict.fromkeys(places[name], axes)
+    return result
 
 
 def _places(
@@ -136,20 +136,20 @@ def _places(
 
 def _parameters(f: Callable[..., Any]) -> list[Parameter]:
     """f's parameters; those of a torch.nn.Module are its forward's."""
-    f, found = unwrap(f), list[Parameter]()
+    f, result = unwrap(f), list[Parameter]()
     for g in (f, getattr(f, "forward", None)):
         if not callable(g):
             continue
         try:
-            found = list(signature(g).parameters.values())
+            result = list(signature(g).parameters.values())
         except (TypeError, ValueError):
             continue
-        if any(p.kind not in _VARIADIC for p in found):
+        if any(p.kind not in _VARIADIC for p in result):
             break
-    return found
+    return result
 
 
-def _spread(asked: str, name: str, axes: Any, keys: list[int | str]) -> dict[int | str, Any]:
+def _spread(caller: str, name: str, axes: Any, keys: list[int | str]) -> dict[int | str, Any]:
     """The axes of what a variadic parameter gets."""
     if axes is None or isinstance(axes, int):
         return dict.fromkeys(keys, axes)
@@ -158,17 +158,17 @@ def _spread(asked: str, name: str, axes: Any, keys: list[int | str]) -> dict[int
     if isinstance(axes, tuple | list) and len(axes) == len(keys):
         return dict(zip(keys, axes, strict=True))
     raise GradtoolsError(
-        f"{asked}: in_axes[{name!r}] is {axes!r} for {len(keys)} arguments; expected an integer, "
+        f"{caller}: in_axes[{name!r}] is {axes!r} for {len(keys)} arguments; expected an integer, "
         "None, or one entry for each of them."
     )
 
 
-def _refuse(asked: str, name: Any, f: Callable[..., Any], given: list[Argument]) -> None:
+def _refuse(caller: str, name: Any, f: Callable[..., Any], given: list[Argument]) -> None:
     known = [p.name for p in _parameters(f)]
     known += [a.key for a in given if isinstance(a.key, str) and a.key not in known]
     listed = f"Its parameters are {', '.join(known)}" if known else "It has no named parameters"
     raise GradtoolsError(
-        f"{asked}: in_axes names {name!r}, which is no parameter of "
+        f"{caller}: in_axes names {name!r}, which is no parameter of "
         f"{getattr(f, '__name__', type(f).__name__)} and no keyword of this call. {listed}; "
         "name one of them, or pass what you mean by keyword."
     )

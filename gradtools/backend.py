@@ -215,21 +215,21 @@ class Differentiation(Arrays):
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
         """`(outs, extras, pushforward)`: by default the transpose of the pullback."""
-        asked = getattr(fun, "asked", "jvp")
-        token = _PUSHING.set(asked)
+        caller = getattr(fun, "caller", "jvp")
+        token = _PUSHING.set(caller)
         try:
-            found = self.vjp(fun, leaves, groups=None, once=False)
+            result = self.vjp(fun, leaves, groups=None, once=False)
         finally:
             _PUSHING.reset(token)
 
         def pulled(*cts: Array) -> tuple[list[Array], list[Array]]:
-            return self.filled(found.pullback(cts), leaves), []
+            return self.filled(result.pullback(cts), leaves), []
 
-        zeros = [self.zeros_like(y) for y in found.outs]
+        zeros = [self.zeros_like(y) for y in result.outs]
         again = self.vjp(pulled, zeros, groups=None, once=False)
         return (
-            found.outs,
-            found.extras,
+            result.outs,
+            result.extras,
             lambda tangents: self.filled(again.pullback(tangents), zeros),
         )
 
@@ -240,8 +240,8 @@ class Differentiation(Arrays):
 
     def pull(self, fun: Any, xs: Sequence[Array], cts: Any) -> list[Array]:
         """The pullback at xs of `cts` (None: zero), or of what they give at fun's outputs."""
-        found = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)
-        return self.filled(found.pullback(cts(found.outs) if callable(cts) else cts), xs)
+        result = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)
+        return self.filled(result.pullback(cts(result.outs) if callable(cts) else cts), xs)
 
     def push(self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]) -> list[Array]:
         return self.value_and_push(fun, xs, dxs)[1]
@@ -274,7 +274,7 @@ class Differentiation(Arrays):
 
     def opened(
         self,
-        asked: str,
+        caller: str,
         f: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -315,19 +315,19 @@ class Rules(Differentiation):
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         """The rule's outputs, differentiated by it. What it saves is computed again."""
-        asked = _PUSHING.get()
-        if rule.reverse_only and asked is not None:
-            raise GradtoolsError(reverse_only_text(asked, rule.name))
+        caller = _PUSHING.get()
+        if rule.reverse_only and caller is not None:
+            raise GradtoolsError(reverse_only_text(caller, rule.name))
         return self.with_pullback(rule.primal, partial(self._pulled, rule), xs)
 
     def _pulled(self, rule: Rule, xs: Entries, ys: Entries, cts: Entries) -> Entries:
-        found = rule.reading(xs, list(ys)) if rule.linearize is None else rule.at(*xs)
-        saved = [[*xs, *ys, *found.extras][i] for i in found.saves]
-        given = found.cotangent
+        result = rule.reading(xs, list(ys)) if rule.linearize is None else rule.at(*xs)
+        saved = [[*xs, *ys, *result.extras][i] for i in result.saves]
+        given = result.cotangent
         if given is not None:
             return given(saved, self.filled(cts, ys) if rule.fills("cotangent") else cts)
-        assert found.tangent is not None
-        push, moving = found.tangent, [self.is_inexact(x) for x in xs]
+        assert result.tangent is not None
+        push, moving = result.tangent, [self.is_inexact(x) for x in xs]
         zeros = [self.zeros_like(x) for x, m in zip(xs, moving, strict=True) if m]
 
         def pushed(*dxs: Array) -> list[Array]:
@@ -428,8 +428,8 @@ class Programs(Rules):
         """A Python number where x holds a known one, x itself where it is traced, else None."""
         return self.to_numpy(x).item() if self.is_array(x) and tuple(x.shape) == () else x
 
-    def _lacks(self, asked: str) -> Any:
-        raise GradtoolsError(f"{asked}: the backend {self.name!r} does not provide it.")
+    def _lacks(self, caller: str) -> Any:
+        raise GradtoolsError(f"{caller}: the backend {self.name!r} does not provide it.")
 
 
 class Recomputation(Programs):
@@ -447,7 +447,7 @@ class Recomputation(Programs):
                 new = iter(xs)
                 full = [next(new) if m else x for x, m in zip(leaves, moving, strict=True)]
                 args, kwargs = self.unflatten(treedef, full)
-                out, out_def[:] = (found := self.flatten(f(*args, **kwargs)))[0], found[1:]
+                out, out_def[:] = (result := self.flatten(f(*args, **kwargs)))[0], result[1:]
                 return out
 
             outs = self._again(fun, [x for x, m in zip(leaves, moving, strict=True) if m])
@@ -492,11 +492,11 @@ class Recomputation(Programs):
 
     def sum_chunks(self, chunks: Chunks) -> list[Array]:
         """The sums over chunks of the output leaves, each chunk's graph as it is."""
-        found = [
+        result = [
             chunks.call(i, i, pieces, chunks.shared, [])[0]
             for i, pieces in enumerate(self._pieces(chunks))
         ]
-        return [sum(column[1:], column[0]) for column in zip(*found, strict=True)]
+        return [sum(column[1:], column[0]) for column in zip(*result, strict=True)]
 
     def _pieces(self, chunks: Chunks) -> list[list[Array]]:
         """Each chunk's part of every array that is split, then its part of lists."""
@@ -524,7 +524,7 @@ class Tiles(Recomputation):
     """Reductions over all pairs of rows."""
 
     def explicit(
-        self, asked: str, fun: Any, own: Sequence[Any], xs: Sequence[Array], sides: Sequence[Any]
+        self, caller: str, fun: Any, own: Sequence[Any], xs: Sequence[Array], sides: Sequence[Any]
     ) -> tuple[Callable[[list[Array]], Any], list[Array]]:
         """A function of a tile and of what it closes over, and that.
 
@@ -592,7 +592,7 @@ class Seeing(Tiles):
         """
         return self._lacks("why_zero")
 
-    def repeatable(self, asked: str, f: Any) -> Any:
+    def repeatable(self, caller: str, f: Any) -> Any:
         """f, which leaves the modules that it holds as they are, where the wing sees to that."""
         return f
 
@@ -604,18 +604,18 @@ class Seeing(Tiles):
         """The model that f is, or holds if the wing looks for one; None if there is none."""
         return None
 
-    def held(self, asked: str, model: Any) -> list[HeldArray]:
+    def held(self, caller: str, model: Any) -> list[HeldArray]:
         """The arrays of a model, or of a tree of models and arrays."""
-        return self._lacks(asked)
+        return self._lacks(caller)
 
     def optimised(
-        self, asked: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
+        self, caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     ) -> Optimised:
         """What an optimiser changes."""
-        return self._lacks(asked)
+        return self._lacks(caller)
 
     def lifted(
-        self, asked: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
+        self, caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
     ) -> Callable[[list[Any]], Any] | None:
         """`f(*args, **kwargs)` as a function of arrays that f reads from outside.
 
@@ -631,7 +631,7 @@ class Seeing(Tiles):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         return run(leaves)
 
-    def gradient_graph(self, asked: Differentiated | Live) -> PlainGraph:
+    def gradient_graph(self, request: Differentiated | Live) -> PlainGraph:
         """The passes of a program as one graph, its effects undone; or what is held of results."""
         return self._lacks("gradient_graph")
 
@@ -679,10 +679,10 @@ class Lazily:
     def __get__(self, backend: Any, owner: type) -> Any:
         if backend is None:
             return self
-        found = getattr(
+        result = getattr(
             import_module(f"gradtools.{backend.name}.{self.room}"), self.name or self.member
         )
-        return backend.__dict__.setdefault(self.member, found)
+        return backend.__dict__.setdefault(self.member, result)
 
 
 class Wing(Backend):

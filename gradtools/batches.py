@@ -25,9 +25,9 @@ class Batch:
     size: int
 
     def __init__(
-        self, backend: Backend, asked: str, arguments: Sequence[Argument], lists: bool = False
+        self, backend: Backend, caller: str, arguments: Sequence[Argument], lists: bool = False
     ) -> None:
-        self._read(backend, asked, arguments)
+        self._read(backend, caller, arguments)
         self.lists = [
             i
             for i, a in enumerate(arguments)
@@ -41,17 +41,17 @@ class Batch:
         self.size = self._checked_size()
 
     @classmethod
-    def whole(cls, backend: Backend, asked: str, args: Sequence[Any], kwargs: Any) -> Batch:
+    def whole(cls, backend: Backend, caller: str, args: Sequence[Any], kwargs: Any) -> Batch:
         """Arguments of which nothing is split."""
         batch = cls.__new__(cls)
         shared = [Argument(key, x) for key, x in (*enumerate(args), *kwargs.items())]
-        batch._read(backend, asked, shared)
+        batch._read(backend, caller, shared)
         batch.lists, batch.size = [], 1
         batch.axes = [[None] * len(leaves) for leaves in batch.leaves]
         return batch
 
-    def _read(self, backend: Backend, asked: str, arguments: Sequence[Argument]) -> None:
-        self.backend, self.asked, self.arguments = backend, asked, arguments
+    def _read(self, backend: Backend, caller: str, arguments: Sequence[Argument]) -> None:
+        self.backend, self.caller, self.arguments = backend, caller, arguments
         self.args = tuple([a.value for a in arguments])
         self.keywords = [a.key for a in arguments if isinstance(a.key, str)]
         flat = [backend.flatten(x) for x in self.args]
@@ -73,18 +73,18 @@ class Batch:
         if axes is None or isinstance(axes, int):
             least = 0 if argument.named else 1  # axes that an array must have to be split
             arrays = [self.backend.is_array(leaf) and _rank(leaf) >= least for leaf in leaves]
-            found = [axes if there else None for there in arrays]
+            result = [axes if there else None for there in arrays]
         else:
             try:
-                found = self.treedefs[i].flatten_up_to(axes)
+                result = self.treedefs[i].flatten_up_to(axes)
             except (ValueError, TypeError) as error:
                 raise GradtoolsError(
-                    f"{self.asked}: in_axes[{argument.key!r}] is {axes!r}; expected an integer, "
+                    f"{self.caller}: in_axes[{argument.key!r}] is {axes!r}; expected an integer, "
                     f"None, or a tree of them like {argument.name}, {self.treedefs[i]}."
                 ) from error
         return [
             axis + len(leaf.shape) if type(axis) is int and -_rank(leaf) <= axis < 0 else axis
-            for axis, leaf in zip(found, leaves, strict=True)
+            for axis, leaf in zip(result, leaves, strict=True)
         ]
 
     def _checked_size(self) -> int:
@@ -94,8 +94,8 @@ class Batch:
             argument = self.arguments[i]
             if argument.axes not in (0, -1):
                 raise GradtoolsError(
-                    f"{self.asked}: {argument.name} is a list of examples, which has only the axis "
-                    f"0; in_axes says {argument.axes}."
+                    f"{self.caller}: {argument.name} is a list of examples, which has only the "
+                    f"axis 0; in_axes says {argument.axes}."
                 )
             places.setdefault(len(self.args[i]), []).append((i, None))
         for i, (leaves, axes) in enumerate(zip(self.leaves, self.axes, strict=True)):
@@ -105,14 +105,14 @@ class Batch:
         if not places:
             self._refuse_numbers()
             raise GradtoolsError(
-                f"{self.asked}: no argument is split, so there are no examples. Pass the batch "
+                f"{self.caller}: no argument is split, so there are no examples. Pass the batch "
                 "as an array, and name its axis in in_axes."
             )
         if len(places) > 1:
             self._refuse_sizes(places)
         if 0 in places:
             name = self.name_of(*places[0][0])
-            raise GradtoolsError(f"{self.asked}: the batch is empty ({name} has size 0).")
+            raise GradtoolsError(f"{self.caller}: the batch is empty ({name} has size 0).")
         return next(iter(places))
 
     def _refuse_numbers(self) -> None:
@@ -123,29 +123,29 @@ class Batch:
                     self._size(i, k, leaf, argument.axes)
 
     def _refuse_sizes(self, places: dict[int, list[tuple[int, int | None]]]) -> None:
-        found = ", ".join(f"{n} in {self.name_of(*of_size[0])}" for n, of_size in places.items())
+        result = ", ".join(f"{n} in {self.name_of(*of_size[0])}" for n, of_size in places.items())
         i, _ = min(reversed(places.values()), key=len)[0]
         odd = self.arguments[i].key
         how = f": in_axes={{{odd!r}: None}}" if isinstance(odd, str) else ""
         raise GradtoolsError(
-            f"{self.asked}: the batch sizes differ: {found}. Set in_axes so that every split axis "
-            f"has one entry for each example; None shares an argument{how}."
+            f"{self.caller}: the batch sizes differ: {result}. Set in_axes so that every split "
+            f"axis has one entry for each example; None shares an argument{how}."
         )
 
     def _size(self, i: int, k: int, leaf: Any, axis: Any) -> int:
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise GradtoolsError(
-                f"{self.asked}: the entry of in_axes for {self.name_of(i, k)} is {axis!r}; "
+                f"{self.caller}: the entry of in_axes for {self.name_of(i, k)} is {axis!r}; "
                 "expected an integer or None."
             )
         if not self.backend.is_array(leaf):
             raise GradtoolsError(
-                f"{self.asked}: {self.name_of(i, k)} is a {type(leaf).__name__}, which has no axis "
-                "to split on. Set its entry of in_axes to None to share it."
+                f"{self.caller}: {self.name_of(i, k)} is a {type(leaf).__name__}, which has no "
+                "axis to split on. Set its entry of in_axes to None to share it."
             )
         if not 0 <= axis < len(leaf.shape):
             raise GradtoolsError(
-                f"{self.asked}: {self.name_of(i, k)} of shape {tuple(leaf.shape)} has no axis "
+                f"{self.caller}: {self.name_of(i, k)} of shape {tuple(leaf.shape)} has no axis "
                 f"{axis} to split on. Set its entry of in_axes to None to share it."
             )
         return leaf.shape[axis]
@@ -162,12 +162,12 @@ class Batch:
         treedef: list[Any] = []
 
         def on_flat(*example: Array) -> list[Array]:
-            leaves, found = backend.flatten(one(*self.at(example)))
-            treedef[:] = [found]
+            leaves, result = backend.flatten(one(*self.at(example)))
+            treedef[:] = [result]
             return leaves
 
-        found = backend.map_batches(on_flat, batch, chunk_size)
-        return backend.unflatten(treedef[0], found)
+        result = backend.map_batches(on_flat, batch, chunk_size)
+        return backend.unflatten(treedef[0], result)
 
     @property
     def split(self) -> list[tuple[Array, int]]:

@@ -24,15 +24,15 @@ def blocks(
 def _rows(
     backend: Backend, fun: Fun, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
-    found = backend.vjp(fun, leaves, groups=None, once=False)
+    result = backend.vjp(fun, leaves, groups=None, once=False)
     full = [x for x in leaves if not _is_empty(x)]
 
     def rows_of(k: int, basis: Array) -> list[Array]:
         def pull(unit: Array) -> list[Array]:
-            cts = [unit if i == k else None for i in range(len(found.outs))]
-            pulled = found.pullback(cts)
+            cts = [unit if i == k else None for i in range(len(result.outs))]
+            pulled = result.pullback(cts)
             if isinstance(fun, Call):  # and no gradient, which is a derivative itself
-                refuse_cut(fun, found.cut(pulled))
+                refuse_cut(fun, result.cut(pulled))
             pairs = zip(leaves, pulled, strict=True)
             filled = [backend.zeros_like(x) if g is None else g for x, g in pairs]
             return [g for g in filled if not _is_empty(g)]
@@ -54,7 +54,7 @@ def _rows(
             for x in leaves
         ]
 
-    return [block_row(k, y) for k, y in enumerate(found.outs)]
+    return [block_row(k, y) for k, y in enumerate(result.outs)]
 
 
 def _columns(

@@ -25,15 +25,15 @@ class Call:
     def __init__(
         self,
         backend: Backend,
-        asked: str,
+        caller: str,
         f: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         argnums: tuple[int, ...],
         has_aux: bool = False,
     ) -> None:
-        self.backend, self.asked, self.f, self.has_aux = backend, asked, f, has_aux
-        self.opened = backend.opened(asked, f, args, kwargs, argnums)
+        self.backend, self.caller, self.f, self.has_aux = backend, caller, f, has_aux
+        self.opened = backend.opened(caller, f, args, kwargs, argnums)
         if self.opened is not None:
             self.f, args = self.opened, self.opened.args
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
@@ -47,7 +47,7 @@ class Call:
             self.counts.append(len(leaves))
         for k, leaf in enumerate(self.leaves):
             if not (backend.is_array(leaf) and backend.is_inexact(leaf)):
-                self.leaves[k] = differentiable_leaf(backend, asked, leaf, self.paths[k])
+                self.leaves[k] = differentiable_leaf(backend, caller, leaf, self.paths[k])
 
     @property
     def paths(self) -> list[str]:
@@ -104,7 +104,7 @@ class Call:
     def _parted(self, result: Any) -> tuple[Any, Any]:
         if not isinstance(result, tuple) or len(result) != 2:
             raise GradtoolsError(
-                f"{self.asked}: with has_aux=True f must return a pair (output, aux), got "
+                f"{self.caller}: with has_aux=True f must return a pair (output, aux), got "
                 f"{describe(self.backend, result)}. Return both, or leave has_aux out."
             )
         return result
@@ -114,7 +114,7 @@ class Call:
             return self.backend.asarray(x)
         except (TypeError, ValueError, GradtoolsError) as error:
             raise GradtoolsError(
-                f"{self.asked}: f returned {describe(self.backend, x)} at "
+                f"{self.caller}: f returned {describe(self.backend, x)} at "
                 f"{self._out_paths[k]}, expected an array. Return arrays, and anything else "
                 "through has_aux=True."
             ) from error
@@ -137,21 +137,21 @@ class Call:
 
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
         """The leaves of one tree for each differentiated argument, checked against them."""
-        found: list[Array] = []
+        result: list[Array] = []
         for i, tree, treedef in zip(self.argnums, trees, self.treedefs, strict=True):
             leaves = _leaves_like(treedef, tree)
             if leaves is None:
                 leaves = _leaves_like(treedef, self.backend.part_of(tree))
             if leaves is None:
                 raise GradtoolsError(
-                    f"{self.asked}: {what} {i} has the structure {self.backend.flatten(tree)[1]}, "
+                    f"{self.caller}: {what} {i} has the structure {self.backend.flatten(tree)[1]}, "
                     f"expected that of argument {i}, {treedef}. Give one leaf for each of its "
                     "leaves."
                 )
-            found += leaves
+            result += leaves
         return [
-            matching(self.backend, self.asked, x, like, partial(self._names, what, k))
-            for k, (x, like) in enumerate(zip(found, self.leaves, strict=True))
+            matching(self.backend, self.caller, x, like, partial(self._names, what, k))
+            for k, (x, like) in enumerate(zip(result, self.leaves, strict=True))
         ]
 
     def _names(self, what: str, k: int) -> tuple[str, str]:
@@ -187,13 +187,13 @@ class Call:
         leaves = _leaves_like(self._out_def, tree)
         if leaves is None:
             raise GradtoolsError(
-                f"{self.asked}: the cotangent has the structure {self.backend.flatten(tree)[1]}, "
+                f"{self.caller}: the cotangent has the structure {self.backend.flatten(tree)[1]}, "
                 f"expected that of f's output, {self._out_def}. Give one leaf for each of its "
                 "leaves."
             )
         places = [k for k, inexact in enumerate(self._inexact) if inexact]
         return [
-            matching(self.backend, self.asked, leaves[k], y, partial(self._ct_names, k))
+            matching(self.backend, self.caller, leaves[k], y, partial(self._ct_names, k))
             for k, y in zip(places, outs, strict=True)
         ]
 
@@ -216,39 +216,39 @@ class Call:
         if not self.has_aux and not single:
             mend += ", or return (loss, aux) with has_aux=True"
         raise GradtoolsError(
-            f"{self.asked}: f must return one real number, an array of shape (); got {came}. "
+            f"{self.caller}: f must return one real number, an array of shape (); got {came}. "
             f"{mend}."
         )
 
 
-def whole_number(asked: str, name: str, value: Any, least: int, unit: str) -> int:
+def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
     """A count that came in, of any kind that has `__index__`, as an integer of Python."""
     try:
-        found = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
+        result = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
-        found = least - 1
-    if found < least:
+        result = least - 1
+    if result < least:
         raise GradtoolsError(
-            f"{asked}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
+            f"{caller}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
         )
-    return found
+    return result
 
 
-def whole_or_none(asked: str, name: str, value: Any, least: int, unit: str) -> int | None:
+def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:
     """The same of a count that may be left open."""
-    return None if value is None else whole_number(asked, name, value, least, unit)
+    return None if value is None else whole_number(caller, name, value, least, unit)
 
 
-def order_among(asked: str, order: Any, known: Sequence[int], expected: str) -> int:
+def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
     """An order of derivatives that came in, as one of those that are known."""
     whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
     if not whole or operator.index(order) not in known:
-        raise GradtoolsError(f"{asked}: order is {order!r}; expected {expected}.")
+        raise GradtoolsError(f"{caller}: order is {order!r}; expected {expected}.")
     return operator.index(order)
 
 
 def normalized_argnums(
-    asked: str, argnums: Any, count: int, name: str = "argnums"
+    caller: str, argnums: Any, count: int, name: str = "argnums"
 ) -> tuple[int, ...]:
     """argnums as a tuple of positions from 0, each checked against the number of arguments."""
     if argnums == 0 and type(argnums) is int and count:
@@ -259,21 +259,21 @@ def normalized_argnums(
         # Dynamo makes integers symbolic, and asks none of these for its methods.
         if isinstance(i, bool | type) or not (isinstance(i, int) or hasattr(i, "__index__")):
             raise GradtoolsError(
-                f"{asked}: {name} must hold integers, got {i!r}. Give the position of an argument, "
-                "counted from 0, or a tuple of positions."
+                f"{caller}: {name} must hold integers, got {i!r}. Give the position of an "
+                "argument, counted from 0, or a tuple of positions."
             )
         i = operator.index(i)
         if not -count <= i < count:
             many = f"{count} positional argument{'s' * (count > 1)}"
             called = f"{many} (0 to {count - 1})" if count else "no positional argument"
             raise GradtoolsError(
-                f"{asked}: {name} holds {i}, but f was called with {called}. {_by_position(name)}"
+                f"{caller}: {name} holds {i}, but f was called with {called}. {_by_position(name)}"
             )
         positions.append(i % count)
     if len(set(positions)) < len(positions):
-        raise GradtoolsError(f"{asked}: {name} {given} names an argument twice. Name each once.")
+        raise GradtoolsError(f"{caller}: {name} {given} names an argument twice. Name each once.")
     if not positions:
-        raise GradtoolsError(f"{asked}: {name} is empty; name at least one argument.")
+        raise GradtoolsError(f"{caller}: {name} is empty; name at least one argument.")
     return tuple(positions)
 
 
@@ -285,7 +285,9 @@ def _by_position(name: str) -> str:
     )
 
 
-def as_array(backend: Backend, asked: str, x: Any, name: str, beside: Array | None = None) -> Array:
+def as_array(
+    backend: Backend, caller: str, x: Any, name: str, beside: Array | None = None
+) -> Array:
     """x as an array of the framework, if it is none yet beside another, or an error naming it."""
     if backend.is_array(x):
         return x
@@ -293,85 +295,87 @@ def as_array(backend: Backend, asked: str, x: Any, name: str, beside: Array | No
         return backend.asarray(x, beside)
     except GradtoolsError as error:
         came = describe(backend, x)
-        raise GradtoolsError(f"{asked}: {name} is {came}; expected an array of numbers.") from error
+        raise GradtoolsError(
+            f"{caller}: {name} is {came}; expected an array of numbers."
+        ) from error
 
 
-def differentiable_leaf(backend: Backend, asked: str, leaf: Any, name: str) -> Array:
+def differentiable_leaf(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
     """The leaf as an array that can be differentiated, or an error that names it."""
     if isinstance(leaf, bool | int):
-        raise _not_differentiable(asked, name, f"the Python {type(leaf).__name__} {leaf!r}")
+        raise _not_differentiable(caller, name, f"the Python {type(leaf).__name__} {leaf!r}")
     if not backend.is_array(leaf):
-        leaf = _converted(backend, asked, leaf, name)
+        leaf = _converted(backend, caller, leaf, name)
     if not backend.is_inexact(leaf):
         came = f"an array of dtype {backend.dtype_name(leaf)} and shape {tuple(leaf.shape)}"
-        raise _not_differentiable(asked, name, came)
+        raise _not_differentiable(caller, name, came)
     return leaf
 
 
-def _converted(backend: Backend, asked: str, leaf: Any, name: str) -> Array:
+def _converted(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
     if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
         from gradtools import keras_layers
 
         if keras_layers.is_keras(leaf):
-            raise keras_layers.refusal(asked, name, leaf)
-        raise _not_differentiable(asked, name, f"an object of type {type(leaf).__name__}")
+            raise keras_layers.refusal(caller, name, leaf)
+        raise _not_differentiable(caller, name, f"an object of type {type(leaf).__name__}")
     try:
         return backend.asarray(leaf)
     except GradtoolsError as error:
-        raise GradtoolsError(f"{asked}: {name} cannot be differentiated: {error}") from error
+        raise GradtoolsError(f"{caller}: {name} cannot be differentiated: {error}") from error
 
 
 _ALL = ("vjp", "jvp", "linearize", "hvp", "mixed_partial")  # these differentiate every argument
 _ALONG = ("why_zero", "gradient_graph", "formula")
 
 
-def _not_differentiable(asked: str, name: str, came: str) -> GradtoolsError:
+def _not_differentiable(caller: str, name: str, came: str) -> GradtoolsError:
     elsewhere = "keep it in an argument that argnums does not name"
-    if asked in _ALL:
+    if caller in _ALL:
         elsewhere = "let f close over it"
-    elif asked in _ALONG:
+    elif caller in _ALONG:
         elsewhere = "keep it in an argument that wrt does not name"
-    elif asked == "minimax_value_and_grad":
+    elif caller == "minimax_value_and_grad":
         elsewhere = "keep it in an argument that neither minimize nor maximize names"
     return GradtoolsError(
-        f"{asked}: {name} is {came}; what is differentiated must be a floating or complex array. "
+        f"{caller}: {name} is {came}; what is differentiated must be a floating or complex array. "
         f"Cast it, or {elsewhere}."
     )
 
 
 def matching(
-    backend: Backend, asked: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
+    backend: Backend, caller: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
 ) -> Array:
     """x as an array of like's shape and dtype, or an error that names both."""
     if isinstance(x, complex) and not backend.is_complex(like):
         name, like_name = names()
         raise GradtoolsError(
-            f"{asked}: {name} is the complex number {x}, but {like_name} is real "
+            f"{caller}: {name} is the complex number {x}, but {like_name} is real "
             f"({backend.dtype_name(like)}). Pass a real number."
         )
     if isinstance(x, bool | int | float | complex):
         x = backend.cast(x, like)
     elif not backend.is_array(x):
-        x = _as_like(backend, asked, x, like, names)
+        x = _as_like(backend, caller, x, like, names)
     if x.shape != like.shape or x.dtype != like.dtype:
         came = (tuple(x.shape), backend.dtype_name(x))
         wanted = (tuple(like.shape), backend.dtype_name(like))
         name, like_name = names()
         raise GradtoolsError(
-            f"{asked}: {name} has shape {came[0]} and dtype {came[1]}, expected {wanted[0]} and "
+            f"{caller}: {name} has shape {came[0]} and dtype {came[1]}, expected {wanted[0]} and "
             f"{wanted[1]}, those of {like_name}. Reshape or cast it."
         )
     return x
 
 
 def _as_like(
-    backend: Backend, asked: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
+    backend: Backend, caller: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
 ) -> Array:
     if hasattr(x, "__array__"):
-        return _converted(backend, asked, x, names()[0])
+        return _converted(backend, caller, x, names()[0])
     name, like_name = names()
     raise GradtoolsError(
-        f"{asked}: {name} is {describe(backend, x)}, expected {describe(backend, like)}, like "
+        f"{caller}: {name} is {describe(backend, x)}, expected {describe(backend, like)}, like "
         f"{like_name}."
     )
 

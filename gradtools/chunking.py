@@ -254,15 +254,15 @@ class Chunking(Operators):
 
         def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
             own = None if call.weights is None else chunk[-1]
-            asked = "microbatched", f, argnums, False, "raise"
-            value, _, grads = derivatives._scalar_gradient(asked, chunk[: len(args)], kwargs)
-            found, treedef = backend.flatten((value, grads))
-            seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
+            caller = "microbatched", f, argnums, False, "raise"
+            value, _, grads = derivatives._scalar_gradient(caller, chunk[: len(args)], kwargs)
+            result, treedef = backend.flatten((value, grads))
+            seen[:] = [treedef, [backend.dtype_name(x) for x in result]]
             if reduction == "sum":
-                return [call.wide(x) for x in found]
+                return [call.wide(x) for x in result]
             w = call.weight(chunk[: len(args)], kwargs, own, chunks.size_now)
             w = backend.cast(w, call.wide(value))
-            return [w, *[call.weighted(w, x) for x in map(call.wide, found)]]
+            return [w, *[call.weighted(w, x) for x in map(call.wide, result)]]
 
         terms.__name__ = getattr(f, "__name__", type(f).__name__)
         chunks = call.cut(terms, chunk_size)
@@ -368,15 +368,15 @@ class _Microbatches:
         """The weight of one chunk, of which these are the arguments."""
         if self.weigh is None:
             return size if given is None else given.sum()
-        found = self.weigh(*args, **takes(self.weigh, kwargs))
-        shape = tuple(getattr(found, "shape", ()))
-        if shape != () or not _is_real(self.backend, found):
-            came = describe(self.backend, found) if shape == () else f"shape {shape}"
+        result = self.weigh(*args, **takes(self.weigh, kwargs))
+        shape = tuple(getattr(result, "shape", ()))
+        if shape != () or not _is_real(self.backend, result):
+            came = describe(self.backend, result) if shape == () else f"shape {shape}"
             raise GradtoolsError(
                 f"microbatched: the function of weights returned {came}; expected one real "
                 "number, the weight of its chunk."
             )
-        return found
+        return result
 
     def weighted(self, w: Array, x: Array) -> Array:
         """w times x; zero where w is zero, even if x, a mean over nothing, is 0/0."""

@@ -38,25 +38,25 @@ class ChunkOptions:
         return {**self.__dict__, "latest": {}}
 
     def checked(
-        self, f: Any, chunk_size: Any, asked: str = "chunked", name: str = "f"
+        self, f: Any, chunk_size: Any, caller: str = "chunked", name: str = "f"
     ) -> tuple[ChunkOptions, int]:
         """The same with whole numbers, and the size of a chunk; raises where it makes no sense."""
         if not callable(f):
             raise GradtoolsError(
-                f"{asked}: {name} is {with_article(type(f).__name__)}; expected a function."
+                f"{caller}: {name} is {with_article(type(f).__name__)}; expected a function."
             )
-        check_verify(asked, self.verify)
-        size = whole_number(asked, "chunk_size", chunk_size, 1, "examples")
-        retain = whole_number(asked, "retain", self.retain, 0, "chunks")
-        budget = whole_or_none(asked, "memory_budget", self.memory_budget, 0, "bytes")
+        check_verify(caller, self.verify)
+        size = whole_number(caller, "chunk_size", chunk_size, 1, "examples")
+        retain = whole_number(caller, "retain", self.retain, 0, "chunks")
+        budget = whole_or_none(caller, "memory_budget", self.memory_budget, 0, "bytes")
         return replace(self, retain=retain, memory_budget=budget), size
 
 
-def check_verify(asked: str, verify: Any) -> None:
+def check_verify(caller: str, verify: Any) -> None:
     """Raises unless it says when what is computed again is compared."""
     if verify not in (None, True, False):
         raise GradtoolsError(
-            f"{asked}: verify is {verify!r}; expected True (each backward pass), False (none) or "
+            f"{caller}: verify is {verify!r}; expected True (each backward pass), False (none) or "
             "None (the first one of each kind)."
         )
 
@@ -232,7 +232,7 @@ class Chunks:
             now, of_now = self.backend.flatten(x)
             if of_now != treedef or not all(map(is_, now, leaves)):
                 raise GradtoolsError(
-                    f"{self.batch.asked}: f changes a list or dictionary that is an argument, and "
+                    f"{self.batch.caller}: f changes a list or dictionary that is an argument, and "
                     "what it gets is a copy. Return what is new, or keep it in an attribute or a "
                     "variable outside of f."
                 )
@@ -283,12 +283,12 @@ class Chunks:
         return leaves
 
     def _check_numeric(self, leaves: list[Any], out: Any) -> None:
-        if self.batch.asked == "checkpoint":
+        if self.batch.caller == "checkpoint":
             return  # what is no array passes, as in a plain call
         for k, leaf in enumerate(leaves):
             if not is_numeric(self.backend, leaf):
                 raise GradtoolsError(
-                    f"{self.batch.asked}: the function returned {describe(self.backend, leaf)} at "
+                    f"{self.batch.caller}: the function returned {describe(self.backend, leaf)} at "
                     f"output{self.backend.leaf_paths(out)[k]}, expected an array. Return arrays."
                 )
 

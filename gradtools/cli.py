@@ -274,9 +274,9 @@ def _whole(text: str, least: int) -> int:
 def backends(_: argparse.Namespace) -> int:
     """Says what is installed."""
     for backend, packages in _FRAMEWORKS.items():
-        found = backend in gradtools.available_backends()
+        result = backend in gradtools.available_backends()
         mend = f'not installed: pip install "gradtools[{backend}]"'
-        print(f"{backend}: {', '.join(_versions(packages)) if found else mend}")
+        print(f"{backend}: {', '.join(_versions(packages)) if result else mend}")
     return 0
 
 

@@ -65,12 +65,12 @@ class Connection:
         where = f" It is cut by {'; '.join(dict.fromkeys(cuts))}." if cuts else ""
         verb = "does" if len(lost) == 1 else "do"
         mend = 'If zero is what you mean, pass disconnected_inputs="zeros".'
-        if self.call.asked not in _WITH_POLICY:
+        if self.call.caller not in _WITH_POLICY:
             mend = "Leave it out of what is differentiated, or let it reach the output."
         return (
-            f"{self.call.asked}: {names} {verb} not reach the output of f by a differentiable path."
-            f"{where} It may be unused, stopped or detached, cast to an integer, compared, or it "
-            f"may leave the framework (.item(), .numpy(), no_grad). {mend}"
+            f"{self.call.caller}: {names} {verb} not reach the output of f by a differentiable "
+            f"path.{where} It may be unused, stopped or detached, cast to an integer, compared, or "
+            f"it may leave the framework (.item(), .numpy(), no_grad). {mend}"
         )
 
     def _warn_of_zeros(self) -> None:
@@ -80,7 +80,7 @@ class Connection:
             start += count
             if count and all(g is None or self.backend.is_known_zero(g) for g in grads):
                 warn(
-                    f"{self.call.asked}: the gradient of argument {i} is zero everywhere, and f "
+                    f"{self.call.caller}: the gradient of argument {i} is zero everywhere, and f "
                     "could not be traced to see whether the argument reaches the output (it "
                     "branches on values, or leaves the framework)."
                 )
@@ -97,7 +97,7 @@ def refuse_cut(fun: Any, cut: Sequence[int]) -> None:
     names = ", ".join(paths[i] if paths else f"leaf {i}" for i in cut)
     verb = "reaches a derivative" if len(cut) == 1 else "reach derivatives"
     raise DisconnectedInputError(
-        f"{getattr(fun, 'asked', 'gradtools')}: {names} {verb} taken inside f, whose result is "
+        f"{getattr(fun, 'caller', 'gradtools')}: {names} {verb} taken inside f, whose result is "
         "then cut from it (stopped or detached, taken under no_grad, or out of the framework), so "
         "that a second derivative is lost. Leave the result attached, or use gt.stop_gradient on "
         "the argument itself if it is meant to be a constant."

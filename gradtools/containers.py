@@ -73,11 +73,11 @@ class OpenedTree:
     def flatten_up_to(self, tree: Any) -> list[Any]:
         """What stands in `tree` at this tree's leaves."""
         nodes = dict(self.nodes)
-        found: list[Any] = []
+        result: list[Any] = []
         for place, x in enumerate(self.treedef.flatten_up_to(tree)):
             node = nodes.get(place)
-            found += [x] if node is None else node.treedef.flatten_up_to(_parts_like(node, x))
-        return found
+            result += [x] if node is None else node.treedef.flatten_up_to(_parts_like(node, x))
+        return result
 
     def __str__(self) -> str:
         named = ", ".join(f"{node.kind.__name__} of {list(node.keys)}" for _, node in self.nodes)
@@ -106,17 +106,17 @@ class Containers:
         """The leaves and structure of what the framework flattened to these."""
         if not any(map(_KINDS.__getitem__, map(type, leaves))):
             return leaves, treedef
-        found: list[Any] = []
+        result: list[Any] = []
         nodes: list[tuple[int, OpenedContainer]] = []
         for place, x in enumerate(leaves):
             parts = None if self.is_whole(x) else _parts(x)
             inner, inside = ([x], None) if parts is None else self._of_parts(parts)
             if parts is not None and any(map(self.is_array, inner)):
                 nodes.append((place, OpenedContainer(type(x), tuple(parts), inside, _pattern(x))))
-                found += inner
+                result += inner
             else:
-                found.append(x)
-        return found, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
+                result.append(x)
+        return result, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
 
     def closed(self, tree: OpenedTree, leaves: Sequence[Any]) -> Any:
         """The tree with these leaves."""
@@ -134,16 +134,16 @@ class Containers:
     def paths(self, tree: Any) -> list[str]:
         """Where each leaf stands."""
         leaves, _ = self.flatten(tree)
-        found = []
+        result = []
         for path, x in zip(self.leaf_paths(tree), leaves, strict=True):
             parts = None if self.is_whole(x) else _parts(x)
             if parts is None or not any(map(self.is_array, self._of_parts(parts)[0])):
-                found.append(path)
+                result.append(path)
                 continue
             for key, part in parts.items():
                 step = f"[{key!r}]" if isinstance(x, Mapping) else f".{key}"
-                found += [f"{path}{step}{rest}" for rest in self.paths(part)]
-        return found
+                result += [f"{path}{step}{rest}" for rest in self.paths(part)]
+        return result
 
     def _of_parts(self, parts: dict[Any, Any]) -> tuple[list[Any], Any]:
         return self.opened(*self.flatten(list(parts.values())))
@@ -179,8 +179,8 @@ def _parts(x: Any) -> dict[Any, Any] | None:
     if isinstance(x, Mapping):
         return {key: x[key] for key in x}
     missing = object()
-    found = {f.name: getattr(x, f.name, missing) for f in fields(x)}
-    return {name: part for name, part in found.items() if part is not missing}
+    result = {f.name: getattr(x, f.name, missing) for f in fields(x)}
+    return {name: part for name, part in result.items() if part is not missing}
 
 
 def _parts_like(node: OpenedContainer, x: Any) -> Any:

@@ -25,11 +25,11 @@ CHECKS = ("first", "always", "never")
 _MOST = 1024
 
 
-def checked_word(asked: str, check: Any) -> str:
+def checked_word(caller: str, check: Any) -> str:
     """`check`, refused where it is none of the words that say when a rule is checked."""
     if check not in CHECKS:
         raise GradtoolsError(
-            f"{asked}: check is {check!r}; expected 'first' (once for each signature), 'always' "
+            f"{caller}: check is {check!r}; expected 'first' (once for each signature), 'always' "
             "or 'never'."
         )
     return str(check)
@@ -53,14 +53,14 @@ class Contract:
     Attributes:
         name: What messages call the rule, such as "custom_rule sinh".
         check: When it is checked: "first", "always" or "never".
-        asked: The questions that were answered, with `check="first"`.
+        answered: The questions that were, with `check="first"`.
         losing: At which signatures the forward rule cannot be transposed without loss, and which
             tangent it loses.
     """
 
     name: str
     check: str = "first"
-    asked: set[Hashable] = field(default_factory=set)
+    answered: set[Hashable] = field(default_factory=set)
     losing: dict[Hashable, int] = field(default_factory=dict)
 
     def ask(self, *question: Hashable, of: Callable[[], Any]) -> bool:
@@ -68,17 +68,17 @@ class Contract:
 
         of: Raises what speaks against the rule; returns False where it cannot be told yet.
         """
-        if self.check == "never" or (self.check == "first" and question in self.asked):
+        if self.check == "never" or (self.check == "first" and question in self.answered):
             return True
-        if len(self.asked) >= _MOST:
-            self.asked.clear()
-        self.asked.add(question)  # before: a rule may use itself
+        if len(self.answered) >= _MOST:
+            self.answered.clear()
+        self.answered.add(question)  # before: a rule may use itself
         passed = False
         try:
             passed = of() is not False
         finally:
             if not passed:
-                self.asked.discard(question)
+                self.answered.discard(question)
         return passed
 
     # --- what is said

@@ -101,10 +101,10 @@ _NOTED: ContextVar[list[Crossing] | None] = ContextVar("crossings", default=None
 @contextmanager
 def noting() -> Iterator[list[Crossing]]:
     """The calls that are made at once inside of the block, in this thread."""
-    found: list[Crossing] = []
-    token = _NOTED.set(found)
+    result: list[Crossing] = []
+    token = _NOTED.set(result)
     try:
-        yield found
+        yield result
     finally:
         _NOTED.reset(token)
 

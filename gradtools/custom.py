@@ -273,9 +273,9 @@ class CustomRule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
         if self._direct is not None:
-            found = self._direct(self._bound(args, kwargs)[1] if kwargs else args)
-            if found is not NotImplemented:
-                return found
+            result = self._direct(self._bound(args, kwargs)[1] if kwargs else args)
+            if result is not NotImplemented:
+                return result
         backend = self._backend
         statics, rest = self._bound(args, kwargs)
         leaves, structure = backend.sketch(rest)
@@ -314,19 +314,19 @@ class CustomRule:
         """The Rule for this way of calling."""
         key = (statics, structure, arrays, others, told_apart((*statics, *others)))
         try:
-            found = self._shapes.get(key)
+            result = self._shapes.get(key)
         except TypeError as error:
             raise self._unhashable(statics, others) from error
-        if found is None:
+        if result is None:
             if self._arrays_in(statics):
                 raise self._unhashable(statics, others)  # PyTorch's tensors are hashable
             full = _marked(iter(others), arrays)
             treedef = self._backend.from_sketch(structure)
-            found = self._shapes[key] = Shaped(self, statics, treedef, full)
-            self._by_key[found.rule.key] = found
+            result = self._shapes[key] = Shaped(self, statics, treedef, full)
+            self._by_key[result.rule.key] = result
             if len(self._shapes) > _MOST_SHAPES:
                 del self._by_key[self._shapes.popitem(last=False)[1].rule.key]
-        return found
+        return result
 
     def _arrays_in(self, tree: Any) -> list[Any]:
         backend = self._backend

@@ -107,12 +107,12 @@ class Derivatives(Operators):
         """
         if disconnected_inputs != "raise":
             _one_of("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
-        asked = "grad", f, argnums, has_aux, disconnected_inputs
-        return _named("grad", f, partial(self._gradient_at, asked))
+        caller = "grad", f, argnums, has_aux, disconnected_inputs
+        return _named("grad", f, partial(self._gradient_at, caller))
 
-    def _gradient_at(self, asked: _Asked, /, *args: Any, **kwargs: Any) -> Any:
-        _, aux, grads = self._scalar_gradient(asked, args, kwargs)
-        return (grads, aux) if asked[3] else grads
+    def _gradient_at(self, caller: _Asked, /, *args: Any, **kwargs: Any) -> Any:
+        _, aux, grads = self._scalar_gradient(caller, args, kwargs)
+        return (grads, aux) if caller[3] else grads
 
     @overload
     def value_and_grad(
@@ -166,12 +166,12 @@ class Derivatives(Operators):
             (9.0, 6.0)
         """
         _one_of("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
-        asked = "value_and_grad", f, argnums, has_aux, disconnected_inputs
-        return _named("value_and_grad", f, partial(self._value_and_gradient_at, asked))
+        caller = "value_and_grad", f, argnums, has_aux, disconnected_inputs
+        return _named("value_and_grad", f, partial(self._value_and_gradient_at, caller))
 
-    def _value_and_gradient_at(self, asked: _Asked, /, *args: Any, **kwargs: Any) -> Any:
-        value, aux, grads = self._scalar_gradient(asked, args, kwargs)
-        return ((value, aux) if asked[3] else value), grads
+    def _value_and_gradient_at(self, caller: _Asked, /, *args: Any, **kwargs: Any) -> Any:
+        value, aux, grads = self._scalar_gradient(caller, args, kwargs)
+        return ((value, aux) if caller[3] else value), grads
 
     def minimax_value_and_grad(
         self, f: Callable[P, R], minimize: Argnums, maximize: Argnums
@@ -205,14 +205,16 @@ class Derivatives(Operators):
         pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
-        asked = "minimax_value_and_grad", f, (*down, *up), False, "raise"
-        call = partial(self._value_and_directions, asked, len(down))
+        caller = "minimax_value_and_grad", f, (*down, *up), False, "raise"
+        call = partial(self._value_and_directions, caller, len(down))
         return _named("minimax_value_and_grad", f, call)
 
-    def _value_and_directions(self, asked: _Asked, count: int, /, *args: Any, **kwargs: Any) -> Any:
-        value, _, grads = self._scalar_gradient(asked, args, kwargs)
+    def _value_and_directions(
+        self, caller: _Asked, count: int, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        value, _, grads = self._scalar_gradient(caller, args, kwargs)
         signed = [g if i < count else self._negated(g) for i, g in enumerate(grads)]
-        order = normalized_argnums("minimax_value_and_grad", asked[2], len(args))
+        order = normalized_argnums("minimax_value_and_grad", caller[2], len(args))
         return value, tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
 
     @overload
@@ -252,17 +254,17 @@ class Derivatives(Operators):
         _callable("vjp", f)
         call = Call(self._backend, "vjp", f, primals, {}, tuple(range(len(primals))), has_aux)
         _some(primals, "vjp")
-        found = self._backend.vjp(call, call.leaves, groups=None, once=False)
-        out, aux = call.output(found.outs, found.extras)
+        result = self._backend.vjp(call, call.leaves, groups=None, once=False)
+        out, aux = call.output(result.outs, result.extras)
 
-        (bare, likes), cut = self._backend.outliving(call, found.outs), found.cut
+        (bare, likes), cut = self._backend.outliving(call, result.outs), result.cut
 
         def pullback(pull: Any, cotangent: Any) -> tuple[Any, ...]:
             pulled = pull(bare.cotangents(cotangent, likes))
             refuse_cut(bare, cut(pulled))
             return bare.to_trees(self._filled(bare, pulled))
 
-        pulling = self._backend.linear_map(pullback, found.pullback)
+        pulling = self._backend.linear_map(pullback, result.pullback)
         return (out, pulling, aux) if has_aux else (out, pulling)
 
     @overload
@@ -459,9 +461,9 @@ class Derivatives(Operators):
         if mode == "forward_over_reverse":
             grads, extras, products = self._backend.jvp(gradient, call.leaves, moving)
         else:
-            found = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
-            extras = found.extras
-            grads, products = found.outs, self._filled(call, found.pullback(moving))
+            result = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
+            extras = result.extras
+            grads, products = result.outs, self._filled(call, result.pullback(moving))
         call.settle(extras)
         return call.to_trees(grads), call.to_trees(products)
 
@@ -493,9 +495,9 @@ class Derivatives(Operators):
         _refuse_complex(self._backend, call)
         mode, fun = self._second_order(call, "auto")
         gradient = self._flat_gradient(call, fun)
-        found = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
+        result = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
         call.refuse_changes()
-        rows = [call.to_trees(row) for row in found]
+        rows = [call.to_trees(row) for row in result]
         if isinstance(argnums, tuple | list):
             return call.to_trees(rows)
         return call.to_trees([row[0] for row in rows])[0]
@@ -534,28 +536,30 @@ class Derivatives(Operators):
             [1.0, 9.0]
         """
         chunk_size = whole_or_none("per_example_grad", "chunk_size", chunk_size, 1, "examples")
-        asked = "per_example_grad", f, argnums, False, "raise"
-        return _named("per_example_grad", f, partial(self._per_example, asked, in_axes, chunk_size))
+        caller = "per_example_grad", f, argnums, False, "raise"
+        return _named(
+            "per_example_grad", f, partial(self._per_example, caller, in_axes, chunk_size)
+        )
 
     def _per_example(
-        self, asked: _Asked, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
+        self, caller: _Asked, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
     ) -> Any:
-        name, f, argnums, *rest = asked
+        name, f, argnums, *rest = caller
         positions = normalized_argnums(name, argnums, len(args))
         opened = self._backend.opened(name, f, args, kwargs, positions)
         if opened is not None:
             f, args = opened, opened.args
-            asked = name, f, argnums, *rest
+            caller = name, f, argnums, *rest
         given = arguments(name, f, args, kwargs, in_axes, positions)
         if in_axes is None and len(positions) == 1:
             only = Argument(positions[0], args[positions[0]], 0)
             if self._is_split([only]) and not self._is_split(given):
                 given[positions[0]] = only
         batch = Batch(self._backend, name, given)
-        found = batch.map(lambda *one: self._scalar_gradient(asked, *one)[2], chunk_size)
+        result = batch.map(lambda *one: self._scalar_gradient(caller, *one)[2], chunk_size)
         if opened is not None:
             opened.refuse_changes()
-        return found
+        return result
 
     def _is_split(self, given: list[Argument]) -> bool:
         """Whether there are arrays with axes among the arguments that are to be split."""
@@ -615,25 +619,25 @@ class Derivatives(Operators):
         self, of: _Asked, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, Any, Any]:
         """`(value, aux, grads)`."""
-        asked, f, argnums, has_aux, disconnected = of
-        name = _PLAYERS if asked == "minimax_value_and_grad" else "argnums"
-        positions = normalized_argnums(asked, argnums, len(args), name)
-        call = Call(self._backend, asked, f, args, kwargs, positions, has_aux)
+        caller, f, argnums, has_aux, disconnected = of
+        name = _PLAYERS if caller == "minimax_value_and_grad" else "argnums"
+        positions = normalized_argnums(caller, argnums, len(args), name)
+        call = Call(self._backend, caller, f, args, kwargs, positions, has_aux)
         groups = None if disconnected == "zeros" else call.counts
         if disconnected == "strict":
             groups = [1] * len(call.leaves)
-        found = self._backend.vjp(call, call.leaves, groups=groups, once=True)
-        value = call.scalar(found.outs, found.extras)
-        grads: Sequence[Any] = found.pullback([self._backend.ones_like(value)])
-        if not (found.checked and is_reached(grads)):
+        result = self._backend.vjp(call, call.leaves, groups=groups, once=True)
+        value = call.scalar(result.outs, result.extras)
+        grads: Sequence[Any] = result.pullback([self._backend.ones_like(value)])
+        if not (result.checked and is_reached(grads)):
             if disconnected != "zeros":
-                Connection(self._backend, call, found, grads).check(disconnected)
+                Connection(self._backend, call, result, grads).check(disconnected)
             grads = self._filled(call, grads)
         aux = None
         if has_aux:
-            aux = call.output(found.outs, found.extras)[1]
+            aux = call.output(result.outs, result.extras)[1]
         elif call.opened is not None:
-            call.settle(found.extras)
+            call.settle(result.extras)
         trees = call.to_trees(grads)
         return value, aux, trees if isinstance(argnums, tuple | list) else trees[0]
 
@@ -645,13 +649,13 @@ class Derivatives(Operators):
         """The gradient of a call as a function of flat arrays; `fun` is what evaluates it."""
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
-            found = self._backend.vjp(fun, list(leaves), groups=None, once=True)
-            out = call.scalar(found.outs, found.extras)
-            grads = found.pullback([self._backend.ones_like(out)])
-            refuse_cut(call, found.cut(grads))
-            return self._filled(call, grads), found.extras if call.opened is not None else []
+            result = self._backend.vjp(fun, list(leaves), groups=None, once=True)
+            out = call.scalar(result.outs, result.extras)
+            grads = result.pullback([self._backend.ones_like(out)])
+            refuse_cut(call, result.cut(grads))
+            return self._filled(call, grads), result.extras if call.opened is not None else []
 
-        gradient.asked = call.asked  # type: ignore[attr-defined]
+        gradient.caller = call.caller  # type: ignore[attr-defined]
         return gradient
 
     def _second_order(self, call: Call, mode: str) -> tuple[str, Fun]:
@@ -698,12 +702,12 @@ class Derivatives(Operators):
                 "mixed_partial: G returned no floating or complex array, got "
                 f"{describe(backend, call.output(outs, extras)[0])}. Is a return statement missing?"
             )
-        found = call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
+        result = call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
         message = (
             "mixed_partial: it keeps no graph of G, so its result has no derivative with respect "
             "to z and u. Differentiate with grad twice if you need that one."
         )
-        leaves, treedef = backend.flatten(found)
+        leaves, treedef = backend.flatten(result)
         sources = backend.flatten((z, us))[0]
         leaves = [x if x is None else backend.constant(x, message, *sources) for x in leaves]
         return backend.unflatten(treedef, leaves)
@@ -716,7 +720,7 @@ class Derivatives(Operators):
 
     def _jacobian(
         self,
-        asked: str,
+        caller: str,
         f: Any,
         argnums: Argnums,
         mode: str,
@@ -724,18 +728,18 @@ class Derivatives(Operators):
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        _callable(asked, f)
-        positions = normalized_argnums(asked, argnums, len(args))
-        call = Call(self._backend, asked, f, args, kwargs, positions)
+        _callable(caller, f)
+        positions = normalized_argnums(caller, argnums, len(args))
+        call = Call(self._backend, caller, f, args, kwargs, positions)
         _refuse_complex(self._backend, call)
         fun: Fun = call
         if mode == "auto":
             staged = self._backend.stage(call, call.leaves)
             refuse_cut(call, staged.cut())
             mode, fun = staged.jacobian_mode, staged.run
-        found = blocks(self._backend, fun, call.leaves, mode, chunk_size)
+        result = blocks(self._backend, fun, call.leaves, mode, chunk_size)
         call.refuse_changes()
-        rows = [call.to_trees(row) for row in found]
+        rows = [call.to_trees(row) for row in result]
         if not isinstance(argnums, tuple | list):
             rows = [row[0] for row in rows]
         return call.tangent_output(rows)
@@ -751,10 +755,10 @@ def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun
             return fun(*mine, *others) if which == 0 else fun(*others, *mine)
 
         leaves = call.leaves[own]
-        found = operators._backend.vjp(one, leaves, groups=None, once=True)
-        out = call.scalar(found.outs, found.extras)
-        pulled = found.pullback([operators._backend.ones_like(out)])
-        refuse_cut(call, [i + (count if which else 0) for i in found.cut(pulled)])
+        result = operators._backend.vjp(one, leaves, groups=None, once=True)
+        out = call.scalar(result.outs, result.extras)
+        pulled = result.pullback([operators._backend.ones_like(out)])
+        refuse_cut(call, [i + (count if which else 0) for i in result.cut(pulled)])
         zeros = operators._backend.zeros_like
         return [zeros(x) if p is None else p for x, p in zip(leaves, pulled, strict=True)], []
 
@@ -765,7 +769,7 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
     for x, path in zip(call.leaves, call.paths, strict=True):
         if backend.is_complex(x):
             raise GradtoolsError(
-                f"{call.asked}: {path} is complex ({backend.dtype_name(x)}). The Jacobian of a "
+                f"{call.caller}: {path} is complex ({backend.dtype_name(x)}). The Jacobian of a "
                 "function that is not holomorphic is no complex matrix. Pass the real and "
                 "imaginary parts as two real arrays, or use hvp, jvp or vjp, which are real-linear."
             )
@@ -777,38 +781,38 @@ def _named(operator: str, f: Any, call: partial[Any]) -> Callable[..., Any]:
     return like_function(f"{operator}(", f, call, ")")
 
 
-def _callable(asked: str, f: Any, name: str = "f") -> None:
+def _callable(caller: str, f: Any, name: str = "f") -> None:
     if not callable(f):
         came = (
             repr(f)
             if isinstance(f, str | int | float | complex | None)
             else with_article(type(f).__name__)
         )
-        raise GradtoolsError(f"{asked}: {name} must be a function, got {came}.")
+        raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.")
 
 
-def _one_of(asked: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _one_of(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise GradtoolsError(f"{asked}: {name} is {value!r}; expected one of {allowed}.")
+        raise GradtoolsError(f"{caller}: {name} is {value!r}; expected one of {allowed}.")
 
 
-def _some(primals: Sequence[Any], asked: str) -> None:
+def _some(primals: Sequence[Any], caller: str) -> None:
     if not primals:
-        raise GradtoolsError(f"{asked}: no primals were given; pass f's arguments after f.")
+        raise GradtoolsError(f"{caller}: no primals were given; pass f's arguments after f.")
 
 
 def _same_length(
-    asked: str, primals: Any, tangents: Any
+    caller: str, primals: Any, tangents: Any
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, tuple | list):
             raise GradtoolsError(
-                f"{asked}: {name} must be a tuple with one entry for each argument of f, got "
+                f"{caller}: {name} must be a tuple with one entry for each argument of f, got "
                 f"{with_article(type(given).__name__)}. For one argument write (x,)."
             )
     if len(primals) != len(tangents) or not primals:
         raise GradtoolsError(
-            f"{asked}: got {len(primals)} primals and {len(tangents)} tangents; expected one "
+            f"{caller}: got {len(primals)} primals and {len(tangents)} tangents; expected one "
             "tangent for each primal, and at least one."
         )
     return tuple(primals), tuple(tangents)

@@ -71,12 +71,12 @@ def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
     bounds = tuple(range(count, count + (kind == CLIP_BY_BOTH) + 1))
 
     def cotangent(limits: Any, cts: Any) -> list[Any]:
-        found = list(cts[:count])
+        result = list(cts[:count])
         if by_value:
-            found = [_clip_modulus(backend, ct, limits[-1]) for ct in found]
+            result = [_clip_modulus(backend, ct, limits[-1]) for ct in result]
         if by_norm:
-            found = _clip_norm(backend, found, limits[0])
-        return [*found, *(None for _ in bounds)]
+            result = _clip_norm(backend, result, limits[0])
+        return [*result, *(None for _ in bounds)]
 
     return Rule(
         "clip_gradient",
@@ -196,8 +196,8 @@ class Edits(Operators):
 
     def _scaled(self, name: str, x: Any, scale: Any, sign: int) -> Any:
         backend = self._backend
-        if type(scale) is float and (found := backend.scaled(x, sign * scale)) is not None:
-            return found
+        if type(scale) is float and (result := backend.scaled(x, sign * scale)) is not None:
+            return result
         is_number = isinstance(scale, int | float)  # of these no operation takes the sign
         signed = -scale if is_number and sign < 0 else scale
 

@@ -76,7 +76,7 @@ def place_of(error: BaseException) -> str:
 
 def refusal(error: BaseException, text: str) -> GradtoolsError:
     """A framework's error in our words: a `GradtoolsError` that keeps the framework's type."""
-    kinds = (found for kind, found in _REFUSALS.items() if isinstance(error, kind))
+    kinds = (result for kind, result in _REFUSALS.items() if isinstance(error, kind))
     return next(kinds, GradtoolsError)(text)
 
 

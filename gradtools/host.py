@@ -169,28 +169,28 @@ class Kernel:
 
         looks: What tells apart arguments for which `out` may say something else.
         """
-        found = self.known.get(looks)
-        if found is None:
+        result = self.known.get(looks)
+        if result is None:
             call, xs = self.bind(backend, args)
             specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
-            found = call, call.results(specs)
-            self.known[looks] = found
+            result = call, call.results(specs)
+            self.known[looks] = result
             if len(self.known) > _MOST_CALLS:
                 del self.known[next(iter(self.known))]
-        return found
+        return result
 
     def _call(self, *structure: Any) -> KernelCall:
         """The call of this structure, kept for the programs that know it by its key alone."""
         key = (*structure, *told_apart(structure[-1]))
         try:
-            found = self.calls.get(key)
+            result = self.calls.get(key)
         except TypeError:  # an argument that is not hashable
             return KernelCall(self, *structure)
-        if found is None:
-            found = self.calls[key] = KernelCall(self, *structure)
+        if result is None:
+            result = self.calls[key] = KernelCall(self, *structure)
             if len(self.calls) > _MOST_CALLS:
                 del self.calls[next(iter(self.calls))]
-        return found
+        return result
 
 
 def _python(fun: Any) -> Any:
@@ -299,11 +299,11 @@ class KernelCall:
     def results(self, specs: Sequence[Spec]) -> Results:
         """What comes out where arrays like `specs` go in, those of one example."""
         out = self._out(specs)
-        found, treedef = self.trees.flatten(out)
-        for spec, path in zip(found, self.trees.leaf_paths(out), strict=True):
+        result, treedef = self.trees.flatten(out)
+        for spec, path in zip(result, self.trees.leaf_paths(out), strict=True):
             if not isinstance(spec, Spec):
                 raise self.error(f"out{path} is {spec!r}; it must be a Spec(shape, dtype).")
-        return Results(tuple(found), treedef, isinstance(out, Spec))
+        return Results(tuple(result), treedef, isinstance(out, Spec))
 
     def _out(self, specs: Sequence[Spec]) -> Any:
         out = self.kernel.out
@@ -343,8 +343,8 @@ class KernelCall:
             return self.fresh([read_only(x) for x in full], expected, batch)
         ys = [np.empty((*batch, *s.shape), _carrier(s.dtype)) for s in expected.specs]
         for i in np.ndindex(*batch):
-            found = self._called([x[(*i, ...)] for x in full], expected)
-            for y, one in zip(ys, found, strict=True):
+            result = self._called([x[(*i, ...)] for x in full], expected)
+            for y, one in zip(ys, result, strict=True):
                 y[i] = one
         return ys
 

@@ -184,9 +184,9 @@ class _OfKernels:
     def linearize(self, *xs: Array) -> Linearized:
         """Like `Shaped.linearize`, with maps that can be differentiated again."""
         backend = self.backend
-        found = self.shape.linearize(*xs)
-        outs = [backend.look(y) if backend.is_inexact(y) else None for y in found.ys]
-        return self.refined(found, [backend.is_inexact(x) for x in xs], outs)
+        result = self.shape.linearize(*xs)
+        outs = [backend.look(y) if backend.is_inexact(y) else None for y in result.ys]
+        return self.refined(result, [backend.is_inexact(x) for x in xs], outs)
 
     def refined(self, found: Linearized, moving: Sequence[bool], outs: Entries) -> Linearized:
         """The maps of `Shaped.maps`, with what is needed to differentiate them again.
@@ -280,10 +280,10 @@ class _KernelMaps:
 
     def pulled(self, *operands: Array) -> list[Array]:
         xs, saved, cts = self.parted(operands)
-        found = self.bwd(saved, spread(cts, [o is not None for o in self.outs]))
+        result = self.bwd(saved, spread(cts, [o is not None for o in self.outs]))
         return [
             self.backend.zeros_like(x) if ct is None else ct
-            for x, ct in zip(self.moved(xs), self.moved(found), strict=True)
+            for x, ct in zip(self.moved(xs), self.moved(result), strict=True)
         ]
 
     def evaluated(self, xs: Entries, values: Entries, cts: Entries) -> list[Array]:
@@ -292,8 +292,8 @@ class _KernelMaps:
         at = [next(new) if m else x for x, m in zip(xs, self.moving, strict=True)]
         if all(i < self.n for i in self.saves):
             return self.pulled(*at, *[at[i] for i in self.saves], *cts)
-        found = self.of.shape.linearize(*at)
-        everything = [*at, *found.ys, *found.extras]
+        result = self.of.shape.linearize(*at)
+        everything = [*at, *result.ys, *result.extras]
         return self.pulled(*at, *[everything[i] for i in self.saves], *cts)
 
     def d_pulled(self, operands: Entries, moved: Entries) -> list[Any]:
@@ -338,8 +338,8 @@ class _KernelMaps:
         def run(*values: Array) -> list[Array]:
             return self.evaluated(xs, values[: len(at)], values[len(at) :])
 
-        found = self.backend.pull(run, [*at, *cts], vs)
-        return found[: len(at)], found[len(at) :]
+        result = self.backend.pull(run, [*at, *cts], vs)
+        return result[: len(at)], result[len(at) :]
 
     # --- push: tangents of x to tangents of y
 

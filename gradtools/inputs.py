@@ -61,9 +61,9 @@ class Given:
                 f'{backend} is not installed. Mend: pip install "gradtools[{backend}]"'
             )
         gt = import_module(f"gradtools.{backend}")
-        found = arrays(options.args, options.shapes, options.seed, "float32")
-        _taken(f, options.function, found)
-        return cls(f, tuple(gt.asarray(x) for x in found), gt)
+        result = arrays(options.args, options.shapes, options.seed, "float32")
+        _taken(f, options.function, result)
+        return cls(f, tuple(gt.asarray(x) for x in result), gt)
 
 
 # --- programs ----------------------------------------------------------------------------
@@ -77,17 +77,17 @@ def named(path: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = import_module(module)
+        result = import_module(module)
     except ImportError as error:
         raise GradtoolsError(f"{path}: the module {module} cannot be imported: {error}") from error
     except Exception as error:  # what the module's own code raises
         said = f"{type(error).__name__}: {str(error).rstrip('.')}{place_of(error)}"
         raise GradtoolsError(f"{path}: importing the module {module} raised {said}.") from error
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(result, part):
             raise GradtoolsError(f"{path}: {module} has no {name}.")
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result
 
 
 def _taken(f: Any, path: str, given: tuple[np.ndarray, ...]) -> None:
@@ -109,13 +109,13 @@ def _taken(f: Any, path: str, given: tuple[np.ndarray, ...]) -> None:
 def _told(f: Any, path: str) -> str:
     """The framework that a function is written in."""
     space = vars(sys.modules[path.partition(":")[0]])
-    found = {b for text in _packages(f, space) if (b := _backend_of(text)) is not None}
-    if len(found) == 1:
-        return found.pop()
+    result = {b for text in _packages(f, space) if (b := _backend_of(text)) is not None}
+    if len(result) == 1:
+        return result.pop()
     installed = gradtools.available_backends()
-    if not found and len(installed) == 1:
+    if not result and len(installed) == 1:
         return installed[0]
-    came = "both PyTorch and JAX" if found else "neither PyTorch nor JAX"
+    came = "both PyTorch and JAX" if result else "neither PyTorch nor JAX"
     raise GradtoolsError(
         f"{path}: its module imports {came}, so the framework is not clear; "
         "say --backend torch or --backend jax."
@@ -169,10 +169,10 @@ def arrays(
 
 def _read(path: str) -> tuple[np.ndarray, ...]:
     try:
-        found = np.load(path)
-        if isinstance(found, np.ndarray):
-            return (found,)
-        return tuple(found[name] for name in found.files)
+        result = np.load(path)
+        if isinstance(result, np.ndarray):
+            return (result,)
+        return tuple(result[name] for name in result.files)
     except FileNotFoundError as error:
         raise GradtoolsError(f"--args {path}: there is no such file.") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:

@@ -26,11 +26,12 @@ def is_keras(module: Any) -> bool:
     return keras is not None and isinstance(module, keras.Layer)
 
 
-def refusal(asked: str, name: str, model: Any) -> GradtoolsError:
+def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
     """A Keras model where a pytree is taken: its variables are given by `functionalize` alone."""
     return GradtoolsError(
-        f"{asked}: {name} is a Keras model ({type(model).__name__}), whose variables are no leaves "
-        "of it. Differentiate params of apply, params, state = gt.functionalize(model, train=True)."
+        f"{caller}: {name} is a Keras model ({type(model).__name__}), whose variables are no "
+        "leaves of it. Differentiate params of apply, params, state = gt.functionalize(model, "
+        "train=True)."
     )
 
 
@@ -103,10 +104,10 @@ def _apply(module, wing, train, layout, rest, streams, /, params, state, *args, 
 
 def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
     """The variables by their paths; equal ones are numbered."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for v in variables:
         path, n = v.path, 1
-        while path in found:
+        while path in result:
             path, n = f"{v.path}_{n}", n + 1
-        found[path] = v
-    return found
+        result[path] = v
+    return result

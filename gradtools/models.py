@@ -338,8 +338,8 @@ class _Native:
         return _Native, self._of
 
 
-def _check_function(asked: str, f: Any) -> None:
+def _check_function(caller: str, f: Any) -> None:
     if not callable(f):
         raise GradtoolsError(
-            f"{asked}: f is {with_article(type(f).__name__)}; expected a function."
+            f"{caller}: f is {with_article(type(f).__name__)}; expected a function."
         )

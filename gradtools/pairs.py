@@ -92,29 +92,29 @@ class Pairs(Operators):
         coding, 2018; Radford et al., CLIP, 2021; Zhai et al., Sigmoid loss for language image
         pre-training, 2023.
         """
-        asked, backend = "contrastive_loss", self._backend
-        x, y = (as_array(backend, asked, z, name) for z, name in ((x, "x"), (y, "y")))
+        caller, backend = "contrastive_loss", self._backend
+        x, y = (as_array(backend, caller, z, name) for z, name in ((x, "x"), (y, "y")))
         if len(x.shape) != 2 or tuple(x.shape) != tuple(y.shape):
             raise GradtoolsError(
-                f"{asked}: x has the shape {tuple(x.shape)} and y {tuple(y.shape)}; expected two "
+                f"{caller}: x has the shape {tuple(x.shape)} and y {tuple(y.shape)}; expected two "
                 "matrices of one shape, a pair in each row."
             )
         if sigmoid and label_smoothing:
             raise GradtoolsError(
-                f"{asked}: label_smoothing is {label_smoothing} with sigmoid=True, whose labels "
+                f"{caller}: label_smoothing is {label_smoothing} with sigmoid=True, whose labels "
                 "are those of single pairs; leave one of them out."
             )
         y = backend.sharded_like(y, x)
         scale, bias = (
             float(z)  # of Python, exact beside any dtype
             if isinstance(z, int | float)
-            else backend.cast(as_array(backend, asked, z, name, beside=x), x)
+            else backend.cast(as_array(backend, caller, z, name, beside=x), x)
             for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))
         )
         options = {"tile_size": tile_size, "memory_budget": memory_budget, "progress": progress}
         logits = _Logits(self._backend, scale, bias, label_smoothing, options)
         apart = gathered or axis_name is not None or group is not None
-        own = None if ids is None else as_array(backend, asked, ids, "ids", beside=x)
+        own = None if ids is None else as_array(backend, caller, ids, "ids", beside=x)
         spread = lambda z: z
         if apart:
             spread = lambda z: None if z is None else self._gathered(z, axis_name, group)
@@ -172,22 +172,22 @@ class Pairs(Operators):
         Source: Hsu et al., Liger kernel, 2024; Wijmans et al., Cut your losses in large-vocabulary
         language models, 2024.
         """
-        asked, backend = "linear_cross_entropy", self._backend
+        caller, backend = "linear_cross_entropy", self._backend
         if reduction not in ("mean", "sum", "none"):
             raise GradtoolsError(
-                f"{asked}: reduction is {reduction!r}; expected 'mean', 'sum' or 'none'."
+                f"{caller}: reduction is {reduction!r}; expected 'mean', 'sum' or 'none'."
             )
-        h = as_array(backend, asked, input, "input")
+        h = as_array(backend, caller, input, "input")
         named = ((weight, "weight"), (target, "target"))
-        w, t = (as_array(backend, asked, z, name, beside=h) for z, name in named)
+        w, t = (as_array(backend, caller, z, name, beside=h) for z, name in named)
         if len(w.shape) != 2 or tuple(h.shape) != (*t.shape, w.shape[1]):
             raise GradtoolsError(
-                f"{asked}: input has the shape {tuple(h.shape)}, weight {tuple(w.shape)} and "
+                f"{caller}: input has the shape {tuple(h.shape)}, weight {tuple(w.shape)} and "
                 f"target {tuple(t.shape)}; expected [..., d], [classes, d] and [...]."
             )
         xp, shape, classes = backend.xp, tuple(t.shape), w.shape[0]
         h, t = xp.reshape(h, (-1, w.shape[1])), xp.reshape(t, (-1,))
-        b = None if bias is None else as_array(backend, asked, bias, "bias", beside=h)
+        b = None if bias is None else as_array(backend, caller, bias, "bias", beside=h)
         entropy = self._over_pairs(
             partial(_class_scores, bool(label_smoothing)),
             {"all": "logsumexp", "own": "take", **({"mean": "mean"} if label_smoothing else {})},
@@ -197,10 +197,10 @@ class Pairs(Operators):
             memory_budget=memory_budget,
             progress=progress,
         )
-        found = entropy(h=h, t=t, w=w, b=b)
-        loss = found["all"] - (1 - label_smoothing) * found["own"]
+        result = entropy(h=h, t=t, w=w, b=b)
+        loss = result["all"] - (1 - label_smoothing) * result["own"]
         if label_smoothing:
-            loss = loss - label_smoothing * found["mean"]
+            loss = loss - label_smoothing * result["mean"]
         t = backend.sharded_like(t, loss)
         counts, zero = t != ignore_index, backend.zeros_like(loss)
         loss = xp.where((t >= 0) & (t < classes), loss, zero + float("nan"))
@@ -256,28 +256,28 @@ class Pairs(Operators):
         Source: Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; Dao et al.,
         FlashAttention, 2022.
         """
-        asked, backend = "attention", self._backend
+        caller, backend = "attention", self._backend
         xp = backend.xp
         layout = layout or ("heads_first" if backend.name == "torch" else "heads_last")
         if layout not in ("heads_first", "heads_last"):
             raise GradtoolsError(
-                f"{asked}: layout is {layout!r}; expected 'heads_first' or 'heads_last'."
+                f"{caller}: layout is {layout!r}; expected 'heads_first' or 'heads_last'."
             )
         named = ((query, "query"), (key, "key"), (value, "value"))
-        q, k, v = (as_array(backend, asked, z, name) for z, name in named)
+        q, k, v = (as_array(backend, caller, z, name) for z, name in named)
         last = layout == "heads_last"
         if last and {len(z.shape) for z in (q, k, v)} != {4}:
             raise GradtoolsError(
-                f"{asked}: with layout='heads_last' query, key and value have four axes, [batch, "
+                f"{caller}: with layout='heads_last' query, key and value have four axes, [batch, "
                 f"n, heads, d]; these have {len(q.shape)}, {len(k.shape)}, {len(v.shape)}."
             )
         if last:
             q, k, v = (xp.permute_dims(z, (0, 2, 1, 3)) for z in (q, k, v))
-        heads = _Heads.of(asked, q, k, v)
+        heads = _Heads.of(caller, q, k, v)
         mask = (
             None
             if attn_mask is None
-            else as_array(backend, asked, attn_mask, "attn_mask", beside=q)
+            else as_array(backend, caller, attn_mask, "attn_mask", beside=q)
         )
         call = _Attention(self._backend, heads, is_causal, scale, tile_size)
         out = call.run(q, k, v, mask)
@@ -330,8 +330,8 @@ class _Logits:
     ) -> tuple[Any, Array]:
         """What f gives, reduced, and the logits of the pairs."""
         i = _indices(self.backend, x.shape[0], x) if positive is None else None
-        found = {"x": x, "a": ids, "i": i, **columns}
-        named = {name: z for name, z in found.items() if z is not None}
+        result = {"x": x, "a": ids, "i": i, **columns}
+        named = {name: z for name, z in result.items() if z is not None}
         rows, others = (
             [name for name in names if name in named]
             for names in (("x", "a", "i"), ("y", "b", "ours"))
@@ -345,9 +345,9 @@ class _Logits:
     def losses(self, x: Array, ids: Any, columns: Any, positive: Any) -> Array:
         """The sums of log(1 + e^s_ij) along rows, less the logits of the pairs."""
         f = partial(_pair_losses, self.backend)
-        found, positive = self._sweep(f, "sum", "columns", x, ids, columns, positive)
-        found = found if ids is None else found + _softplus(self.backend, positive)
-        return found - positive
+        result, positive = self._sweep(f, "sum", "columns", x, ids, columns, positive)
+        result = result if ids is None else result + _softplus(self.backend, positive)
+        return result - positive
 
     def entropies(
         self, x: Array, ids: Any, columns: Any, positive: Any, both: bool = False
@@ -358,8 +358,8 @@ class _Logits:
         reduce = ["logsumexp", "sum", "sum"] if self.smoothing else ["logsumexp"]
         over = [[side] * len(reduce) for side in sides]
         reduces = [reduce] * len(sides)
-        found, positive = self._sweep(scores, reduces, over, x, ids, columns, positive)
-        return [self._entropy(positive, ids, *[z[: x.shape[0]] for z in each]) for each in found]
+        result, positive = self._sweep(scores, reduces, over, x, ids, columns, positive)
+        return [self._entropy(positive, ids, *[z[: x.shape[0]] for z in each]) for each in result]
 
     def _entropy(
         self, positive: Array, ids: Any, total: Array, mass: Any = None, count: Any = None
@@ -389,10 +389,10 @@ def _pair_scores(
     **marks: Any,
 ) -> Any:
     s = scale * (x @ y.T) + bias
-    found = [_where_kept(backend, s, -float("inf"), **marks)]
+    result = [_where_kept(backend, s, -float("inf"), **marks)]
     if smoothed:
-        found += [_where_kept(backend, f, 0.0, **marks) for f in (s, s * 0 + 1)]
-    return _with_own([found] * sides, s, i)
+        result += [_where_kept(backend, f, 0.0, **marks) for f in (s, s * 0 + 1)]
+    return _with_own([result] * sides, s, i)
 
 
 def _pair_losses(
@@ -431,8 +431,8 @@ def _indices(backend: Backend, n: int, beside: Array) -> Array:
 def _class_scores(smoothed: bool, h: Any, t: Any, w: Any, b: Any) -> Any:
     s = h @ w.T
     s = s if b is None else s + b
-    found = {"all": s, "own": (s, t)}
-    return {**found, "mean": s} if smoothed else found
+    result = {"all": s, "own": (s, t)}
+    return {**result, "mean": s} if smoothed else result
 
 
 # --- attention ---------------------------------------------------------------------------
@@ -449,7 +449,7 @@ class _Heads:
     size: int
 
     @classmethod
-    def of(cls, asked: str, q: Array, k: Array, v: Array) -> _Heads:
+    def of(cls, caller: str, q: Array, k: Array, v: Array) -> _Heads:
         """The shapes, where they fit."""
         *qs, n, d = q.shape
         *ks, m, e = k.shape
@@ -457,7 +457,7 @@ class _Heads:
         groups = qs[-1] // ks[-1] if fits and qs and ks[-1] else 1
         if not fits or qs[:-1] != ks[:-1] or qs[-1:] != [groups * h for h in ks[-1:]]:
             raise GradtoolsError(
-                f"{asked}: with heads first, query has the shape {tuple(q.shape)}, key "
+                f"{caller}: with heads first, query has the shape {tuple(q.shape)}, key "
                 f"{tuple(k.shape)} and value {tuple(v.shape)}; expected [..., heads, n, d], "
                 "[..., h, m, d] and [..., h, m, e], where h divides heads."
             )

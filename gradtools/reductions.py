@@ -45,12 +45,12 @@ class Reduction:
 
     Attributes:
         backend: Whose operations are used.
-        asked: The operator, for messages.
+        caller: The operator, for messages.
         count: How many entries a whole row has.
     """
 
     backend: Backend
-    asked: str
+    caller: str
     count: int
     real = False  # whether scores are compared
     indexed = False  # whether a tile's last array is the index of the reduced axis
@@ -66,13 +66,13 @@ class Reduction:
         backend = self.backend
         if tuple(x.shape[:2]) != shape or not backend.is_inexact(x):
             raise GradtoolsError(
-                f"{self.asked}: f's scores are of shape {tuple(x.shape)} and dtype "
+                f"{self.caller}: f's scores are of shape {tuple(x.shape)} and dtype "
                 f"{backend.dtype_name(x)}; expected floating numbers of shape {shape}: one for "
                 "each row and column of the tile, further axes behind."
             )
         if self.real and backend.is_complex(x):
             raise GradtoolsError(
-                f"{self.asked}: f's scores are complex, which have no order; a maximum or "
+                f"{self.caller}: f's scores are complex, which have no order; a maximum or "
                 "exponential weights need real ones. Take the real part in f."
             )
 
@@ -260,18 +260,18 @@ class _Softmax(_LogSumExp):
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         if len(tile) < 2:
             raise GradtoolsError(
-                f"{self.asked}: reduce='softmax' takes a pair (scores, values) from f."
+                f"{self.caller}: reduce='softmax' takes a pair (scores, values) from f."
             )
         self._check_scores(tile[0], shape)
         if len(tile[0].shape) != 2:
             raise GradtoolsError(
-                f"{self.asked}: f's scores have the shape {tuple(tile[0].shape)}; with "
+                f"{self.caller}: f's scores have the shape {tuple(tile[0].shape)}; with "
                 "reduce='softmax' they are a matrix. Take further axes by vmap."
             )
         for v in tile[1:]:
             if tuple(v.shape[:2]) not in (shape, (1, shape[1])) or not self.backend.is_inexact(v):
                 raise GradtoolsError(
-                    f"{self.asked}: f's values are of shape {tuple(v.shape)} and dtype "
+                    f"{self.caller}: f's values are of shape {tuple(v.shape)} and dtype "
                     f"{self.backend.dtype_name(v)}; expected floating numbers of shape "
                     f"({shape[0]} or 1, {shape[1]}, ...). Of values that belong to columns alone "
                     "return v[None]."
@@ -285,10 +285,10 @@ class _Softmax(_LogSumExp):
         """sum_j w_ij v_ij."""
         flat, w = self._alike(self._flat(v), w)
         if self._shared(w, v):
-            found = w @ flat[0]
+            result = w @ flat[0]
         else:
-            found = self._xp.squeeze(self._behind(w) @ flat, axis=1)
-        return self._xp.reshape(found, (w.shape[0], *v.shape[2:]))
+            result = self._xp.squeeze(self._behind(w) @ flat, axis=1)
+        return self._xp.reshape(result, (w.shape[0], *v.shape[2:]))
 
     def _shared(self, w: Array, v: Array) -> bool:
         return v.shape[0] == 1 and w.shape[0] != 1
@@ -322,8 +322,8 @@ class _Softmax(_LogSumExp):
         """The cotangent of values, w_ij ct_i."""
         w, g = self._alike(w, self._xp.reshape(ct, (ct.shape[0], -1)))
         shared, apart = lambda: w.T @ g, lambda: self._xp.expand_dims(w, axis=2) * self._behind(g)
-        found = shared() if self._shared(w, v) else apart()
-        return self._like(self._xp.reshape(found, v.shape), v)
+        result = shared() if self._shared(w, v) else apart()
+        return self._like(self._xp.reshape(result, v.shape), v)
 
     def finish(self, state: Arrays) -> Arrays:
         z = state[1]
@@ -377,7 +377,7 @@ class _Take(Reduction):
         if not whole or len(tile[0].shape) != 2 or tuple(tile[1].shape) != shape[:1]:
             came = [(tuple(x.shape), self.backend.dtype_name(x)) for x in tile]
             raise GradtoolsError(
-                f"{self.asked}: reduce='take' takes a pair (scores, index) from f, a matrix of "
+                f"{self.caller}: reduce='take' takes a pair (scores, index) from f, a matrix of "
                 f"shape {shape} and {shape[0]} integers; it has {came}."
             )
         self._check_scores(tile[0], shape)

@@ -195,11 +195,11 @@ class Rule:
         return [everything[i] for i in self.saves]
 
 
-def reverse_only_text(asked: str, name: str) -> str:
+def reverse_only_text(caller: str, name: str) -> str:
     """Why a rule with a reverse rule that is not linear cannot be entered."""
     return (
-        f"{asked}: f holds {name}, which has a reverse rule only, so forward mode cannot enter it. "
-        "Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
+        f"{caller}: f holds {name}, which has a reverse rule only, so forward mode cannot enter "
+        "it. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
     )
 
 
@@ -305,10 +305,10 @@ def batched(
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
             given = axes[: len(saved)]  # without what the tangent map alone reads
-            found = _mapped(one, backend, given, (0,) * len(cts), size)(saved, cts)
+            result = _mapped(one, backend, given, (0,) * len(cts), size)(saved, cts)
             return [
                 ct if ct is None or axis == 0 else backend.sum_leading(ct)
-                for ct, axis in zip(found, x_axes, strict=True)
+                for ct, axis in zip(result, x_axes, strict=True)
             ]
 
         return cotangent
@@ -317,21 +317,21 @@ def batched(
         one, counts = list[Linearized](), list[int]()
 
         def example(*x: Array) -> list[Array]:
-            found = rule.at(*x, perturbed=perturbed)
-            counts[:] = len(found.ys), len(found.extras)
-            one[:] = [replace(found, ys=[], extras=[])]  # which end with the trace
-            return [*found.ys, *found.extras]
+            result = rule.at(*x, perturbed=perturbed)
+            counts[:] = len(result.ys), len(result.extras)
+            one[:] = [replace(result, ys=[], extras=[])]  # which end with the trace
+            return [*result.ys, *result.extras]
 
         run = backend.vmap_extras(example, x_axes, size, lambda: counts[1])
         out, out_axes = run(*xs)
-        found, (count, _) = one[0], counts
-        axes = saved_from(found.saves, x_axes, out_axes)
+        result, (count, _) = one[0], counts
+        axes = saved_from(result.saves, x_axes, out_axes)
         return replace(
-            found,
+            result,
             ys=out[:count],
             extras=out[count:],
-            tangent=tangent_of(found.tangent, axes),
-            cotangent=cotangent_of(found.cotangent, axes),
+            tangent=tangent_of(result.tangent, axes),
+            cotangent=cotangent_of(result.cotangent, axes),
         )
 
     def joint_of(one: Callable[..., Any]) -> Callable[..., Any]:
@@ -391,8 +391,8 @@ def _mapped(linear: Any, backend: Any, x_axes: Entries, v_axes: Entries, size: i
             return [o for o in out if o is not None]
 
         in_axes = tuple(a for a, t in zip(axes, there, strict=True) if t)
-        found = backend.vmap_list(one, in_axes, size)(*(e for e in entries if e is not None))
-        return spread(found, came_out)
+        result = backend.vmap_list(one, in_axes, size)(*(e for e in entries if e is not None))
+        return spread(result, came_out)
 
     return run
 

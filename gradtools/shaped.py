@@ -157,8 +157,8 @@ class Shaped:
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
             ct = backend.unflatten(out_def, list(cts))
             assert self.of.bwd is not None
-            found = self.of.bwd(*self.statics, kept.restored(backend, saved), ct)
-            return self.cotangents(found, like)
+            result = self.of.bwd(*self.statics, kept.restored(backend, saved), ct)
+            return self.cotangents(result, like)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return self.tangent(saved[len(kept.places) :], dxs)

@@ -84,13 +84,13 @@ class SumOverTiles:
     def primal(self, *xs: Array) -> Arrays:
         """The sums."""
         backend = self.call.backend
-        found = backend.sweep(self.call.sweep(self._tile, self.roles, self._groups, self.cut), xs)
-        return [backend.cast(x, dtype) for (x,), dtype in zip(found, self.dtypes, strict=True)]
+        result = backend.sweep(self.call.sweep(self._tile, self.roles, self._groups, self.cut), xs)
+        return [backend.cast(x, dtype) for (x,), dtype in zip(result, self.dtypes, strict=True)]
 
     def _tile(self, xs: Arrays) -> list[Arrays]:
-        found, backend = self.h(xs), self.call.backend
-        self.dtypes[:] = [backend.dtype_name(x) for x in found]
-        return [[wide(backend, x)] for x in found]
+        result, backend = self.h(xs), self.call.backend
+        self.dtypes[:] = [backend.dtype_name(x) for x in result]
+        return [[wide(backend, x)] for x in result]
 
     def _groups(self) -> list[MergeGroup]:
         return [MergeGroup(self._side(i), added) for i in range(len(self.dtypes))]
@@ -245,8 +245,8 @@ class Reduced:
             full: Arrays = [None] * len(out)
             for k, (kind, part) in enumerate(self._parts(out, xs)):
                 if at_tile[k]:
-                    found = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
-                    turned = [reduced_second(call.backend, ct, call.sides[k]) for ct in found]
+                    result = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
+                    turned = [reduced_second(call.backend, ct, call.sides[k]) for ct in result]
                     full = replaced_at(full, call.places[k], turned)
             return full
 
@@ -263,7 +263,7 @@ def fold_columns(call: TiledCall, xs: Arrays) -> Any:
     def first(tile: Arrays) -> Arrays:
         leaves, treedef = backend.flatten(init(call.evaluated(tile)))
         state_def[:] = [treedef]
-        return [as_array(backend, call.asked, x, "init's state") for x in leaves]
+        return [as_array(backend, call.caller, x, "init's state") for x in leaves]
 
     def of_tile(tile: Arrays) -> Arrays:
         rows, columns = call.shape_of(tile)

@@ -25,8 +25,8 @@ class TileGrid:
         least = -(-n // most)  # blocks; some more, if they are then all alike, are one program
         count = next((k for k in range(least, 2 * least + 1) if n % k == 0), least)
         whole, rest = divmod(n, size := -(-n // count))
-        found = [(0, size, whole), (whole * size, rest, 1)]
-        return found if rest else found[:1]
+        result = [(0, size, whole), (whole * size, rest, 1)]
+        return result if rest else result[:1]
 
     @property
     def tiles(self) -> int:

@@ -169,7 +169,7 @@ class Tiling(Operators):
 class TileOptions:
     """What a user of `tiled` chose."""
 
-    asked: str
+    caller: str
     reduce: Any = "sum"
     over: Any = COLUMNS
     sizes: tuple[int, int] | None = None
@@ -184,43 +184,44 @@ class TileOptions:
 
     def check(self) -> None:
         """Raises for what no call could mend."""
-        check_verify(self.asked, self.verify)
+        check_verify(self.caller, self.verify)
         if self.own and not (len(self.reduce) == 3 and all(callable(g) for g in self.reduce)):
             raise GradtoolsError(
-                f"{self.asked}: reduce is {self.reduce!r}; a reduction of your own is three "
+                f"{self.caller}: reduce is {self.reduce!r}; a reduction of your own is three "
                 "functions (init, combine, finish)."
             )
         if self.own and self.over != COLUMNS:
             raise GradtoolsError(
-                f"{self.asked}: a reduction of your own is over columns; exchange rows and columns."
+                f"{self.caller}: a reduction of your own is over columns; exchange rows and "
+                "columns."
             )
         if self.budget is not None and self.sizes is not None:
             raise GradtoolsError(
-                f"{self.asked}: tile_size and memory_budget were both given; the second chooses "
+                f"{self.caller}: tile_size and memory_budget were both given; the second chooses "
                 "the first."
             )
 
 
-def _sizes(asked: str, tile_size: Any) -> tuple[int, int] | None:
+def _sizes(caller: str, tile_size: Any) -> tuple[int, int] | None:
     if tile_size is None:
         return None
     pair = tile_size if isinstance(tile_size, tuple | list) else (tile_size, tile_size)
     if len(pair) != 2:
         raise GradtoolsError(
-            f"{asked}: tile_size is {tile_size!r}; expected one number, or one of rows and one of "
+            f"{caller}: tile_size is {tile_size!r}; expected one number, or one of rows and one of "
             "columns."
         )
-    rows, columns = (whole_number(asked, "tile_size", n, 1, "rows and columns") for n in pair)
+    rows, columns = (whole_number(caller, "tile_size", n, 1, "rows and columns") for n in pair)
     return rows, columns
 
 
 def _names(what: str, given: Any) -> tuple[int | str, ...]:
-    found = (given,) if isinstance(given, int | str) else tuple(given)
-    if not found or not all(isinstance(x, int | str) for x in found):
+    result = (given,) if isinstance(given, int | str) else tuple(given)
+    if not result or not all(isinstance(x, int | str) for x in result):
         raise GradtoolsError(
             f"tiled: {what} is {given!r}; expected the position or name of an argument, or several."
         )
-    return found
+    return result
 
 
 # --- one call ----------------------------------------------------------------------------
@@ -233,7 +234,7 @@ class TiledCall:
     """
 
     def __init__(self, backend: Backend, options: TileOptions, f: Any) -> None:
-        self.backend, self.options, self.asked, self.f = backend, options, options.asked, f
+        self.backend, self.options, self.caller, self.f = backend, options, options.caller, f
         self.roles: list[str] = []
         self._statics: list[Any] = []
         self._paths: list[str] = []
@@ -273,7 +274,7 @@ class TiledCall:
             call.cut = call._within(xs, options.budget)
         fun = call.call
         call.call, captured = backend.explicit(
-            options.asked, fun, call.written[1:], xs, call._tiles()
+            options.caller, fun, call.written[1:], xs, call._tiles()
         )
         call.may_capture = call.call is fun
         call.captured = tuple(range(len(xs), len(xs) + len(captured)))
@@ -294,12 +295,13 @@ class TiledCall:
                 if not at:
                     known = ", ".join(str(key[-1]) for key in keys) or "none"
                     raise GradtoolsError(
-                        f"{self.asked}: {side} names argument {name!r}, which this call has not; "
+                        f"{self.caller}: {side} names argument {name!r}, which this call has not; "
                         f"it has {known}."
                     )
                 if roles[at[0]] not in (SHARED, side):
                     raise GradtoolsError(
-                        f"{self.asked}: argument {name!r} is in rows and in columns; pass it twice."
+                        f"{self.caller}: argument {name!r} is in rows and in columns; pass it "
+                        "twice."
                     )
                 roles[at[0]] = side
         counts = [len(self.backend.flatten(x)[0]) for x in (*args, *kwargs.values())]
@@ -311,10 +313,10 @@ class TiledCall:
         if role == SHARED and number:
             self._statics.append(leaf)
             return
-        x = as_array(backend, self.asked, leaf, f"argument {path}")
+        x = as_array(backend, self.caller, leaf, f"argument {path}")
         if role != SHARED and len(x.shape) == 0:
             raise GradtoolsError(
-                f"{self.asked}: argument {path} has no axes, but it is named among the {role}; "
+                f"{self.caller}: argument {path} has no axes, but it is named among the {role}; "
                 "leave it out of them to share it."
             )
         self._statics.append(_ARRAY)
@@ -324,22 +326,22 @@ class TiledCall:
 
     def _size(self, xs: Arrays, role: str) -> int:
         """How many rows or columns there are."""
-        found: dict[int, str] = {}
+        result: dict[int, str] = {}
         for x, r, path in zip(xs, self.roles, self._paths, strict=True):
             if r == role:
-                found.setdefault(x.shape[0], path)
-        if len(found) > 1:
-            listed = ", ".join(f"{n} in argument {path}" for n, path in found.items())
+                result.setdefault(x.shape[0], path)
+        if len(result) > 1:
+            listed = ", ".join(f"{n} in argument {path}" for n, path in result.items())
             raise GradtoolsError(
-                f"{self.asked}: the {role} differ in number: {listed}. Their first axes must be "
+                f"{self.caller}: the {role} differ in number: {listed}. Their first axes must be "
                 "of one length."
             )
-        if not found or 0 in found:
+        if not result or 0 in result:
             raise GradtoolsError(
-                f"{self.asked}: there are no {role}; pass at least one, as an array whose first "
+                f"{self.caller}: there are no {role}; pass at least one, as an array whose first "
                 "axis they are."
             )
-        return next(iter(found))
+        return next(iter(result))
 
     @property
     def written(self) -> tuple[Any, ...]:
@@ -387,7 +389,7 @@ class TiledCall:
         for x in out:
             if not self.backend.is_array(x):
                 came = describe(self.backend, x)
-                raise GradtoolsError(f"{self.asked}: f's output holds {came}; expected arrays.")
+                raise GradtoolsError(f"{self.caller}: f's output holds {came}; expected arrays.")
         tree = self.backend.unflatten(treedef, list(range(len(out))))
         self._template = self._pair(tree, self.options.reduce, self.options.over, "")
         for kind, places in zip(self.kinds, self.places, strict=True):
@@ -402,7 +404,7 @@ class TiledCall:
             same = isinstance(tree, dict | list | tuple) and len(tree) == len(reduce)
             if not same or isinstance(tree, dict) != isinstance(reduce, dict):
                 raise GradtoolsError(
-                    f"{self.asked}: reduce{path} is {reduce!r}, which is no beginning of f's "
+                    f"{self.caller}: reduce{path} is {reduce!r}, which is no beginning of f's "
                     "output; give one reduction, or a tree like the outermost part of the output."
                 )
             keys = list(reduce) if isinstance(reduce, dict) else range(len(reduce))
@@ -411,7 +413,7 @@ class TiledCall:
                 for k in keys
             }
             return parts if isinstance(reduce, dict) else type(reduce)(parts.values())
-        raise _unknown(self.asked, f"reduce{path}", reduce)
+        raise _unknown(self.caller, f"reduce{path}", reduce)
 
     def _over(self, over: Any, key: Any, reduce: Any) -> Any:
         if isinstance(over, str):
@@ -420,26 +422,26 @@ class TiledCall:
             return over[key]
         except (KeyError, IndexError, TypeError):
             raise GradtoolsError(
-                f"{self.asked}: over is {over!r}; expected 'columns', 'rows', or a tree of these "
+                f"{self.caller}: over is {over!r}; expected 'columns', 'rows', or a tree of these "
                 f"like reduce, {reduce!r}."
             ) from None
 
     def _leaf(self, tree: Any, name: str, over: Any, path: str) -> Any:
         if name not in KINDS:
-            raise _unknown(self.asked, f"reduce{path}", name)
+            raise _unknown(self.caller, f"reduce{path}", name)
         if over not in (ROWS, COLUMNS):
-            raise GradtoolsError(f"{self.asked}: over is {over!r}; expected 'columns' or 'rows'.")
+            raise GradtoolsError(f"{self.caller}: over is {over!r}; expected 'columns' or 'rows'.")
         side, count = (ROWS, self.cut.columns) if over == COLUMNS else (COLUMNS, self.cut.rows)
         places, treedef = self.backend.flatten(tree)
         if not places:
             raise GradtoolsError(
-                f"{self.asked}: f gave {tree!r} for reduce={name!r}; expected scores of a tile."
+                f"{self.caller}: f gave {tree!r} for reduce={name!r}; expected scores of a tile."
             )
         is_pair = name in ("softmax", "take")
         groups = [tuple(places)] if is_pair else [(i,) for i in places]
         first = len(self.kinds)
         for group in groups:
-            self.kinds.append(KINDS[name](self.backend, self.asked, count))
+            self.kinds.append(KINDS[name](self.backend, self.caller, count))
             self.places.append(group)
             self.sides.append(side)
         if not is_pair:
@@ -449,7 +451,7 @@ class TiledCall:
         if [len(part) for part in parts[:1]] != [1] or (name == "take" and len(places) != 2):
             second = "values" if name == "softmax" else "index"
             raise GradtoolsError(
-                f"{self.asked}: reduce={name!r} takes a pair (scores, {second}) from f."
+                f"{self.caller}: reduce={name!r} takes a pair (scores, {second}) from f."
             )
         if name == "take":
             return _Result(first, 0)
@@ -463,8 +465,8 @@ class TiledCall:
         flat = apply_over_tiles(self.backend, Reduced(self), xs)
         ys = parted(flat, [len(dtypes) for dtypes in self.dtypes])
         at, treedef = self.backend.flatten(self._template)
-        found = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in at]
-        return self.backend.unflatten(treedef, found)
+        result = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in at]
+        return self.backend.unflatten(treedef, result)
 
     # --- the size of a tile
 
@@ -474,7 +476,7 @@ class TiledCall:
         side = isqrt(int(budget / max(per_pair, 1)))
         if side < 1:
             raise GradtoolsError(
-                f"{self.asked}: memory_budget is {budget} bytes, but the derivative of a single "
+                f"{self.caller}: memory_budget is {budget} bytes, but the derivative of a single "
                 f"pair takes about {int(per_pair)}. Give more, or make f leaner."
             )
         return TileGrid(self.cut.rows, self.cut.columns, side, side)
@@ -490,8 +492,8 @@ class TiledCall:
                 outs, _ = backend.flatten(self.call(replaced_at(tile, moving, changed)))
                 return [backend.xp.exp(wide(backend, x)) for x in outs], []
 
-            found = backend.vjp(scores, [tile[i] for i in moving], groups=None, once=True)
-            return [x for x in found.pullback(found.outs) if x is not None]
+            result = backend.vjp(scores, [tile[i] for i in moving], groups=None, once=True)
+            return [x for x in result.pullback(result.outs) if x is not None]
 
         return backend.tile_bytes(gradient, xs, sides)
 
@@ -532,9 +534,9 @@ class _Result:
         return iter(self.at)
 
 
-def _unknown(asked: str, what: str, came: Any) -> GradtoolsError:
+def _unknown(caller: str, what: str, came: Any) -> GradtoolsError:
     return GradtoolsError(
-        f"{asked}: {what} is {came!r}; expected one of {', '.join(map(repr, KINDS))}, a tree of "
+        f"{caller}: {what} is {came!r}; expected one of {', '.join(map(repr, KINDS))}, a tree of "
         "these, or three functions (init, combine, finish)."
     )
 

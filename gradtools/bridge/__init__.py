@@ -126,6 +126,6 @@ def to_torch(
     return Bridged(guest, f, out)
 
 
-def _check(asked: str, f: Any) -> None:
+def _check(caller: str, f: Any) -> None:
     if isinstance(f, BridgedModule) or not (callable(f) or is_jax_model(f)):
-        raise GradtoolsError(f"{asked}: got {f!r}; expected a function or a model.")
+        raise GradtoolsError(f"{caller}: got {f!r}; expected a function or a model.")

@@ -78,10 +78,10 @@ class Foreign:
     def known(self, xs: Sequence[Array]) -> KnownOfShapes:
         """What is known of calls with the host's arrays like these."""
         key = tuple([(x.shape, x.dtype) for x in xs])
-        found = self._known.get(key)
-        if found is None:
-            found = _kept(self._known, key, self.known_of(self.guest.specs_of(self.name, xs)))
-        return found
+        result = self._known.get(key)
+        if result is None:
+            result = _kept(self._known, key, self.known_of(self.guest.specs_of(self.name, xs)))
+        return result
 
     def known_of(self, ins: tuple[Spec, ...]) -> KnownOfShapes:
         """The same by what the arrays look like."""
@@ -157,12 +157,12 @@ class Foreign:
                 return [y for y, g in zip(ys, given, strict=True) if g], []
 
             at = [x for x, m in zip(xs, moving, strict=True) if m]
-            asked = DerivativeOf(chosen, guest.operator)
-            found = guest.backend.vjp(asked, at, groups=None, once=True)
-            pulled = found.pullback(list(cts))
+            caller = DerivativeOf(chosen, guest.operator)
+            result = guest.backend.vjp(caller, at, groups=None, once=True)
+            pulled = result.pullback(list(cts))
             if self.base is self:
                 # In a derivative no derivative is cut, and what is constant has the derivative 0.
-                refuse_cut(asked, found.cut(pulled))
+                refuse_cut(caller, result.cut(pulled))
             pairs = zip(at, pulled, strict=True)
             return [guest.backend.zeros_like(x) if p is None else p for x, p in pairs]
 
@@ -173,10 +173,10 @@ class Foreign:
 
     def mapped(self, shared: Any, depth: int) -> Run:
         """The function of batches, `shared` as `_shared` says; kept, for it may be compiled."""
-        found = self._mapped.get(shared)
-        if found is None:
-            found = _kept(self._mapped, shared, self.guest.entry(self.over(shared, depth)))
-        return found
+        result = self._mapped.get(shared)
+        if result is None:
+            result = _kept(self._mapped, shared, self.guest.entry(self.over(shared, depth)))
+        return result
 
     def over(self, shared: Any, depth: int) -> Run:
         """The same, each time anew."""
@@ -186,13 +186,13 @@ class Foreign:
         return run
 
     def _of(self, which: str, masks: Any, run: Run, outs: Callable[..., Any]) -> Foreign:
-        found = self._derived.get((which, masks))
-        if found is None:
+        result = self._derived.get((which, masks))
+        if result is None:
             arity = self.arity or len(masks[0])
             name = f"{self.name}'s {which}"
             made = Foreign(self.guest, name, run, outs, self.base, arity)
-            found = _kept(self._derived, (which, masks), made)
-        return found
+            result = _kept(self._derived, (which, masks), made)
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +200,7 @@ class DerivativeOf:
     """A function whose derivative is taken, and the operator that messages name."""
 
     f: Callable[..., tuple[list[Array], list[Array]]]
-    asked: str
+    caller: str
 
     def __call__(self, *xs: Array) -> tuple[list[Array], list[Array]]:
         """The outputs, and none besides."""
@@ -373,11 +373,11 @@ class KnownOfShapes:
 
 def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
     """Of each array, over which axes of the batch it is the same; no axis is shared by all."""
-    found = [[a.strides[i] == 0 and a.shape[i] > 1 for i in range(depth)] for a in arrays]
+    result = [[a.strides[i] == 0 and a.shape[i] > 1 for i in range(depth)] for a in arrays]
     for level in range(depth):
-        if all(s[level] for s in found):
-            found[0][level] = False
-    return found
+        if all(s[level] for s in result):
+            result[0][level] = False
+    return result
 
 
 def _without_copies(arrays: Sequence[Array], shared: Sequence[Sequence[bool]]) -> list[Array]:
@@ -552,14 +552,14 @@ class FlatBridged:
         if callable(out):
             args, kwargs = self.shape.arguments(specs)
             out = out(*args, **kwargs)
-        found, self.structures[_shapes(specs)] = self.host.flatten(out)
-        for spec in found:
+        result, self.structures[_shapes(specs)] = self.host.flatten(out)
+        for spec in result:
             if not isinstance(spec, Spec):
                 raise GradtoolsError(
                     f"{self.guest.operator}: out holds {spec!r}; it must be a pytree of "
                     "Spec(shape, dtype), or a function of the arguments' Specs to one."
                 )
-        return found
+        return result
 
     def _check(self, ins: Sequence[Spec], found: list[Spec]) -> None:
         """Raises if what came out of the latest call is not what `out` says."""

@@ -117,11 +117,11 @@ def unshared(ys: list[Tensor]) -> list[Tensor]:
     PyTorch counts that in the storage; there is no public name for the count. The list is emptied,
     for it holds them as well, and so does whoever calls with a tensor.
     """
-    found = []
+    result = []
     while ys:
         t = ys.pop(0).detach()
-        found.append(t.clone() if is_held(t) else t)
-    return found
+        result.append(t.clone() if is_held(t) else t)
+    return result
 
 
 def is_kept(ts: Sequence[Tensor], i: int) -> bool:
@@ -142,7 +142,7 @@ def _owners_of_new() -> int:
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:
     """Tensors that may be written: in memory of their own, which JAX has forgotten."""
     taken = {x.data_ptr() for x in others}
-    found = []
+    result = []
     for i in range(len(ys)):
         t = tensor_of(ys[i])
         at = t.data_ptr()
@@ -150,8 +150,8 @@ def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor
             t = t.clone()
             at = t.data_ptr()
         taken.add(at)
-        found.append(t)
-    return found
+        result.append(t)
+    return result
 
 
 def _held_once() -> int:

@@ -350,12 +350,12 @@ def _bytes(t: Tensor) -> np.ndarray:
 
 def _one_of(ts: Sequence[Tensor], base: KnownOfShapes) -> list[Tensor]:
     """The arguments of the function that is derived, of the first example of a batch."""
-    found = []
+    result = []
     for t, spec in zip(ts, base.ins, strict=False):
         while t.dim() > len(spec.shape):
             t = t[0]
-        found.append(t)
-    return found
+        result.append(t)
+    return result
 
 
 def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Tensor]:
@@ -370,8 +370,8 @@ def _globals(f: Any) -> list[Any]:
     """The modules and tensors that a function finds among its module's names."""
     if not inspect.isfunction(f):
         return []
-    found = inspect.getclosurevars(f).globals.values()
-    return [x for x in found if isinstance(x, torch.nn.Module | Tensor)]
+    result = inspect.getclosurevars(f).globals.values()
+    return [x for x in result if isinstance(x, torch.nn.Module | Tensor)]
 
 
 def _captured(f: Any) -> dict[str, Tensor]:
@@ -385,7 +385,7 @@ def _captured(f: Any) -> dict[str, Tensor]:
             named.setdefault(id(t), (f"{name!r} of {kind}", t))
     for t in captured(where, lambda x: isinstance(x, Tensor), Tensor):
         named.setdefault(id(t), (f"a tensor of shape {tuple(t.shape)}", t))
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for words, t in named.values():
-        found[words if words not in found else f"{words} ({len(found)})"] = t
-    return found
+        result[words if words not in result else f"{words} ({len(result)})"] = t
+    return result

@@ -84,12 +84,12 @@ def chosen(backend: str, quick: bool = False, containing: str = "") -> list[Cell
         quick: A part of them, and none that is compiled.
         containing: A part of the cell's name, such as "hvp" or "vmap".
     """
-    found = [cell for cell in cells(backend) if containing in str(cell)]
+    result = [cell for cell in cells(backend) if containing in str(cell)]
     if quick:
         few = {p.name for p in programs()[::_QUICK]}  # what JAX compiled serves again
-        found = [c for c in found if c.program.name in few and c.transform != "compile"]
-        found = found[::_QUICK_MORE]
-    return sorted(found, key=lambda cell: cell.program.name)  # what JAX compiled serves again
+        result = [c for c in result if c.program.name in few and c.transform != "compile"]
+        result = result[::_QUICK_MORE]
+    return sorted(result, key=lambda cell: cell.program.name)  # what JAX compiled serves again
 
 
 # --- tables ------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ def _of_all(found: Sequence[str], known: Sequence[str]) -> str:
 def _lacking(run: Sequence[Cell], operator: Any) -> str:
     """Transforms and ways of passing arguments in which no cell of the operator runs."""
     aux = () if operator.aux else ("aux",)
-    asked = [*TRANSFORMS, *(a for a in ARGUMENTS if a not in aux)]
+    columns = [*TRANSFORMS, *(a for a in ARGUMENTS if a not in aux)]
     met = {cell.transform for cell in run} | {cell.arguments for cell in run}
-    return ", ".join(name for name in asked if name not in met) or "–"
+    return ", ".join(name for name in columns if name not in met) or "–"
 
 
 _SHORT = {"checkpoint": "checkp.", "complex128": "c128", "complex64": "c64", "bfloat16": "bf16"}
@@ -161,10 +161,10 @@ def _worst_row(name: str, backend: str, group: Sequence[CellVerdict]) -> str:
 
 def _worst(errors: Iterable[float]) -> str:
     """The largest; NaN, which is what a failure without a number has, is larger than all."""
-    found = list(errors)
-    if any(error != error for error in found):
+    result = list(errors)
+    if any(error != error for error in result):
         return "failed"
-    return f"{max(found):.0e}" if found else "-"
+    return f"{max(result):.0e}" if result else "-"
 
 
 def left_out(verdicts: Sequence[CellVerdict]) -> dict[tuple[str, str], int]:
@@ -179,8 +179,8 @@ def check(options: argparse.Namespace) -> int:
     """Runs the matrix: 0 if every cell held, 1 if one did not, 2 if it could not be run."""
     wanted = BACKENDS if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
-    asked = [(b, c) for b in here for c in chosen(b, options.quick, options.filter)]
-    if all(cell.reason for _, cell in asked):
+    cells = [(b, c) for b in here for c in chosen(b, options.quick, options.filter)]
+    if all(cell.reason for _, cell in cells):
         what = f"no cell that runs has {options.filter!r} in its name" if here else "not installed"
         print(f"gradtools check: {' and '.join(wanted)}: {what}", file=sys.stderr)
         return 2
@@ -195,7 +195,7 @@ def check(options: argparse.Namespace) -> int:
         for name in here:
             inside.enter_context(placed(name, options.device))
         inside.enter_context(highest_precision(here))
-        verdicts = [_counted(i, *both) for i, both in enumerate(_progress(asked))]
+        verdicts = [_counted(i, *both) for i, both in enumerate(_progress(cells))]
         shown = _on_gpu(options, here)
         _print(options, here, verdicts, shown)
     return 1 if any(v.failure for v in verdicts) or any(map(_failed, shown.values())) else 0
@@ -291,18 +291,18 @@ def _wide() -> Any:
     return home.enable_x64(True)
 
 
-def _progress(asked: Sequence[Any]) -> Iterator[Any]:
+def _progress(cells: Sequence[Any]) -> Iterator[Any]:
     """A bar of tqdm on standard error; a dot for each hundredth where tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:
-        return _dots(asked)
-    return iter(tqdm(asked, desc="cells", file=sys.stderr))
+        return _dots(cells)
+    return iter(tqdm(cells, desc="cells", file=sys.stderr))
 
 
-def _dots(asked: Sequence[Any]) -> Iterator[Any]:
-    each = max(1, len(asked) // 100)
-    for i, item in enumerate(asked):
+def _dots(cells: Sequence[Any]) -> Iterator[Any]:
+    each = max(1, len(cells) // 100)
+    for i, item in enumerate(cells):
         yield item
         if i % each == 0:
             print(".", end="", file=sys.stderr, flush=True)
@@ -332,10 +332,10 @@ def _print(
     print(f"\n{len(run)} cells run over {over} programs; {len(failed)} failed")
     if not shown:
         return
-    for name, found in shown.items():
-        if found:
-            print(f"{'FAILED on the GPU: ' if _failed(found) else ''}{name}: {found}")
-    tried = [found for found in shown.values() if not found.startswith("left out: ")]
+    for name, result in shown.items():
+        if result:
+            print(f"{'FAILED on the GPU: ' if _failed(result) else ''}{name}: {result}")
+    tried = [result for result in shown.values() if not result.startswith("left out: ")]
     print(f"on the GPU: {tried.count('')} of {len(tried)} held")
 
 

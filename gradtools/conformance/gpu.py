@@ -77,11 +77,11 @@ def _noisy(x: Tensor) -> Tensor:
 
 def _drawn_again(edit: Edit) -> Callable[[torch.device], None]:
     def run(device: torch.device) -> None:
-        x, found = torch.randn(4, device=device), []
+        x, result = torch.randn(4, device=device), []
         for f in (edit(_noisy), _noisy):
             torch.manual_seed(3)
-            found.append((gt.grad(lambda x, f=f: f(x[:2]).sum())(x), torch.rand(2, device=device)))
-        _exactly(*found)  # the second: the stream goes on where it would
+            result.append((gt.grad(lambda x, f=f: f(x[:2]).sum())(x), torch.rand(2, device=device)))
+        _exactly(*result)  # the second: the stream goes on where it would
 
     return run
 
@@ -93,7 +93,7 @@ def _scaled(edit: Edit) -> Callable[[torch.device], None]:
     def run(device: torch.device) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(device)
-        x, found = torch.randn(4, 8, device=device), []
+        x, result = torch.randn(4, 8, device=device), []
         for f in (edit(net), net):
             net.zero_grad()
             scaler = torch.amp.GradScaler(device.type)
@@ -101,8 +101,8 @@ def _scaled(edit: Edit) -> Callable[[torch.device], None]:
                 loss = f(x).float().square().mean()
             scaler.scale(loss).backward()
             grads = [p.grad for p in net.parameters() if p.grad is not None]
-            found.append([g / scaler.get_scale() for g in grads])
-        assert_close(*found, rtol=8e-3, atol=1e-4)
+            result.append([g / scaler.get_scale() for g in grads])
+        assert_close(*result, rtol=8e-3, atol=1e-4)
 
     return run
 
@@ -146,10 +146,10 @@ def _attention(device: torch.device) -> None:
 def _attention_twice(device: torch.device) -> None:
     xs = tuple(torch.randn(2, 2, 5, 8, device=device) for _ in range(3))
     loss = lambda *xs: nn.functional.scaled_dot_product_attention(*xs).square().sum()
-    found = gt.hvp(loss, xs, xs)[1]
+    result = gt.hvp(loss, xs, xs)[1]
     with sdpa_kernel(SDPBackend.MATH):
         expected = gt.hvp(loss, xs, xs, mode="reverse_over_reverse")[1]
-    assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 # --- streams, memory, graphs -------------------------------------------------------------
@@ -161,9 +161,9 @@ def _side_stream(device: torch.device) -> None:
     expected, side = gradient(x), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        found = gradient(x)
+        result = gradient(x)
     torch.cuda.current_stream().wait_stream(side)
-    _exactly(found, expected)
+    _exactly(result, expected)
 
 
 def _peak(device: torch.device) -> None:
@@ -186,10 +186,10 @@ def _graph(device: torch.device) -> None:
         gradient(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gradient(x)
+        result = gradient(x)
     x.fill_(0.0)
     graph.replay()
-    _exactly(found, -torch.ones_like(x))
+    _exactly(result, -torch.ones_like(x))
 
 
 # --- two processes -----------------------------------------------------------------------
@@ -231,7 +231,7 @@ def _one_step(device: torch.device, rank: int) -> None:
     norm: Any = nn.SyncBatchNorm if device.type == "cuda" else nn.BatchNorm1d
     net = nn.Sequential(nn.Linear(4, 8), norm(8), nn.Tanh(), nn.Linear(8, 3)).to(device)
     mine = torch.randn(2 * _ROWS, 4)[rank * _ROWS :][:_ROWS].to(device)
-    found = []
+    result = []
     for edit in (gt.checkpoint, lambda net: net):
         model = deepcopy(net)
         features = gt.gather(edit(model)(mine))
@@ -239,8 +239,8 @@ def _one_step(device: torch.device, rank: int) -> None:
         grads = torch.autograd.grad(loss, list(model.parameters()))
         for g in grads:
             dist.all_reduce(g)
-        found.append((list(grads), list(model.buffers())))
-    assert_close(*found, rtol=1e-5, atol=1e-6)
+        result.append((list(grads), list(model.buffers())))
+    assert_close(*result, rtol=1e-5, atol=1e-6)
 
 
 _EDITS: dict[str, Edit] = {
@@ -269,18 +269,18 @@ def _bridged(device: torch.device) -> None:
         return
     assert_close(sin(x), x.sin())
     assert_close(torch.func.hessian(lambda x: sin(x).sum())(x), torch.diag(-x.sin()))
-    found: list[int] = []
+    result: list[int] = []
 
     def noted(a: Any) -> Any:
-        found.append(a.unsafe_buffer_pointer() if hasattr(a, "devices") else a.data_ptr())
+        result.append(a.unsafe_buffer_pointer() if hasattr(a, "devices") else a.data_ptr())
         return a + a
 
     bridge.to_torch(noted, jit=False)(x)
-    assert found[-1] == x.data_ptr(), "a tensor was copied"
+    assert result[-1] == x.data_ptr(), "a tensor was copied"
     a = jax.device_put(jnp.arange(8.0), there[device.index or 0])
     twice = bridge.to_jax(noted)
     assert twice(a).devices() == a.devices()
-    assert found[-1] == a.unsafe_buffer_pointer(), "an array was copied"
+    assert result[-1] == a.unsafe_buffer_pointer(), "an array was copied"
     assert float(jax.grad(lambda a: (twice(a) * a).sum())(a)[3]) == 12.0
     _in_order(device, twice, a)
 

@@ -43,8 +43,8 @@ class Ask:
 def trial(cell: Cell, backend: str) -> list[CellComparison]:
     """Computes a cell in one backend and judges it. What the framework raises goes through."""
     problem, ask = _posed(cell, backend)
-    found, second = _transformed(problem, ask.compute)
-    return [*ask.judge(found), *second]
+    result, second = _transformed(problem, ask.compute)
+    return [*ask.judge(result), *second]
 
 
 def answers(cell: Cell, backend: str) -> list[np.ndarray]:
@@ -87,11 +87,11 @@ def _two_rows(p: Problem, flat: Any, at: Leaves) -> tuple[list[np.ndarray], list
     second = p.arrays(moved(p.ref.leaves, 0.01, p.ref.draw(7)))
     rows = [p.gt.xp.stack([a, b]) for a, b in zip(at, second, strict=True)]
     mapped = p.gt.vmap(flat) if p.cell.transform == "vmap" else _looped(p, flat)
-    found = [p.numpy(x) for x in mapped(*rows)]
+    result = [p.numpy(x) for x in mapped(*rows)]
     eager = [p.numpy(x) for x in flat(*second)]
     order = p.cell.operator.order
-    pairs = zip(found, eager, strict=True)
-    return [x[0] for x in found], [p.near(EAGER, x[1], y, y, order) for x, y in pairs]
+    pairs = zip(result, eager, strict=True)
+    return [x[0] for x in result], [p.near(EAGER, x[1], y, y, order) for x, y in pairs]
 
 
 def _looped(p: Problem, flat: Callable[..., Leaves]) -> Callable[..., Leaves]:
@@ -154,8 +154,8 @@ def _vjp(p: Problem, name: str) -> Ask:
     outs, more = _with_aux(p)
 
     def compute(*leaves: Any) -> Any:
-        found, pullback, *_ = p.gt.vjp(outs, *p.active(leaves), **more)
-        like = [p.waist.cast(c, y) for c, y in zip(given, found, strict=True)]
+        result, pullback, *_ = p.gt.vjp(outs, *p.active(leaves), **more)
+        like = [p.waist.cast(c, y) for c, y in zip(given, result, strict=True)]
         return pullback(like)
 
     def judge(grads: list[np.ndarray]) -> Iterator[CellComparison]:
@@ -445,9 +445,9 @@ def _expected(p: Problem, name: str, grads: Leaves) -> Leaves:
 
 def _clipped(grads: Leaves, max_value: float, max_norm: float) -> Leaves:
     """The modulus of each entry to max_value, then the norm over all leaves to max_norm."""
-    found = [g * np.minimum(1, max_value / np.maximum(np.abs(g), 1e-300)) for g in grads]
-    norm = np.sqrt(sum(float(np.sum(np.abs(g) ** 2)) for g in found))
-    return [g * min(1.0, max_norm / max(norm, 1e-300)) for g in found]
+    result = [g * np.minimum(1, max_value / np.maximum(np.abs(g), 1e-300)) for g in grads]
+    norm = np.sqrt(sum(float(np.sum(np.abs(g) ** 2)) for g in result))
+    return [g * min(1.0, max_norm / max(norm, 1e-300)) for g in result]
 
 
 @_asks("straight_through", "straight_through, twice")

@@ -26,8 +26,8 @@ else:  # where a type checker reads a __getattr__, no misspelt name is found
         if name not in __all__:
             __tracebackhide__ = True
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(_api, name)
-        return found
+        result = globals()[name] = getattr(_api, name)
+        return result
 
 
 def __dir__() -> list[str]:

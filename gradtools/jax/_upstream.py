@@ -232,9 +232,9 @@ def taking_capsules() -> Callable[[Any], jax.Array] | None:
         return None
     for more in ((device, None, None, kind), (device, None, None)):  # as of JAX 0.10, before that
         try:
-            found = take(example.__dlpack__(), *more)
+            result = take(example.__dlpack__(), *more)
         except TypeError:
             continue
-        if isinstance(found, jax.Array):
+        if isinstance(result, jax.Array):
             return lambda capsule, more=more: take(capsule, *more)  # type: ignore[misc]
     return None

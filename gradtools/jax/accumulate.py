@@ -23,15 +23,15 @@ TREES = Trees(trees.flatten, trees.unflatten, trees.leaf_paths)
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     """The new buffer: target with grads added to it, or put into it, where grads names them."""
-    asked = "accumulate_gradients" if add else "assign_gradients"
+    caller = "accumulate_gradients" if add else "assign_gradients"
     target, grads = part_of(target), part_of(grads)
     if target is None:
         leaves, treedef = trees.flatten(grads)
         target = trees.unflatten(treedef, list(map(_zeros, leaves)))
-    entries = paired(TREES, asked, target, grads)
+    entries = paired(TREES, caller, target, grads)
     for entry in entries:
         if entry.grad is not None:
-            _check(asked, entry)
+            _check(caller, entry)
     return trees.unflatten(trees.flatten(target)[1], [_written(e, add) for e in entries])
 
 
@@ -94,21 +94,21 @@ def _written(entry: TargetLeaf, add: bool) -> Any:
     return _array(entry.target) + g if add else copied(g)
 
 
-def _check(asked: str, entry: TargetLeaf) -> None:
+def _check(caller: str, entry: TargetLeaf) -> None:
     p: Any = _array(entry.target)
     g: Any = _array(entry.grad)
     for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):
         if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
-            found = f"a {type(given).__name__}" if array is None else spec(array)
+            result = f"a {type(given).__name__}" if array is None else spec(array)
             _refuse(
-                asked,
-                f"{side}{entry.path} is {found}",
+                caller,
+                f"{side}{entry.path} is {result}",
                 "a floating or complex array",
                 "Leave what has no gradient out of grads, or put None there.",
             )
     if (p.shape, p.dtype) != (g.shape, g.dtype):
         _refuse(
-            asked,
+            caller,
             f"grads{entry.path} is {spec(g)}",
             f"{spec(p)}, as the buffer",
             "Convert it to the buffer's dtype, or start the buffer with None."
@@ -128,5 +128,5 @@ def _array(x: Any) -> jax.Array | None:
     return jnp.array(x)
 
 
-def _refuse(asked: str, found: str, expected: str, mend: str) -> None:
-    raise GradtoolsError(f"{asked}: {found}; expected {expected}. {mend}")
+def _refuse(caller: str, found: str, expected: str, mend: str) -> None:
+    raise GradtoolsError(f"{caller}: {found}; expected {expected}. {mend}")

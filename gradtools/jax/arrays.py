@@ -84,9 +84,9 @@ def check_key(caller: str, key: Any) -> None:
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == (0 if typed else 1) and (typed or key.dtype == np.uint32):
             return
-    found = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
+    result = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
     raise GradtoolsError(
-        f"{caller}: a key is made by key(seed) or is an entry of split(key, n); got {found}."
+        f"{caller}: a key is made by key(seed) or is an entry of split(key, n); got {result}."
     )
 
 

@@ -149,8 +149,8 @@ class JaxBackend(Wing):
 
     is_model = staticmethod(parts.is_module)
 
-    def repeatable(self, asked: str, f: Any) -> Any:
-        return stateful(asked, f, ()) or f
+    def repeatable(self, caller: str, f: Any) -> Any:
+        return stateful(caller, f, ()) or f
 
     model_of = Lazily("training")
     lifted = Lazily("training")

@@ -128,13 +128,13 @@ def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> bool:
     places: list[int] = []
 
     def pull(*xs: Any) -> list[Any]:
-        found = rule.at(*xs)
-        assert found.cotangent is not None
-        cts = [None if like is None else zeros_of(like) for like in likes_of(found.ys)]
+        result = rule.at(*xs)
+        assert result.cotangent is not None
+        cts = [None if like is None else zeros_of(like) for like in likes_of(result.ys)]
         if not without_none(cts):
             return []
-        everything = [*xs, *found.ys, *found.extras]
-        pulled = found.cotangent([everything[i] for i in found.saves], cts)
+        everything = [*xs, *result.ys, *result.extras]
+        pulled = result.cotangent([everything[i] for i in result.saves], cts)
         places[:] = [i for i, ct in enumerate(pulled) if ct is not None]
         return without_none(pulled)
 

@@ -66,7 +66,7 @@ def _run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
 
 def sum_chunks(chunks: Chunks) -> list[Array]:
     """The sums over chunks of the output leaves; each chunk's graph as it is."""
-    with explained(chunks.batch.asked):
+    with explained(chunks.batch.caller):
         return _sum_chunks(chunks)
 
 
@@ -75,8 +75,8 @@ def _sum_chunks(chunks: Chunks) -> list[Array]:
     state = steps.state
     for run in _runs(steps.kinds, 0):
         if len(run.numbers) == 1:
-            found = steps.at(run.kind, state)(*steps.inputs(run.first), state)
-            outs, state = jax.tree.map(jnp.asarray, found)
+            result = steps.at(run.kind, state)(*steps.inputs(run.first), state)
+            outs, state = jax.tree.map(jnp.asarray, result)
             sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
             continue
         step = steps.traced(run.kind, state)
@@ -138,8 +138,8 @@ def _run(
     if len(run.numbers) == 1:
         inputs = steps.inputs(run.first)
         once = steps.at(run.kind, carry) if run.kept else steps.again(run.kind, carry)
-        found = once(bar.advance(inputs[0]), *inputs[1:], carry)
-        outs, carry = jax.tree.map(jnp.asarray, found)  # a jaxpr returns constants as numbers
+        result = once(bar.advance(inputs[0]), *inputs[1:], carry)
+        outs, carry = jax.tree.map(jnp.asarray, result)  # a jaxpr returns constants as numbers
         return [x[None] for x in outs], carry
     step = steps.traced(run.kind, carry)
     refuse_to_repeat("chunked", step.closed)  # kept or not: reverse mode of a scan is wrong, too
@@ -196,10 +196,10 @@ class _ChunkProgram:
                 return jax.core.eval_jaxpr(self.closed.jaxpr, values[:n], *values[n:])
 
             pullback = jax.vjp(of_inexact, *[flat[i] for i in places])[1]
-            found = {id(x): x for x in jax.tree.leaves(pullback)}
+            result = {id(x): x for x in jax.tree.leaves(pullback)}
             for x in flat:
-                found.pop(id(x), None)
-            return list(found.values())
+                result.pop(id(x), None)
+            return list(result.values())
 
         consts = [jnp.asarray(c) for c in self.closed.consts]
         shapes = jax.eval_shape(kept, consts, self.closed.in_avals)
@@ -214,7 +214,7 @@ class _Steps:
     """
 
     def __init__(self, chunks: Chunks) -> None:
-        self.held = stateful(chunks.batch.asked, chunks.f, chunks.batch.parted(chunks.batch.args))
+        self.held = stateful(chunks.batch.caller, chunks.f, chunks.batch.parted(chunks.batch.args))
         self.name = getattr(chunks.f, "__name__", type(chunks.f).__name__)
         self.chunks, chunks.f = chunks, self.held or chunks.f
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
@@ -242,10 +242,10 @@ class _Steps:
         number = self.kinds.index(kind)
         made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
-        closed, found = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
-        _warn_of_batch_norm(self.chunks.batch.asked, self.name, closed)
-        outs, count = closed.out_avals, len(found[0])
-        step = _ChunkProgram(owning(closed), jax.tree.structure(found), outs[:count], outs[count:])
+        closed, result = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
+        _warn_of_batch_norm(self.chunks.batch.caller, self.name, closed)
+        outs, count = closed.out_avals, len(result[0])
+        step = _ChunkProgram(owning(closed), jax.tree.structure(result), outs[:count], outs[count:])
         if any(_varying(a) - _varying(x) for a, x in zip(step.carry_avals, carry, strict=True)):
             step = self.traced(kind, step.widened(carry))
         self._traced[key] = step
@@ -417,7 +417,7 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
         new = jax.lax.convert_element_type(new, old.dtype)
     if new.shape != old.shape or new.dtype != old.dtype:
         raise GradtoolsError(
-            f"{chunks.batch.asked}: f's new {_carry_name(chunks, k)} is {new.dtype} of shape "
+            f"{chunks.batch.caller}: f's new {_carry_name(chunks, k)} is {new.dtype} of shape "
             f"{new.shape}; expected {old.dtype} of shape {old.shape}, as it was given. A carry "
             "keeps its shape and dtype from chunk to chunk."
         )
@@ -541,9 +541,9 @@ class _Bar:
     """The progress bar of a call, moved by the program itself; nothing in it if none is wanted."""
 
     def __init__(self, chunks: Chunks) -> None:
-        self.count, self.asked = chunks.cut.count, chunks.options.progress
+        self.count, self.shown = chunks.cut.count, chunks.options.progress
         self.bar: Any = None
-        if self.asked and find_spec("tqdm") is None:
+        if self.shown and find_spec("tqdm") is None:
             progress_bar(self.count)  # which says how to get it
 
     def advance(self, index: Any) -> Any:
@@ -551,7 +551,7 @@ class _Bar:
 
         A program that is lowered for another platform than this process runs on has no bar.
         """
-        if not self.asked:
+        if not self.shown:
             return index
 
         @chunk
@@ -578,13 +578,13 @@ _PLATFORMS = {"gpu": ("cuda", "rocm")}
 _warned: set[str] = set()
 
 
-def _warn_of_batch_norm(asked: str, name: str, closed: Any) -> None:
+def _warn_of_batch_norm(caller: str, name: str, closed: Any) -> None:
     """Says once for each function that its batch normalisation sees chunks."""
     if name in _warned or not jaxprs.uses_primitive(closed, is_batch_statistic):
         return
     _warned.add(name)
     warn(
-        f"{asked}: {name} holds a batch normalisation in training mode. It normalises each chunk "
+        f"{caller}: {name} holds a batch normalisation in training mode. It normalises each chunk "
         "by that chunk's own statistics, as the plain loop over chunks does, so the result is not "
         "the full batch's. For that use evaluation mode, or a normalisation of single examples."
     )

@@ -46,8 +46,8 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     _note_derivative()
     traced = _traced(fun, leaves) if groups is not None else None
     _refuse_signs(fun, leaves, traced)
-    asked = getattr(fun, "asked", "vjp")
-    with explained(asked), jax.named_scope(_SCOPE), _watched() as nested:
+    caller = getattr(fun, "caller", "vjp")
+    with explained(caller), jax.named_scope(_SCOPE), _watched() as nested:
         if traced is None:
             outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
         else:
@@ -55,7 +55,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         if traced is not None and traced.hands_on:
             _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
 
-    whole = LinearMap(_pulled(outs, asked), pull)
+    whole = LinearMap(_pulled(outs, caller), pull)
     if traced is None:
         cut = _cut_of(fun, leaves) if nested else []
         return Evaluation(outs, extras, whole, lambda _: cut, checked=False)
@@ -73,7 +73,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     )
 
 
-def _pulled(outs: Sequence[Array], asked: str) -> Callable[..., list[Array]]:
+def _pulled(outs: Sequence[Array], caller: str) -> Callable[..., list[Array]]:
     """How a pullback of JAX's is called; knows what outs look like, and not what they are."""
     likes = [jax.typeof(y) for y in outs]
 
@@ -81,7 +81,7 @@ def _pulled(outs: Sequence[Array], asked: str) -> Callable[..., list[Array]]:
         filled = [
             zeros_of(like) if ct is None else conj(ct) for ct, like in zip(cts, likes, strict=True)
         ]
-        with explained(asked), jax.named_scope(_SCOPE):
+        with explained(caller), jax.named_scope(_SCOPE):
             return [conj(g) for g in pull(filled)]
 
     return pulled
@@ -92,9 +92,9 @@ def jvp(
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """`(outs, extras, pushed)`."""
     _note_derivative()
-    asked = getattr(fun, "asked", "jvp")
+    caller = getattr(fun, "caller", "jvp")
     _refuse_signs(fun, leaves)
-    with explained(asked), jax.named_scope(_SCOPE), _watched() as nested:
+    with explained(caller), jax.named_scope(_SCOPE), _watched() as nested:
         outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
     if nested:
         refuse_cut(fun, _cut_of(fun, leaves))
@@ -165,15 +165,15 @@ class _TracedFunction:
 
         graph = graph_of(self.closed)
         shown = replace(graph, outputs=graph.outputs[: len(self.out_avals)])
-        found: dict[str, str] = {}
+        result: dict[str, str] = {}
         for loss in losses(shown, index):
             place = f" at {loss.node.source}" if loss.node.source else ""
-            found.setdefault(place or loss.node.native, loss.node.native + place)
-        return list(found.values())
+            result.setdefault(place or loss.node.native, loss.node.native + place)
+        return list(result.values())
 
     def refuse_signs(self, fun: Fun) -> None:
         """Raises where a derivative goes through the sign of complex numbers."""
-        signs.refuse(getattr(fun, "asked", "gradtools"), self.closed, len(self.out_avals))
+        signs.refuse(getattr(fun, "caller", "gradtools"), self.closed, len(self.out_avals))
 
     @cached_property
     def hands_on(self) -> bool:

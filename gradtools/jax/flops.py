@@ -32,8 +32,8 @@ def counted(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[Any]) -> Count
     """The operations of a program at these values."""
     runs: Runs = {}
     if any(True for _ in _sites(jaxpr, ())):
-        found = jax.jit(lambda c, x: _interpreted(jaxpr, c, x, ())[1])
-        runs = {k: int(n) for k, n in found(list(consts), list(leaves)).items()}
+        result = jax.jit(lambda c, x: _interpreted(jaxpr, c, x, ())[1])
+        runs = {k: int(n) for k, n in result(list(consts), list(leaves)).items()}
     count = Count(runs)
     count.jaxpr(jaxpr, 1, ())
     return count
@@ -116,23 +116,23 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _ran(eqn: Eqn, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
-    found = bodies(eqn)
-    inside = [list(_sites(body.jaxpr, (*path, k))) for k, body in enumerate(found)]
+    result = bodies(eqn)
+    inside = [list(_sites(body.jaxpr, (*path, k))) for k, body in enumerate(result)]
     name = eqn.primitive.name
     if name == "while":
-        return _ran_while(eqn, found, inside, xs, path)
+        return _ran_while(eqn, result, inside, xs, path)
     if name == "cond":
-        return _ran_cond(found, inside, xs, path)
+        return _ran_cond(result, inside, xs, path)
     if is_call(name):
-        return _interpreted(found[0].jaxpr, found[0].consts, xs, (*path, 0))
+        return _interpreted(result[0].jaxpr, result[0].consts, xs, (*path, 0))
     if name == "scan" and any(inside):
-        return _ran_scan(eqn, found[0], xs, path)
+        return _ran_scan(eqn, result[0], xs, path)
     return _bound(eqn, xs), {}
 
 
 def _bound(eqn: Eqn, xs: list[Any]) -> list[Any]:
-    found = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(found) if eqn.primitive.multiple_results else [found]
+    result = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(result) if eqn.primitive.multiple_results else [result]
 
 
 def _ran_scan(eqn: Eqn, body: HeldJaxpr, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
@@ -159,18 +159,18 @@ def _ran_while(
     a, b = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     keys = [(*path, 0), (*path, 1), *inside[0], *inside[1]]
 
-    def asked(carry: Sequence[Any]) -> tuple[Any, Runs]:
+    def caller(carry: Sequence[Any]) -> tuple[Any, Runs]:
         (go,), runs = _interpreted(gate.jaxpr, gate.consts, [*xs[:a], *carry], keys[0])
         return go, {keys[0]: 1, **runs}
 
     def step(state: Any) -> Any:
         carry, go, runs = state
-        found, ran = _interpreted(body.jaxpr, body.consts, [*xs[a : a + b], *carry], keys[1])
-        kept = [_where(go, new, old) for new, old in zip(found, carry, strict=True)]
-        again, more = asked(kept)
+        result, ran = _interpreted(body.jaxpr, body.consts, [*xs[a : a + b], *carry], keys[1])
+        kept = [_where(go, new, old) for new, old in zip(result, carry, strict=True)]
+        again, more = caller(kept)
         return kept, again, _added(runs, {keys[1]: 1}, ran, more)
 
-    first, runs = asked(xs[a + b :])
+    first, runs = caller(xs[a + b :])
     start = (xs[a + b :], first, _added(_none(keys), runs))
     outs, _, total = jax.lax.while_loop(lambda state: jnp.any(state[1]), step, start)
     return outs, total
@@ -202,8 +202,8 @@ def _none(keys: Sequence[Path]) -> Runs:
 
 def _added(runs: Runs, *more: Runs) -> Runs:
     total = dict(runs)
-    for found in more:
-        for key, n in found.items():
+    for result in more:
+        for key, n in result.items():
             total[key] = total[key] + jnp.asarray(n, jnp.uint32)
     return total
 

@@ -59,10 +59,10 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
         after = [] if held is None else [jax.lax.stop_gradient(_data(x)) for x in held.after]
         return [y if isinstance(y, jax.Array) else asarray(y) for y in (*outs, *after)]
 
-    found = apply_rule(_Use(fun, xs, budget).rule, *xs)
+    result = apply_rule(_Use(fun, xs, budget).rule, *xs)
     if held is None:
-        return found
-    outs, after = found[: len(found) - len(state)], found[len(found) - len(state) :]
+        return result
+    outs, after = result[: len(result) - len(state)], result[len(result) - len(state) :]
     held.write([_as_key(x, like) for x, like in zip(after, state, strict=True)])
     return outs
 
@@ -158,8 +158,8 @@ class _Use:
             given = [ct for ct, t in zip(cts, there, strict=True) if t]
             if not given:
                 return [None] * count
-            found = apply_rule(_pullback(self, graph, there), *saved, *given)
-            return spread(found, self.moving)
+            result = apply_rule(_pullback(self, graph, there), *saved, *given)
+            return spread(result, self.moving)
 
         reads = (*range(count), *range(count + len(outs), count + len(outs) + len(left)))
         return Linearized(outs, left, reads, tangent, cotangent)
@@ -236,10 +236,10 @@ class _Use:
 
         def column(k: int, x: Array) -> Array:
             units = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
-            found = jax.lax.map(lambda e: entry(k, e), units)
+            result = jax.lax.map(lambda e: entry(k, e), units)
             if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                found = found + 1j * jax.lax.map(lambda e: entry(k, 1j * e), units)
-            return found.reshape(x.shape).astype(x.dtype)
+                result = result + 1j * jax.lax.map(lambda e: entry(k, 1j * e), units)
+            return result.reshape(x.shape).astype(x.dtype)
 
         return [column(k, x) for k, x in enumerate(moved)]
 

@@ -478,10 +478,10 @@ def _inside(eqn: Eqn, place: _Place) -> _Place:
             scopes.append(name)
         elif name == "transpose":
             phase += 1
-    found = tuple(name for name in scopes if not name.startswith(_OURS))
-    if not found and not place.scope:
-        found = places.modules_around(eqn)
-    return replace(place, scope=(*place.scope, *found), phase=place.phase + phase)
+    result = tuple(name for name in scopes if not name.startswith(_OURS))
+    if not result and not place.scope:
+        result = places.modules_around(eqn)
+    return replace(place, scope=(*place.scope, *result), phase=place.phase + phase)
 
 
 __all__ = ["graph_of"]

@@ -103,7 +103,7 @@ def _step(eqn: Any, zero: list[bool]) -> list[bool]:
 
 
 def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
-    found = [True] * outs
+    result = [True] * outs
     for body in inner:
         if body.gate:
             continue
@@ -116,9 +116,9 @@ def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
             for i in wrong:
                 entering[i] = False
         carried = {k: entering[i] for k, i in body.carries}
-        both = enumerate(zip(found, leaving, strict=True))
-        found = [f and y and carried.get(k, True) for k, (f, y) in both]
-    return found
+        both = enumerate(zip(result, leaving, strict=True))
+        result = [f and y and carried.get(k, True) for k, (f, y) in both]
+    return result
 
 
 # --- by numbers --------------------------------------------------------------------------

@@ -80,10 +80,10 @@ def _run(
 ) -> list[Any]:
     arrays = [np.asarray(x) for x in xs]
     run = call.run if may_call_jax else partial(_without_jax, call)
-    found = run(arrays, expected, batch)
+    result = run(arrays, expected, batch)
     if not expected.widened:
-        return found
-    pairs = zip(found, expected.specs, strict=True)
+        return result
+    pairs = zip(result, expected.specs, strict=True)
     return [y.astype(jnp.dtype(s.dtype), copy=False) for y, s in pairs]
 
 
@@ -106,10 +106,10 @@ def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[
     committed = [x for x in xs if isinstance(x, jax.Array) and x.committed]
     places = _placements(call, expected, committed, batch) if committed else None
     bridged = call.kernel.inside is not None  # and no callback of JAX's: nothing waits for it
-    found = _run(*xs, call=call, expected=expected, batch=batch, may_call_jax=bridged)
+    result = _run(*xs, call=call, expected=expected, batch=batch, may_call_jax=bridged)
     if places is None:
-        return [jnp.asarray(y) for y in found]
-    return [jax.device_put(y, place) for y, place in zip(found, places, strict=True)]
+        return [jnp.asarray(y) for y in result]
+    return [jax.device_put(y, place) for y, place in zip(result, places, strict=True)]
 
 
 def _placements(

@@ -121,8 +121,8 @@ def programs(eqn: Eqn) -> list[HeldJaxpr]:
     if name == "cond":
         return [HeldJaxpr.of(branch) for branch in params["branches"]]
     keys = ("call",) if name == "custom_vmap_call" else ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    found = next((params[key] for key in keys if key in params), None)
-    return [] if found is None else [HeldJaxpr.of(found)]
+    result = next((params[key] for key in keys if key in params), None)
+    return [] if result is None else [HeldJaxpr.of(result)]
 
 
 CALLS = (

@@ -81,9 +81,9 @@ def mortal(run: Callable[..., T]) -> Callable[..., T]:
 
 def remembered(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
     """`make()`, made once for each key while the owner lives; the last 64 of them."""
-    found = recalled(owner, key)
-    if found is not None:
-        return found
+    result = recalled(owner, key)
+    if result is not None:
+        return result
     made = make()
     kept = vars(owner).setdefault("_remembered", {})
     for old in list(kept)[: len(kept) - MOST + 1]:

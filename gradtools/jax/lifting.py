@@ -91,9 +91,9 @@ def _lift_maps(rule: Rule, xs: Sequence[Any], differentiated: bool) -> tuple[Rul
     def lift(fun: Any, *examples: Any) -> Any:
         if fun is None:
             return None
-        hoisted, found = hoist(fun, *examples)
-        start, stop = len(consts), len(consts) + len(found)
-        consts.extend(found)
+        hoisted, result = hoist(fun, *examples)
+        start, stop = len(consts), len(consts) + len(result)
+        consts.extend(result)
         return lambda own, *args: hoisted(own[start:stop], *args)
 
     primal = lift(lambda *a: list(rule.primal(*a)), *xs)
@@ -145,8 +145,8 @@ def _lifted(
         return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
 
     def run_cotangent(a: Any, v: Any) -> list[Any]:
-        found = cotangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v, cts))
-        return [*found, *([None] * count)]
+        result = cotangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v, cts))
+        return [*result, *([None] * count)]
 
     if isinstance(rule, LinearizedRule):
         more["forward"] = lambda *a: forward(a[n:], *a[:n])

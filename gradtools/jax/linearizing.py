@@ -66,16 +66,16 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], given: Mask | None = None) ->
 
 def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> LinearizedRule:
     hold_maps(rule, xs, given)
-    found: list[Linearized] = []
+    result: list[Linearized] = []
 
     def forward(*xs: Any) -> list[Any]:
         made = _maps_at(rule, xs, given)
-        found[:] = [_without_arrays(made)]  # tracers would leak
+        result[:] = [_without_arrays(made)]  # tracers would leak
         return [*made.ys, *made.extras]
 
     closed = _traced(rule, forward, [jax.typeof(x) for x in xs])
     run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
-    return LinearizedRule.made_of(rule, found[0], run, given)
+    return LinearizedRule.made_of(rule, result[0], run, given)
 
 
 def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
@@ -87,20 +87,20 @@ def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
 def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
     """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
     given = given if rule.symbolic else None
-    found: list[Linearized] = []
+    result: list[Linearized] = []
 
     def evaluate(*xs: Any) -> list[Any]:
         made = _maps_at(rule, xs, given)
-        found[:] = [_without_arrays(made)]
+        result[:] = [_without_arrays(made)]
         return _outputs_of(made)
 
     with pushed_on(local_list("linearizing"), rule.contract or rule):
         told = hold_maps(rule, xs, given)
         out = under_the_trace(evaluate, xs)
         if not told:
-            hold_evaluated(rule, xs, found[0], out)
+            hold_evaluated(rule, xs, result[0], out)
     again = lambda *xs: _outputs_of(_maps_at(rule, xs, given))
-    return out, LinearizedRule.made_of(rule, found[0], again, given)
+    return out, LinearizedRule.made_of(rule, result[0], again, given)
 
 
 def _outputs_of(made: Linearized) -> list[Any]:

@@ -45,8 +45,8 @@ def _map_sharded(f: Callable[..., Any], batch: Sequence[Array], size: int) -> An
     parts = []
     if count:
         tables = [_in_two(x, size, count, name) for x in batch]
-        found = jax.lax.map(lambda xs: jax.vmap(f)(*xs), [jnp.moveaxis(x, 1, 0) for x in tables])
-        parts.append(jax.tree.map(lambda y: _in_one(jnp.moveaxis(y, 0, 1), name), found))
+        result = jax.lax.map(lambda xs: jax.vmap(f)(*xs), [jnp.moveaxis(x, 1, 0) for x in tables])
+        parts.append(jax.tree.map(lambda y: _in_one(jnp.moveaxis(y, 0, 1), name), result))
     if least:
         parts.append(jax.vmap(f)(*[x[size * count :] for x in rows]))
 

@@ -293,18 +293,18 @@ def _layout(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _check_layout(params: Any, expected: dict[str, tuple[int, ...]]) -> None:
-    found = _layout(params)
-    if found == expected:
+    result = _layout(params)
+    if result == expected:
         return
-    missing = [path for path in expected if path not in found]
-    unexpected = [path for path in found if path not in expected]
+    missing = [path for path in expected if path not in result]
+    unexpected = [path for path in result if path not in expected]
     if missing or unexpected:
         raise GradtoolsError(
             "apply: params must hold the leaves that functionalize returned; missing: "
             f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
         )
-    path = next(path for path in expected if found[path] != expected[path])
+    path = next(path for path in expected if result[path] != expected[path])
     raise GradtoolsError(
-        f"apply: params{path} has shape {found[path]}, the module's has {expected[path]}. Give an "
+        f"apply: params{path} has shape {result[path]}, the module's has {expected[path]}. Give an "
         "array of that shape."
     )

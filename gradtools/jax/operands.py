@@ -51,12 +51,12 @@ def attributes_of(eqn: Eqn) -> Attributes:
     name = eqn.primitive.name
     form = _FORMS.get(name)
     if form is not None:
-        found = form(eqn.params, eqn)
+        result = form(eqn.params, eqn)
     elif name in _NAMED:
-        found = {"name": eqn.params["name"]} if "name" in eqn.params else {}
+        result = {"name": eqn.params["name"]} if "name" in eqn.params else {}
     else:
-        found = {key: value for key, value in eqn.params.items() if key not in _UNSAID}
-    plain = {key: _plain(value) for key, value in found.items() if not _is_program(value)}
+        result = {key: value for key, value in eqn.params.items() if key not in _UNSAID}
+    plain = {key: _plain(value) for key, value in result.items() if not _is_program(value)}
     return {key: value for key, value in plain.items() if value is not None and value is not False}
 
 
@@ -109,8 +109,8 @@ def _broadcast(p: Any, eqn: Eqn) -> Attributes:
 
 def _reshaped(p: Any, eqn: Eqn) -> Attributes:
     order = eqn.primitive.name == "reshape" and p["dimensions"]  # transposed so before
-    found: Attributes = {"shape": _shape(eqn.outvars[0])}
-    return {**found, "permutation": _ints(order)} if order else found
+    result: Attributes = {"shape": _shape(eqn.outvars[0])}
+    return {**result, "permutation": _ints(order)} if order else result
 
 
 def _sliced(p: Any, eqn: Eqn) -> Attributes:
@@ -161,7 +161,7 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
     usual: dict[str, Any] = {"stride": (1,) * spatial, "padding": ((0, 0),) * spatial}
     usual |= {"dilation": (1,) * spatial, "input_dilation": (1,) * spatial}
     usual |= {"groups": 1, "batch_groups": 1}
-    found = {
+    result = {
         "stride": _ints(p["window_strides"]),
         "padding": tuple(_ints(pair) for pair in p["padding"]),
         "dilation": _ints(p["rhs_dilation"]),
@@ -169,10 +169,10 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
         "groups": p["feature_group_count"],
         "batch_groups": p["batch_group_count"],
     }
-    found = {key: value for key, value in found.items() if value != usual[key]}
+    result = {key: value for key, value in result.items() if value != usual[key]}
     specs = [tuple(spec) for spec in p["dimension_numbers"]]
     plain = tuple(range(spatial + 2))
-    return found if specs == [plain] * 3 else {**found, "layout": tuple(specs)}
+    return result if specs == [plain] * 3 else {**result, "layout": tuple(specs)}
 
 
 def _pooled(p: Any, eqn: Eqn) -> Attributes:
@@ -181,11 +181,11 @@ def _pooled(p: Any, eqn: Eqn) -> Attributes:
     padding = tuple(_ints(pair) for pair in p["padding"])
     along = zip(window, stride, padding, strict=True)
     first = next((i for i, axis in enumerate(along) if axis != (1, 1, (0, 0))), 0)
-    found: dict[str, Any] = {"window": window[first:], "stride": stride[first:]}
-    found["padding"] = padding[first:]
-    none = ((0, 0),) * len(found["window"])
-    usual = {"stride": found["window"], "padding": none}
-    return {key: value for key, value in found.items() if value != usual.get(key)}
+    result: dict[str, Any] = {"window": window[first:], "stride": stride[first:]}
+    result["padding"] = padding[first:]
+    none = ((0, 0),) * len(result["window"])
+    usual = {"stride": result["window"], "padding": none}
+    return {key: value for key, value in result.items() if value != usual.get(key)}
 
 
 def _gathered(p: Any, eqn: Eqn) -> Attributes:
@@ -223,8 +223,8 @@ def _scattered(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _unless_first(axes: Any) -> tuple[int, ...] | None:
-    found = _ints(axes)
-    return None if found == tuple(range(len(found))) else found
+    result = _ints(axes)
+    return None if result == tuple(range(len(result))) else result
 
 
 def _bounds(mode: Any) -> str | None:

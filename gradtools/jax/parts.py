@@ -28,7 +28,7 @@ from gradtools.jax.stateful import explained
 
 
 def opened(
-    asked: str,
+    caller: str,
     f: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -40,12 +40,14 @@ def opened(
         return None
     given: dict[Any, Any] = dict(enumerate(args))
     given |= kwargs
-    found = {key: _modules(kinds, tree) for key, tree in given.items()}
+    result = {key: _modules(kinds, tree) for key, tree in given.items()}
     nnx = sys.modules.get("flax.nnx")
-    graphs = nnx is not None and any(isinstance(m, nnx.Pytree) for ms in found.values() for m in ms)
-    if not graphs and not any(found[i] for i in argnums):
+    graphs = nnx is not None and any(
+        isinstance(m, nnx.Pytree) for ms in result.values() for m in ms
+    )
+    if not graphs and not any(result[i] for i in argnums):
         return None
-    return Opened(asked, f, args, kwargs, argnums)
+    return Opened(caller, f, args, kwargs, argnums)
 
 
 def part_of(tree: Any) -> Any:
@@ -72,8 +74,8 @@ def is_module(x: Any) -> bool:
 def module_kinds() -> tuple[type, ...]:
     """The classes of modules, of the libraries that the program has imported."""
     equinox, nnx = sys.modules.get("equinox"), sys.modules.get("flax.nnx")
-    found = [equinox.Module] if equinox is not None else []
-    return tuple([*found, nnx.Pytree] if nnx is not None else found)
+    result = [equinox.Module] if equinox is not None else []
+    return tuple([*result, nnx.Pytree] if nnx is not None else result)
 
 
 def _is_a(kinds: tuple[type, ...]) -> Callable[[Any], bool]:
@@ -116,13 +118,13 @@ class Opened:
 
     def __init__(
         self,
-        asked: str,
+        caller: str,
         f: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         argnums: Sequence[int],
     ) -> None:
-        self.asked, self._f = asked, f
+        self.caller, self._f = caller, f
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.changed: list[Any] = []
         self._kinds = module_kinds()
@@ -130,7 +132,7 @@ class Opened:
         self._forms: list[Any] = []
         moving = [args[i] for i in argnums]
         others = [x for i, x in enumerate(args) if i not in argnums]
-        self._graphs = _Graphs.of(asked, moving, [*others, *kwargs.values()])
+        self._graphs = _Graphs.of(caller, moving, [*others, *kwargs.values()])
         self._rests = {i: self._rest_of(args[i]) for i in argnums}
         self.args = [self._parted(x) if i in argnums else x for i, x in enumerate(args)]
 
@@ -146,21 +148,21 @@ class Opened:
         copies = graphs.merged(states)
         whole = [self._whole(rests.get(i), x, copies) for i, x in enumerate(args)]
         named = {key: self._whole(None, x, copies) for key, x in kwargs.items()}
-        with explained(self.asked):
+        with explained(self.caller):
             out = self._f(*whole, **named)
         self.changed, self._forms, self._effects = graphs.changes(copies)
         return out
 
     def effects(self) -> list[Array]:
         """What the latest call changed; they belong to its trace, so they are handed out once."""
-        found, self._effects = self._effects, []
-        return found
+        result, self._effects = self._effects, []
+        return result
 
     def settle(self, extras: Sequence[Array]) -> None:
         """Writes the effects, the last of what a call handed out, to the caller's modules."""
         if self.changed and self._graphs is not None:
             count = sum(form.num_leaves for form in self._forms)
-            with explained(self.asked):
+            with explained(self.caller):
                 self._graphs.write(self.changed, self._forms, list(extras)[-count:])
 
     def refuse_changes(self) -> None:
@@ -169,8 +171,8 @@ class Opened:
             names = [".".join(map(str, path[1:])) for path in self.changed]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise GradtoolsError(
-                f"{self.asked}: f changes a module that it is given ({names[0]}{more}), which "
-                f"{self.asked} does not hand on here. Set the module to evaluation "
+                f"{self.caller}: f changes a module that it is given ({names[0]}{more}), which "
+                f"{self.caller} does not hand on here. Set the module to evaluation "
                 "(module.eval()), or use functionalize, and the state with has_aux=True."
             )
 
@@ -215,13 +217,13 @@ class Opened:
         if rest is None:
             return self._with_copies(tree, copies)
         treedef, rests = rest
-        found = []
+        result = []
         for own, x in zip(rests, treedef.flatten_up_to(tree), strict=True):
             if isinstance(own, int):
-                found.append(copies[own])
+                result.append(copies[own])
             else:
-                found.append(x if own is None else sys.modules["equinox"].combine(x, own))
-        return trees.unflatten(treedef, found)
+                result.append(x if own is None else sys.modules["equinox"].combine(x, own))
+        return trees.unflatten(treedef, result)
 
     def _with_copies(self, tree: Any, copies: dict[int, Any]) -> Any:
         graphs = self._graphs
@@ -240,18 +242,18 @@ class _Graphs:
     """
 
     @classmethod
-    def of(cls, asked: str, active: Sequence[Any], others: Sequence[Any]) -> _Graphs | None:
+    def of(cls, caller: str, active: Sequence[Any], others: Sequence[Any]) -> _Graphs | None:
         """Those in the differentiated trees, then those in the others; None if there are none."""
         nnx = sys.modules.get("flax.nnx")
         if nnx is None:
             return None
         modules = [_modules((nnx.Pytree,), tree) for tree in active]
         rest = [m for tree in others for m in _modules((nnx.Pytree,), tree)]
-        return cls(asked, nnx, modules, rest) if any(modules) or rest else None
+        return cls(caller, nnx, modules, rest) if any(modules) or rest else None
 
-    def __init__(self, asked: str, nnx: Any, active: list[list[Any]], others: list[Any]) -> None:
+    def __init__(self, caller: str, nnx: Any, active: list[list[Any]], others: list[Any]) -> None:
         self.nnx = nnx
-        self._refuse_shared(asked, active)
+        self._refuse_shared(caller, active)
         first = list({id(m): m for ms in active for m in ms}.values())
         self._nodes = tuple({id(m): m for m in [*first, *others]}.values())
         self._numbers = {id(m): k for k, m in enumerate(self._nodes)}
@@ -288,7 +290,7 @@ class _Graphs:
         What it added, as intermediate values, has no place in the caller's modules.
         """
         nodes = tuple(copies[k] for k in range(len(self._nodes)))
-        paths, forms, found = list[Any](), list[Any](), list[Array]()
+        paths, forms, result = list[Any](), list[Any](), list[Array]()
         for path, now in self.nnx.to_flat_state(self.nnx.state(nodes, self.nnx.Not(self._moving))):
             if path not in self._known:
                 continue
@@ -297,8 +299,8 @@ class _Graphs:
             if len(leaves) != len(before) or any(map(_differ, leaves, before)):
                 paths.append(path)
                 forms.append(form)
-                found += leaves
-        return paths, forms, found
+                result += leaves
+        return paths, forms, result
 
     def write(self, paths: list[Any], forms: list[Any], leaves: list[Array]) -> None:
         """Gives the caller's modules what changed."""
@@ -309,13 +311,13 @@ class _Graphs:
         ]
         self.nnx.update(self._nodes, self.nnx.from_flat_state(new))
 
-    def _refuse_shared(self, asked: str, active: list[list[Any]]) -> None:
+    def _refuse_shared(self, caller: str, active: list[list[Any]]) -> None:
         owners: dict[int, int] = {}
         for i, modules in enumerate(active):
             for path, x in self.nnx.iter_graph(modules):
                 if isinstance(x, self.nnx.Param) and owners.setdefault(id(x), i) != i:
                     raise GradtoolsError(
-                        f"{asked}: the parameter {'.'.join(map(str, path[1:]))} stands in two of "
+                        f"{caller}: the parameter {'.'.join(map(str, path[1:]))} stands in two of "
                         "the differentiated arguments, so that its gradient belongs to both. Pass "
                         "the modules in one argument, as a tuple or a dict."
                     )

@@ -51,26 +51,26 @@ _LEAVING = (
 )
 
 
-def gradient_graph(asked: Differentiated | Live) -> PlainGraph:
+def gradient_graph(request: Differentiated | Live) -> PlainGraph:
     """The passes of a program as one graph."""
-    if isinstance(asked, Live):
+    if isinstance(request, Live):
         raise GradtoolsError(
             "gradient_graph: a JAX array holds no graph of what made it, so outputs= is for "
             "PyTorch alone. Mend: pass the function and its arguments: gradient_graph(f, *args)."
         )
-    program = asked.program
+    program = request.program
     try:
         traced = seeing.trace(program.run, program.leaves)
     except _LEAVING as error:
         raise GradtoolsError(
-            f"{program.asked}: an array leaves JAX on the way: "
+            f"{program.caller}: an array leaves JAX on the way: "
             f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
         ) from error
     captured = seeing.captured_arrays(program.run)
-    names = [asked.output(k) for k in range(len(traced.closed.out_avals))]
+    names = [request.output(k) for k in range(len(traced.closed.out_avals))]
     forward = _as_forward(graph_of(traced.closed, program.names, captured=captured, in_places=True))
-    plan = _plan(asked, traced, forward)
-    if not (asked.order and plan.wrt):
+    plan = _plan(request, traced, forward)
+    if not (request.order and plan.wrt):
         return with_named_outputs(forward, names)
     closed = jax.make_jaxpr(plan.run)(*plan.examples())
     graph = graph_of(closed, plan.in_names(), captured=captured, in_places=True)
@@ -147,18 +147,18 @@ class _Directions:
         return [*self.names, *cts, *again]
 
     def out_names(self) -> list[str]:
-        found = [*self.results, *self.gradients()]
+        result = [*self.results, *self.gradients()]
         if self.order == SECOND:
-            found += [second_gradient_of(self.names[k]) for k in self.wrt]
-            found += [second_gradient_of(cotangent_of(self.results[k])) for k in self.outs]
-        return found
+            result += [second_gradient_of(self.names[k]) for k in self.wrt]
+            result += [second_gradient_of(cotangent_of(self.results[k])) for k in self.outs]
+        return result
 
     def gradients(self) -> list[str]:
         return [gradient_of(self.names[k]) for k in self.wrt]
 
 
-def _plan(asked: Differentiated, traced: Any, forward: PlainGraph) -> _Directions:
-    program, connected = asked.program, dependence_matrix(forward)
+def _plan(request: Differentiated, traced: Any, forward: PlainGraph) -> _Directions:
+    program, connected = request.program, dependence_matrix(forward)
     avals = traced.closed.out_avals
     outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
     reached = lambda i: any(connected[k][i] > Dependence.CUT for k in outs)
@@ -167,9 +167,9 @@ def _plan(asked: Differentiated, traced: Any, forward: PlainGraph) -> _Direction
         leaves=program.leaves,
         wrt=[i for i in program.wrt if reached(i)],
         outs=outs,
-        order=asked.order,
+        order=request.order,
         names=program.names,
-        results=[asked.output(k) for k in range(len(avals))],
+        results=[request.output(k) for k in range(len(avals))],
     )
 
 
@@ -221,9 +221,9 @@ class _Passes:
 
     def graph(self, names: Sequence[str]) -> PlainGraph:
         leaving, pairs = self.without_stops(self.phased())
-        found = list(zip(leaving, names, strict=True))
-        ends = [(v, n) for v, n in found if not self.is_needless(v, n)]
-        pairs, values = self.with_missing(found, ends, pairs)
+        result = list(zip(leaving, names, strict=True))
+        ends = [(v, n) for v, n in result if not self.is_needless(v, n)]
+        pairs, values = self.with_missing(result, ends, pairs)
         outputs = [value for value, _ in ends]
         alive = [pairs[i] for i in needed([node for node, _ in pairs], outputs)]
         nodes, steps = [node for node, _ in alive], [step for _, step in alive]
@@ -275,19 +275,19 @@ class _Passes:
         return second and self.phase_of.get(value, FORWARD) < SECOND
 
     def phased(self) -> list[Node]:
-        phases, found = self.phase_of, []
+        phases, result = self.phase_of, []
         for node in self.whole.nodes:
             phase = max((phases.get(v, FORWARD) for v in node.inputs), default=FORWARD)
             phases.update(dict.fromkeys(node.outputs, phase))
-            found.append(phase)
+            result.append(phase)
         readers: dict[int, int] = {}
-        for i in reversed(range(len(found))):
+        for i in reversed(range(len(result))):
             node = self.whole.nodes[i]
             if all(v in self.whole.captured for v in node.inputs):  # it stands where it is read
-                found[i] = min((readers.get(v, SECOND) for v in node.outputs), default=found[i])
+                result[i] = min((readers.get(v, SECOND) for v in node.outputs), default=result[i])
             for v in node.inputs:
-                readers[v] = min(found[i], readers.get(v, SECOND))
-        return [self.told(i, phase) for i, phase in enumerate(found)]
+                readers[v] = min(result[i], readers.get(v, SECOND))
+        return [self.told(i, phase) for i, phase in enumerate(result)]
 
     def told(self, i: int, phase: int) -> Node:
         """A node with its pass, and the line, modules and mark of what it was made of."""
@@ -361,14 +361,14 @@ def _saved(
     for node in nodes:
         for value in node.inputs:
             first[value] = min(node.phase, first.get(value, node.phase))
-    found: dict[int, tuple[int, ...]] = {}
+    result: dict[int, tuple[int, ...]] = {}
     for node, step in zip(nodes, steps, strict=True):
         for value in node.inputs:
             keeper = last.get((step, made.get(value, first[value])))
             kept = node.phase > made.get(value, first[value]) and value not in literals
-            if kept and keeper is not None and value not in found.get(keeper, ()):
-                found[keeper] = (*found.get(keeper, ()), value)
-    return found
+            if kept and keeper is not None and value not in result.get(keeper, ()):
+                result[keeper] = (*result.get(keeper, ()), value)
+    return result
 
 
 __all__ = ["gradient_graph"]

@@ -48,13 +48,13 @@ def _source(file: str, line: int, function: str) -> Source:
 
 def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:
     """The innermost line of the user's that an error went through, and the modules around it."""
-    found: dict[int, Source] = {}
+    result: dict[int, Source] = {}
     modules: list[str] = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        found[kind_of(code.co_filename)] = _source(code.co_filename, line, code.co_name)
+        result[kind_of(code.co_filename)] = _source(code.co_filename, line, code.co_name)
         modules += _module(code.co_qualname, code.co_filename)
-    return found.get(USER, found.get(PACKAGE)), tuple(modules)
+    return result.get(USER, result.get(PACKAGE)), tuple(modules)
 
 
 def is_in_rule(eqn: Any) -> bool:

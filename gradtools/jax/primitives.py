@@ -137,8 +137,8 @@ def eval_cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: An
     def run(*operands: Any) -> list[Any]:
         assert rule.cotangent is not None
         with promoting(rule), in_words(rule):
-            found = rule.cotangent(operands[:n], spread(operands[n:], given))
-        return [ct for ct, w in zip(found, wanted, strict=True) if w]
+            result = rule.cotangent(operands[:n], spread(operands[n:], given))
+        return [ct for ct, w in zip(result, wanted, strict=True) if w]
 
     return run(*operands) if rule.flow is None else without_the_rest(run, operands)
 

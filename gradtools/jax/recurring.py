@@ -64,10 +64,10 @@ class LinearizedProgram:
 
     def evaluated(self, consts: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
         """`(outs, pull, extras)` there, as `jax.vjp` gives them."""
-        found = _evaluated(self.forward, *consts, *leaves)
+        result = _evaluated(self.forward, *consts, *leaves)
         start = self.count + self.extras
-        pull = Partial(self._pulled, found[start:])
-        return found[: self.count], pull, found[self.count : start]
+        pull = Partial(self._pulled, result[start:])
+        return result[: self.count], pull, result[self.count : start]
 
     def _pulled(self, residuals: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
         return _evaluated(self.backward, *residuals, *cts)

@@ -13,7 +13,7 @@ from gradtools.errors import place_of, refusal, said_by
 
 
 @contextmanager
-def explained(asked: str) -> Iterator[None]:
+def explained(caller: str) -> Iterator[None]:
     """JAX's refusals, in words that say what to do."""
     try:
         yield
@@ -22,7 +22,7 @@ def explained(asked: str) -> Iterator[None]:
         mend = next((mend for part, mend in _MENDS.items() if part in text), None)
         if mend is None:
             raise
-        said = f"{asked}: {mend} JAX says{place_of(error)}: {error}"
+        said = f"{caller}: {mend} JAX says{place_of(error)}: {error}"
         raise refusal(error, said) from error
 
 

@@ -133,8 +133,8 @@ def _part(rule: Rule, used: Mask) -> PartialRule:
 
     def reaches(*specs: Any) -> Any:
         assert rule.reaches is not None
-        found = rule.reaches(*specs)
-        return found and part.pick(found)
+        result = rule.reaches(*specs)
+        return result and part.pick(result)
 
     def flow(*xs: Any) -> list[Any]:
         assert rule.flow is not None
@@ -221,8 +221,8 @@ def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]
     moving = [varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
     params = {"rule": maps, "given": given, "ys": tuple(without_none(likes_of(ys)))}
     zero = _symbolically_zero([*saved, *moving], params)
-    found = iter(tangent_p.bind(*saved, *moving, **params))
-    dys = iter([_zero(dy) if z else dy for dy, z in zip(found, zero, strict=True)])
+    result = iter(tangent_p.bind(*saved, *moving, **params))
+    dys = iter([_zero(dy) if z else dy for dy, z in zip(result, zero, strict=True)])
     return [next(dys) if is_inexact(y) else _zero(y) for y in ys]
 
 
@@ -371,7 +371,7 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     given = tuple([p for p, i in zip(present, inexact, strict=True) if i])
     if not any(given):
         return [None] * len(xs)
-    found = cotangent_p.bind(
+    result = cotangent_p.bind(
         *saved,
         *(ct for ct, p in zip(cts, present, strict=True) if p),
         rule=maps,
@@ -380,7 +380,7 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
         xs=tuple([x.aval for x, u in zip(xs, unknown, strict=True) if u]),
         ys=tuple(without_none(likes_of(ys))),
     )
-    return spread(found, unknown)
+    return spread(result, unknown)
 
 
 def _cotangents_of_all(part: PartialRule, cts: Any, xs: Any) -> list[Any]:
@@ -583,10 +583,10 @@ def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
     def bwd(operands: Any, cts: Any) -> Any:
         assert rule.cotangent is not None
         with promoting(rule):
-            found = rule.cotangent(rule.saved(operands, []), [conj(ct) for ct in cts])
+            result = rule.cotangent(rule.saved(operands, []), [conj(ct) for ct in cts])
         return tuple(
             jnp.zeros_like(x) if ct is None else conj(jnp.asarray(ct, x.dtype))
-            for ct, x in zip(found, operands, strict=True)
+            for ct, x in zip(result, operands, strict=True)
         )
 
     edited.defvjp(fwd, bwd)

@@ -39,7 +39,7 @@ _LEAVING = (
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     """One run of a function of flat leaves, as a graph."""
     reached = list(_reached(run))
-    found = _arrays(reached)
+    result = _arrays(reached)
     try:
         traced = trace(run, leaves)
     except _LEAVING as error:
@@ -47,9 +47,9 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
-    graph = _graphs[traced] = graph_of(traced.closed, names, captured=found, rules=_rules(reached))
+    graph = _graphs[traced] = graph_of(traced.closed, names, captured=result, rules=_rules(reached))
     return Recording(
-        graph, host_outputs=traced.host_outputs, stand_ins=_stand_ins(traced, leaves, found)
+        graph, host_outputs=traced.host_outputs, stand_ins=_stand_ins(traced, leaves, result)
     )
 
 
@@ -163,9 +163,9 @@ def _operation(error: Exception, line: Source | None) -> str | None:
         return "int"
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return None
-    asked = str(error).partition("The problem arose with the `")[2].partition("`")[0]
-    if asked in ("float", "int", "complex"):
-        return asked
+    caller = str(error).partition("The problem arose with the `")[2].partition("`")[0]
+    if caller in ("float", "int", "complex"):
+        return caller
     written = line.text if line is not None else ""
     return next((name for name in ("item", "tolist") if f".{name}(" in written), None)
 
@@ -188,11 +188,11 @@ def captured_arrays(run: Run) -> dict[int, str]:
 
 
 def _arrays(reached: Iterable[tuple[Any, str]]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for x, name in reached:
         if isinstance(x, jax.Array | np.ndarray):
-            found.setdefault(id(x), name)
-    return found
+            result.setdefault(id(x), name)
+    return result
 
 
 def _rules(reached: Iterable[tuple[Any, str]]) -> list[Any]:

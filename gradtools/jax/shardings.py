@@ -31,14 +31,14 @@ def padded(spec: Any, ndim: int) -> tuple[Any, ...]:
 
 def placed(x: Array, axis: int, entry: Any) -> Array:
     """x with one axis sharded by an entry where its length divides by the devices, else whole."""
-    found = list(entries(x))
+    result = list(entries(x))
     mesh = _aval(x).sharding.mesh
-    if entry is not None and (mesh.empty or not _fits(x, axis, entry, found, mesh)):
+    if entry is not None and (mesh.empty or not _fits(x, axis, entry, result, mesh)):
         entry = None
-    if found[axis] == entry:
+    if result[axis] == entry:
         return x
-    found[axis] = entry
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*found)))
+    result[axis] = entry
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*result)))
 
 
 def whole(x: Array, axis: int) -> Array:
@@ -57,12 +57,12 @@ def like(x: Array, other: Any) -> Array:
 
 def many_like(xs: Array, other: Array) -> Array:
     """Arrays along axis 0, each sharded as another one is."""
-    found = entries(other)
-    if not any(found):
+    result = entries(other)
+    if not any(result):
         return xs
     traced = isinstance(other, jax.core.Tracer)
     sharding = jax.typeof(other).sharding if traced else other.sharding
-    return jax.sharding.reshard(xs, NamedSharding(sharding.mesh, PartitionSpec(None, *found)))
+    return jax.sharding.reshard(xs, NamedSharding(sharding.mesh, PartitionSpec(None, *result)))
 
 
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
@@ -88,9 +88,9 @@ def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
     sharded = [x for x in xs if any(entries(x))]
     if not sharded:
         return y
-    found = of_result(y.shape, batch, [(x.shape, entries(x)) for x in sharded])
+    result = of_result(y.shape, batch, [(x.shape, entries(x)) for x in sharded])
     mesh = _aval(sharded[0]).sharding.mesh
-    return jax.sharding.reshard(y, NamedSharding(mesh, PartitionSpec(*found)))
+    return jax.sharding.reshard(y, NamedSharding(mesh, PartitionSpec(*result)))
 
 
 def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:
@@ -103,12 +103,12 @@ def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) 
         count: How many axes stand there afterwards.
         entry: `(which of them, entry)`.
     """
-    found = entries(x)
-    if not any(found):
+    result = entries(x)
+    if not any(result):
         return x.reshape(shape)
     behind = len(shape) - at - count
     which, name = entry
-    new = [*found[:at], *[None] * count, *(found[-behind:] if behind else ())]
+    new = [*result[:at], *[None] * count, *(result[-behind:] if behind else ())]
     mesh = jax.typeof(x).sharding.mesh
     if name is not None and shape[at + which] % devices(mesh, name) == 0:
         new[at + which] = name

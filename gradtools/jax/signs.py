@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _clear: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()
 
 
-def refuse(asked: str, closed: Any, outs: int) -> None:
+def refuse(caller: str, closed: Any, outs: int) -> None:
     """Raises if a derivative of the first `outs` outputs goes through the sign of complex numbers.
 
     Args:
-        asked: The operator that was called.
+        caller: The operator that was called.
         closed: What ``jax.make_jaxpr(f)(*args)`` returns.
         outs: How many of its outputs are differentiated.
 
@@ -50,7 +50,7 @@ def refuse(asked: str, closed: Any, outs: int) -> None:
         for node in between(shown, value, _is_complex_sign):
             place = f" at {node.source}" if node.source else ""
             raise GradtoolsError(
-                f"{asked}: f takes the sign of complex numbers{place}, whose derivative this "
+                f"{caller}: f takes the sign of complex numbers{place}, whose derivative this "
                 "version of JAX takes for zero (z / |z| turns with z). Write z / jnp.abs(z); or "
                 "gt.stop_gradient of the sign if it is meant to be a constant."
             )

@@ -33,13 +33,13 @@ from gradtools.jax.alike import derived
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
 
-def stateful(asked: str, f: Callable[..., Any], args: Any) -> Stateful | None:
+def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
     """What of f and its arguments holds state; None where there are no such modules."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return None
     own, given = _modules(nnx, f), _modules(nnx, args)
-    return Stateful(asked, nnx, f, own, given) if own or given else None
+    return Stateful(caller, nnx, f, own, given) if own or given else None
 
 
 def again(f: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]:
@@ -91,8 +91,8 @@ def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fresh, return_shape=True)(*xs.values())
         closed = owning(closed)
         refuse_to_repeat("checkpoint", closed)
-        found = derived(closed, again)(closed.consts, list(xs.values()))
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        result = derived(closed, again)(closed.consts, list(xs.values()))
+        return jax.tree.unflatten(jax.tree.structure(shapes), result)
 
 
 def owning(closed: Any) -> Any:
@@ -107,7 +107,7 @@ def _own(x: Any) -> Any:
     return jnp.array(x) if isinstance(x, np.ndarray) else x
 
 
-def refuse_to_repeat(asked: str, closed: Any) -> None:
+def refuse_to_repeat(caller: str, closed: Any) -> None:
     """Raises if a program holds what JAX 0.10 cannot repeat.
 
     `jax.checkpoint` dies of a mutable array that is made inside of it with a bare KeyError, and
@@ -115,22 +115,22 @@ def refuse_to_repeat(asked: str, closed: Any) -> None:
     """
     if jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name in _NEW_REFS):
         raise GradtoolsError(
-            f"{asked}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
+            f"{caller}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
             "what is repeated. Write x = x.at[i].set(y) instead."
         )
 
 
 @contextmanager
-def explained_again(asked: str) -> Iterator[None]:
+def explained_again(caller: str) -> Iterator[None]:
     """What JAX and flax cannot compute again, in our words."""
     try:
-        with explained(asked):
+        with explained(caller):
             yield
     except NotImplementedError as error:
         if "Effects not supported in partial-eval of `checkpoint`" not in said_by("jax", error):
             raise
         raise GradtoolsError(
-            f"{asked}: f holds an operation with effects (jax.experimental.io_callback, or "
+            f"{caller}: f holds an operation with effects (jax.experimental.io_callback, or "
             "jax.lax.dce_sink), which jax.checkpoint does not compute again. Use "
             "jax.pure_callback, whose results are kept, or jax.debug.callback for what is only "
             "looked at; in chunked also retain=n, for all "
@@ -138,7 +138,7 @@ def explained_again(asked: str) -> Iterator[None]:
         ) from error
     except jax.errors.UnexpectedTracerError as error:
         raise GradtoolsError(
-            f"{asked}: a value of f is used outside of the trace that made it: f keeps it in "
+            f"{caller}: a value of f is used outside of the trace that made it: f keeps it in "
             "Python state, or the fwd or bwd of a jax.custom_vjp in f closes over it. Return it, "
             f"or pass it through the rule's arguments and residuals. JAX says: {error}"
         ) from error
@@ -154,8 +154,8 @@ class Stateful:
         changed: Which leaves any call has changed.
     """
 
-    def __init__(self, asked: str, nnx: Any, f: Any, own: list[Any], given: list[Any]) -> None:
-        self.asked, self.nnx, self.f = asked, nnx, f
+    def __init__(self, caller: str, nnx: Any, f: Any, own: list[Any], given: list[Any]) -> None:
+        self.caller, self.nnx, self.f = caller, nnx, f
         self._own, self._given = tuple(own), tuple(given)
         self._graph, self._params, rest = nnx.split(self._own, nnx.Param, ...)
         states = rest, self._state(self._given)
@@ -173,8 +173,8 @@ class Stateful:
         with self.explained():
             self.nnx.update(given, of_given)
             out = _with_copies(self.f, copies)(*args, **kwargs)
-        found = self._kept(self._state(own), 0), self._kept(self._state(given), 1)
-        self.after = jax.tree.leaves(found)
+        result = self._kept(self._state(own), 0), self._kept(self._state(given), 1)
+        self.after = jax.tree.leaves(result)
         pairs = zip(self.changed, self.after, self.now, strict=True)
         self.changed = [c or new is not old for c, new, old in pairs]
         return out
@@ -205,12 +205,12 @@ class Stateful:
     @contextmanager
     def explained(self) -> Iterator[None]:
         """flax's refusal in our words."""
-        with explained(self.asked):
+        with explained(self.caller):
             yield
 
 
 @contextmanager
-def explained(asked: str) -> Iterator[None]:
+def explained(caller: str) -> Iterator[None]:
     """flax's refusal to change a module inside of another trace, in our words."""
     errors = sys.modules.get("flax.errors")
     try:
@@ -219,7 +219,7 @@ def explained(asked: str) -> Iterator[None]:
         if errors is None or not isinstance(error, errors.TraceContextError):
             raise
         raise GradtoolsError(
-            f"{asked}: the function changes a flax.nnx module that belongs to another trace "
+            f"{caller}: the function changes a flax.nnx module that belongs to another trace "
             f"(flax.errors.TraceContextError: {str(error).partition(' (')[0]}). Pass the module "
             "through flax's own transforms (nnx.jit, nnx.grad) or as an argument, or use "
             "gt.functionalize and hand its state on."
@@ -233,7 +233,7 @@ def _modules(nnx: Any, x: Any) -> list[Any]:
 
 def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
     """What of these classes a function or a container holds, each once."""
-    found: dict[int, Any] = {}
+    result: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [x]
     while todo:
@@ -242,10 +242,10 @@ def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
             continue
         seen.add(id(x))
         if isinstance(x, kinds):
-            found[id(x)] = x
+            result[id(x)] = x
         else:
             todo += _parts(x)
-    return list(found.values())
+    return list(result.values())
 
 
 def _parts(x: Any) -> list[Any]:
@@ -314,8 +314,8 @@ class _Copies:
             new = [self.of(y) for y in x]
             return x if all(a is b for a, b in zip(new, x, strict=True)) else type(x)(new)
         if type(x) is dict:
-            found = {k: self.of(y) for k, y in x.items()}
-            return x if all(found[k] is y for k, y in x.items()) else found
+            result = {k: self.of(y) for k, y in x.items()}
+            return x if all(result[k] is y for k, y in x.items()) else result
         return x
 
     def _function(self, f: FunctionType) -> Any:

@@ -101,8 +101,8 @@ def _at_once(op: _Pull, arrays: Sequence[Any], cts: Sequence[Any]) -> Sequence[A
         outs = op.apply(full)
         return [outs[k] for k in op.given]
 
-    found: Sequence[Any] = jax.vjp(fun, *[arrays[i] for i in op.wanted])[1](cts)
-    return found
+    result: Sequence[Any] = jax.vjp(fun, *[arrays[i] for i in op.wanted])[1](cts)
+    return result
 
 
 _compiled = partial(jax.jit, static_argnums=0)(_at_once)
@@ -217,11 +217,11 @@ def _stacked(arrays: Sequence[Any]) -> Sequence[Any]:
 
 
 def _leaves(links: Sequence[Dependence], operands: Sequence[Moving]) -> int:
-    found = 0
+    result = 0
     for link, x in zip(links, operands, strict=True):
         if link == Dependence.DIFFERENTIABLE:
-            found |= x.leaves
-    return found
+            result |= x.leaves
+    return result
 
 
 def _read(env: dict[Any, Moving], atom: Any) -> Moving:

@@ -145,15 +145,15 @@ class _SweepRun:
     def _band(self, none: States, carry: Any, rows: Arrays) -> tuple[Any, States]:
         """One block of rows with all columns."""
         shared, of_columns = carry
-        found, inner = [], (none, shared)
+        result, inner = [], (none, shared)
         for (start, size, count), held in zip(self.columns, of_columns, strict=True):
             blocks = self._blocks(COLUMNS, start, size, count), held
             inner, new = _loop(
                 lambda inner, block: self._tile(rows, inner, *block), inner, blocks, count
             )
-            found.append(new)
+            result.append(new)
         of_rows, shared = inner
-        return (shared, found), of_rows
+        return (shared, result), of_rows
 
     def _tile(self, rows: Arrays, held: Any, columns: Arrays, of_columns: States) -> Any:
         """The states after one more tile."""
@@ -181,9 +181,9 @@ class _SweepRun:
         def states(*xs: Any) -> Arrays:
             pairs = zip(xs, self.roles, strict=True)
             tile = [x if role == SHARED else x[: sizes[role]] for x, role in pairs]
-            found = self.program.tile(tile)
-            looks[:] = [len(group) for group in found]
-            return [x for group in found for x in group]
+            result = self.program.tile(tile)
+            looks[:] = [len(group) for group in result]
+            return [x for group in result for x in group]
 
         closed = jax.make_jaxpr(states)(*map(jax.typeof, self.xs))
         if _draws(closed):
@@ -203,7 +203,7 @@ class _SweepRun:
 
         if drawn(rows, columns) != drawn(rows + 1, columns + 1):
             raise GradtoolsError(
-                f"{call.asked}: f draws random numbers for a whole tile by one key, so that each "
+                f"{call.caller}: f draws random numbers for a whole tile by one key, so that each "
                 "tile would get the same. Draw outside, and pass what was drawn, or draw by a key "
                 "for each pair: fold the indices of its row and column in, which are arguments."
             )
@@ -220,15 +220,15 @@ class _SweepRun:
 
 def _draws(closed: Any) -> set[Any]:
     """How many random numbers or keys a program draws by each key."""
-    found = set[Any]()
+    result = set[Any]()
 
     def noted(eqn: Any) -> bool:
         if eqn.primitive.name in _DRAWS:
-            found.add((eqn.primitive.name, eqn.params["shape"]))
+            result.add((eqn.primitive.name, eqn.params["shape"]))
         return False
 
     uses_primitive(closed, noted)
-    return found
+    return result
 
 
 _DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
@@ -236,8 +236,8 @@ _DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
 
 def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:
     """How the arrays of a side are sharded along it, over a mesh of Explicit axes."""
-    found = (shardings.entries(x)[0] for role, x in pairs if role == side)
-    return next((entry for entry in found if entry is not None), None)
+    result = (shardings.entries(x)[0] for role, x in pairs if role == side)
+    return next((entry for entry in result if entry is not None), None)
 
 
 def _whole(x: Any, role: str) -> Any:
@@ -283,7 +283,7 @@ def fold(step: Any, state: Arrays, xs: Sequence[Any], count: int) -> Arrays:
 
 
 def explicit(
-    asked: str,
+    caller: str,
     fun: Callable[[Arrays], Any],
     own: Sequence[Any],
     xs: Sequence[Any],
@@ -298,14 +298,14 @@ def explicit(
         return fun, []
     if next(held_by(own, lambda x: isinstance(x, jax.core.Tracer), jax.Array), None) is not None:
         raise GradtoolsError(
-            f"{asked}: a function of reduce closes over an array of the function that is being "
+            f"{caller}: a function of reduce closes over an array of the function that is being "
             "transformed by JAX. Return the array from f, as a part of its output."
         )
-    found = _Explicit(asked, fun)
+    result = _Explicit(caller, fun)
     for lengths in sides:
-        found.trace([_with_length(x, n) for x, n in zip(xs, lengths, strict=True)])
-    found.complete = True
-    return found, found.captured
+        result.trace([_with_length(x, n) for x, n in zip(xs, lengths, strict=True)])
+    result.complete = True
+    return result, result.captured
 
 
 def _with_length(x: Any, n: int | None) -> Any:
@@ -316,10 +316,10 @@ def _with_length(x: Any, n: int | None) -> Any:
 class _Explicit:
     """A function by its programs, one for each kind of tile."""
 
-    def __init__(self, asked: str, fun: Callable[[Arrays], Any]) -> None:
+    def __init__(self, caller: str, fun: Callable[[Arrays], Any]) -> None:
         self.captured: Arrays = []
         self.complete = False  # whether what it closes over is an argument by now
-        self._asked, self._fun, self._programs = asked, fun, dict[Any, Any]()
+        self._asked, self._fun, self._programs = caller, fun, dict[Any, Any]()
 
     def trace(self, avals: Sequence[Any]) -> Any:
         """The program of a kind of tile: what it closes over, by place where it is traced."""
@@ -358,15 +358,15 @@ def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
     read = lambda v: v.val if isinstance(v, Literal) else env[v]
     for eqn in jaxpr.eqns:
-        found = [read(v) for v in eqn.invars]
+        result = [read(v) for v in eqn.invars]
         if eqn.primitive.name == "pvary":
-            found = [varying(found[0], frozenset(eqn.params["axes"]))]
+            result = [varying(result[0], frozenset(eqn.params["axes"]))]
         else:
-            found = varying_alike(found)
+            result = varying_alike(result)
             with eqn.ctx.manager:
-                found = eqn.primitive.bind(*found, **eqn.primitive.get_bind_params(eqn.params))
-            found = found if eqn.primitive.multiple_results else [found]
-        env.update(zip(eqn.outvars, found, strict=True))
+                result = eqn.primitive.bind(*result, **eqn.primitive.get_bind_params(eqn.params))
+            result = result if eqn.primitive.multiple_results else [result]
+        env.update(zip(eqn.outvars, result, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
@@ -380,5 +380,5 @@ def tile_bytes(fun: Any, xs: Sequence[Any], sides: Sequence[int | None]) -> int:
         jax.ShapeDtypeStruct(x.shape if n is None else (n, *x.shape[1:]), x.dtype)
         for x, n in zip(xs, sides, strict=True)
     ]
-    found = jax.jit(fun).lower(*looks).compile().memory_analysis()
-    return 0 if found is None else int(found.temp_size_in_bytes)
+    result = jax.jit(fun).lower(*looks).compile().memory_analysis()
+    return 0 if result is None else int(result.temp_size_in_bytes)

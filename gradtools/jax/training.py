@@ -25,24 +25,24 @@ from gradtools.seeing.training import TABLE, HeldArray, Optimised
 
 
 def lifted(
-    asked: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
+    caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
 ) -> Callable[[list[Any]], Any]:
     """`f(*args, **kwargs)` as a function of arrays that f reads from outside."""
     if not arrays:
         raise GradtoolsError(
-            f"{asked}: f holds no module whose parameters could be looked at. Name what is "
+            f"{caller}: f holds no module whose parameters could be looked at. Name what is "
             "trained: model=, a module or a pytree of parameters that f reads."
         )
     if not callable(f):
-        raise GradtoolsError(f"{asked}: f is {with_article(type(f).__name__)}; expected a loss.")
-    whole = opened(asked, f, args, kwargs, ())
+        raise GradtoolsError(f"{caller}: f is {with_article(type(f).__name__)}; expected a loss.")
+    whole = opened(caller, f, args, kwargs, ())
     if whole is not None:
         f, args = whole, whole.args
-    run = stateful(asked, f, ()) or f  # a model may change at each of several runs
+    run = stateful(caller, f, ()) or f  # a model may change at each of several runs
     places = {id(x): k for k, x in enumerate(arrays)}
 
     def outputs(_: Any) -> list[Any]:
-        with explained(asked):
+        with explained(caller):
             out = run(*args, **kwargs)
         return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
 
@@ -61,24 +61,24 @@ def model_of(f: Any) -> Any:
         return None
     if isinstance(f, kinds):
         return f
-    found = [x for x in held_in(f, kinds) if not _is_an_optimizer(x)]
-    return found[0] if len(found) == 1 else (found or None)
+    result = [x for x in held_in(f, kinds) if not _is_an_optimizer(x)]
+    return result[0] if len(result) == 1 else (result or None)
 
 
-def held(asked: str, model: Any) -> list[HeldArray]:
+def held(caller: str, model: Any) -> list[HeldArray]:
     """The arrays of a model, or of a tree of models and arrays."""
-    found = [
+    result = [
         HeldArray(_name(path), x)
         for path, x in jax.tree.leaves_with_path(part_of(model))
         if hasattr(x, "dtype") and is_inexact(x)
     ]
-    found += _not_leaves(model)
-    if not found:
+    result += _not_leaves(model)
+    if not result:
         raise GradtoolsError(
-            f"{asked}: model is {with_article(type(model).__name__)} without floating arrays; "
+            f"{caller}: model is {with_article(type(model).__name__)} without floating arrays; "
             "expected a module of equinox or flax.nnx, or a pytree of parameters."
         )
-    return list({id(one.array): one for one in reversed(found)}.values())[::-1]
+    return list({id(one.array): one for one in reversed(result)}.values())[::-1]
 
 
 def _not_leaves(model: Any) -> Iterator[HeldArray]:
@@ -116,7 +116,7 @@ def _static(equinox: Any, module: Any, name: str) -> Iterator[HeldArray]:
 # --- optimisers --------------------------------------------------------------------------
 
 
-def optimised(asked: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
+def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
     """What an optimiser changes: one of optax, its state, the pair of both, or one of flax.nnx."""
     nnx, part = sys.modules.get("flax.nnx"), part_of(model)
     if nnx is not None and _is_an_optimizer(optimizer):
@@ -128,7 +128,7 @@ def optimised(asked: str, optimizer: Any, model: Any, held: Sequence[HeldArray])
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             raise GradtoolsError(
-                f"{asked}: the optimizer's init(params) of this model's parameters raised {said}. "
+                f"{caller}: the optimizer's init(params) of this model's parameters raised {said}. "
                 "Give the model, or the part of it, that the optimizer is made for."
             ) from error
         return _probed(optimizer, state, part)
@@ -181,8 +181,8 @@ def _is_one(update: Any) -> bool:
 def _strangers(state: Any, expected: Any) -> list[tuple[str, str]]:
     """The arrays of a state that an optimiser of this model would not have."""
     known = {_name(path): x.shape for path, x in jax.tree.leaves_with_path(expected)}
-    found = {_name(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(state)}
-    return [_stranger(name) for name, shape in found.items() if known.get(name) != shape]
+    result = {_name(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(state)}
+    return [_stranger(name) for name, shape in result.items() if known.get(name) != shape]
 
 
 def _stranger(name: str) -> tuple[str, str]:
@@ -223,14 +223,14 @@ def _ends_in(name: str, end: str) -> bool:
 
 def _name(path: Sequence[Any]) -> str:
     """A path as a model's author writes it: layers[0].weight."""
-    found = ""
+    result = ""
     for step in path:
         key = next(
             (v for v in (getattr(step, n, None) for n in ("name", "key", "idx")) if v is not None),
             step,
         )
         if isinstance(key, int):
-            found += f"[{key}]"
-        elif not (found and key == "value"):
-            found += f".{key}" if found else str(key)
-    return found
+            result += f"[{key}]"
+        elif not (result and key == "value"):
+            result += f".{key}" if result else str(key)
+    return result

@@ -40,12 +40,12 @@ def vanishing(
     traced = trace(run, leaves)
     if traced not in _known:
         _known[traced] = _returned(traced, leaves)
-    found = _known[traced]
-    if index in found.extremes:
-        return found.extremes[index]
-    if found.reached >> index & 1 or not leaves[index].size:
+    result = _known[traced]
+    if index in result.extremes:
+        return result.extremes[index]
+    if result.reached >> index & 1 or not leaves[index].size:
         return None
-    places = [*_stopped(found, 1 << index), *_cancelled(found, 1 << index)]
+    places = [*_stopped(result, 1 << index), *_cancelled(result, 1 << index)]
     return [vanished for _, vanished in sorted(places, key=lambda place: place[0])]
 
 
@@ -95,32 +95,32 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
     args = [tape.moving(x, 1 << i) for i, x in enumerate(leaves)]
     try:
         outs = tape.run(closed, graph, args)
-        found = _Returned(tape.steps)
+        result = _Returned(tape.steps)
         ys = [y for y in outs if is_inexact(y.array)]
-        grads = _Back(found, ys).gradients(args)
-        found.reached |= sum(args[k].leaves for k in grads)
+        grads = _Back(result, ys).gradients(args)
+        result.reached |= sum(args[k].leaves for k in grads)
         if noise := _noise(tape.steps, ys, args, grads):
-            found = _without_noise(found, ys, [args[k] for k in noise])
-        found.extremes = _extremes(found, args, ys, {k: grads[k] for k in grads.keys() - noise})
+            result = _without_noise(result, ys, [args[k] for k in noise])
+        result.extremes = _extremes(result, args, ys, {k: grads[k] for k in grads.keys() - noise})
         if _holds_references(closed):  # what goes through one is on no tape
-            found.reached |= _reached_at_once(closed, leaves)
+            result.reached |= _reached_at_once(closed, leaves)
         else:
-            found.reached |= _not_connected(args, outs)
+            result.reached |= _not_connected(args, outs)
     except GradtoolsError:
         raise
     except Exception as error:
         raise GradtoolsError(
             f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
         ) from error
-    return found
+    return result
 
 
 def _not_connected(args: Sequence[Moving], outs: Sequence[Moving]) -> int:
     """The leaves of which nothing comes out with its derivative: that is told elsewhere."""
-    found = sum(x.leaves for x in args)
+    result = sum(x.leaves for x in args)
     for y in outs:
-        found &= ~y.leaves
-    return found
+        result &= ~y.leaves
+    return result
 
 
 class _Back:

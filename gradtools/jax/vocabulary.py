@@ -53,13 +53,13 @@ def formula_graph(program: LeafProgram) -> Recorded:
     entries = [writer.leaf(name, x) for name, x in leaves]
     consts = [writer.held(c, names.get(id(c), "")) for c in getattr(traced.closed, "consts", ())]
     outs = writer.run(jaxprs.open_jaxpr(traced.closed), consts, entries)
-    found = writer.graph(*[writer.number(out) for out in outs])
+    result = writer.graph(*[writer.number(out) for out in outs])
     return Recorded(
-        found.nodes,
-        found.values,
-        found.inputs,
-        found.outputs,
-        found.captured,
+        result.nodes,
+        result.values,
+        result.inputs,
+        result.outputs,
+        result.captured,
         held=writer.arrays,
         narrow=writer.narrowest,
     )
@@ -79,8 +79,8 @@ class _JaxprTranslator(Writer):
         for eqn in jaxprs.needed(jaxpr, effects=False):
             entries = [_read(env, atom) for atom in eqn.invars]
             stops = eqn.primitive.name == "stop_gradient" and eqn.outvars[0] in silent
-            found = entries if stops else self.step(eqn, entries)
-            env.update(zip(eqn.outvars, found, strict=True))
+            result = entries if stops else self.step(eqn, entries)
+            env.update(zip(eqn.outvars, result, strict=True))
         return [_read(env, atom) for atom in jaxpr.outvars]
 
     def step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -108,10 +108,10 @@ class _JaxprTranslator(Writer):
 
     def _translated(self, eqn: Any, xs: list[int]) -> list[int]:
         translation = _LEAVES.get(eqn.primitive.name)
-        found = translation(self, eqn.params, *xs) if translation else None
-        if found is None:
+        result = translation(self, eqn.params, *xs) if translation else None
+        if result is None:
             return self.marked(eqn, calls.native_name(eqn), xs)
-        return list(found) if isinstance(found, (list, tuple)) else [found]
+        return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
 def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:

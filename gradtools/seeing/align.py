@@ -194,7 +194,7 @@ def _collect(
         reads = frozenset[int]().union(*(made.get(v, frozenset()) for v in node.inputs))
         name = common_name(node)
         if node.bodies and (name not in whole or _holds(node, name)):
-            found, of = reads, dict[int, frozenset[int]]()
+            result, of = reads, dict[int, frozenset[int]]()
             for body in node.bodies:
                 inner = {
                     value: made.get(node.inputs[i], frozenset())
@@ -202,18 +202,18 @@ def _collect(
                 }
                 _collect(body.graph, inner, whole, steps)
                 leaving = [inner.get(out, frozenset()) for out in body.graph.outputs]
-                found = found.union(*leaving)
+                result = result.union(*leaving)
                 for out, read in zip(node.outputs, [] if body.gate else leaving, strict=False):
                     of[out] = of.get(out, frozenset()) | read
-            made.update(of if node.operation == "call" else dict.fromkeys(node.outputs, found))
+            made.update(of if node.operation == "call" else dict.fromkeys(node.outputs, result))
             continue
         elif not node.bodies and is_arranging(graph, node):
-            found = reads
+            result = reads
         else:
             outputs = tuple(graph.values[v] for v in node.outputs)
             steps.append(AlignedStep(node, name, outputs, reads, len(steps), float(node.phase)))
-            found = frozenset({steps[-1].number})
-        made.update(dict.fromkeys(node.outputs, found))
+            result = frozenset({steps[-1].number})
+        made.update(dict.fromkeys(node.outputs, result))
 
 
 def _holds(node: Node, name: str) -> bool:
@@ -262,15 +262,15 @@ _Pairs = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def _of_one_pass(first: Sequence[AlignedStep], second: Sequence[AlignedStep]) -> _Pairs:
-    found: _Pairs = []
+    result: _Pairs = []
     matched = [*_matched(first, second)]
     ends = [(-1, -1), *matched, (len(first), len(second))]
     for (i, j), (next_i, next_j) in pairwise(ends):
         if i >= 0:
-            found.append(((first[i].number,), (second[j].number,)))
+            result.append(((first[i].number,), (second[j].number,)))
         gap = first[i + 1 : next_i], second[j + 1 : next_j]
-        found += _made_of(*gap)
-    return found
+        result += _made_of(*gap)
+    return result
 
 
 def _matched(
@@ -301,10 +301,10 @@ def _sure_pair(
 
 
 def _once(steps: Sequence[AlignedStep]) -> dict[tuple[object, ...], int]:
-    found: dict[tuple[object, ...], list[int]] = {}
+    result: dict[tuple[object, ...], list[int]] = {}
     for i, step in enumerate(steps):
-        found.setdefault((step.name, step.size, _scope(step)), []).append(i)
-    return {key: places[0] for key, places in found.items() if len(places) == 1}
+        result.setdefault((step.name, step.size, _scope(step)), []).append(i)
+    return {key: places[0] for key, places in result.items() if len(places) == 1}
 
 
 def _by_table(first: Sequence[AlignedStep], second: Sequence[AlignedStep]) -> list[tuple[int, int]]:
@@ -358,12 +358,12 @@ def _scope(step: AlignedStep) -> str:
 
 def _made_of(first: Sequence[AlignedStep], second: Sequence[AlignedStep]) -> _Pairs:
     """Operations of a gap, with the steps on the other side that they are made of."""
-    found = [(a, b) for a, b in _wholes(first, second)]
-    taken = {number for _, parts in found for number in parts}
+    result = [(a, b) for a, b in _wholes(first, second)]
+    taken = {number for _, parts in result for number in parts}
     left = [step for step in second if step.number not in taken]
-    used = {number for whole, _ in found for number in whole}
+    used = {number for whole, _ in result for number in whole}
     rest = [step for step in first if step.number not in used]
-    return found + [(parts, whole) for whole, parts in _wholes(left, rest)]
+    return result + [(parts, whole) for whole, parts in _wholes(left, rest)]
 
 
 def _wholes(
@@ -429,7 +429,7 @@ def _renamed(first: Sequence[AlignedStep], second: Sequence[AlignedStep], pairs:
     left = Alignment(tuple(first), tuple(second), tuple(pairs))
     ones, twos = left.left(0), left.left(1)
     partner = {a: set(two) for one, two in pairs for a in one}
-    found: _Pairs = []
+    result: _Pairs = []
     for i in ones:
         step = first[i]
         expected = {j for read in step.reads for j in partner.get(read, ())}
@@ -438,11 +438,11 @@ def _renamed(first: Sequence[AlignedStep], second: Sequence[AlignedStep], pairs:
             if (step.size, step.turn) == (other.size, other.turn) and (
                 expected & other.reads or not step.reads | other.reads
             ):
-                found.append(((i,), (j,)))
+                result.append(((i,), (j,)))
                 partner[i] = {j}
                 twos.remove(j)
                 break
-    return found
+    return result
 
 
 def forward_alone(graph: PlainGraph) -> PlainGraph:

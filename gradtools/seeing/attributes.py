@@ -21,19 +21,19 @@ _LONGEST = 48
 
 def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) -> str:
     """An operation with its operands, as one writes it in a program; `shape`: of the first."""
-    found = node.attributes
-    if "relation" in found and len(operands) == 2:
-        return f"{node.operation}({operands[0]} {found['relation']} {operands[1]})"
+    result = node.attributes
+    if "relation" in result and len(operands) == 2:
+        return f"{node.operation}({operands[0]} {result['relation']} {operands[1]})"
     return f"{node.operation}({', '.join([*operands, *told(node, shape)])})"
 
 
 def told(node: Node, shape: Sequence[int] = ()) -> list[str]:
     """The attributes, each as a piece of text."""
-    found = {key: value for key, value in node.attributes.items() if key not in _BESIDE}
-    sliced = [f"[{_slices(found, shape)}]"] if "start" in found and "limit" in found else []
+    result = {key: value for key, value in node.attributes.items() if key not in _BESIDE}
+    sliced = [f"[{_slices(result, shape)}]"] if "start" in result and "limit" in result else []
     if sliced:
-        found = {k: v for k, v in found.items() if k not in ("start", "limit", "stride", "drop")}
-    return [*sliced, *filter(None, (_piece(key, value) for key, value in found.items()))]
+        result = {k: v for k, v in result.items() if k not in ("start", "limit", "stride", "drop")}
+    return [*sliced, *filter(None, (_piece(key, value) for key, value in result.items()))]
 
 
 def mark_text(node: Node) -> str:

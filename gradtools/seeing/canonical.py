@@ -211,12 +211,12 @@ class Canonical:
 
     def _bodies(self, node: Node) -> list[int]:
         """The programs inside, each as what it makes of what enters."""
-        found: list[int] = []
+        result: list[int] = []
         for body in node.bodies:
             env = self._entering(body)
             self._run(body.graph, env)
-            found += [self._whole(env[v]) for v in body.graph.outputs]
-        return found
+            result += [self._whole(env[v]) for v in body.graph.outputs]
+        return result
 
     def _entering(self, body: Body) -> dict[int, Form]:
         env = {}
@@ -258,16 +258,16 @@ class Canonical:
 
     def _part(self, node: Node, given: list[Form], shapes: list[tuple[int, ...]], k: int) -> Form:
         """What comes out besides: that is opaque, the node is not."""
-        found = self._opaque(node, given, shapes)[k]
+        result = self._opaque(node, given, shapes)[k]
         self.opaque.discard(id(node))
-        return found
+        return result
 
     # --- what the rules below write with
 
     def fresh_axes(self, key: int, shape: Sequence[int]) -> Form:
         """An expression whose axes are those of the array."""
-        found = self._fresh(shape, ("axes",))
-        return Form(key, found.sizes, found.dims, found.shape)
+        result = self._fresh(shape, ("axes",))
+        return Form(key, result.sizes, result.dims, result.shape)
 
     def held(self, node: Node, shape: tuple[int, ...]) -> Form:
         """A small array of known numbers, as one that is captured is told."""
@@ -362,8 +362,8 @@ class Canonical:
         if total != neutral or not rest:
             rest.append(self.number(float(total)))
         (x, *others) = rest
-        found = self.elementwise(operation, rest, (), True) if others else x
-        return widened(found, shape)
+        result = self.elementwise(operation, rest, (), True) if others else x
+        return widened(result, shape)
 
     def _counted(self, factors: Sequence[Form]) -> list[Form]:
         """Factors that occur several times as powers."""
@@ -376,7 +376,7 @@ class Canonical:
         expression = self.expressions.known[form.key]
         if not isinstance(expression, CanonicalExpression) or expression.operation != operation:
             return [form]
-        found = []
+        result = []
         for key, labels in expression.operands:
             number = {label: i for i, label in enumerate(labels)}
             if any(a in number for axes in form.dims if len(axes) > 1 for a in axes) and any(
@@ -385,8 +385,8 @@ class Canonical:
                 return [form]  # part of a merged axis
             dims = tuple(tuple(number[a] for a in axes if a in number) for axes in form.dims)
             shape = tuple(n if axes else 1 for n, axes in zip(form.shape, dims, strict=True))
-            found.append(Form(key, tuple(form.sizes[label] for label in labels), dims, shape))
-        return found
+            result.append(Form(key, tuple(form.sizes[label] for label in labels), dims, shape))
+        return result
 
     def _where(self, form: Form, rank: int) -> dict[int, tuple[int, int]]:
         """For each axis of an expression the axis of the result, and the place in it."""
@@ -487,9 +487,9 @@ class Canonical:
         lengths: dict[str, tuple[int, ...]] = {}
         for letters, form in zip(parts, given, strict=True):
             for letter, axes in zip(letters, form.dims, strict=True):
-                found = tuple(form.sizes[a] for a in axes)
-                if len(found) > len(lengths.get(letter, ())):
-                    lengths[letter] = found
+                result = tuple(form.sizes[a] for a in axes)
+                if len(result) > len(lengths.get(letter, ())):
+                    lengths[letter] = result
         split = [
             self.split(form, {p: lengths.get(c, ()) for p, c in enumerate(letters)})
             for letters, form in zip(parts, given, strict=True)

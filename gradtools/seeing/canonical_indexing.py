@@ -52,8 +52,10 @@ class Access:
 
     def said(self) -> dict[str, Any]:
         """What a person is told of it."""
-        found: dict[str, Any] = {"axes": tuple(sorted(self.picks))}
-        return found | dict(self.more) | ({} if self.wraps else {"negative indices": "not wrapped"})
+        result: dict[str, Any] = {"axes": tuple(sorted(self.picks))}
+        return (
+            result | dict(self.more) | ({} if self.wraps else {"negative indices": "not wrapped"})
+        )
 
 
 # --- in PyTorch's words ------------------------------------------------------------------
@@ -295,8 +297,8 @@ def _scatter(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Fo
             raise NoForm
         parts = tuple(slices.get(p, (0, n, 1)) for p, n in enumerate(x.shape))
         return [_placed(c, x, update, access, parts, mode)]
-    if mode == "add" and (found := _as_set(c, x, update, access)) is not None:
-        (x, update), mode = found, "set"
+    if mode == "add" and (result := _as_set(c, x, update, access)) is not None:
+        (x, update), mode = result, "set"
     return [_written(c, node, x, update, access, mode)]
 
 
@@ -332,9 +334,9 @@ def _update(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
         (x,) = given
         dims = (*((),) * (len(shape) - len(x.shape)), *x.dims)
         dtypes = c.dtype_of(node, 0), c.dtype_made(node)
-        found = replace(x, dims=dims, shape=tuple(shape))
+        result = replace(x, dims=dims, shape=tuple(shape))
         same = dtypes[0] == dtypes[1]
-        return [found if same else c.elementwise("cast", [found], (("dtype", dtypes[1]),))]
+        return [result if same else c.elementwise("cast", [result], (("dtype", dtypes[1]),))]
     x, update, *starts = given
     a = node.attributes
     if starts:  # JAX's, which moves a start inside
@@ -365,9 +367,9 @@ def _iota(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]
     numbers = [c.expressions.value(form.key) for form in given]
     if step != 1 or None in numbers or len(numbers) > 2:
         raise NoForm
-    found = c.counting(shape, axis, c.dtype_made(node))
+    result = c.counting(shape, axis, c.dtype_made(node))
     start = c.number(numbers[0]) if len(numbers) > 1 and numbers[0] else None
-    return [found if start is None else c.elementwise("add", [found, start], (), True)]
+    return [result if start is None else c.elementwise("add", [result, start], (), True)]
 
 
 # --- what both come to -------------------------------------------------------------------
@@ -410,8 +412,8 @@ class _Labels:
 
     def of(self, *name: Any) -> tuple[int, ...]:
         """The numbers of an axis, which may be several that are merged."""
-        found = [(label[-1], k) for label, k in self.numbers.items() if label[:-1] == name]
-        return tuple(k for _, k in sorted(found))
+        result = [(label[-1], k) for label, k in self.numbers.items() if label[:-1] == name]
+        return tuple(k for _, k in sorted(result))
 
 
 def _aligned(c: Canonical, forms: Sequence[Form], names: Sequence[Sequence[Label]]) -> list[Form]:
@@ -419,9 +421,9 @@ def _aligned(c: Canonical, forms: Sequence[Form], names: Sequence[Sequence[Label
     lengths: dict[Label, tuple[int, ...]] = {}
     for form, named in zip(forms, names, strict=True):
         for axes, name in zip(form.dims, named, strict=True):
-            found = tuple(form.sizes[a] for a in axes)
-            if len(found) > len(lengths.get(name, ())):
-                lengths[name] = found
+            result = tuple(form.sizes[a] for a in axes)
+            if len(result) > len(lengths.get(name, ())):
+                lengths[name] = result
     return [
         c.split(form, {p: lengths.get(name, ()) for p, name in enumerate(named)})
         for form, named in zip(forms, names, strict=True)
@@ -552,11 +554,11 @@ def _placed(
         x = c.slices[x.key][0]
     told = ("at", parts), ("lies", (x.dims, update.dims)), ("of", x.shape)
     operands = ((x.key, ()), (update.key, ()))
-    found = c.fresh_axes(
+    result = c.fresh_axes(
         c.expressions.number(CanonicalExpression("update", told, operands)), x.shape
     )
-    c.slices[found.key] = x, update, parts
-    return found
+    c.slices[result.key] = x, update, parts
+    return result
 
 
 _COMBINED = {"add": "add", "mul": "multiply", "sub": "subtract", "min": "minimum", "max": "maximum"}

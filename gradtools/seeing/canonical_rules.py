@@ -392,9 +392,9 @@ def _layer_norm(c: Canonical, node: Node, given: list[Form], shape: Any) -> list
     x, axes = given[0], node.attributes["axes"]
     spread = _mean(c, _power(c, _centred(c, x, axes), 2.0), axes, True)
     spread = _plus(c, spread, c.number(float(node.attributes["eps"])))
-    found = _times(c, _centred(c, x, axes), _power(c, spread, -0.5))
-    found = _times(c, found, given[1]) if len(given) > 1 else found
-    return [_plus(c, found, given[2]) if len(given) > 2 else found]
+    result = _times(c, _centred(c, x, axes), _power(c, spread, -0.5))
+    result = _times(c, result, given[1]) if len(given) > 1 else result
+    return [_plus(c, result, given[2]) if len(given) > 2 else result]
 
 
 @_rule("softmax log_softmax")
@@ -430,8 +430,8 @@ def _logsumexp(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[
     highest = c.elementwise("where", [finite, highest, c.number(0.0)])
     highest = c.elementwise("stop", [highest])
     total = c.reduced("sum", c.elementwise("exp", [c.combined("subtract", x, highest)]), axes, True)
-    found = _plus(c, c.elementwise("log", [total]), highest)
-    return [found if keep else c.reshaped(found, shape)]
+    result = _plus(c, c.elementwise("log", [total]), highest)
+    return [result if keep else c.reshaped(result, shape)]
 
 
 @_rule("roll")
@@ -490,8 +490,8 @@ def _on_diagonal(c: Canonical, node: Node, given: list[Form], shape: Any) -> lis
         x = Form(x.key, x.sizes, (*x.dims, ()), (n, 1))
     places = [c.counting((x.shape[0], n), axis) for axis in (0, 1)]
     met = c.elementwise("compare", places, (("relation", "=="),), True)
-    found = c.elementwise("where", [met, x, c.number(0.0)])
-    return [found if rank == 1 else c.reduced("sum", found, (0, 1))]
+    result = c.elementwise("where", [met, x, c.number(0.0)])
+    return [result if rank == 1 else c.reduced("sum", result, (0, 1))]
 
 
 @_rule("nll_loss_forward")
@@ -545,8 +545,8 @@ def _pool(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]
     averages = operation == "avg_pool" and c.loosely and "padding" not in a
     operation = "sum_pool" if averages else operation
     key = c.pooled(operation, given[0], attributes_of(node))
-    found = c.fresh_axes(key, shape)
-    return [_times(c, found, c.number(1.0 / prod(a["window"]))) if averages else found]
+    result = c.fresh_axes(key, shape)
+    return [_times(c, result, c.number(1.0 / prod(a["window"]))) if averages else result]
 
 
 @_rule("addcmul addcdiv lerp mse_loss")

@@ -158,8 +158,8 @@ def _copies_of(
     alias: Mapping[int, int], copies: Mapping[int, Mapping[int, int]], key: int
 ) -> dict[int, int]:
     """In which copy of each repeated part around it a unit stands."""
-    found = dict(copies.get(key, {}))
+    result = dict(copies.get(key, {}))
     while key in alias:
         key = alias[key]
-        found = {**copies.get(key, {}), **found}
-    return found
+        result = {**copies.get(key, {}), **result}
+    return result

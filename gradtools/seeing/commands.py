@@ -48,9 +48,9 @@ def formula(options: argparse.Namespace) -> int:
     """Prints or writes a function's formula; 0 if it was compared, 1 if not."""
     _known(options.out or "formula.txt", files.SUFFIXES)
     given, wrt = Given.by(options), tuple(options.wrt)
-    found = given.gt.formula(given.f, *given.args, order=options.order, wrt=wrt)
-    _put(found, options.out)
-    return 0 if found.check is not None else 1
+    result = given.gt.formula(given.f, *given.args, order=options.order, wrt=wrt)
+    _put(result, options.out)
+    return 0 if result.check is not None else 1
 
 
 def _known(out: str, suffixes: tuple[str, ...]) -> None:
@@ -66,12 +66,12 @@ def _known(out: str, suffixes: tuple[str, ...]) -> None:
 def measure(options: argparse.Namespace) -> int:
     """Prints what a call costs."""
     try:
-        found = _measured(options)
+        result = _measured(options)
     except Exception as error:
         kind, given = type(error).__name__, options.args or options.shapes or "no arguments"
         error.add_note(f"gradtools measure: {options.function} raised {kind} on {given}")
         raise
-    print(found.to_json() if options.json else found.text(colour=in_colour()))
+    print(result.to_json() if options.json else result.text(colour=in_colour()))
     return 0
 
 
@@ -86,8 +86,8 @@ def _measured(options: argparse.Namespace) -> Measurement:
                 'Give one: --shapes "3x4", or --args file.npz.'
             )
         f = given.gt.value_and_grad(f, argnums=places)
-    found: Measurement = given.gt.measure(f, *given.args)
-    return found
+    result: Measurement = given.gt.measure(f, *given.args)
+    return result
 
 
 def _is_inexact(gt: Any, x: Any) -> bool:

@@ -33,7 +33,7 @@ def data_of(arrangement: Arrangement) -> dict[str, Any]:
 
 def _item(item: Box | Block) -> dict[str, Any]:
     card = card_of(item)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "kind": item.kind,
         "name": shown(item.title if isinstance(item, Box) else item.name),
         "phase": item.phase,
@@ -45,12 +45,12 @@ def _item(item: Box | Block) -> dict[str, Any]:
     if isinstance(item, Block):
         name = short(item.name)
         width = text_width(name if item.kind == "pass" else f"▾ {name}", LINE)
-        found |= {"children": [child.key for child in item.children], "count": item.count}
-        found |= {"short": name, "nameWidth": width, "hint": _shown(item.path)}
+        result |= {"children": [child.key for child in item.children], "count": item.count}
+        result |= {"short": name, "nameWidth": width, "hint": _shown(item.path)}
     else:
-        found |= {"hint": _shown(item.hint), "tint": item.tint}
-    words = (found["name"], found["hint"], *(row.text for row in card.rows))
-    return found | {"search": " ".join(words).lower()}
+        result |= {"hint": _shown(item.hint), "tint": item.tint}
+    words = (result["name"], result["hint"], *(row.text for row in card.rows))
+    return result | {"search": " ".join(words).lower()}
 
 
 def _row(row: Row) -> tuple[str, str, float, float]:

@@ -274,12 +274,12 @@ def _is_crossing(a: PlainGraph, b: PlainGraph) -> bool:
 def _lost_gradients(a: PlainGraph, b: PlainGraph) -> list[list[Node]]:
     """Of each graph what makes a gradient of an argument that the other has none of."""
     makers = [{v: n for n in graph.nodes for v in n.outputs} for graph in (a, b)]
-    found = []
+    result = []
     for graph, of in zip((a, b), makers, strict=True):
         ends = {graph.values[v].name: of.get(v) for v in graph.outputs}
-        found.append({k: n for k, n in ends.items() if "gradient of argument" in k and n})
+        result.append({k: n for k, n in ends.items() if "gradient of argument" in k and n})
     return [
-        [node for name, node in found[side].items() if name not in found[1 - side]]
+        [node for name, node in result[side].items() if name not in result[1 - side]]
         for side in (0, 1)
     ]
 
@@ -301,25 +301,25 @@ def _differences(
     crossing: bool,
 ) -> tuple[str, ...]:
     """What differs of two operations by themselves, whatever they read."""
-    found = []
+    result = []
     if one.name != two.name and not same:
-        found.append(f"{one.node.operation} ≠ {two.node.operation}")
+        result.append(f"{one.node.operation} ≠ {two.node.operation}")
     if one.size != two.size and not equal:
-        found.append(f"shape: {_first(one)} ≠ {_first(two)}")
+        result.append(f"shape: {_first(one)} ≠ {_first(two)}")
     dtypes = [tuple(v.dtype for v in step.outputs[:1]) for step in (one, two)]
     inexact = any(v.is_inexact for step in (one, two) for v in step.outputs[:1])
     renamed = equal and one.name != two.name  # paired by their places alone
     if dtypes[0] != dtypes[1] and (inexact or not crossing) and not renamed:
-        found.append(f"dtype: {' '.join(dtypes[0])} ≠ {' '.join(dtypes[1])}")
+        result.append(f"dtype: {' '.join(dtypes[0])} ≠ {' '.join(dtypes[1])}")
     marks = ["" if step.node.mark == INNER else step.node.mark for step in (one, two)]
     if marks[0] != marks[1]:
-        found.append(f"{marks[0] or 'no mark'} ≠ {marks[1] or 'no mark'}")
+        result.append(f"{marks[0] or 'no mark'} ≠ {marks[1] or 'no mark'}")
     if equal and crossing:
-        return tuple(found)
+        return tuple(result)
     flows = [_flow(owners[side][id(step.node)], step) for side, step in enumerate((one, two))]
     if flows[0] != flows[1]:
-        found.append(f"derivative: {flows[0]} ≠ {flows[1]}")
-    return tuple(found)
+        result.append(f"derivative: {flows[0]} ≠ {flows[1]}")
+    return tuple(result)
 
 
 def _first(step: AlignedStep) -> str:

@@ -80,13 +80,13 @@ def _across(backend: Backend, program: LeafProgram, findings: list[Finding]) -> 
     """The same, and what is lost in a call of another framework's function as that one says it."""
     if not any(finding.kind == "rule" for finding in findings):
         return findings
-    leaves, found = list(program.leaves), []
+    leaves, result = list(program.leaves), []
     with noting() as calls:
         backend.rerun(program.run, leaves)
     for finding in findings:
         named = [call.name == finding.operation for call in calls]
         if finding.kind != "rule" or not any(named):
-            found.append(finding)
+            result.append(finding)
             continue
         index = program.names.index(finding.argument)
         changed = [*leaves[:index], _nudged(backend, leaves[index]), *leaves[index + 1 :]]
@@ -99,8 +99,8 @@ def _across(backend: Backend, program: LeafProgram, findings: list[Finding]) -> 
             if ours and x.dtype.kind in "fc" and not _same(x, y)
             for one in call.why_zero(i)
         ]
-        found += _without_repeats(inside) or [finding]
-    return found
+        result += _without_repeats(inside) or [finding]
+    return result
 
 
 def _nudged(backend: Backend, leaf: Any) -> Any:
@@ -257,15 +257,15 @@ def from_values(
         [
             Finding(
                 name,
-                _numerical_kind(found),
-                _called(found.node),
-                found.node.source,
-                found.node.scope,
-                detail=NOISE if found.noise else "",
-                factor=factor(found),
+                _numerical_kind(result),
+                _called(result.node),
+                result.node.source,
+                result.node.scope,
+                detail=NOISE if result.noise else "",
+                factor=factor(result),
             )
-            for found in vanished
-            if found.node.loss != "zero_derivative"  # that is told already
+            for result in vanished
+            if result.node.loss != "zero_derivative"  # that is told already
         ]
     )
 
@@ -277,16 +277,16 @@ def apart(
 
     A bias before a normalisation, or that of attention's keys, is in many a healthy model.
     """
-    found: dict[str, list[Finding]] = {}
+    result: dict[str, list[Finding]] = {}
     for finding in findings:
-        found.setdefault(finding.argument, []).append(finding)
+        result.setdefault(finding.argument, []).append(finding)
     noted: dict[str, list[str]] = {}
     for names in groups:
-        if all(name in found for name in names):
+        if all(name in result for name in names):
             continue
         for name in names:
-            if name in found and all(finding.noise for finding in found[name]):
-                place = found[name][0].source
+            if name in result and all(finding.noise for finding in result[name]):
+                place = result[name][0].source
                 text = f"{_NO_EFFECT}, at {place}" if place else _NO_EFFECT
                 noted.setdefault(text, []).append(name)
     told = {name for names in noted.values() for name in names}
@@ -319,8 +319,8 @@ def _numerical_kind(found: Vanished) -> str:
 def source_of(f: Any) -> Source | None:
     """The line at which a function, or the forward method of a module, is defined."""
     f = inspect.unwrap(getattr(f, "func", f))
-    for found in (f, getattr(f, "forward", None), type(f).__call__):
-        code = getattr(found, "__code__", None)
+    for result in (f, getattr(f, "forward", None), type(f).__call__):
+        code = getattr(result, "__code__", None)
         if code is not None:
             return Source(code.co_filename, code.co_firstlineno, code.co_name)
     return None
@@ -332,9 +332,9 @@ def source_of(f: Any) -> Source | None:
 def differentiated(program: LeafProgram, recording: Recording) -> list[tuple[str, int | None]]:
     """The name and the value of everything that is to get a gradient."""
     is_model = hasattr(program.f, "parameters")
-    asked = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
-    wanted = recording.wanted or (() if asked else program.wrt)
-    return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + asked
+    caller = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
+    wanted = recording.wanted or (() if caller else program.wrt)
+    return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + caller
 
 
 def of_modules_in_use(
@@ -358,10 +358,10 @@ def unreached(program: LeafProgram, recording: Recording) -> list[tuple[str, str
         reached = {} if value is None else forward(graph, {value: Dependence.DIFFERENTIABLE})
         best = max((reached.get(out, Dependence.NONE) for out in graph.outputs), default=0)
         if best < Dependence.ZERO_DERIVATIVE:
-            found = [] if value is None else from_losses(name, graph, losses_of(graph, value))
-            if value is not None and not found:
-                found = overwriting(name, graph, value)
-            lost.append((name, "; ".join(map(_briefly, found)) or "unused"))
+            result = [] if value is None else from_losses(name, graph, losses_of(graph, value))
+            if value is not None and not result:
+                result = overwriting(name, graph, value)
+            lost.append((name, "; ".join(map(_briefly, result)) or "unused"))
     return lost
 
 
@@ -380,14 +380,14 @@ def moved(backend: Backend, program: LeafProgram, indices: Sequence[int]) -> dic
 
     All are moved together first: where that changes nothing, a few runs answer for all of them.
     """
-    found: dict[int, bool | None] = dict.fromkeys(indices)
+    result: dict[int, bool | None] = dict.fromkeys(indices)
     indices = [k for k in indices if 0 not in program.leaves[k].shape]
     if not indices:
-        return found
+        return result
     trial = _MovedRun(backend, program)
     if len(indices) > 1 and trial.changes(indices) is False:
-        return found | dict.fromkeys(indices, False)
-    return found | {k: trial.changes([k]) for k in indices if trial.runs < _RUNS}
+        return result | dict.fromkeys(indices, False)
+    return result | {k: trial.changes([k]) for k in indices if trial.runs < _RUNS}
 
 
 class _MovedRun:

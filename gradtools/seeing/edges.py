@@ -46,8 +46,8 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
     read |= {v for node in _holding(graph) for v in node.saved}
     alive = alive_anyway(graph)
-    found = {base_of(graph, v) for v in read & first if base_of(graph, v) not in alive}
-    return {v: graph.values[v].bytes for v in sorted(found)}
+    result = {base_of(graph, v) for v in read & first if base_of(graph, v) not in alive}
+    return {v: graph.values[v].bytes for v in sorted(result)}
 
 
 def _holding(graph: PlainGraph) -> list[Node]:
@@ -87,26 +87,26 @@ def _phases(graph: PlainGraph) -> dict[int, int]:
 def strengths_of(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
     """How strongly a node's outputs, taken together, depend on each of its inputs."""
     columns = zip(*links_of(graph, node), strict=True)
-    found = tuple(max(column) for column in columns)
-    return found or (_NONE,) * len(node.inputs)
+    result = tuple(max(column) for column in columns)
+    return result or (_NONE,) * len(node.inputs)
 
 
 def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
     """Where the forward pass loses a derivative: pairs (``id`` of the node, input)."""
     forward = _forward(graph)
-    found = set()
+    result = set()
     for value in _asked(forward):
-        found |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
+        result |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
     for node in graph.nodes:
         if node.phase and node.loss in ("inside_rule", "stopped_in_rule"):
-            found |= {(id(node), i) for i, s in enumerate(strengths_of(graph, node)) if s == _CUT}
+            result |= {(id(node), i) for i, s in enumerate(strengths_of(graph, node)) if s == _CUT}
     makers = {value: node for node in forward.nodes for value in node.outputs}
     for node in forward.nodes:
         if node.loss in _ON_PURPOSE and not node.bodies and not _is_shift(node, makers):
             for i, strength in enumerate(strengths_of(forward, node)):
                 if strength == _CUT and graph.values[node.inputs[i]].is_inexact:
-                    found.add((id(node), i))
-    return frozenset(found)
+                    result.add((id(node), i))
+    return frozenset(result)
 
 
 def _is_shift(node: Node, makers: dict[int, Node]) -> bool:

@@ -68,14 +68,14 @@ class GraphPair:
             ids = tuple(frozenset(id(ends[p][side]) for p in apart) for side in (0, 1))
             self._local = self._canonical(tokens, ids)
             self._loose = self._canonical(tokens, ids, loosely=True)
-            found = {
+            result = {
                 pair: what
                 for pair, nodes in ends.items()
                 if (what := self._held(nodes, len(pair[0]) == len(pair[1]) == 1))
             }
-            if found.keys() == apart.keys():
+            if result.keys() == apart.keys():
                 break
-            apart = found
+            apart = result
         self.same = ends.keys() - apart.keys()
         return apart
 
@@ -140,11 +140,11 @@ class GraphPair:
         expressions = self._local[0].expressions
         given = [c.operands[id(n)] for c, n in zip(self._local, nodes, strict=True)]
         said = [c.said.get(id(n)) for c, n in zip(self._local, nodes, strict=True)]
-        known = [found for found in said if found is not None]
+        known = [result for result in said if result is not None]
         differ = _unlike(*known) if len(known) == len(nodes) else _attributes(*nodes)
-        found = [*differ, *_operands(expressions, *given)]
-        if found:
-            return tuple(dict.fromkeys(found))
+        result = [*differ, *_operands(expressions, *given)]
+        if result:
+            return tuple(dict.fromkeys(result))
         settled = all(_is_settled(expressions, form.key) for side in given for form in side)
         shapes = [[sorted(f.shape) for f in side] for side in (one, two)]
         other_layout = shapes[0] == shapes[1] and [f.shape for f in one] != [f.shape for f in two]
@@ -264,7 +264,7 @@ def _maker(graph: PlainGraph, k: int) -> Node:
 
 def _names_of_leaves(a: PlainGraph, b: PlainGraph) -> tuple[dict[int, str], dict[int, str]]:
     """What enters, called alike in both: by name where both have it once, else by turn."""
-    found: tuple[dict[int, str], dict[int, str]] = ({}, {})
+    result: tuple[dict[int, str], dict[int, str]] = ({}, {})
     for kind in ("inputs", "captured"):
         sides = [_in_turn(graph, getattr(graph, kind)) for graph in (a, b)]
         names = [
@@ -275,8 +275,8 @@ def _names_of_leaves(a: PlainGraph, b: PlainGraph) -> tuple[dict[int, str], dict
             turns = iter(range(len(sides[side])))
             for v, name in zip(sides[side], names[side], strict=True):
                 known = name in shared or are_numbers(name)
-                found[side][v] = name if known else f"{kind} {next(turns)}"
-    return found
+                result[side][v] = name if known else f"{kind} {next(turns)}"
+    return result
 
 
 def _in_turn(graph: PlainGraph, values: Sequence[int]) -> list[int]:

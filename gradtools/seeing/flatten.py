@@ -176,10 +176,10 @@ class FlatGraph:
 
     @cached_property
     def _entering(self) -> dict[int, list[Link]]:
-        found: dict[int, list[Link]] = {}
+        result: dict[int, list[Link]] = {}
         for link in self.links:
-            found.setdefault(link.target, []).append(link)
-        return found
+            result.setdefault(link.target, []).append(link)
+        return result
 
     def entering(self, key: int) -> list[Link]:
         """The links to a unit."""
@@ -307,7 +307,7 @@ def _body_name(node: Node, number: int) -> str:
 
 def units_of(items: Iterable[Entry]) -> list[Unit]:
     """Every unit in some entries, in program order."""
-    found: list[Unit] = []
+    result: list[Unit] = []
     for item in items:
-        found += [item] if isinstance(item, Unit) else units_of(item.children)
-    return found
+        result += [item] if isinstance(item, Unit) else units_of(item.children)
+    return result

@@ -76,8 +76,8 @@ class _Column:
         self._found, self._index = _levels[graph], index
 
     def get(self, value: int, default: Dependence) -> Dependence:
-        found = sum(masks.get(value, 0) >> self._index & 1 for masks in self._found)
-        return Dependence(found) if found else default
+        result = sum(masks.get(value, 0) >> self._index & 1 for masks in self._found)
+        return Dependence(result) if result else default
 
 
 _levels: WeakKeyDictionary[PlainGraph, list[dict[int, int]]] = WeakKeyDictionary()
@@ -85,25 +85,25 @@ _levels: WeakKeyDictionary[PlainGraph, list[dict[int, int]]] = WeakKeyDictionary
 
 def _at_least(graph: PlainGraph, strength: Dependence) -> dict[int, int]:
     """For each value the inputs, one bit each, on which it depends at least so strongly."""
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     beside: dict[int, list[int]] = {}
     for source, target in graph.outside if strength == _CUT else ():
         beside.setdefault(source, []).append(target)
 
     def raise_to(value: int, mask: int) -> None:
-        if mask & ~found.get(value, 0):
-            found[value] = mask | found.get(value, 0)
+        if mask & ~result.get(value, 0):
+            result[value] = mask | result.get(value, 0)
             for other in beside.get(value, ()):
                 raise_to(other, mask)
 
     for i, value in enumerate(graph.inputs):
         raise_to(value, 1 << i)
     for node in graph.nodes:
-        entering = [found.get(value, 0) for value in node.inputs]
+        entering = [result.get(value, 0) for value in node.inputs]
         if any(entering):
             for value, row in zip(node.outputs, links_of(graph, node), strict=True):
                 raise_to(value, _union(row, entering, strength))
-    return found
+    return result
 
 
 def _union(row: Sequence[Dependence], masks: Sequence[int], strength: Dependence) -> int:
@@ -116,25 +116,25 @@ def _union(row: Sequence[Dependence], masks: Sequence[int], strength: Dependence
 
 def forward(graph: PlainGraph, start: Strengths) -> dict[int, Dependence]:
     """How strongly each value depends on those in `start`; what does not is left out."""
-    found = _Strengths(graph.outside, start)
+    result = _Strengths(graph.outside, start)
     for node in graph.nodes:
-        entering = [found.get(value, _NONE) for value in node.inputs]
+        entering = [result.get(value, _NONE) for value in node.inputs]
         if any(entering):
             for value, row in zip(node.outputs, links_of(graph, node), strict=True):
-                found.raise_to(value, _through(row, entering))
-    return found
+                result.raise_to(value, _through(row, entering))
+    return result
 
 
 def backward(graph: PlainGraph, end: Strengths) -> dict[int, Dependence]:
     """How strongly the values in `end` depend on each value."""
-    found = _Strengths([(target, source) for source, target in graph.outside], end)
+    result = _Strengths([(target, source) for source, target in graph.outside], end)
     for node in reversed(graph.nodes):
-        leaving = [found.get(value, _NONE) for value in node.outputs]
+        leaving = [result.get(value, _NONE) for value in node.outputs]
         if any(leaving):
             columns = zip(*links_of(graph, node), strict=True)
             for value, column in zip(node.inputs, columns, strict=True):
-                found.raise_to(value, _through(column, leaving))
-    return found
+                result.raise_to(value, _through(column, leaving))
+    return result
 
 
 class _Strengths(dict[int, Dependence]):
@@ -314,11 +314,11 @@ def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[in
     everything = (1 << len(at)) - 1
     carried: dict[int, int] = {}
     for position, (reads, makes) in enumerate(flows):
-        found = _any(1 << k for k, other in enumerate(at) if other == position)
-        found |= _any(carried.get(value, 0) for value in reads)
-        if found == everything:
+        result = _any(1 << k for k, other in enumerate(at) if other == position)
+        result |= _any(carried.get(value, 0) for value in reads)
+        if result == everything:
             return position
-        carried.update((value, found) for value in makes if found)
+        carried.update((value, result) for value in makes if result)
     return None
 
 
@@ -418,31 +418,31 @@ def _suspects_within(graph: PlainGraph, full: dict[int, int], some: dict[int, in
     """`full` and `some`: on which inputs a value depends with its derivative, and at all."""
     if graph.outside:  # what leaves the framework may come back anywhere
         return _any([*full.values(), *some.values()])
-    found = 0
+    result = 0
     for node in graph.nodes:
         flowing, data = ([of.get(v, 0) for v in node.inputs] for of in (full, some))
         if not any(data):
             continue
         if node.operation in ADDITIVE:
-            found |= _suspects_at(graph, node, flowing, data)
+            result |= _suspects_at(graph, node, flowing, data)
         for value, row in zip(node.outputs, links_of(graph, node), strict=True):
             full[value] = full.get(value, 0) | _union(row, flowing, _FULL)
             some[value] = some.get(value, 0) | _union(row, data, _CUT)
         if node.links is None:
             for body in node.bodies:
-                found |= _suspects_in(body, node, full, some)
-    return found
+                result |= _suspects_in(body, node, full, some)
+    return result
 
 
 def _suspects_at(graph: PlainGraph, node: Node, flowing: list[int], data: list[int]) -> int:
-    found = 0
+    result = 0
     for value, full, some in zip(node.inputs, flowing, data, strict=True):
         lost = some & ~full & _any(flowing)
         if lost:
             above = ancestors(graph, value)
             beside = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
-            found |= lost & ~_any(beside)
-    return found
+            result |= lost & ~_any(beside)
+    return result
 
 
 def _suspects_in(body: Body, node: Node, full: dict[int, int], some: dict[int, int]) -> int:

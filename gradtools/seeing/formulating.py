@@ -157,8 +157,8 @@ def _missing(program: LeafProgram) -> str:
     try:
         with backend.trying(program, wide=False):
             xs = [program.leaves[k] for k in program.wrt]
-            found = backend.vjp(outputs, xs, groups=None, once=False)
-            found.pullback([backend.ones_like(y) for y in found.outs])
+            result = backend.vjp(outputs, xs, groups=None, once=False)
+            result.pullback([backend.ones_like(y) for y in result.outs])
     except Exception as error:
         return _told(error)
     return ""
@@ -237,10 +237,10 @@ def _formulated(program: LeafProgram, names: Sequence[str], order: int, wide: bo
 
 def _values(backend: Backend, x: Any) -> np.ndarray:
     """In float64 and complex128, integers as they are."""
-    found = np.asarray(backend.to_numpy(x))
-    if found.dtype.kind in "biuc":
-        return found.astype(np.complex128) if found.dtype.kind == "c" else found
-    return found.astype(np.float64)
+    result = np.asarray(backend.to_numpy(x))
+    if result.dtype.kind in "biuc":
+        return result.astype(np.complex128) if result.dtype.kind == "c" else result
+    return result.astype(np.float64)
 
 
 def _widened(backend: Backend, x: Any) -> Any:
@@ -287,7 +287,7 @@ class _RecordedRun:
 
         formula = derived(True)
         try:
-            found = self._at_random(formula, held)
+            result = self._at_random(formula, held)
         except Outside:
             return self._of_one_run(formula, held, _NO_NEIGHBOURS)
         except GradtoolsError as error:
@@ -306,8 +306,8 @@ class _RecordedRun:
             as_recorded = self._as_recorded(derived, held)
             if as_recorded is not None:
                 return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
-            return found.noted(f"{_AT_AN_EDGE} {error.values()}")
-        return found.noted("", given=True)
+            return result.noted(f"{_AT_AN_EDGE} {error.values()}")
+        return result.noted("", given=True)
 
     def _at_random(
         self, formula: Formula, held: dict[int, np.ndarray], finite: bool = True
@@ -352,10 +352,10 @@ class _RecordedRun:
 
     def _of_one_run(self, formula: Formula, held: dict[int, np.ndarray], why: str) -> Formula:
         try:
-            found = self._at_given(formula, held, finite=True)
+            result = self._at_given(formula, held, finite=True)
         except GradtoolsError as error:
             raise _FormulaDiffers(str(error)) from error
-        return found.noted(f"{why}; compared at the given arguments alone, for which it holds")
+        return result.noted(f"{why}; compared at the given arguments alone, for which it holds")
 
     def _as_recorded(
         self, derived: Callable[[bool], Formula], held: dict[int, np.ndarray]
@@ -447,10 +447,10 @@ class _RecordedRun:
 
         def called(*values: np.ndarray) -> Any:
             with self.backend.trying(self.program, self.wide):
-                found = derivation(*self.arrays(values))
-                parts = list(found) if isinstance(found, tuple | list) else [found]
+                result = derivation(*self.arrays(values))
+                parts = list(result) if isinstance(result, tuple | list) else [result]
                 done = [None if x is None else self.backend.to_numpy(x) for x in parts]
-            return tuple(done) if isinstance(found, tuple | list) else done[0]
+            return tuple(done) if isinstance(result, tuple | list) else done[0]
 
         return called
 
@@ -523,19 +523,19 @@ class _FrameworkNumbers:
         pairs = list(zip(ys, self._inexact, strict=True))
         return [y for y, inexact in pairs if inexact], [y for y, inexact in pairs if not inexact]
 
-    _outputs.asked = "formula"  # type: ignore[attr-defined]
+    _outputs.caller = "formula"  # type: ignore[attr-defined]
 
     def _second(self, xs: list[Any], cts: list[Any], us: list[Any]) -> list[Any]:
         """The derivatives of <u, gradients> by the inputs and by the cotangents."""
 
         def gradients(*both: Any) -> tuple[list[Any], list[Any]]:
             inner, given = list(both[: len(xs)]), list(both[len(xs) :])
-            found = self._backend.vjp(self._outputs, inner, groups=None, once=False)
-            return self._filled(found.pullback(given), inner), []
+            result = self._backend.vjp(self._outputs, inner, groups=None, once=False)
+            return self._filled(result.pullback(given), inner), []
 
         again = self._backend.vjp(gradients, [*xs, *cts], groups=None, once=False)
-        found = self._filled(again.pullback(us), [*xs, *cts])
-        return [*self._spread(found[: len(xs)]), *found[len(xs) :]]
+        result = self._filled(again.pullback(us), [*xs, *cts])
+        return [*self._spread(result[: len(xs)]), *result[len(xs) :]]
 
     def _filled(self, found: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         zeros = self._backend.zeros_like

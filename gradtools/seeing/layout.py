@@ -88,20 +88,20 @@ class _OutlineLayout:
         self._items = {item.key: item for c in outline.columns for item in (c, *c.walk())}
 
     def picture(self, opened: frozenset[int]) -> Picture:
-        found = json.loads(self._drawn(json.dumps(sorted(opened))))
+        result = json.loads(self._drawn(json.dumps(sorted(opened))))
         return Picture(
             self.outline,
             opened,
             self.data,
-            tuple(Placed(self._items[b["key"]], b["x"], b["y"]) for b in found["boxes"]),
-            tuple(self._frame(frame) for frame in found["frames"]),
-            tuple(_line(line) for line in found["lines"]),
-            tuple(Label(t["x"], t["y"], t["text"], _arrow(t["arrow"])) for t in found["labels"]),
-            found["top"],
-            found["width"],
-            found["height"],
-            found["body"],
-            tuple(found["looks"]),
+            tuple(Placed(self._items[b["key"]], b["x"], b["y"]) for b in result["boxes"]),
+            tuple(self._frame(frame) for frame in result["frames"]),
+            tuple(_line(line) for line in result["lines"]),
+            tuple(Label(t["x"], t["y"], t["text"], _arrow(t["arrow"])) for t in result["labels"]),
+            result["top"],
+            result["width"],
+            result["height"],
+            result["body"],
+            tuple(result["looks"]),
         )
 
     def _frame(self, found: dict[str, Any]) -> Frame:

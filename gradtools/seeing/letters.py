@@ -57,8 +57,8 @@ class Letters:
         return tuple(made), tuple(given.values())
 
     def _of(self, operand: Operand) -> list[str]:
-        found = ((stand_in(self._alias, key), k) for key, k in operand.makers)
-        return [*dict.fromkeys(self._names[of] for of in found if of in self._names)]
+        result = ((stand_in(self._alias, key), k) for key, k in operand.makers)
+        return [*dict.fromkeys(self._names[of] for of in result if of in self._names)]
 
     def _find_borders(self, blocks: Sequence[BlockGroup]) -> None:
         ways: dict[int, list[BlockGroup]] = {}
@@ -93,9 +93,9 @@ class Letters:
                 self._made.setdefault(id(group), {})[name] = None
         for group in target:
             if not any(group is other for other in source):
-                found = self._given.setdefault(id(group), {})
-                if found.get(name) != name:
-                    found[name] = _told(operand, name)
+                result = self._given.setdefault(id(group), {})
+                if result.get(name) != name:
+                    result[name] = _told(operand, name)
 
 
 def _told(operand: Operand, text: str) -> str:
@@ -115,9 +115,9 @@ def stand_in(alias: Mapping[int, int], key: int) -> int:
 
 def letters(number: int) -> str:
     """a, b, ..., z, aa, ab, ..."""
-    found = ""
+    result = ""
     number += 1
     while number:
         number, rest = divmod(number - 1, 26)
-        found = chr(ord("a") + rest) + found
-    return found
+        result = chr(ord("a") + rest) + result
+    return result

@@ -164,8 +164,8 @@ class Measures(Operators):
             raise GradtoolsError(
                 f"measure: f is {with_article(type(f).__name__)}; expected a function."
             )
-        found: Measurement = self._backend.measure(f, args, kwargs)
-        return found
+        result: Measurement = self._backend.measure(f, args, kwargs)
+        return result
 
 
 # --- time --------------------------------------------------------------------------------
@@ -176,9 +176,9 @@ def timed(run: Callable[[], Any], between: Callable[[], Any] = lambda: None) -> 
     times: list[float] = []
     while len(times) < _RUNS[0] or (len(times) < _RUNS[1] and sum(times) < _ENOUGH):
         start = perf_counter()
-        found = run()
+        result = run()
         times.append(perf_counter() - start)
-        del found
+        del result
         between()
     return times
 

@@ -37,7 +37,7 @@ def nested(flat: FlatGraph) -> list[BlockGroup]:
 def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
     """The entries, consecutive ones of one scope as a group, without calls of nothing."""
     entries = [entry for entry in entries if units_of([entry])]
-    found: list[Entry] = []
+    result: list[Entry] = []
     start = 0
     while start < len(entries):
         name = entries[start].scope[level : level + 1]
@@ -47,11 +47,13 @@ def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
         if name:
             scope = entries[start].scope[: level + 1]
             children = _runs(entries[start:stop], level + 1)
-            found.append(_tidy(BlockGroup("scope", name[0], scope, entries[start].phase, children)))
+            result.append(
+                _tidy(BlockGroup("scope", name[0], scope, entries[start].phase, children))
+            )
         else:
-            found.append(_opened_up(entries[start]))
+            result.append(_opened_up(entries[start]))
         start = stop
-    return found
+    return result
 
 
 def _opened_up(entry: Entry) -> Entry:
@@ -161,18 +163,18 @@ def _groups(group: BlockGroup) -> Iterator[BlockGroup]:
 
 def _ways(roots: Iterable[BlockGroup]) -> dict[int, list[Any]]:
     """For each unit the groups around it, outermost first, and itself."""
-    found: dict[int, list[Any]] = {}
+    result: dict[int, list[Any]] = {}
 
     def visit(group: BlockGroup, way: list[Any]) -> None:
         for child in group.children:
             if isinstance(child, BlockGroup):
                 visit(child, [*way, child])
             else:
-                found[child.key] = [*way, child]
+                result[child.key] = [*way, child]
 
     for root in roots:
         visit(root, [root])
-    return found
+    return result
 
 
 def _home(ways: Sequence[Sequence[Any]]) -> tuple[BlockGroup, int]:

@@ -128,19 +128,19 @@ class SeeingOperators(Operators):
         is_model = self._backend.is_model(f)
         in_training = model is not None or optimizer is not None or is_model or not args
         of_arguments = not in_training or (is_model and model is None and self._has_floats(args))
-        found = (
+        result = (
             self._of_arguments(f, args, kwargs, wrt) if of_arguments else GradientReport((), (), {})
         )
         if not in_training:
-            return found
+            return result
         loop = Loop("why_zero", f, args, kwargs, model, optimizer).with_model(self._backend)
         spent = not callable(f) and self._backend.is_array(f)
         more = (after_backward if spent else trained)(self._backend, loop, self._recorded)
         return GradientReport(
-            (*found.findings, *more.findings),
-            (*found.arguments, *more.names),
-            found.depends,
-            (*found.notes, *_noted(more.notes)),
+            (*result.findings, *more.findings),
+            (*result.arguments, *more.names),
+            result.depends,
+            (*result.notes, *_noted(more.notes)),
         )
 
     def _of_arguments(self, f: Any, args: Any, kwargs: Any, wrt: Any) -> GradientReport:
@@ -148,11 +148,11 @@ class SeeingOperators(Operators):
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
         findings, notes = apart(findings, program.asked_by_argument())
-        lost = {found.argument for found in findings if found.whole and not found.noise}
-        asked = [k for k in program.wrt if program.names[k] in lost]
-        tried = asked if recording.refusal is None else []
-        found = moved(self._backend, program, tried)
-        depends = {program.names[k]: found.get(k) for k in asked}
+        lost = {result.argument for result in findings if result.whole and not result.noise}
+        lost_leaves = [k for k in program.wrt if program.names[k] in lost]
+        tried = lost_leaves if recording.refusal is None else []
+        result = moved(self._backend, program, tried)
+        depends = {program.names[k]: result.get(k) for k in lost_leaves}
         names = tuple(program.names[k] for k in program.wrt)
         return GradientReport(tuple(findings), names, depends, _noted(notes))
 
@@ -208,14 +208,16 @@ class SeeingOperators(Operators):
         """
         if not callable(f):
             raise GradtoolsError(f"guard_gradients: f is {f!r}; expected a function.")
-        asked = argnums, model, optimizer
-        return like_function("", f, partial(self._guarded, f, asked, [True]))
+        options = argnums, model, optimizer
+        return like_function("", f, partial(self._guarded, f, options, [True]))
 
-    def _guarded(self, f: Any, asked: Any, first: list[bool], /, *args: Any, **kwargs: Any) -> Any:
+    def _guarded(
+        self, f: Any, options: Any, first: list[bool], /, *args: Any, **kwargs: Any
+    ) -> Any:
         failed = None
         if first and self._backend.watchable():
             first.clear()
-            failed = self._guard(f, args, kwargs, *asked)
+            failed = self._guard(f, args, kwargs, *options)
         out = f(*args, **kwargs)  # where f raises, the error is f's own
         if failed is not None:
             warn(f"guard_gradients: nothing was checked. {failed}")
@@ -261,7 +263,7 @@ class SeeingOperators(Operators):
         except Exception as error:
             said = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
             raise GradtoolsError(
-                f"{program.asked}: f raised {said}{place_of(error)}. It must run at the arguments "
+                f"{program.caller}: f raised {said}{place_of(error)}. It must run at the arguments "
                 "at which it is looked at."
             ) from error
 

@@ -189,12 +189,12 @@ class Outline:
     @cached_property
     def parents(self) -> dict[int, Block]:
         """The block around each box and block."""
-        found = {}
+        result = {}
         for column in self.columns:
             for block in (column, *column.walk()):
                 if isinstance(block, Block):
-                    found.update({child.key: block for child in block.children})
-        return found
+                    result.update({child.key: block for child in block.children})
+        return result
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -204,11 +204,11 @@ class Outline:
 
     def around(self, key: int) -> list[Block]:
         """The blocks around a box, innermost first; the last is its column."""
-        found = []
+        result = []
         while key in self.parents:
-            found.append(self.parents[key])
-            key = found[-1].key
-        return found
+            result.append(self.parents[key])
+            key = result[-1].key
+        return result
 
     def seen_as(self, opened: frozenset[int]) -> dict[int, int]:
         """For each box the key of what stands for it: itself, or a closed block around it."""
@@ -265,11 +265,11 @@ class Outline:
             The keys of the open blocks.
         """
         patterns = (expand,) if isinstance(expand, str) else tuple(expand)
-        found = set(self._by_depth(depth) if depth is not None else self._fitting(limit))
+        result = set(self._by_depth(depth) if depth is not None else self._fitting(limit))
         for block in self.blocks:
             if any(_names(block, pattern) for pattern in patterns):
-                found |= {block.key, *(around.key for around in self.around(block.key))}
-        return frozenset(found)
+                result |= {block.key, *(around.key for around in self.around(block.key))}
+        return frozenset(result)
 
     def _by_depth(self, depth: int) -> list[int]:
         return [block.key for block in self.blocks if len(self.around(block.key)) <= depth]
@@ -281,7 +281,7 @@ class Outline:
         """
         if sum(column.operations for column in self.columns) <= _OPEN:
             return [block.key for block in self.blocks]
-        found: list[int] = []
+        result: list[int] = []
         count = sum(len(column.children) for column in self.columns)
         queue = [item for column in self.columns for item in _blocks_in(column)]
         while queue:
@@ -293,9 +293,9 @@ class Outline:
                 more = sum(len(block.children) - 1 for block in blocks)
                 if count + more <= limit:
                     count += more
-                    found += [block.key for block in blocks]
+                    result += [block.key for block in blocks]
                     queue += [inner for block in blocks for inner in _blocks_in(block)]
-        return found
+        return result
 
 
 def _few(names: tuple[str, ...]) -> str:

@@ -37,7 +37,7 @@ class LeafProgram:
     def __init__(
         self,
         backend: Backend,
-        asked: str,
+        caller: str,
         f: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -46,13 +46,13 @@ class LeafProgram:
         strict: bool = True,
     ) -> None:
         if not callable(f):
-            raise GradtoolsError(f"{asked}: f is {f!r}; expected a function.")
-        self.backend, self.asked, self.f = backend, asked, f
-        self.argnums = normalized_argnums(asked, wrt, len(args), name) if wrt != () else ()
-        self._strict, self._called = strict, backend.repeatable(asked, f)
+            raise GradtoolsError(f"{caller}: f is {f!r}; expected a function.")
+        self.backend, self.caller, self.f = backend, caller, f
+        self.argnums = normalized_argnums(caller, wrt, len(args), name) if wrt != () else ()
+        self._strict, self._called = strict, backend.repeatable(caller, f)
         opened = None
         if self.argnums:
-            opened = backend.opened(asked, self._called, args, kwargs, self.argnums)
+            opened = backend.opened(caller, self._called, args, kwargs, self.argnums)
         self._models = {i for i in self.argnums if backend.is_model(args[i])} if opened else set()
         if opened is not None:
             self._called, args = opened, opened.args
@@ -65,13 +65,13 @@ class LeafProgram:
 
     def _taken(self, position: int | None, name: str, arg: Any) -> _Taken:
         """An argument's treedef and leaves, with an int in place of each array: its number."""
-        found, treedef = self.backend.flatten(arg)
+        result, treedef = self.backend.flatten(arg)
         paths = self.backend.leaf_paths(arg)
         active = self._strict and position is not None and position in self.argnums
         places: list[tuple[int | None, Any]] = []
-        for leaf, path in zip(found, paths, strict=True):
+        for leaf, path in zip(result, paths, strict=True):
             if active:
-                leaf = differentiable_leaf(self.backend, self.asked, leaf, name + path)
+                leaf = differentiable_leaf(self.backend, self.caller, leaf, name + path)
             elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
                 leaf = self.backend.asarray(leaf)
             if not self.backend.is_array(leaf):
@@ -93,8 +93,8 @@ class LeafProgram:
     @property
     def wrt(self) -> list[int]:
         """The leaves of the arguments that are asked about."""
-        asked = [k for k, owner in enumerate(self._owners) if owner in self.argnums]
-        return [k for k in asked if self.backend.is_inexact(self.leaves[k])]
+        positions = [k for k, owner in enumerate(self._owners) if owner in self.argnums]
+        return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def asked_by_argument(self) -> list[list[str]]:
         """The names of the leaves that are asked about, of each argument."""
@@ -109,14 +109,14 @@ class LeafProgram:
         outs, _ = self.backend.flatten(result)
         if not any(is_numeric(self.backend, x) for x in outs):
             raise GradtoolsError(
-                f"{self.asked}: f returned {describe(self.backend, result)}; it must return "
+                f"{self.caller}: f returned {describe(self.backend, result)}; it must return "
                 "arrays. Is a return statement missing?"
             )
         self.out_names = [f"output{path}" for path in self.backend.leaf_paths(result)]
         for name, out in zip(self.out_names, outs, strict=True):
-            if self.asked in _WHOLE and not is_numeric(self.backend, out):
+            if self.caller in _WHOLE and not is_numeric(self.backend, out):
                 raise GradtoolsError(
-                    f"{self.asked}: f returned {describe(self.backend, out)} at {name}, expected "
+                    f"{self.caller}: f returned {describe(self.backend, out)} at {name}, expected "
                     "an array. Return arrays."
                 )
         return outs
@@ -131,8 +131,8 @@ class LeafProgram:
         return dict(zip(self.names, called, strict=True))
 
     def _tree(self, treedef: Any, places: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        found = [leaf if k is None else leaves[k] for k, leaf in places]
-        return self.backend.unflatten(treedef, found)
+        result = [leaf if k is None else leaves[k] for k, leaf in places]
+        return self.backend.unflatten(treedef, result)
 
 
 def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
@@ -143,9 +143,9 @@ def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
     called = _parameter_name(f)
 
     def renamed(name: str) -> str:
-        found = re.fullmatch(r"argument (?:(\d+)|'(.*?)')((?:[\[.].*)?)", name)
-        owner = found and (found[2] or called(int(found[1])))
-        return f"{owner}{found[3]}" if found and owner else name
+        result = re.fullmatch(r"argument (?:(\d+)|'(.*?)')((?:[\[.].*)?)", name)
+        owner = result and (result[2] or called(int(result[1])))
+        return f"{owner}{result[3]}" if result and owner else name
 
     return [*map(renamed, names)]
 

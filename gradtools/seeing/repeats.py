@@ -47,10 +47,10 @@ class Folding:
         return group
 
     def _folded(self, items: list[Entry]) -> list[Entry]:
-        found = self._best(items)
-        if found is None:
+        result = self._best(items)
+        if result is None:
             return [self.block(item) if isinstance(item, BlockGroup) else item for item in items]
-        start, period, count = found
+        start, period, count = result
         parts = [items[start + k * period : start + (k + 1) * period] for k in range(count)]
         repeat = self._repeat(parts)
         stop = start + period * count
@@ -83,9 +83,9 @@ class Folding:
                 saved = int(total[start + period * count] - total[start + period])
                 candidates.append((-saved, period, start, count))
         for _, period, start, count in sorted(candidates)[:20]:
-            found = self._alike(items, start, period, count)
-            if found is not None:
-                return found
+            result = self._alike(items, start, period, count)
+            if result is not None:
+                return result
         return None
 
     def _alike(
@@ -159,8 +159,8 @@ def _token(unit: Unit) -> tuple[Any, ...]:
 
 def _attributes(node: Node) -> str:
     """What makes an operation what it is; of a slice not where it begins."""
-    found = {k: v for k, v in node.attributes.items() if k not in ("start", "limit", "name")}
-    return str(sorted(found.items()))
+    result = {k: v for k, v in node.attributes.items() if k not in ("start", "limit", "name")}
+    return str(sorted(result.items()))
 
 
 def _stretches(equal: np.ndarray, least: int) -> Iterator[tuple[int, int]]:

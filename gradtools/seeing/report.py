@@ -101,14 +101,14 @@ class GradientReport:
             said = paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}.")
             return "\n\n".join([said, *self._noted(paint)])
         alike: dict[Any, list[str]] = {}
-        found: dict[str, list[Finding]] = {}
+        result: dict[str, list[Finding]] = {}
         for finding in self.findings:
-            found.setdefault(finding.argument, []).append(finding)
-        for name, findings in found.items():
+            result.setdefault(finding.argument, []).append(finding)
+        for name, findings in result.items():
             said = tuple(dict.fromkeys((f.kind, f.source, f.whole, f.detail) for f in findings))
             alike.setdefault((said, self.depends.get(name)), []).append(name)
         blocks = [
-            self._block(names, _merged([found[name] for name in names]), verdict, paint)
+            self._block(names, _merged([result[name] for name in names]), verdict, paint)
             for (_, verdict), names in alike.items()
         ]
         return "\n\n".join([*blocks, *self._noted(paint)])
@@ -222,10 +222,10 @@ def gathered(names: Sequence[str], known: Sequence[str]) -> str:
     """The names of a group, by the modules that are in it as a whole: "these 41 leaves: bert.*"."""
     if len(names) == 1:
         return names[0]
-    found = list(_gathered(set(names), [(name, _steps(name)) for name in known], 0))
-    found += [name for name in names if name not in set(known)]
-    listed = ", ".join(found[:_MOST])
-    more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    result = list(_gathered(set(names), [(name, _steps(name)) for name in known], 0))
+    result += [name for name in names if name not in set(known)]
+    listed = ", ".join(result[:_MOST])
+    more = f" and {len(result) - _MOST} more" if len(result) > _MOST else ""
     return f"these {len(names)} leaves: {listed}{more}"
 
 

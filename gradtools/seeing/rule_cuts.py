@@ -29,12 +29,12 @@ def inside_rules(
     for node in nodes:
         if node.phase or node.operation in _FLAT:
             continue
-        found = frozenset[int]().union(*(moved.get(v, ()) for v in node.inputs))
+        result = frozenset[int]().union(*(moved.get(v, ()) for v in node.inputs))
         for value in node.outputs:
-            if found and values[value].is_inexact:
-                moved[value] = found
+            if result and values[value].is_inexact:
+                moved[value] = result
                 if node.mark == CUSTOM:
-                    inside[value] = found
+                    inside[value] = result
     return inside
 
 

@@ -95,7 +95,7 @@ class Loop:
         optimizer: The optimiser, or several.
     """
 
-    asked: str
+    caller: str
     f: Any
     args: Sequence[Any]
     kwargs: dict[str, Any]
@@ -115,14 +115,14 @@ computes the loss, why_zero names the line"
 
 def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> TrainingDiagnosis:
     """The findings for what a loop trains; also at these values, if asked for."""
-    held = None if loop.model is None else backend.held(loop.asked, loop.model)
+    held = None if loop.model is None else backend.held(loop.caller, loop.model)
     run = _LossRun.of(backend, loop, held, record)
-    found = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
-    run.look(found, values)
-    found.findings, notes = apart(found.findings, [found.names])
-    found.notes += notes
-    _optimised(backend, loop, run, found)
-    return found
+    result = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
+    run.look(result, values)
+    result.findings, notes = apart(result.findings, [result.names])
+    result.notes += notes
+    _optimised(backend, loop, run, result)
+    return result
 
 
 def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiagnosis:
@@ -130,28 +130,28 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiag
     loss = loop.f
     if loop.model is None:
         raise GradtoolsError(
-            f"{loop.asked}: f is a loss that was computed already, which does not say what is "
+            f"{loop.caller}: f is a loss that was computed already, which does not say what is "
             "trained. Name it: model=, or give a closure that computes the loss."
         )
     if not hasattr(loss, "requires_grad"):
         raise GradtoolsError(
-            f"{loop.asked}: f is an array, which here knows nothing of how it was computed. Give a "
-            "closure that computes the loss: lambda: loss(model, batch)."
+            f"{loop.caller}: f is an array, which here knows nothing of how it was computed. Give "
+            "a closure that computes the loss: lambda: loss(model, batch)."
         )
     if not loss.requires_grad:
         return TrainingDiagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
-    found = trained(backend, replace(loop, f=lambda: loss), record, values=False)
-    found.findings = [
-        replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in found.findings
+    result = trained(backend, replace(loop, f=lambda: loss), record, values=False)
+    result.findings = [
+        replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in result.findings
     ]
-    for held in backend.held(loop.asked, loop.model):
+    for held in backend.held(loop.caller, loop.model):
         grad = getattr(held.array, "grad", None)
-        is_told = any(finding.argument == held.name for finding in found.findings)
+        is_told = any(finding.argument == held.name for finding in result.findings)
         if held.role != PARAMETER or grad is None or is_told:
             continue
         if not backend.to_numpy(grad.detach()).any():
-            found.findings.append(Finding(held.name, "zero_gradient", "backward"))
-    return found
+            result.findings.append(Finding(held.name, "zero_gradient", "backward"))
+    return result
 
 
 class _LossRun:
@@ -172,11 +172,11 @@ class _LossRun:
         cls, backend: Backend, loop: Loop, held: list[HeldArray] | None, record: Record
     ) -> _LossRun:
         arrays = [] if held is None else [h.array for h in held]
-        lifted = backend.lifted(loop.asked, loop.f, loop.args, loop.kwargs, arrays)
+        lifted = backend.lifted(loop.caller, loop.f, loop.args, loop.kwargs, arrays)
         if lifted is None:
-            program = LeafProgram(backend, loop.asked, loop.f, loop.args, loop.kwargs)
+            program = LeafProgram(backend, loop.caller, loop.f, loop.args, loop.kwargs)
         else:
-            program = LeafProgram(backend, loop.asked, lifted, (arrays,), {}, (0,))
+            program = LeafProgram(backend, loop.caller, lifted, (arrays,), {}, (0,))
             program.names[:] = [h.name for h in held or ()]
         run = cls(backend, program, record(program))
         run._is_lifted = lifted is not None
@@ -228,10 +228,10 @@ class _LossRun:
         if self.recording.host_outputs:
             line = source_of(self.program.f)
             return [Finding(name, "host_number", "return", line, detail="the loss is one")]
-        found = [f for n in numbers for f in from_losses(name, graph, losses_of(graph, n))]
-        if not found and best == Dependence.NONE:
-            found = [f for n in numbers for f in overwriting(name, graph, n)]
-        return found or [Finding(name, "unread", "parameter")]
+        result = [f for n in numbers for f in from_losses(name, graph, losses_of(graph, n))]
+        if not result and best == Dependence.NONE:
+            result = [f for n in numbers for f in overwriting(name, graph, n)]
+        return result or [Finding(name, "unread", "parameter")]
 
     def _at_these_values(self, k: int, found: TrainingDiagnosis) -> None:
         """Adds where the gradient of one that is reached becomes zero."""
@@ -285,12 +285,12 @@ _NOTES = (
 
 def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
     """Each leaf that is lost as a whole, and in few words why; what is frozen may be meant so."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for finding in findings:
         if finding.whole and not finding.numerical and finding.kind != "frozen":
             place = f" at {finding.source}" if finding.source else ""
-            found.setdefault(finding.argument, []).append(finding.kind + place)
-    return [(name, "; ".join(dict.fromkeys(said))) for name, said in found.items()]
+            result.setdefault(finding.argument, []).append(finding.kind + place)
+    return [(name, "; ".join(dict.fromkeys(said))) for name, said in result.items()]
 
 
 def _of(finding: Finding, name: str) -> Finding:
@@ -311,7 +311,7 @@ def _optimised(backend: Backend, loop: Loop, run: _LossRun, found: TrainingDiagn
             found.names += names
             found.notes = [note for note in found.notes if note[0] != _NOTES[0][1]]
         return
-    optimised = backend.optimised(loop.asked, loop.optimizer, loop.model, run.held)
+    optimised = backend.optimised(loop.caller, loop.optimizer, loop.model, run.held)
     in_vain = []
     for held in run.held:
         holds = optimised.holds(held)

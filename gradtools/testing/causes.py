@@ -85,9 +85,9 @@ class CauseSearch:
         if self.c.quantity == "parameter":
             return self._parameter()
         for question in (self._not_finite, self._numbers, self._precision):
-            found = question()
-            if found:
-                return found
+            result = question()
+            if result:
+                return result
         return "no known pattern", ""
 
     def _parameter(self) -> Found:
@@ -97,8 +97,8 @@ class CauseSearch:
         if equal(a, b, 1e-6):
             return "a constant in float32", "The parameter was rounded when it was copied."
         questions = (pair.layout, pair.sign, lambda: pair.factor({}))
-        found = next((found for question in questions if (found := question())), None)
-        return found or ("other parameters", _COPY)
+        result = next((result for question in questions if (result := question())), None)
+        return result or ("other parameters", _COPY)
 
     def _unconnected(self) -> Found:
         lost, kept = self.names if self.a is None else self.names[::-1]
@@ -163,8 +163,8 @@ class CauseSearch:
         return equal(a, b, 10 * self.c.tolerance)
 
     def _near(self, k: int, purpose: Any, size: float | None) -> np.ndarray | None:
-        found = self.check.asked_nearby(self.probe, k, purpose, size)
-        return None if found is None else found[self.i]
+        result = self.check.asked_nearby(self.probe, k, purpose, size)
+        return None if result is None else result[self.i]
 
     # --- the arrays against each other
 
@@ -208,7 +208,7 @@ class CauseSearch:
             *(lambda: self._swapped(near), pair.offset, lambda: self._decay(pair)),
             *(pair.along_an_axis, lambda: pair.zero_in_places(order), lambda: pair.clipped(order)),
         )
-        return next((found for question in questions if (found := question())), None)
+        return next((result for question in questions if (result := question())), None)
 
     def _ignored(self, pair: ArrayPair) -> Found | None:
         """A derivative that is right but for the direction it was to be multiplied with."""

@@ -166,12 +166,12 @@ class DerivativeCheck:
         seed: int = 0,
         labels: dict[str, str] | None = None,
     ) -> None:
-        self.probe, self.asked, self.allow_jumps = probe, modes, allow_jumps
+        self.probe, self.modes, self.allow_jumps = probe, modes, allow_jumps
         self.against_values = against_values
         self.rng = np.random.default_rng(seed)
         self.labels = labels or {}
         name = getattr(probe.f, "__name__", type(probe.f).__name__)
-        self.report = Report(f"{probe.asked} of {name} in {probe.name}", NAMES)
+        self.report = Report(f"{probe.caller} of {name} in {probe.name}", NAMES)
         self.xs = probe.leaves
         self.vs = [np.where(np.isfinite(y), self._draw(y.shape, y.dtype), 0) for y in probe.out]
         self.vs = [v.astype(y.dtype) for v, y in zip(self.vs, probe.out, strict=True)]
@@ -184,7 +184,7 @@ class DerivativeCheck:
             np.array_equal(a, b, equal_nan=True) for a, b in zip(probe.out, again, strict=True)
         ):
             raise GradtoolsError(
-                f"{probe.asked}: two calls of f at the same arguments gave different values. Fix "
+                f"{probe.caller}: two calls of f at the same arguments gave different values. Fix "
                 "its randomness (a key as an argument, dropout off) and its state."
             )
 
@@ -248,19 +248,19 @@ class DerivativeCheck:
 
     def _has(self, mode: str, ask: Callable[[], Any]) -> Any:
         """What `ask` gives, None where f has no such mode."""
-        if self.present.get(mode) is False or (self.asked is not None and mode not in self.asked):
+        if self.present.get(mode) is False or (self.modes is not None and mode not in self.modes):
             return None
         try:
-            found = ask()
+            result = ask()
         except Exception as error:
             self.present[mode] = False
             words = f"{self._name(mode)} mode: {type(error).__name__}: {_first_line(error)}"
-            if self.asked is None and no_such_mode(error):
+            if self.modes is None and no_such_mode(error):
                 self.report.left_out.append(words)
                 return None
-            raise GradtoolsError(f"{self.probe.asked}: {words}") from error
+            raise GradtoolsError(f"{self.probe.caller}: {words}") from error
         self.present[mode] = True
-        return found
+        return result
 
     def _name(self, mode: str) -> str:
         return self.labels.get(mode, mode.replace("_", " "))
@@ -285,7 +285,7 @@ class DerivativeCheck:
     def _some_mode(self) -> None:
         if not (self.present.get("forward") or self.present.get("reverse")):
             raise GradtoolsError(
-                f"{self.probe.asked}: f has neither forward nor reverse mode: "
+                f"{self.probe.caller}: f has neither forward nor reverse mode: "
                 f"{'; '.join(self.report.left_out) or 'modes names none of both'}."
             )
 
@@ -294,15 +294,15 @@ class DerivativeCheck:
             return
         probe, i = self.probe, direction.leaf or 0
         line = lambda t: _flat(probe.value(self._moved(direction.us, t)))
-        found = numeric.slope(line, probe.eps)
+        result = numeric.slope(line, probe.eps)
         if pushed is not None:
             sides = lambda: numeric.one_sided(line, probe.eps)
-            parts = zip(probe.out_paths, pushed, found.parts(probe.out), strict=True)
+            parts = zip(probe.out_paths, pushed, result.parts(probe.out), strict=True)
             for k, (path, p, s) in enumerate(parts):
                 kink = lambda k=k: [_like(side, probe.out)[k] for side in sides()]
                 self._against_slope("forward", f"{path} by {probe.paths[i]}", p, s, 1, kink)
         if gradient is not None:
-            record = self._reverse_against_slope("reverse", direction, gradient[i], line, found)
+            record = self._reverse_against_slope("reverse", direction, gradient[i], line, result)
             self.report.comparisons.append(record)
 
     def _reverse_against_slope(
@@ -411,14 +411,14 @@ class DerivativeCheck:
         path = self.probe.paths[i]
         if self.xs[i].size > _ENTRIES:
             nothing = np.full(gradient.shape, np.inf)
-            found = numeric.Slope(gradient, nothing, np.zeros(gradient.shape), math.nan)
-            return self._against_slope(mode, path, gradient, found, 1, add=False)
+            result = numeric.Slope(gradient, nothing, np.zeros(gradient.shape), math.nan)
+            return self._against_slope(mode, path, gradient, result, 1, add=False)
         if i not in self.by_entries:
             self.by_entries[i] = self._slopes_of_entries(i)
-        found, kink = self.by_entries[i]
+        result, kink = self.by_entries[i]
         if self.holes:
-            found = replace(found, at=gradient)
-        return self._against_slope(mode, path, gradient, found, 1, kink, add=False)
+            result = replace(result, at=gradient)
+        return self._against_slope(mode, path, gradient, result, 1, kink, add=False)
 
     def _slopes_of_entries(self, i: int) -> tuple[numeric.Slope, Any]:
         """The slopes of Re<v, f> along each entry of leaf i; a function to those on each side."""
@@ -430,7 +430,7 @@ class DerivativeCheck:
                 us = [np.zeros_like(y) for y in self.xs]
                 us[i][place] = unit * step
                 lines[place, unit] = partial(along, us)
-        found = {key: numeric.slope(line, self.probe.eps) for key, line in lines.items()}
+        result = {key: numeric.slope(line, self.probe.eps) for key, line in lines.items()}
 
         def gathered(each: Callable[[Any], Any]) -> np.ndarray:
             out = np.zeros(x.shape, wide(x).dtype)
@@ -442,9 +442,9 @@ class DerivativeCheck:
             pairs = {key: numeric.one_sided(line, self.probe.eps) for key, line in lines.items()}
             return [gathered(lambda key: pairs[key][0]), gathered(lambda key: pairs[key][1])]
 
-        error = np.abs(gathered(lambda key: found[key].error))
-        smallest = min((slope.smallest for slope in found.values()), default=math.nan)
-        value = gathered(lambda key: found[key].value)
+        error = np.abs(gathered(lambda key: result[key].error))
+        smallest = min((slope.smallest for slope in result.values()), default=math.nan)
+        value = gathered(lambda key: result[key].value)
         return numeric.Slope(value, error, np.zeros(x.shape), smallest), sides
 
     def _tolerance(self) -> float:
@@ -547,9 +547,9 @@ class DerivativeCheck:
             ways = [(numeric.jump_near, t) for t in (0.1, -0.1)]
             ways += [(numeric.jump_far, t * reach) for t in (1, -1, 3, -3)]
             for look, end in ways:
-                found = look(line, slope, end, eps)
-                if found is not None:
-                    self._jumped(i, line, slope, found, end)
+                result = look(line, slope, end, eps)
+                if result is not None:
+                    self._jumped(i, line, slope, result, end)
                     return True
         return False
 
@@ -619,7 +619,7 @@ class DerivativeCheck:
         self.say_undecided()
 
     def _products(self, d: Direction) -> dict[str, Arrays]:
-        found = {}
+        result = {}
         for mode in SECOND[:3]:
             parts = [part for part in FIRST if part in mode.split("_over_")]
             lacking = [part for part in parts if self.present.get(part) is False]
@@ -627,8 +627,8 @@ class DerivativeCheck:
                 continue
             product = self._has(mode, partial(self.probe.product, mode, self.xs, d.us, self.vs))
             if product is not None:
-                found[mode] = product
-        return found
+                result[mode] = product
+        return result
 
     def _slope_of_gradient(self, d: Direction) -> list[numeric.Slope] | None:
         if not self.against_values or not self.present.get("reverse"):
@@ -698,8 +698,8 @@ class DerivativeCheck:
             return
         us = lambda t: self._moved(e.us, t)
         line = lambda t: np.array(inner(self.vs, self.probe.forward(us(t), d.us)))
-        found = numeric.slope(line, self.probe.eps)
-        self._against_slope("forward_over_forward", "all arguments", np.asarray(curved), found, 2)
+        result = numeric.slope(line, self.probe.eps)
+        self._against_slope("forward_over_forward", "all arguments", np.asarray(curved), result, 2)
 
 
 def pattern(analytic: np.ndarray, value: np.ndarray) -> str | None:

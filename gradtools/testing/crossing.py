@@ -113,20 +113,20 @@ class CrossCheck:
         """The parameters themselves: derivatives at different points say nothing."""
         count = len(self.pairing.paths)
         mine, theirs = self.carried(self.leaves[0])[:count], list[Any](self.leaves[1][:count])
-        found = [
+        result = [
             self._compared("parameter", 0, *t)
             for t in zip(self.pairing.paths, mine, theirs, strict=True)
         ]
-        if found:
+        if result:
             self.answers.append(
                 Answer(
                     Quantity("parameter", 0, lambda k, x: x, self.pairing.paths),
                     mine,
                     theirs,
-                    found,
+                    result,
                 )
             )
-        return found
+        return result
 
     def _values(self, report: Report) -> bool:
         """Compares the outputs; whether their derivatives can be compared too."""
@@ -194,13 +194,13 @@ class CrossCheck:
     def _answered(self, probe: Quantity, firsts: Any, seconds: Any) -> list[Comparison]:
         """The comparisons of one probe's answers, rounding told apart."""
         noise = self._noise(probe, [*firsts, *seconds])
-        found = []
+        result = []
         for i, path in enumerate(probe.paths):
             label = path if probe.quantity != "value" else f"output{path}"
             c = self._compared(probe.quantity, probe.order, label, firsts[i], seconds[i])
-            found.append(self._second_look(c, probe, i, firsts[i], seconds[i], noise))
-        self.answers.append(Answer(probe, list(firsts), list(seconds), found))
-        return found
+            result.append(self._second_look(c, probe, i, firsts[i], seconds[i], noise))
+        self.answers.append(Answer(probe, list(firsts), list(seconds), result))
+        return result
 
     def _compared(self, quantity: str, order: int, path: str, a: Any, b: Any) -> Comparison:
         if a is None and b is None:
@@ -246,13 +246,15 @@ class CrossCheck:
             real = lambda moved: difference > 1000 * moved.max()
         else:
             real = lambda moved: suspect & (difference > 1000 * moved)
-        found = real(self.moved(probe, i, a, b, far, lambda moved: not real(moved).any()))
+        result = real(self.moved(probe, i, a, b, far, lambda moved: not real(moved).any()))
         if c.status == DIFFERS:
-            return c if found.any() else replace(c, error=1.0, status=AGREES)
-        if not found.any():
+            return c if result.any() else replace(c, error=1.0, status=AGREES)
+        if not result.any():
             return c
         with np.errstate(all="ignore"):
-            place = np.unravel_index(int(np.argmax(np.where(found, difference / size, 0))), a.shape)
+            place = np.unravel_index(
+                int(np.argmax(np.where(result, difference / size, 0))), a.shape
+            )
         return replace(
             c,
             error=float(difference[place] / size[place] / c.tolerance),
@@ -293,8 +295,8 @@ class CrossCheck:
 
     def _ask(self, probe: Quantity, k: int, leaves: Arrays) -> Found:
         """One side's answer in JAX's layout."""
-        found = probe.ask(k, leaves)
-        return self.carried(found) if k == 0 and probe.to_leaves else list(found)
+        result = probe.ask(k, leaves)
+        return self.carried(result) if k == 0 and probe.to_leaves else list(result)
 
     def asked_nearby(
         self, probe: Quantity, k: int, purpose: Any, size: float | None = None
@@ -343,20 +345,20 @@ class CrossCheck:
 
     def sizes(self) -> dict[str, int]:
         """The lengths that occur, each with its name."""
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for path, x in [
             *self.inputs.named_arrays(),
             *zip(self.pairing.paths, self.leaves[1], strict=False),
         ]:
             for axis, size in enumerate(x.shape):
                 batch = axis == 0 and x.ndim > 0 and path.startswith("argument")
-                found[
+                result[
                     f"the batch size, axis 0 of {path}" if batch else f"axis {axis} of {path}"
                 ] = size
-            found[f"the number of entries of {path}"] = x.size
+            result[f"the number of entries of {path}"] = x.size
         for path, x in zip(self.outputs[1].paths, self.outputs[1].arrays, strict=True):
-            found[f"the number of entries of output{path}"] = x.size
-        return found
+            result[f"the number of entries of output{path}"] = x.size
+        return result
 
     def operations(self, k: int) -> set[str] | None:
         """The names of the operations in one side's program, None if it cannot be traced."""
@@ -438,8 +440,8 @@ def _connected(x: np.ndarray | None) -> str:
 
 def _structure(first: Output, second: Output) -> Comparison:
     words = (_leaves(first), _leaves(second))
-    found = mismatch("structure", "output", 0, words)
-    return found.because("another structure", "Return the same tuples, lists and dictionaries.")
+    result = mismatch("structure", "output", 0, words)
+    return result.because("another structure", "Return the same tuples, lists and dictionaries.")
 
 
 def _leaves(out: Output) -> str:
@@ -448,15 +450,15 @@ def _leaves(out: Output) -> str:
 
 def _dtypes(paths: list[str], firsts: Any, seconds: Any, notes: list[str]) -> list[Comparison]:
     """One record for each output whose dtypes differ; JAX without 64 bits is a note."""
-    found = []
+    result = []
     for path, a, b in zip(paths, firsts, seconds, strict=True):
         if narrowed(a.dtype.name) == b.dtype.name != a.dtype.name:
             notes.append(f"output{path} is {a.dtype} in torch and {b.dtype} in jax, without x64")
         elif a.dtype != b.dtype:
             words = (a.dtype.name, b.dtype.name)
             c = mismatch("dtype", f"output{path}", 0, words, a.shape)
-            found.append(c.because("another dtype", "Cast one of the outputs, or the inputs."))
-    return found
+            result.append(c.because("another dtype", "Cast one of the outputs, or the inputs."))
+    return result
 
 
 def _raised(probe: Quantity, errors: list[Exception | None], reason: str) -> Comparison:

@@ -109,8 +109,8 @@ def _jax_here() -> str:
 
     (where,) = jax.numpy.zeros(()).devices()
     kinds = {kind: _jax_devices(kind) for kind in KINDS}
-    absent = ", ".join(kind for kind, found in kinds.items() if not found)
-    others = [d for kind, found in kinds.items() if kind != "cpu" for d in found]
+    absent = ", ".join(kind for kind, result in kinds.items() if not result)
+    others = [d for kind, result in kinds.items() if kind != "cpu" for d in result]
     peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in others]
     names = [f"{d.platform}:{d.id} ({d.device_kind})" for d in others]
     middle = f"{_with_peaks(names, peaks)}; " if others else ""
@@ -128,8 +128,8 @@ def _with_peaks(names: list[str], peaks: list[int]) -> str:
 def _refuse_absent(framework: str, kind: str, index: int, counts: dict[str, int]) -> None:
     if index < counts[kind]:
         return
-    found = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
+    result = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
     raise GradtoolsError(
-        f"device {kind}:{index}: {framework} has no such device here; it has {found}. Name one of "
+        f"device {kind}:{index}: {framework} has no such device here; it has {result}. Name one of "
         "these, or auto."
     )

@@ -30,15 +30,15 @@ class Differences:
     def contradict(self, quantity: str) -> bool:
         """Whether this side's answer is far from its finite difference."""
         pairs = {"jvp": self._jvp, "gradient": self._pulled, "vjp": self._pulled}
-        found, wanted = np.asarray(pairs.get(quantity, self._hvp)(quantity)).T
-        size = np.abs(wanted).max(initial=0.0) + np.abs(found).max(initial=0.0)
+        result, wanted = np.asarray(pairs.get(quantity, self._hvp)(quantity)).T
+        size = np.abs(wanted).max(initial=0.0) + np.abs(result).max(initial=0.0)
         rough = 1e-4 if self.double else 5e-2
-        return bool(size > 0 and (np.abs(found - wanted) > rough * size).any())
+        return bool(size > 0 and (np.abs(result - wanted) > rough * size).any())
 
     def _jvp(self, quantity: str) -> Pairs:
-        found = self._mine(quantity)
+        result = self._mine(quantity)
         slopes = self._slopes()
-        return [_along(g, s) for g, s in zip(found, slopes, strict=True) if g is not None]
+        return [_along(g, s) for g, s in zip(result, slopes, strict=True) if g is not None]
 
     def _pulled(self, quantity: str) -> Pairs:
         """<J^H c, t> against <c, difference of f along t>."""

@@ -172,8 +172,8 @@ class _TraceWalk:
         theirs = {p.theirs.name for p in self.pairs}
         one = dict.fromkeys(x.name for x in self.mine.layers if x.name not in mine)
         other = dict.fromkeys(x.name for x in self.theirs.layers if x.name not in theirs)
-        found = [f"layer {_dotted(n)} of PyTorch: no layer of that name in JAX" for n in one]
-        found += [f"layer {_dotted(n)} of JAX: no layer of that name in PyTorch" for n in other]
+        result = [f"layer {_dotted(n)} of PyTorch: no layer of that name in JAX" for n in one]
+        result += [f"layer {_dotted(n)} of JAX: no layer of that name in PyTorch" for n in other]
         mine_calls, theirs_calls = (
             {(x.name, x.call) for x in trace.layers} for trace in (self.mine, self.theirs)
         )
@@ -183,14 +183,14 @@ class _TraceWalk:
                 for calls, wanted in ((mine_calls, name), (theirs_calls, other_name))
             ]
             if counts[0] != counts[1] and min(counts):
-                found.append(
+                result.append(
                     f"layer {_dotted(name)}: {counts[0]} calls in PyTorch, {counts[1]} in JAX"
                 )
         for pair in self.pairs:
             ours, others = len(pair.mine.outputs), len(pair.theirs.outputs)
             if ours != others:
-                found.append(f"layer {pair.mine}: {ours} outputs in PyTorch, {others} in JAX")
-        return found + [f"parameter {x}" for x in self.mapping.left_out]
+                result.append(f"layer {pair.mine}: {ours} outputs in PyTorch, {others} in JAX")
+        return result + [f"parameter {x}" for x in self.mapping.left_out]
 
     # --- forward
 
@@ -336,7 +336,7 @@ class _TraceWalk:
         return _ROUNDING * tolerances.epsilon(self.dtype) * float(max(biggest, default=0.0))
 
     def _gradients(self, pair: _LayerPair, noise: float, explain: bool) -> list[Comparison]:
-        found = []
+        result = []
         both = zip(pair.mine.gradients, pair.theirs.gradients, pair.theirs.outputs, strict=False)
         for k, (a, b, y) in enumerate(both):
             if b is None or y.dtype.kind not in "fc":
@@ -345,8 +345,8 @@ class _TraceWalk:
             c = self._compare("gradient", pair, k, a, b, 1, noise)
             if not c.agrees and explain:
                 c = c.because(*self._why_gradient(pair, a, b))
-            found.append(c)
-        return found
+            result.append(c)
+        return result
 
     def _why_gradient(self, pair: _LayerPair, a: np.ndarray, b: np.ndarray) -> tuple[str, str]:
         detail = (
@@ -363,7 +363,7 @@ class _TraceWalk:
         )
 
     def _parameters(self, noise: float) -> list[Comparison]:
-        found = []
+        result = []
         for entry in self.mapping.entries:
             a = self.mine.gradients.get(entry.torch_name)
             b = self._theirs(self.theirs.gradients, entry.jax_path)
@@ -374,8 +374,8 @@ class _TraceWalk:
             c = compare_arrays(
                 "parameter's gradient", entry.torch_name, a, b, 1, tolerance=limit, noise=noise
             )
-            found.append(c if c.agrees else c.because(_gradient_words(a, b)))
-        return found
+            result.append(c if c.agrees else c.because(_gradient_words(a, b)))
+        return result
 
 
 def _gradient_words(a: np.ndarray, b: np.ndarray) -> str:
@@ -411,7 +411,7 @@ def _pair_names(
     ours = list(dict.fromkeys(x.name for x in mine.layers))
     others = list(dict.fromkeys(x.name for x in theirs.layers))
     spelled = {_key(name): name for name in others}
-    found: dict[Name, Name] = {(): ()}
+    result: dict[Name, Name] = {(): ()}
     for one, other in {**modules, **layers}.items():
         name, target = _split(one), spelled.get(_key(_split(other)))
         if one in layers and (target is None or name not in ours):
@@ -420,13 +420,13 @@ def _pair_names(
                 f"{', '.join(map(_dotted, ours[:6]))}, and {', '.join(map(_dotted, others[:6]))}."
             )
         if target is not None and name in ours:
-            found[name] = target
+            result[name] = target
     for name in ours:
         target = spelled.get(_key(name))
-        if name not in found and target is not None and target not in found.values():
-            found[name] = target
-    _pair_owners(found, ours, others)
-    return found
+        if name not in result and target is not None and target not in result.values():
+            result[name] = target
+    _pair_owners(result, ours, others)
+    return result
 
 
 def _pair_owners(found: dict[Name, Name], ours: list[Name], others: list[Name]) -> None:
@@ -472,18 +472,18 @@ def _stripped(path: Sequence[Any]) -> tuple[str, ...]:
 
 def _layouts(a: np.ndarray, shape: tuple[int, ...], or_itself: bool = False) -> list[np.ndarray]:
     """PyTorch's array in the layouts that have JAX's shape: as it is, channels last, axes split."""
-    found = [a] if a.shape == shape else []
+    result = [a] if a.shape == shape else []
     if a.ndim >= 3:
         moved = np.moveaxis(a, 1, -1)
-        found += [moved] if moved.shape == shape else []
-    if not found and a.size == math.prod(shape) and a.ndim != len(shape):
-        found = [a.reshape(shape)]
-    return found or ([a] if or_itself else [])
+        result += [moved] if moved.shape == shape else []
+    if not result and a.size == math.prod(shape) and a.ndim != len(shape):
+        result = [a.reshape(shape)]
+    return result or ([a] if or_itself else [])
 
 
 def _fitting(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The one of a's layouts that is nearest to b."""
-    found = _layouts(a, b.shape, or_itself=True)
-    if len(found) == 1 or a.dtype.kind not in "fc":
-        return found[0]
-    return min(found, key=lambda x: float(np.max(np.abs(x - b), initial=0)))
+    result = _layouts(a, b.shape, or_itself=True)
+    if len(result) == 1 or a.dtype.kind not in "fc":
+        return result[0]
+    return min(result, key=lambda x: float(np.max(np.abs(x - b), initial=0)))

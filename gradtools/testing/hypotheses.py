@@ -57,9 +57,9 @@ def told_apart(
     sources = [*inputs[:1], *list(parts.values())[-1:]]
     for x in sources:
         if x.shape == first.shape and x.dtype.kind == "f":
-            found = _elementwise(x, first, second) or _normalised(x, first, second, weights)
-            if found:
-                return found
+            result = _elementwise(x, first, second) or _normalised(x, first, second, weights)
+            if result:
+                return result
     return _attention(inputs, parts, first, second)
 
 
@@ -138,9 +138,9 @@ def _attention(
         return None
     masks = [m for m in inputs if m.shape[-1] == k.shape[1] and m.ndim in (2, 4)]
     for heads in (h for h in range(1, 65) if q.shape[-1] % h == 0):
-        found = _two(_variants(q, k, v, masks, heads), first, second)
-        if found:
-            return found
+        result = _two(_variants(q, k, v, masks, heads), first, second)
+        if result:
+            return result
     return None
 
 

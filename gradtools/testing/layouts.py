@@ -145,25 +145,25 @@ class ParameterMapping:
         arrays = read_jax(jax_params)
         names = {_joined(path): x for path, x in arrays.items()}
         self._check_names("to_torch", names, {_joined(e.jax_path) for e in self.entries})
-        found: dict[str, np.ndarray] = {}
+        result: dict[str, np.ndarray] = {}
         for e in self.entries:
             y = names.get(_joined(e.jax_path))
             if y is None:
                 continue
             if e.layout.rows is None:
-                found[e.torch_name] = e.layout.to_torch(y, e.torch_shape)
+                result[e.torch_name] = e.layout.to_torch(y, e.torch_shape)
                 continue
             low, high = e.layout.rows
-            whole = found.setdefault(e.torch_name, np.zeros(e.torch_shape, y.dtype))
+            whole = result.setdefault(e.torch_name, np.zeros(e.torch_shape, y.dtype))
             whole[low:high] = e.layout.to_torch(y, (high - low, *e.torch_shape[1:]))
-        return found
+        return result
 
-    def _check_names(self, asked: str, given: Mapping[str, Any], known: set[str]) -> None:
+    def _check_names(self, caller: str, given: Mapping[str, Any], known: set[str]) -> None:
         out = {reason.split(" ")[0] for reason in self.left_out}
         unknown = [name for name in given if name not in known and name not in out]
         if unknown:
             raise GradtoolsError(
-                f"{asked}: the mapping does not know {', '.join(unknown[:8])}; its names begin "
+                f"{caller}: the mapping does not know {', '.join(unknown[:8])}; its names begin "
                 f"with {', '.join(sorted(known)[:4])}. Make the mapping from the same models."
             )
 
@@ -345,16 +345,16 @@ class _Matching:
         self.modules[module] = _joined(jax_module)
 
     def _paired_leaves(self, module: str, jax_module: Path) -> list[tuple[str, Path, Layout]]:
-        theirs, found = self._jax_leaves(jax_module), []
+        theirs, result = self._jax_leaves(jax_module), []
         for leaf, x in self._leaves(module).items():
             for target in _targets(leaf, theirs):
                 path = theirs[target]
                 shape = self.theirs[path].shape
                 layout = _layout(x.shape, path, shape, module in self.transposed)
                 if layout is not None:
-                    found.append((leaf, path, layout))
+                    result.append((leaf, path, layout))
                     break
-        return found
+        return result
 
     # --- attention with one matrix for query, key and value
 
@@ -432,11 +432,11 @@ class _Matching:
         return {leaf: x for (owner, _, leaf), x in named if owner == module}
 
     def _jax_leaves(self, module: Path) -> dict[str, Path]:
-        found = {}
+        result = {}
         for path in self.theirs:
             if _stripped(path[:-1]) == _stripped(module):
-                found[str(path[-1])] = path
-        return found
+                result[str(path[-1])] = path
+        return result
 
     def _spelled(self, module: str) -> tuple[str, ...]:
         """PyTorch's module path, with what overrides rename."""
@@ -567,13 +567,13 @@ def _stripped(path: Sequence[Any]) -> Path:
 def _key(parts: Sequence[Any]) -> tuple[str, ...]:
     """A name without its spelling: letters in lower case, numbers apart."""
     text = ".".join(map(str, parts)).lower()
-    found: list[str] = []
+    result: list[str] = []
     for part in re.findall(r"[a-z]+|\d+", text):
-        if found and not part.isdigit() and not found[-1].isdigit():
-            found[-1] += part
+        if result and not part.isdigit() and not result[-1].isdigit():
+            result[-1] += part
         else:
-            found.append(part)
-    return tuple(found)
+            result.append(part)
+    return tuple(result)
 
 
 def _ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:

@@ -137,9 +137,9 @@ def _size(f: Line, end: float) -> np.ndarray:
 
 def _first_jump(f: Line, df: Line, end: float, suspects: np.ndarray, eps: float) -> Jump | None:
     for entry in suspects[:4]:
-        found = _halved(f, df, end, int(entry), eps)
-        if found is not None:
-            return found
+        result = _halved(f, df, end, int(entry), eps)
+        if result is not None:
+            return result
     return None
 
 

@@ -72,18 +72,18 @@ def _carry(
     ]
     names = list(second.free_params)
     carried = _carried(first, second, to_jax, full)
-    found = [carried[name] for name in names]
+    result = [carried[name] for name in names]
     if all(present):
-        return list(found)
+        return list(result)
     marks = [np.full_like(x, there) for x, there in zip(full, present, strict=True)]
     there = _carried(first, second, to_jax, marks)
-    return [x if there[name].any() else None for x, name in zip(found, names, strict=True)]
+    return [x if there[name].any() else None for x, name in zip(result, names, strict=True)]
 
 
 def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[str, np.ndarray]:
     """JAX's own paths to PyTorch's arrays in JAX's layout."""
-    found = to_jax(first.params_tree(arrays))
-    leaves, paths = second.backend.flatten(found)[0], second.backend.leaf_paths(found)
+    result = to_jax(first.params_tree(arrays))
+    leaves, paths = second.backend.flatten(result)[0], second.backend.leaf_paths(result)
     wanted = {tokens(path): path for path in second.free_params}
     by_name = {
         _within(tokens(path), wanted): np.asarray(x)
@@ -141,10 +141,10 @@ def _same_names(first: Side, second: Side) -> tuple[ToJax, str, list[str]]:
         order = [names[_dotted(path)] for path in first.free_params]
         same = lambda tree: nested(dict(zip(order, first.params_list(tree), strict=True)))
         return same, "pairing", []
-    found = match_parameters(
+    result = match_parameters(
         first.params_tree(list(first.free_params.values())), second.plain_params()
     )
-    return found.to_jax, "the common layouts", list(found.notes)
+    return result.to_jax, "the common layouts", list(result.notes)
 
 
 def _by_table(first: Side, table: Mapping[str, Any]) -> ToJax:

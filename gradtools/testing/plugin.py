@@ -49,8 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def wanted_backends(config: pytest.Config) -> list[str]:
     """The backends that are installed and asked for, in the order torch, jax."""
-    asked = config.getoption("--gradtools-backend")
-    return [b for b in BACKENDS if asked in (b, "both") and b in gradtools.available_backends()]
+    caller = config.getoption("--gradtools-backend")
+    return [b for b in BACKENDS if caller in (b, "both") and b in gradtools.available_backends()]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -145,11 +145,11 @@ def _is_own(frame: FrameType) -> bool:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What was compared, and how closely."""
-    found = list(_records(terminalreporter.stats))
-    if not found:
+    result = list(_records(terminalreporter.stats))
+    if not result:
         return
     terminalreporter.section("gradtools cross-checks")
-    for line in summary_lines(found):
+    for line in summary_lines(result):
         terminalreporter.line(line)
 
 

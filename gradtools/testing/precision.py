@@ -40,11 +40,11 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
 
 
 @contextmanager
-def at_precision(asked: str, precision: str, backends: Sequence[str]) -> Iterator[list[str]]:
+def at_precision(caller: str, precision: str, backends: Sequence[str]) -> Iterator[list[str]]:
     """The highest precision or the one that is set; gives notes that say so where these differ.
 
     Args:
-        asked: Who asks, for the error.
+        caller: Who asks, for the error.
         precision: "highest" or "as set".
         backends: Of "torch" and "jax".
 
@@ -53,7 +53,7 @@ def at_precision(asked: str, precision: str, backends: Sequence[str]) -> Iterato
     """
     if precision not in PRECISIONS:
         raise GradtoolsError(
-            f"{asked}: precision is {precision!r}; expected 'highest' or 'as set'."
+            f"{caller}: precision is {precision!r}; expected 'highest' or 'as set'."
         )
     how = "compared at the highest precision; set is" if precision == "highest" else "set is"
     lower = {name: ", ".join(f"{k} {v}" for k, v in lowered(name).items()) for name in backends}
@@ -81,8 +81,8 @@ def described_precision(backend: str) -> str:
         ...     described_precision(name)
         "float32's products: highest"
     """
-    found = lowered(backend)
-    words = ", ".join(f"{name} is {value}" for name, value in found.items())
+    result = lowered(backend)
+    words = ", ".join(f"{name} is {value}" for name, value in result.items())
     return f"float32's products: {words or 'highest'}"
 
 

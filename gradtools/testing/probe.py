@@ -49,18 +49,18 @@ class Probe:
         out_paths: The names of the differentiable outputs.
     """
 
-    def __init__(self, asked: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):
-        self.asked, self.f, self.name = asked, f, backend_name(asked, backend)
+    def __init__(self, caller: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):
+        self.caller, self.f, self.name = caller, f, backend_name(caller, backend)
         self.gt = import_module(f"gradtools.{self.name}")
         self.waist = self.gt._api._backend
         if not callable(f):
             raise GradtoolsError(
-                f"{asked}: f must be a function, got {with_article(type(f).__name__)}."
+                f"{caller}: f must be a function, got {with_article(type(f).__name__)}."
             )
         if not isinstance(args, tuple | list) or not args:
             came = "an empty one" if isinstance(args, tuple | list) else f"a {type(args).__name__}"
             raise GradtoolsError(
-                f"{asked}: args must be a tuple with one entry for each argument of f, got "
+                f"{caller}: args must be a tuple with one entry for each argument of f, got "
                 f"{came}. For one argument write (x,)."
             )
         leaves, self._tree = self.waist.flatten(tuple(args))
@@ -72,14 +72,14 @@ class Probe:
         self.leaves: Arrays = [self.gt.to_numpy(self._all[i]) for i in self._moving]
         if not self.leaves:
             raise GradtoolsError(
-                f"{asked}: no argument holds a floating or complex array; there is no derivative "
+                f"{caller}: no argument holds a floating or complex array; there is no derivative "
                 "to check. Pass NumPy arrays (Python numbers count as constants)."
             )
         self._out_paths: list[str] = []
         self.out = self.value(self.leaves)
         if not self.out:
             raise GradtoolsError(
-                f"{asked}: f returned no floating or complex array; there is no derivative to "
+                f"{caller}: f returned no floating or complex array; there is no derivative to "
                 "check."
             )
         self.out_paths = self._out_paths
@@ -200,13 +200,13 @@ def wide(x: Any) -> np.ndarray:
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
-def backend_name(asked: str, backend: Any) -> str:
+def backend_name(caller: str, backend: Any) -> str:
     """The name "torch" or "jax" from it or from the namespace module."""
     name = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
     name = name.removeprefix("gradtools.")
     if name not in ("torch", "jax"):
         raise GradtoolsError(
-            f'{asked}: backend is {backend!r}; expected "torch", "jax", or one of the modules '
+            f'{caller}: backend is {backend!r}; expected "torch", "jax", or one of the modules '
             "gradtools.torch and gradtools.jax."
         )
     return name

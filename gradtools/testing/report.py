@@ -241,11 +241,11 @@ class Report:
         """One line: how many arrays, how many disagree, and the largest error."""
         if not self.comparisons:
             return f"{self.title}: nothing was compared"
-        found, known = len(self.disagreements), len(self.conventions)
+        result, known = len(self.disagreements), len(self.conventions)
         agreeing = [c for c in self.comparisons if c.status == AGREES]
         largest = max((c.error for c in agreeing), default=0.0)
         text = f"{self.title}: {len(self)} arrays compared, "
-        text += f"{found} disagree" if found else "all agree"
+        text += f"{result} disagree" if result else "all agree"
         text += f", {known} by a known convention" if known else ""
         return f"{text}; largest error of what agrees {show_units(largest)} of the tolerance"
 

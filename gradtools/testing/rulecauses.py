@@ -123,10 +123,10 @@ class Causes:
 
 def _transposed(linear: Callable[[np.ndarray], np.ndarray], v: np.ndarray) -> np.ndarray:
     """M^H v, of the matrix M of a linear map, from its columns."""
-    found = []
+    result = []
     for k in range(v.size):
         unit = np.zeros_like(v)
         unit.reshape(-1)[k] = 1
         column = np.asarray(linear(unit))
-        found.append(np.vdot(column.reshape(-1), v.reshape(-1)))
-    return np.asarray(found).reshape(np.shape(linear(np.zeros_like(v))))
+        result.append(np.vdot(column.reshape(-1), v.reshape(-1)))
+    return np.asarray(result).reshape(np.shape(linear(np.zeros_like(v))))

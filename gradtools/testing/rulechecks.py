@@ -166,8 +166,8 @@ class RuleCheck:
             for direction in self.check._directions(i):
                 us = direction.us
                 line = lambda t, us=us: _flat(self.values.value(self.check._moved(us, t)))
-                found = numeric.slope(line, self.values.eps)
-                record = self.check._reverse_against_slope("bwd", direction, mine, line, found)
+                result = numeric.slope(line, self.values.eps)
+                record = self.check._reverse_against_slope("bwd", direction, mine, line, result)
                 if record.status == DIFFERS:
                     record = self.causes.of_bwd(record, i, pulled)
                 self.report.comparisons.append(record)
@@ -181,10 +181,10 @@ class RuleCheck:
                 us = direction.us
                 pushed = self._push(us)
                 line = lambda t, us=us: _flat(self.values.value(self.check._moved(us, t)))
-                found = numeric.slope(line, self.values.eps)
-                record = self._jvp_against(path, pushed, found)
+                result = numeric.slope(line, self.values.eps)
+                record = self._jvp_against(path, pushed, result)
                 if record.status == DIFFERS:
-                    agrees = lambda ys, p=path, f=found: self._jvp_against(p, ys, f).agrees
+                    agrees = lambda ys, p=path, f=result: self._jvp_against(p, ys, f).agrees
                     record = self.causes.of_jvp(record, i, us, agrees)
                 self.report.comparisons.append(record)
         draw = lambda: self.check._everywhere().us
@@ -209,10 +209,10 @@ class RuleCheck:
     def _residuals(self) -> None:
         """Each residual's derivative against its own values."""
         residuals = lambda *args: self._fwd(*args)[1]
-        found = residuals(
+        result = residuals(
             *self._rebuilt(self.values._arrays(self.values.leaves, self.values.leaves))
         )
-        if not any(map(self.values._differentiable, self.waist.flatten(found)[0])):
+        if not any(map(self.values._differentiable, self.waist.flatten(result)[0])):
             return  # nothing that has a derivative
         probe = Probe(ASKED, residuals, self.args, self.backend)
         check = DerivativeCheck(probe, None, seed=self.seed)
@@ -310,8 +310,8 @@ class RuleCheck:
         full = [next(left) if self.values._differentiable(y) else None for y in leaves]
         assert self.rule.bwd is not None
         static = [args[i] for i in self.rule.static]
-        found = self.rule.bwd(*static, residuals, self.waist.unflatten(tree, full))
-        return self._entries(found, args)
+        result = self.rule.bwd(*static, residuals, self.waist.unflatten(tree, full))
+        return self._entries(result, args)
 
     def _entries(self, found: Any, args: tuple[Any, ...]) -> list[Any]:
         wanted = [i for i in range(len(args)) if i not in self.rule.static]
@@ -334,7 +334,7 @@ class RuleCheck:
         moving = [k for k, x in enumerate(leaves) if self.values._differentiable(x)]
         if len(given) != len(leaves):
             given = self._without_integers(i, given, leaves, moving)
-        found: list[Any] = []
+        result: list[Any] = []
         for k in moving:
             x, g = leaves[k], given[k]
             if g is not None and tuple(g.shape) != tuple(x.shape):
@@ -348,9 +348,9 @@ class RuleCheck:
                     f"the argument has {self.waist.dtype_name(x)}. Cast it back."
                 )
             if g is None:
-                self.nones.add(first + len(found))
-            found.append(self.waist.zeros_like(x) if g is None else g)
-        return found
+                self.nones.add(first + len(result))
+            result.append(self.waist.zeros_like(x) if g is None else g)
+        return result
 
     def _without_integers(self, i: int, given: Any, leaves: Any, moving: list[int]) -> list[Any]:
         if len(given) != len(moving):
@@ -408,12 +408,12 @@ class RuleCheck:
             none = not any(m is not None for m in moved)
             tangents.append(None if none else self.waist.unflatten(tree, moved))
         static = [args[i] for i in self.rule.static]
-        found = self.rule.jvp(*static, tuple(free), tuple(tangents))
-        if not isinstance(found, tuple) or len(found) != 2:
+        result = self.rule.jvp(*static, tuple(free), tuple(tangents))
+        if not isinstance(result, tuple) or len(result) != 2:
             raise GradtoolsError(
-                f"{ASKED}: jvp must return a pair (output, tangent), got a {type(found).__name__}."
+                f"{ASKED}: jvp must return a pair (output, tangent), got a {type(result).__name__}."
             )
-        return found
+        return result
 
     def _pull(self, vs: list[np.ndarray]) -> list[np.ndarray]:
         cts = list(self.values._arrays(vs, self.values.out))

@@ -144,9 +144,9 @@ class Side:
     def value(self, program: Callable[..., Any], leaves: Arrays) -> Output:
         """The output."""
         out = program(*map(self.asarray, leaves))
-        found, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
+        result, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
         is_array = self.backend.is_array
-        arrays = [self.gt.to_numpy(x) if is_array(x) else np.asarray(x) for x in found]
+        arrays = [self.gt.to_numpy(x) if is_array(x) else np.asarray(x) for x in result]
         return Output([normal(path) for path in paths], arrays)
 
     def pullback(
@@ -154,9 +154,9 @@ class Side:
     ) -> list[np.ndarray | None]:
         """J^H c for each leaf; None where a leaf does not reach the output."""
         xs = list(map(self.asarray, leaves))
-        found = self.backend.vjp(self.flat(program), xs, groups=[1] * len(xs), once=True)
-        pairs = zip(found.outs, cotangents, strict=True)
-        pulled = found.pullback([self.asarray(c.astype(self.dtype(y))) for y, c in pairs])
+        result = self.backend.vjp(self.flat(program), xs, groups=[1] * len(xs), once=True)
+        pairs = zip(result.outs, cotangents, strict=True)
+        pulled = result.pullback([self.asarray(c.astype(self.dtype(y))) for y, c in pairs])
         return [None if g is None else self.gt.to_numpy(g) for g in pulled]
 
     def pushforward(self, program: Callable[..., Any], leaves: Arrays, tangents: Arrays) -> Arrays:
@@ -224,14 +224,14 @@ class Inputs:
     @classmethod
     def read(cls, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
         """The leaves of `args`, told apart."""
-        asked = range(len(args)) if argnums is None else _positions(argnums, len(args))
+        caller = range(len(args)) if argnums is None else _positions(argnums, len(args))
         moving, constants, others = {}, {}, {}
         for i, (path, leaf) in enumerate(walk(tuple(args))):
             if not is_arraylike(leaf):
                 others[i] = as_setting("cross_check", leaf, argument_path(path))
                 continue
             x = cast(np.asarray(leaf), dtype)
-            if is_inexact(x) and int(path[0]) in asked:
+            if is_inexact(x) and int(path[0]) in caller:
                 moving[argument_path(path)] = x
             else:
                 constants[i] = x
@@ -384,11 +384,11 @@ def is_arraylike(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic | float | complex)
 
 
-def as_setting(asked: str, x: Any, path: str) -> Any:
+def as_setting(caller: str, x: Any, path: str) -> Any:
     """What is passed on as it is: anything but another framework's array."""
     if type(x).__module__.split(".")[0] in ("torch", "jax", "jaxlib") and hasattr(x, "dtype"):
         raise GradtoolsError(
-            f"{asked}: {path} is a {type(x).__name__}, which only one of the frameworks takes. "
+            f"{caller}: {path} is a {type(x).__name__}, which only one of the frameworks takes. "
             "Give NumPy arrays: each side gets them as its own."
         )
     return x
@@ -423,8 +423,8 @@ def normal(path: str) -> str:
 
 def tokens(path: str) -> Path:
     """The names and numbers of a leaf's path."""
-    found = re.findall(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[([^\]]*)\]|\.?([^\[\].]+)", path)
-    names = tuple(next(part for part in parts if part) for parts in found if any(parts))
+    result = re.findall(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[([^\]]*)\]|\.?([^\[\].]+)", path)
+    names = tuple(next(part for part in parts if part) for parts in result if any(parts))
     return names[:-1] if len(names) > 1 and names[-1] == "value" else names
 
 

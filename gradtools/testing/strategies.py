@@ -113,7 +113,7 @@ def compositions(
 def example(seed: int = 0, **limits: Any) -> Composition:
     """One program, the same for the same seed; `limits` are those of `compositions`."""
     hypothesis = _hypothesis()
-    found: list[Composition] = []
+    result: list[Composition] = []
     everything = list(hypothesis.HealthCheck)
 
     @hypothesis.seed(seed)
@@ -122,10 +122,10 @@ def example(seed: int = 0, **limits: Any) -> Composition:
     )
     @hypothesis.given(compositions(**limits))
     def collect(program: Composition) -> None:
-        found.append(program)
+        result.append(program)
 
     collect()
-    return found[-1]
+    return result[-1]
 
 
 def _hypothesis() -> Any:
@@ -150,8 +150,8 @@ def _well_placed(program: Composition) -> bool:
     """Numbers of ordinary size, and no switch so near that rounding might decide it."""
     from gradtools.testing.strategies_reference import evaluated
 
-    found, sight = evaluated(program)
-    size = abs(found)[~np.isnan(found)].max(initial=0)
+    result, sight = evaluated(program)
+    size = abs(result)[~np.isnan(result)].max(initial=0)
     return bool(sight.largest < 1e4 and sight.nearest > 1e-6 and size < 1e4)
 
 
@@ -193,17 +193,17 @@ class _Drawing:
         forced: bool = False,
     ) -> DrawnFunction:
         params = [(f"x{next(self.numbers)}", kind) for kind in kinds]
-        seen, found = [*outer, *params], []
+        seen, result = [*outer, *params], []
         for k in range(1 + self.below(self.lines)):
             line = None
             if depth and self.allowed and (forced if k == 0 else self.below(3) == 2):
                 line = self.call(seen, depth, order)
             line = line or self.simple(seen, params if k == 0 else seen)
-            found.append(line)
+            result.append(line)
             seen.append((line.name, line.kind))
-        out = found[-1].name
+        out = result[-1].name
         name = name or f"f{next(self.numbers)}"
-        return DrawnFunction(name, tuple(params), tuple(found), out).pruned()
+        return DrawnFunction(name, tuple(params), tuple(result), out).pruned()
 
     def recent(self, among: Names) -> tuple[str, ArrayKind]:
         """One of the names, the latest in three cases of four or more."""
@@ -218,11 +218,11 @@ class _Drawing:
         op = self.one(fitting)
         args = (x,)
         if op in _PAIRS:
-            found = self.pair(op, kind, seen)
-            if found is None:
+            result = self.pair(op, kind, seen)
+            if result is None:
                 op = "sin"
             else:
-                args, kind = (x, found[0]), found[1]
+                args, kind = (x, result[0]), result[1]
         else:
             kind = _kind_of(op, kind)
         option = self.one(_NUMBERS_OF[op]) if op in _NUMBERS_OF else None
@@ -398,10 +398,10 @@ def _has_rows(op: str, kind: ArrayKind) -> bool:
 
 
 def _entries(kind: ArrayKind) -> int:
-    found = 1
+    result = 1
     for n in kind.shape:
-        found *= n
-    return found
+        result *= n
+    return result
 
 
 def _kind_of(op: str, kind: ArrayKind) -> ArrayKind:

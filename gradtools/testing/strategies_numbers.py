@@ -102,10 +102,10 @@ def _product(f: Callable[..., Any], x: Number, y: Number) -> Number:
 
 def columns(f: Callable[..., Any], at: np.ndarray, c: np.ndarray) -> np.ndarray:
     """The transposed of a real-linear f at a cotangent: its product with each of f's columns."""
-    found = np.zeros_like(at)
+    result = np.zeros_like(at)
     for direction, answer in directions(at):
-        found = found + answer * np.sum(np.real(np.conj(c) * f(direction)))
-    return found
+        result = result + answer * np.sum(np.real(np.conj(c) * f(direction)))
+    return result
 
 
 def _transposed(f: Callable[..., Any], xs: list[np.ndarray], i: int) -> Callable[[Number], Number]:
@@ -244,17 +244,17 @@ def pulled(out: Number, c: Number, x: Taped) -> Number:
 
 def _later_first(out: Number, level: int) -> list[Taped]:
     """What out was made of at a level, each before what it was made of itself."""
-    found: dict[int, Taped] = {}
+    result: dict[int, Taped] = {}
 
     def visit(node: Taped) -> None:
-        if id(node) not in found:
+        if id(node) not in result:
             for parent, _ in node.parents:
                 visit(parent)
-            found[id(node)] = node
+            result[id(node)] = node
 
     if isinstance(out, Taped) and out.level == level:
         visit(out)
-    return list(reversed(found.values()))
+    return list(reversed(result.values()))
 
 
 # --- edits of cotangents alone -----------------------------------------------------------

@@ -178,19 +178,19 @@ class Composition:
                 none; the text ends in the program.
         """
         try:
-            found = self.run(backend)
+            result = self.run(backend)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             raise GradtoolsError(f"This program raises {said}\n\n{self.text(backend)}") from error
         expected = self.reference()
         if np.isnan(expected).any():
             raise GradtoolsError(f"This program is answered: {_UNREFUSED}\n\n{self.text(backend)}")
-        if found.shape != expected.shape:
-            what = f"gives the shape {found.shape}, not {expected.shape}"
+        if result.shape != expected.shape:
+            what = f"gives the shape {result.shape}, not {expected.shape}"
             raise GradtoolsError(f"This program {what}.\n\n{self.text(backend)}")
-        off = np.abs(found - expected).max(initial=0.0)
+        off = np.abs(result - expected).max(initial=0.0)
         if not off <= self.tolerance():
-            what = f"is off by {off:.3g}: it gives {found.tolist()}"
+            what = f"is off by {off:.3g}: it gives {result.tolist()}"
             raise GradtoolsError(f"This program {what}.\n\n{self.text(backend)}")
 
     def _text(self, backend: str) -> str:

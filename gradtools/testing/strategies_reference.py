@@ -211,8 +211,8 @@ class CompositionValue:
         sizes = np.abs(x)
         if self.sight.taped:  # where forward mode has no answer, that answer has no size
             sizes = sizes[~np.isnan(sizes)]
-        found = float(sizes.max(initial=0.0))
-        self.sight.largest = max(self.sight.largest, found if np.isfinite(found) else np.inf)
+        result = float(sizes.max(initial=0.0))
+        self.sight.largest = max(self.sight.largest, result if np.isfinite(result) else np.inf)
 
     def _once(self, line: DrawnLine, names: dict[str, Number]) -> Number:
         if self.shared is None:
@@ -254,11 +254,11 @@ class CompositionValue:
         if self.sight.taped:
             return self.pull(loss, x, np.ones(()))
         at = base(x)
-        found: Number = np.zeros_like(at)
+        result: Number = np.zeros_like(at)
         for direction, answer in directions(at):
             slope = self.push(loss, [x], [direction])
-            found = add(found, linear(lambda s, e=answer: s * e, slope))
-        return found
+            result = add(result, linear(lambda s, e=answer: s * e, slope))
+        return result
 
     def pull(self, f: Callable[..., Any], x: Number, *cs: Number) -> Number:
         """The sum of what each of cs, at f's result, is pulled back to; f is evaluated once."""
@@ -266,12 +266,12 @@ class CompositionValue:
         leaf = Taped(x, (), self.sight.levels)
         try:
             out = f(leaf)
-            found = [pulled(out, c, leaf) for c in cs]
+            result = [pulled(out, c, leaf) for c in cs]
         finally:
             self.sight.levels -= 1
-        if not found:
+        if not result:
             return np.zeros_like(base(x))
-        both = linear(lambda *xs: sum(xs), *found)
+        both = linear(lambda *xs: sum(xs), *result)
         self._note(both)
         return both
 
@@ -296,11 +296,11 @@ class CompositionValue:
         row = lambda i: [
             linear(lambda a: a[i], x) if m else x for x, m in zip(xs, mapped, strict=True)
         ]
-        found: list[Number] = []
+        result: list[Number] = []
         for start in range(0, count, at_once or count):
             with self._rows(start if at_once else None):
-                found += [f(*row(i)) for i in range(start, min(count, start + (at_once or count)))]
-        return linear(lambda *ys: np.stack(ys), *found)
+                result += [f(*row(i)) for i in range(start, min(count, start + (at_once or count)))]
+        return linear(lambda *ys: np.stack(ys), *result)
 
     @contextmanager
     def _rows(self, turn: int | None) -> Iterator[None]:
@@ -343,11 +343,11 @@ def _pushed_rows(e: CompositionValue, line: DrawnLine, fs: Any, *xs: Number) -> 
     """The Jacobian in forward mode, summed over its rows."""
     k, at = line.option, base(xs[line.option])
     loss = lambda x: total(fs[0](*xs[:k], x, *xs[k + 1 :]))
-    found: Number = np.zeros_like(at)
+    result: Number = np.zeros_like(at)
     for direction, _ in directions(at):
         slope = e.push(loss, [xs[k]], [direction])
-        found = add(found, linear(lambda s, d=direction: s * d, slope))
-    return found
+        result = add(result, linear(lambda s, d=direction: s * d, slope))
+    return result
 
 
 def _hvp(e: CompositionValue, line: DrawnLine, fs: Any, x: Number, t: Number) -> Number:
@@ -379,7 +379,7 @@ def _each(e: CompositionValue, line: DrawnLine, fs: Any, w: Number, x: Number) -
 def _micro(e: CompositionValue, line: DrawnLine, fs: Any, w: Number, x: Number) -> Number:
     """The mean over all rows; each chunk's loss is its own mean, which clips may see."""
     count = len(base(x))
-    found: Number = np.zeros_like(base(w))
+    result: Number = np.zeros_like(base(w))
     for start in range(0, count, line.option):
         e.turn = (*e.turn, start)
         chunk = linear(lambda a, k=start: a[k : k + line.option], x)
@@ -387,9 +387,9 @@ def _micro(e: CompositionValue, line: DrawnLine, fs: Any, w: Number, x: Number) 
         loss = lambda w, x=chunk: linear(
             np.mean, e.rows(lambda w, x: total(fs[0](w, x)), [w, x], [False, True])
         )
-        found = add(found, scaled(e.pulled(loss, w), part / count))
+        result = add(result, scaled(e.pulled(loss, w), part / count))
         e.turn = e.turn[:-1]
-    return found
+    return result
 
 
 def _accumulated(e: CompositionValue, line: DrawnLine, fs: Any, w: Number, x: Number) -> np.ndarray:
@@ -462,5 +462,5 @@ def evaluated(composition: Composition, taped: bool = False) -> tuple[np.ndarray
     """
     sight = Sight(taped=taped or bool(composition.operators() & {*REVERSE_ONLY}))
     with np.errstate(all="ignore"):
-        found = CompositionValue(sight).function(composition.function, {}, *composition.inputs())
-    return base(found), sight
+        result = CompositionValue(sight).function(composition.function, {}, *composition.inputs())
+    return base(result), sight

@@ -195,10 +195,10 @@ class _Linen:
             return seen(name, [*given, *named.values()], out)
 
         with nn.intercept_methods(meet):
-            found = self.module.apply(
+            result = self.module.apply(
                 {**params, **self.rest}, *args, mutable=list(self.rest), **kwargs
             )
-        return found[0]
+        return result[0]
 
 
 class _Nnx:

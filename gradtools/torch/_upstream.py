@@ -250,15 +250,15 @@ def outermost() -> Iterator[None]:
 @cache
 def _keys_of_a_thread() -> tuple[Any, Any]:
     """The dispatch keys that are included and excluded where nothing has begun."""
-    found: list[Any] = []
+    result: list[Any] = []
 
     def ask() -> None:
-        found.extend((_c._dispatch_tls_local_include_set(), _c._dispatch_tls_local_exclude_set()))
+        result.extend((_c._dispatch_tls_local_include_set(), _c._dispatch_tls_local_exclude_set()))
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad

@@ -26,13 +26,13 @@ _LOCK = threading.RLock()
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     """Adds to, or sets, `.grad` of every parameter that grads names: of all or of none."""
-    asked = "accumulate_gradients" if add else "assign_gradients"
-    entries = paired(TREES, asked, _parameters(asked, target), grads)
+    caller = "accumulate_gradients" if add else "assign_gradients"
+    entries = paired(TREES, caller, _parameters(caller, target), grads)
     entries = [entry for entry in entries if entry.grad is not None]
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for entry in entries:
-            _check(asked, entry)
-        for write in _plan(asked, entries, add):
+            _check(caller, entry)
+        for write in _plan(caller, entries, add):
             write()
     return target
 
@@ -85,39 +85,39 @@ def spec(x: torch.Tensor) -> str:
 # --- what is written, and how ------------------------------------------------------------
 
 
-def _parameters(asked: str, target: Any) -> Any:
+def _parameters(caller: str, target: Any) -> Any:
     """The pytree of parameters that target stands for."""
     if target is None:
         raise GradtoolsError(
-            f"{asked}: target is None; expected the parameters whose .grad is to be written. Give "
+            f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
             "them as a pytree of leaf tensors or a torch.nn.Module."
         )
     return with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
 
 
-def _plan(asked: str, entries: Iterable[TargetLeaf], add: bool) -> list[Callable[[], Any]]:
+def _plan(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[Callable[[], Any]]:
     """The writes, ready to be done; no caller's tensor is touched or kept by them."""
-    merged = _merged(asked, entries, add)
+    merged = _merged(caller, entries, add)
     buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
     return [_write(p, _apart(g.detach(), buffers), add) for p, g in merged]
 
 
-def _merged(asked: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple[Any, Any]]:
+def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple[Any, Any]]:
     """(parameter, gradient), each parameter once."""
-    found: dict[int, tuple[str, Any, Any]] = {}
+    result: dict[int, tuple[str, Any, Any]] = {}
     for entry in entries:
         path, grad = entry.path, entry.grad
-        if id(entry.target) in found:
-            path, _, other = found[id(entry.target)]
+        if id(entry.target) in result:
+            path, _, other = result[id(entry.target)]
             if not add:
                 raise GradtoolsError(
-                    f"{asked}: target{path} and target{entry.path} are one parameter, and each was "
-                    "given a gradient. Give it one, with None at the other place, or add both "
+                    f"{caller}: target{path} and target{entry.path} are one parameter, and each "
+                    "was given a gradient. Give it one, with None at the other place, or add both "
                     "with accumulate_gradients."
                 )
             grad = other.detach() + grad.detach()
-        found[id(entry.target)] = (path, entry.target, grad)
-    return [(target, grad) for _, target, grad in found.values()]
+        result[id(entry.target)] = (path, entry.target, grad)
+    return [(target, grad) for _, target, grad in result.values()]
 
 
 def _write(p: torch.Tensor, g: torch.Tensor, add: bool) -> Callable[[], Any]:
@@ -159,33 +159,35 @@ def _memory(x: torch.Tensor) -> Any:
 # --- checks ------------------------------------------------------------------------------
 
 
-def _check(asked: str, entry: TargetLeaf) -> None:
+def _check(caller: str, entry: TargetLeaf) -> None:
     p, g, path = entry.target, entry.grad, entry.path
     if not isinstance(p, torch.Tensor):
-        _refuse(asked, f"target{path} is a {type(p).__name__}", "a leaf tensor", "Give parameters.")
+        _refuse(
+            caller, f"target{path} is a {type(p).__name__}", "a leaf tensor", "Give parameters."
+        )
     if not isinstance(g, torch.Tensor):
-        _refuse(asked, f"grads{path} is a {type(g).__name__}", "a tensor", "Convert it: asarray.")
+        _refuse(caller, f"grads{path} is a {type(g).__name__}", "a tensor", "Convert it: asarray.")
     if _is_traced(p) or _is_traced(g):
         raise GradtoolsError(
-            f"{asked}: grads{path} belongs to a torch.func transform that is still running; .grad "
+            f"{caller}: grads{path} belongs to a torch.func transform that is still running; .grad "
             "would outlive it. Return the gradients from the transformed function and write them "
             "outside."
         )
-    _check_parameter(asked, path, p)
-    _check_match(asked, path, p, g)
+    _check_parameter(caller, path, p)
+    _check_match(caller, path, p, g)
 
 
-def _check_parameter(asked: str, path: str, p: torch.Tensor) -> None:
+def _check_parameter(caller: str, path: str, p: torch.Tensor) -> None:
     if not p.is_leaf:
         _refuse(
-            asked,
+            caller,
             f"target{path} is the result of {type(p.grad_fn).__name__}",
             "a leaf tensor",
             "Give the parameter it was computed from; an intermediate result keeps no .grad.",
         )
     if not p.requires_grad:
         _refuse(
-            asked,
+            caller,
             f"target{path} has requires_grad=False",
             "a tensor that requires grad",
             "Call requires_grad_() on the real parameter (functionalize hands out detached "
@@ -193,7 +195,7 @@ def _check_parameter(asked: str, path: str, p: torch.Tensor) -> None:
         )
 
 
-def _check_match(asked: str, path: str, p: torch.Tensor, g: torch.Tensor) -> None:
+def _check_match(caller: str, path: str, p: torch.Tensor, g: torch.Tensor) -> None:
     dtype = _expected_dtype(p, g)
     if g.shape == p.shape and g.dtype == dtype and g.device == p.device:
         return
@@ -203,7 +205,7 @@ def _check_match(asked: str, path: str, p: torch.Tensor, g: torch.Tensor) -> Non
         mend = f"Move it with .to({str(p.device)!r})."
     if g.shape != p.shape:
         mend = "Reduce it over the batch first, or give it under another name."
-    _refuse(asked, f"grads{path} is {spec(g)}", f"{expected}, as the parameter", mend)
+    _refuse(caller, f"grads{path} is {spec(g)}", f"{expected}, as the parameter", mend)
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
@@ -214,8 +216,8 @@ def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
     return g.dtype if p.grad is None else p.grad.dtype
 
 
-def _refuse(asked: str, found: str, expected: str, mend: str) -> None:
-    raise GradtoolsError(f"{asked}: {found}; expected {expected}. {mend}")
+def _refuse(caller: str, found: str, expected: str, mend: str) -> None:
+    raise GradtoolsError(f"{caller}: {found}; expected {expected}. {mend}")
 
 
 def _is_traced(x: torch.Tensor) -> bool:

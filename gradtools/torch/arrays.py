@@ -97,14 +97,14 @@ def check_key(caller: str, key: Any) -> None:
     """Raises unless ``key`` is one key."""
     if isinstance(key, torch.Tensor) and key.dtype == torch.int64 and key.shape == (2,):
         return
-    found = (
+    result = (
         f"a {key.dtype} tensor of shape {tuple(key.shape)}"
         if isinstance(key, torch.Tensor)
         else repr(key)
     )
     raise GradtoolsError(
         f"{caller}: a key is an int64 tensor of shape (2,), made by key(seed) or a row of "
-        f"split(key, n); got {found}."
+        f"split(key, n); got {result}."
     )
 
 
@@ -131,10 +131,10 @@ def _from_numpy(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A tensor on memory of its own (``array`` may be read-only, reversed or byte-swapped)."""
     owned = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
     try:
-        found = torch.from_numpy(owned)
+        result = torch.from_numpy(owned)
     except TypeError:
-        found = _reinterpreted(owned)
-    return found.to(device)
+        result = _reinterpreted(owned)
+    return result.to(device)
 
 
 def _reinterpreted(array: np.ndarray) -> torch.Tensor:

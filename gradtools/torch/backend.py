@@ -157,13 +157,13 @@ class TorchBackend(Wing):
                 raise
 
             def run(*values: Tensor) -> list[Tensor]:
-                found, came = trees.flatten(f(trees.unflatten(argdef, values)))
+                result, came = trees.flatten(f(trees.unflatten(argdef, values)))
                 if came != treedef:
                     raise GradtoolsError(
                         f"straight_through: the function returned the structure {came}, its "
                         f"surrogate {treedef}; they must be the same."
                     ) from None
-                return [self.cast(y, s) for y, s in zip(found, shapes, strict=True)]
+                return [self.cast(y, s) for y, s in zip(result, shapes, strict=True)]
 
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
 

@@ -61,11 +61,11 @@ class Question:
         if not self.looks or not any(None in _sizes(shape) for shape, _, _ in self.looks):
             return self.run, [_wave(_look(x), 0.5, 1.0) for x in self.at], True
         xs = [_wave(look, 0.5, 1.0) for look in self.looks]
-        found = self.rule.at(*xs)
-        everything = [*xs, *found.ys, *found.extras]
-        run = found.tangent if self.which == "tangent" else found.cotangent
+        result = self.rule.at(*xs)
+        everything = [*xs, *result.ys, *result.extras]
+        run = result.tangent if self.which == "tangent" else result.cotangent
         assert run is not None
-        return run, [everything[i].detach() for i in found.saves], True
+        return run, [everything[i].detach() for i in result.saves], True
 
     @property
     def signature(self) -> Any:
@@ -76,42 +76,45 @@ class Question:
 # --- is it zero at zero? -----------------------------------------------------------------
 
 
-def hold_zero(asked: Question) -> None:
+def hold_zero(question: Question) -> None:
     """Raises if a map is not zero at zero, as where the author forgot the tangent."""
-    contract = asked.rule.contract
+    contract = question.rule.contract
     if contract is not None:
-        contract.ask("zero", asked.which, asked.signature, of=lambda: _is_zero(asked))
+        contract.ask("zero", question.which, question.signature, of=lambda: _is_zero(question))
 
 
-def _is_zero(asked: Question) -> bool:
+def _is_zero(question: Question) -> bool:
     """False where it cannot be told, as where the map raises at values that are made up.
 
     What it raises in plain eager code is the user's: a map that fails once need not do so again.
     """
-    contract = asked.rule.contract
+    contract = question.rule.contract
     assert contract is not None
     try:
-        wrong = _first_not_zero(asked)
+        wrong = _first_not_zero(question)
     except KernelMet:
         return False
     except Exception as error:
-        if not in_eager() or any(value_of(x) is None for x in asked.at):
+        if not in_eager() or any(value_of(x) is None for x in question.at):
             return False
         error.add_note(
-            f"{contract.name}: raised where every {asked.which} is zero, which its map was asked "
-            "first. If that alone fails, custom_rule(f, check='never') leaves the question out."
+            f"{contract.name}: raised where every {question.which} is zero, which its map was "
+            "asked first. If that alone fails, custom_rule(f, check='never') leaves the question "
+            "out."
         )
         raise
     if wrong is not None:
-        raise contract.not_zero(asked.which, wrong)
+        raise contract.not_zero(question.which, wrong)
     return True
 
 
-def _first_not_zero(asked: Question) -> int | None:
-    with upstream.disable_current_modes(), torch.no_grad(), restored(Randomness.now(asked.at)):
-        run, at, made_up = asked.points()
+def _first_not_zero(question: Question) -> int | None:
+    with upstream.disable_current_modes(), torch.no_grad(), restored(Randomness.now(question.at)):
+        run, at, made_up = question.points()
         with _kernels_refused(made_up):
-            ys = run(at, filled([None] * len(asked.likes), [_concrete(x) for x in asked.likes]))
+            ys = run(
+                at, filled([None] * len(question.likes), [_concrete(x) for x in question.likes])
+            )
         for i, y in enumerate(ys):
             moved = isinstance(y, Tensor) and bool(((y != 0) & ~y.isnan()).any())
             if moved and not _is_rounding(y, at):
@@ -159,24 +162,24 @@ def _kernels_refused(yes: bool = True) -> Iterator[None]:
 # --- is it linear? -----------------------------------------------------------------------
 
 
-def hold_linear(asked: Question) -> None:
+def hold_linear(question: Question) -> None:
     """Sums and multiples must go through, else the map is not linear.
 
     Asked once of each rule, with vectors of its own, so that it draws no random numbers.
     """
-    rule, which = asked.rule, asked.which
-    hold_zero(asked)
+    rule, which = question.rule, question.which
+    hold_zero(question)
     source = rule.source or rule
     if source in _LINEAR or (rule.contract is not None and rule.contract.check == "never"):
         return
-    there = [like is not None for like in asked.likes]
+    there = [like is not None for like in question.likes]
 
     def run(linear: Map, at: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
         return linear(at, spread(vs, there))
 
-    with upstream.disable_current_modes(), torch.no_grad(), restored(Randomness.now(asked.at)):
-        linear, at, made_up = asked.points()
-        likes = [like for like in asked.likes if like]
+    with upstream.disable_current_modes(), torch.no_grad(), restored(Randomness.now(question.at)):
+        linear, at, made_up = question.points()
+        likes = [like for like in question.likes if like]
         v, w = ([_wave(like, shift, 0.0) for like in likes] for shift in (1.0, 2.0))
         try:
             same = is_linear(partial(run, linear, at), v, w, _gap, _slack, _reach(v))

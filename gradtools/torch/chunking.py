@@ -31,7 +31,7 @@ left_to_python(__name__)
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     """The joined outputs of all chunks, and the last carry."""
-    with marked(chunks.batch.asked):
+    with marked(chunks.batch.caller):
         return plain_loop(chunks) if is_plain() else _run(chunks)
 
 
@@ -95,12 +95,13 @@ def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:
     if chunks.axes is None:
         return flattened(rows)
     columns = zip(zip(*rows, strict=True), chunks.axes, strict=True)
-    found = [_concatenated(chunks, column, axis) for column, axis in columns]
+    result = [_concatenated(chunks, column, axis) for column, axis in columns]
     if not chunks.cut.interleaved:
-        return found
+        return result
     order = torch.tensor(flattened(chunks.cut.rows)).argsort()
     return [
-        y.index_select(axis, order.to(y.device)) for y, axis in zip(found, chunks.axes, strict=True)
+        y.index_select(axis, order.to(y.device))
+        for y, axis in zip(result, chunks.axes, strict=True)
     ]
 
 

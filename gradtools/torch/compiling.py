@@ -120,12 +120,12 @@ _NO_DOUBLE_BACKWARD = (
 )
 
 
-def refuse_lost(asked: str, outs: Sequence[Tensor]) -> None:
+def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
     """Raises if the graph of outs holds a compiled backward pass, which loses derivatives."""
     if upstream.DYNAMO in sys.modules and any(
         type(node).__name__ == LOST for node in nodes_of(outs)
     ):
-        raise GradtoolsError(f"{asked}: {_NO_DOUBLE_BACKWARD}")
+        raise GradtoolsError(f"{caller}: {_NO_DOUBLE_BACKWARD}")
 
 
 def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
@@ -174,13 +174,13 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
                     "it would draw others, so its double backward cannot be had by running it "
                     "again. Compile the derivative instead: " + _NO_DOUBLE_BACKWARD
                 )
-            found = trees.flatten(f(*args, **kwargs))[0]
-            return [found[i] for i in tracked]
+            result = trees.flatten(f(*args, **kwargs))[0]
+            return [result[i] for i in tracked]
 
         after = Randomness.now(given)
-        found = [outs[i] for i in tracked]
-        point = _CompiledCall(_name(f), again, [get_gradient_edge(y) for y in found])
-        for i, y in zip(tracked, _Twice.apply(point, found, *own.values()), strict=True):
+        result = [outs[i] for i in tracked]
+        point = _CompiledCall(_name(f), again, [get_gradient_edge(y) for y in result])
+        for i, y in zip(tracked, _Twice.apply(point, result, *own.values()), strict=True):
             outs[i] = y
         return trees.unflatten(treedef, outs)
 

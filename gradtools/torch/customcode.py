@@ -59,18 +59,18 @@ def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
     """
     own = {id(x) for x in aliases}
     leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
-    found = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
+    result = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
     for x in (*aliases, *(x for opened in being_evaluated() for x in opened.aliases)):
         if x.grad_fn is not None and x.grad_fn in nodes:
-            found[id(x)] = x
-    return list(found.values())
+            result[id(x)] = x
+    return list(result.values())
 
 
-def refuse_lossy(asked: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey) -> None:
+def refuse_lossy(caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey) -> None:
     """Raises if custom code loses what its gradient depends on at the arguments."""
     for node in survey.custom:
         key = _key_of(node)
-        _Gating(asked, key, partial(_tried, fun, leaves, key), ()).ask("inputs")
+        _Gating(caller, key, partial(_tried, fun, leaves, key), ()).ask("inputs")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,13 +78,13 @@ class Guard:
     """What is needed to ask about the custom code in the graph of one evaluation.
 
     Attributes:
-        asked: The operator that the user called.
+        caller: The operator that the user called.
         fun: What was evaluated, at these leaves.
         survey: Its graph.
         aliases: The leaves' names in that graph.
     """
 
-    asked: str
+    caller: str
     fun: Fun
     leaves: Sequence[Tensor]
     survey: Survey
@@ -106,7 +106,7 @@ class Guard:
 
     def _refusing(self, cts: Any) -> None:
         raise GradtoolsError(
-            f"{self.asked}: f holds an operator without a backward pass (PyTorch's own message "
+            f"{self.caller}: f holds an operator without a backward pass (PyTorch's own message "
             "names it, once, in a warning: no autograd kernel was registered), so a term of the "
             "gradient is lost. Give the operator a backward by torch.library.register_autograd, "
             "or wrap it in gt.custom_rule; if it is a constant, call it under torch.no_grad."
@@ -115,20 +115,20 @@ class Guard:
     def _gate(self, node: Any) -> Callable[[Any, Any], Any]:
         key = _key_of(node)
         tried = partial(_tried, self.fun, self.leaves, key)
-        return _Gating(self.asked, key, tried, self.aliases).hook(node)
+        return _Gating(self.caller, key, tried, self.aliases).hook(node)
 
 
 class _Gating(NamedTuple):
     """Puts gates beside what a node of custom code gives.
 
     Attributes:
-        asked: The operator that the user called.
+        caller: The operator that the user called.
         key: The class.
         tried: What it loses, by a trial; its argument is whether in forward mode.
         aliases: Leaves that belong to the derivative itself.
     """
 
-    asked: str
+    caller: str
     key: _Key
     tried: Callable[[bool], set[str]]
     aliases: Sequence[Tensor]
@@ -172,7 +172,7 @@ class _Gating(NamedTuple):
     def ask(self, which: str, forward: bool = False) -> None:
         """Raises if the derivative along these is lost, or may be."""
         if not self.key.fine(forward):
-            _ask(self.asked, self.key, which, partial(self.tried, forward))
+            _ask(self.caller, self.key, which, partial(self.tried, forward))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -205,7 +205,7 @@ class Called:
 
 
 @contextmanager
-def gated_calls(asked: str, aliases: Sequence[Tensor]) -> Iterator[None]:
+def gated_calls(caller: str, aliases: Sequence[Tensor]) -> Iterator[None]:
     """Inside, a function runs whose graph is differentiated again: its custom code gets gates.
 
     For functions that cannot run once more by themselves: each call is tried at its arguments.
@@ -219,7 +219,7 @@ def gated_calls(asked: str, aliases: Sequence[Tensor]) -> Iterator[None]:
         if nodes and not kind.__module__.startswith(OWN) and not key.fine(False):
             trial = Trial.of(beneath, args)
             nodes[0].register_hook(
-                _Gating(asked, key, partial(_noted, trial, key), aliases).hook(nodes[0])
+                _Gating(caller, key, partial(_noted, trial, key), aliases).hook(nodes[0])
             )
         return out
 
@@ -227,7 +227,7 @@ def gated_calls(asked: str, aliases: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def gate_compiled(asked: str, outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+def gate_compiled(caller: str, outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
     """Gates for a graph of such a function at what is written in C++: its calls are not seen."""
 
     def tried(key: _Key, forward: bool) -> set[str]:
@@ -236,30 +236,30 @@ def gate_compiled(asked: str, outs: Sequence[Tensor], aliases: Sequence[Tensor])
     for node in surveyed(outs).custom:
         if type(node).__name__ == CPP_NODE and not _is_fine(node):
             key = _key_of(node)
-            node.register_hook(_Gating(asked, key, partial(tried, key), aliases).hook(node))
+            node.register_hook(_Gating(caller, key, partial(tried, key), aliases).hook(node))
 
 
-def _ask(asked: str, key: _Key, which: str, tried: Callable[[], set[str]]) -> None:
+def _ask(caller: str, key: _Key, which: str, tried: Callable[[], set[str]]) -> None:
     """Raises if a class loses the derivative of its gradient along these, or cannot be tried."""
     if key == _TORCHSCRIPT:
-        raise LostDerivativeError(f"{asked}: {TORCHSCRIPT_LOSES}")
+        raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
     try:
         lost = which in tried()
     except Untried as why:
         raise LostDerivativeError(
-            f"{asked}: f holds {key.name}, whose gradient is to be differentiated with respect to "
+            f"{caller}: f holds {key.name}, whose gradient is to be differentiated with respect to "
             f"its {which}. PyTorch may lose that in silence, so a class is tried once, by finite "
             f"differences, and this one could not be: {why}. Use gt.custom_rule; or take a second "
             "derivative of it once where it can be tried, by a call that may be repeated and near "
             "arguments that it takes, which gradtools remembers."
         ) from why
     if lost:
-        raise LostDerivativeError(_message(asked, key, which))
+        raise LostDerivativeError(_message(caller, key, which))
 
 
-def _message(asked: str, key: _Key, which: str) -> str:
+def _message(caller: str, key: _Key, which: str) -> str:
     return (
-        f"{asked}: f holds {key.name}, whose backward gives a gradient that autograd cannot "
+        f"{caller}: f holds {key.name}, whose backward gives a gradient that autograd cannot "
         f"differentiate with respect to its {which} (it is marked once_differentiable, computes "
         "under no_grad or outside of PyTorch, or uses a detached tensor or a saved intermediate, "
         "torch#76185), so that a second derivative is lost. Write backward of PyTorch's operations "
@@ -270,9 +270,9 @@ def _message(asked: str, key: _Key, which: str) -> str:
 class _Calls(TorchFunctionMode):
     """The same inside functorch's transforms, whose graphs do not show what they are made of."""
 
-    def __init__(self, asked: str) -> None:
+    def __init__(self, caller: str) -> None:
         super().__init__()
-        self.asked = asked
+        self.caller = caller
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         """The function; a custom one gets a hook on its node."""
@@ -294,9 +294,9 @@ class _Calls(TorchFunctionMode):
 
         def hook(given: Any, cts: Any) -> None:
             behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
-            for which, asked in (("inputs", again), ("cotangents", behind)):
-                if asked:
-                    _ask(self.asked, key, which, partial(self._lost, key, call))
+            for which, caller in (("inputs", again), ("cotangents", behind)):
+                if caller:
+                    _ask(self.caller, key, which, partial(self._lost, key, call))
 
         nodes[0].register_hook(hook)
 
@@ -309,10 +309,10 @@ class _Calls(TorchFunctionMode):
             return _noted(Trial.of(key.kind.apply, args), key, False)
 
 
-def calls_guarded(asked: str) -> AbstractContextManager[Any]:
+def calls_guarded(caller: str) -> AbstractContextManager[Any]:
     """Around a function that functorch differentiates, where that is differentiated again."""
     modes = upstream.function_modes()
-    return nullcontext() if any(isinstance(mode, _Calls) for mode in modes) else _Calls(asked)
+    return nullcontext() if any(isinstance(mode, _Calls) for mode in modes) else _Calls(caller)
 
 
 def _is_tracked_beneath(x: Tensor) -> bool:
@@ -398,10 +398,10 @@ def _is_fine(node: Any) -> bool:
 
 def _noted(trial: Trial, key: _Key, forward: bool) -> set[str]:
     """What a call loses, which is remembered of its class."""
-    found = trial.lost(forward)
-    if found is not None:
-        key.note(not found, forward)
-    return found or set()
+    result = trial.lost(forward)
+    if result is not None:
+        key.note(not result, forward)
+    return result or set()
 
 
 def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
@@ -412,13 +412,13 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     """
     from gradtools.torch.seeing import rerun
 
-    found: list[set[str] | None] = []
+    result: list[set[str] | None] = []
     why: list[str] = []
 
     def tried(beneath: Any, args: Args) -> None:
-        if torch.is_grad_enabled() and len(found) < _CALLS:
+        if torch.is_grad_enabled() and len(result) < _CALLS:
             try:
-                found.append(Trial.of(beneath, args).lost(forward))
+                result.append(Trial.of(beneath, args).lost(forward))
             except Untried as error:
                 why.append(str(error))
 
@@ -437,10 +437,10 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
             rerun(lambda xs: fun(*xs)[0], leaves)
     except Exception as error:
         why.append(f"evaluated a second time, f raises {told(error)}")
-    if not found:
+    if not result:
         raise Untried((*why, key.unseen)[0])
-    lost = set[str]().union(*[each for each in found if each is not None])
-    if any(each is not None for each in found):
+    lost = set[str]().union(*[each for each in result if each is not None])
+    if any(each is not None for each in result):
         key.note(not lost, forward)
     return lost
 

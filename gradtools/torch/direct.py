@@ -104,14 +104,17 @@ class _Signature:
     def is_pushed(self) -> bool:
         """Whether the forward rule was held to its contract, if there is one."""
         if self.jvp is not None and not self.pushed:
-            asked, zero = self.shaped.contract.asked, tuple([x[:2] for x in self.expected])
+            answered, zero = self.shaped.contract.answered, tuple([x[:2] for x in self.expected])
             looks = self.question[1]
-            self.pushed = {("the forward rule", looks), ("zero", "tangent", (looks, zero))} <= asked
+            self.pushed = {
+                ("the forward rule", looks),
+                ("zero", "tangent", (looks, zero)),
+            } <= answered
         return self.pushed or (self.jvp is None and torch.is_grad_enabled())
 
     def is_ready(self) -> bool:
         """Whether the long way was gone once, and the forward pass is held to f."""
-        self.ready = self.ready or self.question in self.shaped.contract.asked
+        self.ready = self.ready or self.question in self.shaped.contract.answered
         return self.ready
 
 
@@ -195,10 +198,10 @@ class DirectCalls:
         shaped = of._shape((), backend.sketch(args)[1], (True,) * len(args), ())
         who = "fwd" if of.bwd is not None else "the forward rule"
         looks = tuple([(tuple(shape), dtype) for shape, dtype, _ in key])
-        found = self.signatures[key] = _Signature(shaped, key, (who, looks))
+        result = self.signatures[key] = _Signature(shaped, key, (who, looks))
         if len(self.signatures) > _MOST:
             del self.signatures[next(iter(self.signatures))]
-        return found
+        return result
 
     def _called(self, signature: _Signature, args: tuple[Any, ...]) -> Any:
         """The call of a host function's kernel with tensors like these, and what it returns."""
@@ -343,17 +346,17 @@ def _linearized(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     before = None if sure else Randomness.now(xs)
     plain = tuple(map(_detach, xs))
     versions = list(map(_version, plain))
-    found = signature.fwd(*plain)
+    result = signature.fwd(*plain)
     if versions != list(map(_version, plain)):
         _refuse_written(signature, xs, versions)
     if not torch.is_grad_enabled():  # fwd left it off
         upstream.set_grad_enabled(True)
     if signature.bwd is None:
-        out, res = found, plain
-    elif type(found) is tuple and len(found) == 2:
-        out, res = found
+        out, res = result, plain
+    elif type(result) is tuple and len(result) == 2:
+        out, res = result
     else:
-        out, res = signature.shaped.pair(found, "fwd", "(out, residuals)")
+        out, res = signature.shaped.pair(result, "fwd", "(out, residuals)")
     drew = signature.bwd is None and before is not None and not before.stands()
     single = type(out) is Tensor and not drew
     if single and out.dtype.is_floating_point and not out.requires_grad:
@@ -385,12 +388,12 @@ def _attached(ctx: Any, plan: _Saved, outs: Sequence[Tensor], *inputs: Tensor) -
 
 def _outputs(ctx: Any, plan: _Saved, outs: Any, xs: Any) -> tuple[Tensor, ...]:
     """The same where some are integers or share memory, or come with extras."""
-    found = (*rules.as_views(outs[: plan.count], xs), *outs[plan.count :])
+    result = (*rules.as_views(outs[: plan.count], xs), *outs[plan.count :])
     if None in plan.likes:
-        ctx.mark_non_differentiable(*[y for y in found if not is_inexact(y)])
-    if len(found) > 1:
+        ctx.mark_non_differentiable(*[y for y in result if not is_inexact(y)])
+    if len(result) > 1:
         ctx.set_materialize_grads(False)
-    return found
+    return result
 
 
 def _plan_of(signature: _Signature, res: Any, known: list[Tensor]) -> _Saved | None:
@@ -436,9 +439,11 @@ def _linearized_any(
     pulling = (*plan.places, *signature.again)
     plan.pulling = [*pulling, *(i for i in again if i not in pulling)]
     plan.likes = list(map(like, outs))
-    found = signature.apply(plan, outs, *xs)
-    found = (found,) if type(found) is Tensor else found
-    return found[0] if plan.single else shaped.backend.unflatten(plan.out_def, found[: plan.count])
+    result = signature.apply(plan, outs, *xs)
+    result = (result,) if type(result) is Tensor else result
+    return (
+        result[0] if plan.single else shaped.backend.unflatten(plan.out_def, result[: plan.count])
+    )
 
 
 def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Any:
@@ -487,7 +492,7 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     running, own = HERE.running, signature.own
     running.append(own)
     try:
-        found = signature.jvp(plain, dxs)
+        result = signature.jvp(plain, dxs)
     except GradtoolsError as error:
         own.explain(error)
         raise
@@ -497,9 +502,9 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
         _refuse_written(signature, xs, versions)
     if not torch.is_grad_enabled():  # the rule left it off
         upstream.set_grad_enabled(True)
-    if type(found) is not tuple or len(found) != 2 or not _are_alike(*found):
+    if type(result) is not tuple or len(result) != 2 or not _are_alike(*result):
         return None
-    y, dy = found
+    y, dy = result
     if y.requires_grad:
         raise rules.closed_over_error(shaped.rule)
     if not dy.requires_grad:
@@ -597,11 +602,11 @@ def _pushed(signature: _Signature, args: tuple[Tensor, ...]) -> Any:
             if dx.requires_grad:
                 return NotImplemented
         return _pushed_by_bwd(signature, xs, dxs)
-    found = signature.jvp(xs, dxs)
-    if type(found) is tuple and len(found) == 2 and _are_alike(*found):
-        ys, dys, out_def = [found[0]], [found[1]], None
+    result = signature.jvp(xs, dxs)
+    if type(result) is tuple and len(result) == 2 and _are_alike(*result):
+        ys, dys, out_def = [result[0]], [result[1]], None
     else:
-        ys, dys = shaped.pushed(xs, found)
+        ys, dys = shaped.pushed(xs, result)
         out_def = signature.out_def()
     duals = rules.as_duals(shaped.rule, xs, dxs, ys, dys)
     return duals[0] if out_def is None else shaped.backend.unflatten(out_def, duals)
@@ -661,11 +666,11 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     )
     ctx.unusual = rules.unusual(cts)
     ctx.pulling, ctx.looks, ctx.like_xs = plan.pulling, signature.looks, signature.likes
-    found = rules.pulled_back(ctx, cts)
+    result = rules.pulled_back(ctx, cts)
     easy = None not in signature.likes
     if easy and not torch.is_grad_enabled():
         signature.pulled = signature.bwd is not None
-    return tuple(found)
+    return tuple(result)
 
 
 def _maps(plan: _Saved, signature: _Signature, like_ys: Sequence[Any]) -> Linearized:

@@ -225,7 +225,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             for p, t in zip(pulled, tangents, strict=bool(tracked))
             if p is not None and p.requires_grad
         ]
-        found: Sequence[Tensor | None] = [None] * len(tracked)
+        result: Sequence[Tensor | None] = [None] * len(tracked)
         if moved:
             create = torch.is_grad_enabled() and (
                 attached or any(t.requires_grad for _, t in moved)
@@ -233,11 +233,11 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             again = create or upstream.forward_level() >= 0
             ps, ts = [p for p, _ in moved], [_normal(t) for _, t in moved]
             with explained(asked_of(fun)):
-                found = _pulled(ps, dummies, ts, True, again, inside.spent)
-            found = guarded_gradients(asked_of(fun), ps, found)
-            note_taken(tracked, found, leaves, aliases, create, inside)
-            found = found if create else _freed(found)
-        pushed = spread(found, [y.requires_grad for y in outs])
+                result = _pulled(ps, dummies, ts, True, again, inside.spent)
+            result = guarded_gradients(asked_of(fun), ps, result)
+            note_taken(tracked, result, leaves, aliases, create, inside)
+            result = result if create else _freed(result)
+        pushed = spread(result, [y.requires_grad for y in outs])
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
 
     return (outs, extras, push) if attached else (_freed(outs), _freed(extras), push)
@@ -313,11 +313,11 @@ def _detached(x: Tensor) -> Tensor:
 
 def _freed(xs: Sequence[Any]) -> list[Any]:
     """The tensors, detached where there is anything to detach them from, and None."""
-    found = list(xs)
-    for i, x in enumerate(found):
+    result = list(xs)
+    for i, x in enumerate(result):
         if x is not None and x.requires_grad:
-            found[i] = _detached(x)
-    return found
+            result[i] = _detached(x)
+    return result
 
 
 def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -374,8 +374,8 @@ def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
     from gradtools.torch.seeing import rerun
 
     def run(xs: Sequence[Tensor]) -> list[int]:
-        found = _eager_vjp(fun, list(xs), True)
-        return found.cut(found.pullback(found.outs))
+        result = _eager_vjp(fun, list(xs), True)
+        return result.cut(result.pullback(result.outs))
 
     with upstream.temporarily_clear_interpreter_stack(), suppress(RuntimeError):
         return rerun(run, leaves)
@@ -387,7 +387,7 @@ def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
 
 def asked_of(fun: Fun) -> str:
     """The operator that the user called, as far as the function knows it."""
-    return getattr(fun, "asked", "gradtools")
+    return getattr(fun, "caller", "gradtools")
 
 
 # --- inside functorch and dynamo ---------------------------------------------------------
@@ -410,8 +410,8 @@ def _is_differentiated_again(own: int = 0) -> bool:
         return True
     kinds = upstream.TransformType
     stack = upstream.get_interpreter_stack() or ()
-    found = [level for level in stack if level.key() in (kinds.Grad, kinds.Jvp)]
-    return len(found) > own
+    result = [level for level in stack if level.key() in (kinds.Grad, kinds.Jvp)]
+    return len(result) > own
 
 
 def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
@@ -424,10 +424,10 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     keep = torch.is_grad_enabled()
 
     def paired(*xs: Tensor) -> Any:
-        asked = groups if groups is not None and is_compiling() else ()
+        caller = groups if groups is not None and is_compiling() else ()
         if is_compiling():
-            with _again_in_trace(keep, 1 + len(asked)), RightGradients():
-                outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
+            with _again_in_trace(keep, 1 + len(caller)), RightGradients():
+                outs, extras, inside = _watched(lambda *a: _probed(fun, a, caller, reached), xs)
             nested[:] = [inside]
         else:
             again = _is_differentiated_again(1)
@@ -438,8 +438,8 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             survey = surveyed(outs)
             if again:
                 refuse_torchscript(asked_of(fun), outs)
-            found, mended[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
-            reached[:] = [id(x) in found for x in xs]
+            result, mended[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
+            reached[:] = [id(x) in result for x in xs]
         empty[:] = [not outs]
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
 
@@ -514,8 +514,8 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
         outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
     if any(stopped) and not any(map(is_wrapped, leaves)):
         refuse_cut(fun, _cut_of(fun, leaves))
-    found = [list(xs) for xs in (outs, extras, pushed)]
-    return found if torch.is_grad_enabled() else [[_untracked(x) for x in xs] for xs in found]
+    result = [list(xs) for xs in (outs, extras, pushed)]
+    return result if torch.is_grad_enabled() else [[_untracked(x) for x in xs] for xs in result]
 
 
 def _untracked(x: Any) -> Any:
@@ -560,20 +560,20 @@ def _pushed_from_outside() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _looked_at_twice(asked: str) -> Iterator[None]:
+def _looked_at_twice(caller: str) -> Iterator[None]:
     """Around a function whose backward pass is differentiated; dynamo sees one kernel of it."""
     if is_compiling():
         with _twice_in_trace():
             yield
         return
-    with _calls_guarded(asked), TwiceByPlainOperations():
+    with _calls_guarded(caller), TwiceByPlainOperations():
         yield
 
 
-def _calls_guarded(asked: str) -> AbstractContextManager[Any]:
+def _calls_guarded(caller: str) -> AbstractContextManager[Any]:
     from gradtools.torch.customcode import calls_guarded
 
-    return calls_guarded(asked)
+    return calls_guarded(caller)
 
 
 def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
@@ -584,8 +584,8 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
         if not is_compiling():
             refuse_torchscript(asked_of(fun), outs)
-        found = first_of(NORMALISATIONS, outs) if _is_differentiated_again() else None
-        wrong[:] = [found] if found else []
+        result = first_of(NORMALISATIONS, outs) if _is_differentiated_again() else None
+        wrong[:] = [result] if result else []
         return tuple(outs), tuple(extras)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]

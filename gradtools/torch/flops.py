@@ -266,22 +266,22 @@ def _clamped(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def _reduced(kind: str) -> Rule:
     def rule(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-        x, found = args[0], _first(out)
-        if not _is_inexact(found):
+        x, result = args[0], _first(out)
+        if not _is_inexact(result):
             return 0
         other = args[1] if len(args) > 1 else None
         if isinstance(other, Tensor):  # the elementwise max(a, b)
-            return found.numel()
-        one = costs.weight(kind, found.is_complex())
-        return max(x.numel() - found.numel(), 0) * one
+            return result.numel()
+        one = costs.weight(kind, result.is_complex())
+        return max(x.numel() - result.numel(), 0) * one
 
     return rule
 
 
 def _mean(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    found = _first(out)
-    division = costs.weight("div", found.is_complex())
-    return _reduced("sum")(func, args, kwargs, out) + found.numel() * division
+    result = _first(out)
+    division = costs.weight("div", result.is_complex())
+    return _reduced("sum")(func, args, kwargs, out) + result.numel() * division
 
 
 def _running(kind: str) -> Rule:
@@ -302,23 +302,23 @@ def _variance(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def _product(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """mm, bmm, mv, dot and the like: the first factor's last axis is contracted."""
-    a, found = args[0], _first(out)
-    return costs.product(found.numel(), a.shape[-1], found.is_complex())
+    a, result = args[0], _first(out)
+    return costs.product(result.numel(), a.shape[-1], result.is_complex())
 
 
 def _added_product(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """addmm and the like: beta * input + alpha * a @ b."""
-    a, found = args[1], _first(out)
+    a, result = args[1], _first(out)
     factors = sum(kwargs.get(name, 1) not in (0, 1) for name in ("alpha", "beta"))
-    added = 0 if kwargs.get("beta", 1) == 0 else costs.weight("add", found.is_complex())
-    extra = added + factors * costs.weight("mul", found.is_complex())
+    added = 0 if kwargs.get("beta", 1) == 0 else costs.weight("add", result.is_complex())
+    extra = added + factors * costs.weight("mul", result.is_complex())
     contracted = a.shape[-1] * (a.shape[0] if _name(func) == "addbmm" else 1)
-    return costs.product(found.numel(), contracted, found.is_complex()) + found.numel() * extra
+    return costs.product(result.numel(), contracted, result.is_complex()) + result.numel() * extra
 
 
 def _outer(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    found = _first(out)
-    return found.numel() * sum(costs.weight(kind, found.is_complex()) for kind in ("mul", "add"))
+    result = _first(out)
+    return result.numel() * sum(costs.weight(kind, result.is_complex()) for kind in ("mul", "add"))
 
 
 def _met(x: Tensor, w: Tensor, y: Tensor, stride: Any, padding: Any, dilation: Any) -> list[int]:
@@ -334,8 +334,8 @@ def _met(x: Tensor, w: Tensor, y: Tensor, stride: Any, padding: Any, dilation: A
 
 
 def _spread(value: Any, axes: int) -> Sequence[int]:
-    found = list(value) if isinstance(value, list | tuple) else [value]
-    return found * axes if len(found) == 1 else found
+    result = list(value) if isinstance(value, list | tuple) else [value]
+    return result * axes if len(result) == 1 else result
 
 
 def _conv_once(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any]) -> int:
@@ -349,8 +349,8 @@ def _conv_once(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any]) -> int:
 
 def _convolution(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     x, w, bias, *options = args
-    found = _conv_once(x, w, out, options)
-    return found + (out.numel() * costs.weight("add", out.is_complex()) if bias is not None else 0)
+    result = _conv_once(x, w, out, options)
+    return result + (out.numel() * costs.weight("add", out.is_complex()) if bias is not None else 0)
 
 
 def _convolution_backward(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -363,10 +363,10 @@ def _convolution_backward(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def _pooled(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """A window's elements are compared; of an average they are added and divided."""
-    found, window = _first(out), args[1]
+    result, window = _first(out), args[1]
     axes = int(upstream.schema_of(func).name.split("pool")[1][0])
     taps = math.prod(_spread(window, axes))
-    return found.numel() * (taps if "avg" in _name(func) else taps - 1)
+    return result.numel() * (taps if "avg" in _name(func) else taps - 1)
 
 
 def _pooled_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:

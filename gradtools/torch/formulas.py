@@ -43,8 +43,8 @@ def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
 
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """clamp(x + 3, 0, 6) / 6."""
-    found = torch.clamp(input + 3, 0, 6) / 6
-    return input.copy_(found) if inplace else found
+    result = torch.clamp(input + 3, 0, 6) / 6
+    return input.copy_(result) if inplace else result
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
@@ -163,8 +163,8 @@ def cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
 def cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
     """The solution X of L L^H X = B, by two triangular systems."""
     lower = input2.mH if upper else input2
-    found = torch.linalg.solve_triangular(lower, input, upper=False)
-    return torch.linalg.solve_triangular(lower.mH, found, upper=True)
+    result = torch.linalg.solve_triangular(lower, input, upper=False)
+    return torch.linalg.solve_triangular(lower.mH, result, upper=True)
 
 
 def attention(

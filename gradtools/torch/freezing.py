@@ -134,12 +134,12 @@ class _Use(Forward):
         self.keeps = self._may_keep()  # asked before hooks of our own stand there
         measured = self.uses.budget > 0 and self.keeps
         with bytes_saved(self) if measured else nullcontext([0]) as size:
-            found = super()._first_pass(rows, shared)
+            result = super()._first_pass(rows, shared)
         if measured:
             self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
             fits = bool(self.retained) and self.once is None
             self.holds = fits and self.uses.reserve(self, self.uses.size)
-        return found
+        return result
 
     def _kept(self) -> int:
         return int(self.keeps)
@@ -192,8 +192,8 @@ class _Use(Forward):
                 None if g is None else detached(g, CHUNK) for g in known[1]
             ]  # in no graph of its own
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
-        asked = _PullbackInputs.apply(back, tuple(cts), *zs)
-        _, grads = node_of(back, rows, asked, known)
+        caller = _PullbackInputs.apply(back, tuple(cts), *zs)
+        _, grads = node_of(back, rows, caller, known)
         return self.guarded(grads)
 
     def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
@@ -216,7 +216,7 @@ class _Use(Forward):
         beneath = upstream.peek_interpreter_stack() is not None
         return not (beneath or batched or self.batches)
 
-    def by_any_kernel(self, asked: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
+    def by_any_kernel(self, caller: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
         """The result of forward mode, else of double backward; by other kernels where one fails.
 
         The next use begins with what worked for this one.
@@ -227,15 +227,15 @@ class _Use(Forward):
         ways = [(way, other) for way in (fast, slow) if way is not None for other in (False, True)]
         count = len(ways)
         self.refuse_edit()
-        ways = ways[self.uses.skipped.get((asked, count), 0) :]
+        ways = ways[self.uses.skipped.get((caller, count), 0) :]
         while True:
             way, other = ways.pop(0)
             if way is slow:
                 self.refuse_once("give it a jvp, or ")
             try:
-                found = way(self.with_modes(self.modes.by_other_kernels()) if other else self)
+                result = way(self.with_modes(self.modes.by_other_kernels()) if other else self)
             except LevelTaken:
-                return self.by_any_kernel(asked, None, slow)
+                return self.by_any_kernel(caller, None, slow)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = _lacking(error)
                 if kernel in _NO_KERNELS:  # flags choose no other
@@ -246,8 +246,8 @@ class _Use(Forward):
                     raise refusal(error, _without(kernel, error)) from error
                 _tell(kernel, again=ways[0][0] is way)
             else:
-                self.uses.skipped[asked, count] = count - 1 - len(ways)
-                return found
+                self.uses.skipped[caller, count] = count - 1 - len(ways)
+                return result
 
     def refuse_edit(self) -> None:
         """Raises if G edits a cotangent: the derivative of its pullback is forward mode's."""
@@ -332,9 +332,9 @@ class _FrozenBackward(Backward):
     pulled_first: Sequence[tuple[Any, int]] = ()  # the first pullback's result, to compare
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
-        found, wanted = super().batched(size, on, randomness, whole)
-        found.graph = None
-        return found, wanted
+        result, wanted = super().batched(size, on, randomness, whole)
+        result.graph = None
+        return result, wanted
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
         use: Any = self.of
@@ -374,8 +374,8 @@ class _FrozenBackward(Backward):
             return
         known = self._of_multiple(1.0, zs, cts)
         for factor in (-0.5, 1e4) if untried else (-0.5,):
-            found = self._of_multiple(factor, zs, cts)
-            pairs = zip(known, found, strict=True)
+            result = self._of_multiple(factor, zs, cts)
+            pairs = zip(known, result, strict=True)
             if not all(a is None or _is_times(factor, a, b) for a, b in pairs):
                 raise GradtoolsError(_nonlinear(use.hooked, untried))
         self.is_linear = True
@@ -519,11 +519,11 @@ class _PullbackInputs(torch.autograd.Function):
         ctx.back, ctx.cts = back, cts
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*zs)
-        found = [x.view_as(x) for x in zs]
+        result = [x.view_as(x) for x in zs]
         ctx.mark_non_differentiable(
-            *[x for x in found if not x.is_floating_point() and not x.is_complex()]
+            *[x for x in result if not x.is_floating_point() and not x.is_complex()]
         )
-        return tuple(found)
+        return tuple(result)
 
     @staticmethod
     def backward(ctx: Any, *us: Tensor | None) -> Any:
@@ -583,9 +583,9 @@ def _lacking(error: Exception) -> str | None:
     """What lacks a derivative, if that is what the error says; a kernel by its name."""
     text = torch_says(error)
     for pattern, name in _LACKING.items():
-        found = pattern.search(text)
-        if found is not None:
-            return name or found.group(1)
+        result = pattern.search(text)
+        if result is not None:
+            return name or result.group(1)
     return None
 
 

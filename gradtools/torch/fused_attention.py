@@ -36,7 +36,7 @@ def differentiable(node: Any, given: Sequence[Tensor | None], ct: Tensor) -> lis
     """
     mask = _mask_of(node)
     places = [k for k, g in enumerate(given) if g is not None]
-    found = [g.detach() for g in given if g is not None]
+    result = [g.detach() for g in given if g is not None]
     options = upstream.saved(node, "is_causal"), upstream.saved(node, "scale")
     masks = [] if mask is None else [mask]
 
@@ -47,7 +47,7 @@ def differentiable(node: Any, given: Sequence[Tensor | None], ct: Tensor) -> lis
 
     xs = [ct, *(upstream.saved(node, name) for name in ("query", "key", "value")), *masks]
     rule = rule_of_reverse_mode("scaled_dot_product_attention", pulled)
-    left = iter(apply_rule(_at_values(rule, len(xs), len(found)), *xs, *found))
+    left = iter(apply_rule(_at_values(rule, len(xs), len(result)), *xs, *result))
     return [None if g is None else next(left) for g in given]
 
 
@@ -90,13 +90,13 @@ def attention_pullback(
     weights = attention_weights(query, keys, mask, is_causal, scale)
     dweights = ct @ values.mT
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
-    found = [
+    result = [
         dscores @ keys * scale,
         _summed(dscores.mT @ query * scale, times),
         _summed(weights.mT @ ct, times),
     ]
     dmask = None if mask is None else dscores.sum_to_size(mask.shape).to(mask.dtype)
-    return [*(g.to(kind) for g in found), dmask]
+    return [*(g.to(kind) for g in result), dmask]
 
 
 def _summed(x: Tensor, times: int) -> Tensor:

@@ -58,10 +58,10 @@ def _of_all(value: Any, group: Any) -> list[Any]:
     """All processes' values. What is sent must be plain memory, whatever transform is under way."""
     import torch.distributed as dist
 
-    found: list[Any] = [None] * dist.get_world_size(group)
+    result: list[Any] = [None] * dist.get_world_size(group)
     with upstream.temporarily_clear_interpreter_stack():
-        dist.all_gather_object(found, value, group)
-    return found
+        dist.all_gather_object(result, value, group)
+    return result
 
 
 # --- two linear maps, each the other's adjoint ---------------------------------------------------

@@ -100,8 +100,8 @@ class PassedBy:
     moves: Whether a tensor has a tangent there.
     """
 
-    def __init__(self, asked: str, moves: Callable[[Tensor], bool]) -> None:
-        self._asked, self._moves = asked, moves
+    def __init__(self, caller: str, moves: Callable[[Tensor], bool]) -> None:
+        self._asked, self._moves = caller, moves
         self._set: list[tuple[RemovableHandle, list[bool]]] = []
         self._thread = threading.get_ident()
         self._watch = register_module_forward_pre_hook(self._look)

@@ -108,11 +108,11 @@ def _of_subclass(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequen
 def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
     call = call_by_key(key)
     expected = results_of(call, xs, len(batch))
-    found = call.run([_numpy(x) for x in xs], expected, tuple(batch))
+    result = call.run([_numpy(x) for x in xs], expected, tuple(batch))
     device = xs[0].device if xs else None
     return [
         torch.from_numpy(y).to(device, getattr(torch, s.dtype))
-        for y, s in zip(found, expected.specs, strict=True)
+        for y, s in zip(result, expected.specs, strict=True)
     ]
 
 
@@ -133,8 +133,8 @@ def _fake(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 def _vmap(info: Any, in_dims: Any, key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Any:
     batch = [info.batch_size, *batch]
-    found = torch.ops.gradtools.call_kernel(key, _front(info, in_dims[1], xs), batch)
-    return found, [0] * len(found)
+    result = torch.ops.gradtools.call_kernel(key, _front(info, in_dims[1], xs), batch)
+    return result, [0] * len(result)
 
 
 def _front(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[Tensor]:
@@ -158,8 +158,8 @@ def _old_vmap(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tens
         ]
         size = next(x.shape[0] for x, m in zip(front, mapped, strict=True) if m)
         full = [x if m else x.expand(size, *x.shape) for x, m in zip(front, mapped, strict=True)]
-        found = torch.ops.gradtools.call_kernel(key, full, [size, *batch])
-        return [upstream.add_batch_axis(y, 0, level) for y in found]
+        result = torch.ops.gradtools.call_kernel(key, full, [size, *batch])
+        return [upstream.add_batch_axis(y, 0, level) for y in result]
     finally:
         upstream.enter_vmap()
 
@@ -202,5 +202,5 @@ class _WithoutDerivative(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, key: str, batch: Sequence[int], *xs: Tensor) -> Any:
-        found = _bind(key, _front(info, in_dims[2:], xs), [info.batch_size, *batch])
-        return tuple(found), (0,) * len(found)
+        result = _bind(key, _front(info, in_dims[2:], xs), [info.batch_size, *batch])
+        return tuple(result), (0,) * len(result)

@@ -43,8 +43,8 @@ class Joint:
         if not self.sums:
             return [None] * len(leaves)
         with _LOCK:
-            found = [self.sums.pop(id(x), None) for x in leaves]
-        return [None if entry is None else _here(*entry) for entry in found]
+            result = [self.sums.pop(id(x), None) for x in leaves]
+        return [None if entry is None else _here(*entry) for entry in result]
 
     def handed_on(self, leaves: Sequence[Tensor], grads: Sequence[Any]) -> list[Any]:
         """Of gradients those that nobody adds to any more, for autograd; a node calls it once."""
@@ -82,15 +82,15 @@ def joint_of(node: Any) -> Joint | None:
     if task < 0 or torch.is_grad_enabled() or not plain or node not in _NODES:
         return None
     with _LOCK:
-        found = _JOINTS.get(task)
-        if found is None:
+        result = _JOINTS.get(task)
+        if result is None:
             nodes = [other for other in _NODES if _will_run(other)]
-            found = Joint(nodes)
+            result = Joint(nodes)
             for other in nodes:
-                other.joints[task] = found
-            _JOINTS[task] = found
+                other.joints[task] = result
+            _JOINTS[task] = result
         node.joints.pop(task, None)
-        return found
+        return result
 
 
 def _stream(x: Tensor) -> Any:

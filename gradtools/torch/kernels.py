@@ -45,30 +45,30 @@ def jvps(
     root = getattr(fun, "f", fun)
     again = len(many) > 1 and not is_compiling()
     before = Snapshot.of([root], leaves) if again else None
-    found: list[Any] = []
+    result: list[Any] = []
     with torch.no_grad(), by_any_kernel(asked_of(fun)):
         for tangents in many:
-            if found and before is not None:
+            if result and before is not None:
                 before.restore()
-            found.append(jvp(fun, leaves, tangents))
-    outs, extras, _ = found[0]
-    return outs, extras, [pushed for _, _, pushed in found]
+            result.append(jvp(fun, leaves, tangents))
+    outs, extras, _ = result[0]
+    return outs, extras, [pushed for _, _, pushed in result]
 
 
 @contextmanager
-def by_any_kernel(asked: str) -> Iterator[None]:
+def by_any_kernel(caller: str) -> Iterator[None]:
     """Inside, forward mode takes another kernel where one has none, and says so once."""
     if is_compiling():
         yield
         return
-    with _ByAnyKernel(asked):
+    with _ByAnyKernel(caller):
         yield
 
 
 class _ByAnyKernel(TorchFunctionMode):
-    def __init__(self, asked: str) -> None:
+    def __init__(self, caller: str) -> None:
         super().__init__()
-        self.asked = asked
+        self.caller = caller
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,13 +86,15 @@ class _ByAnyKernel(TorchFunctionMode):
             lacking = _LACKING.search(str(error))  # whose name the error says
         streams.restore()
         with Modes.now(kinds).by_other_kernels().again():
-            found = fun(*args, **kwargs)
-        _tell(self.asked, lacking.group(1) if lacking else fun.__name__)
-        return found
+            result = fun(*args, **kwargs)
+        _tell(self.caller, lacking.group(1) if lacking else fun.__name__)
+        return result
 
 
-def _tell(asked: str, kernel: str) -> None:
-    if (asked, kernel) in _TOLD:
+def _tell(caller: str, kernel: str) -> None:
+    if (caller, kernel) in _TOLD:
         return
-    _TOLD.add((asked, kernel))
-    warn(f"{asked}: {kernel} has no forward mode; there PyTorch's own alternative takes its place.")
+    _TOLD.add((caller, kernel))
+    warn(
+        f"{caller}: {kernel} has no forward mode; there PyTorch's own alternative takes its place."
+    )

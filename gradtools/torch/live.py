@@ -86,14 +86,14 @@ class _AutogradReader:
 
     def operands(self, fn: GradFn, kept: Sequence[tuple[str, int]]) -> list[int]:
         """The values that a node read, each in its place; one that nobody kept is unknown."""
-        names, known, found = _operands_of(fn), dict(kept), []
+        names, known, result = _operands_of(fn), dict(kept), []
         for place, (given, k) in enumerate(fn.next_functions):
             if given is not None:
-                found.append(self.of(given, k))
+                result.append(self.of(given, k))
             else:
                 held = known.get(names[place]) if names else None
-                found.append(self.unknown() if held is None else held)
-        return found
+                result.append(self.unknown() if held is None else held)
+        return result
 
     def unknown(self) -> int:
         """A value of which autograd holds nothing, for no derivative flows to it."""
@@ -130,16 +130,16 @@ class _AutogradReader:
             if not key.startswith(_SAVED):
                 continue
             try:
-                found = getattr(fn, key)
+                result = getattr(fn, key)
             except RuntimeError:  # it was freed by a backward pass
                 continue
-            several = found if isinstance(found, tuple | list) else (found,)
+            several = result if isinstance(result, tuple | list) else (result,)
             if any(isinstance(x, Tensor) for x in several):
                 name = key.removeprefix(_SAVED)
                 tensors += [(name, self.tensor(x)) for x in several if isinstance(x, Tensor)]
-            elif key != "_saved_tensors" and _is_plain(found) and not _is_layout(key, found):
+            elif key != "_saved_tensors" and _is_plain(result) and not _is_layout(key, result):
                 name = "base" if fn.name() == "PowBackward2" else key.removeprefix(_SAVED)
-                attributes[name] = _signed(found)
+                attributes[name] = _signed(result)
         if isinstance(fn, torch.autograd.function.BackwardCFunction):
             with suppress(RuntimeError):
                 own = [x for x in fn.saved_tensors if isinstance(x, Tensor)]
@@ -168,8 +168,8 @@ def _operands_of(fn: GradFn) -> list[str]:
     for overload in packet.overloads() if packet is not None else ():
         arguments = upstream.arguments_of(getattr(packet, overload))
         kinds = "Tensor", "Optional[Tensor]"
-        found = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
-        names = max(names, found, key=len)  # that of tensors alone: numbers are such to autograd
+        result = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
+        names = max(names, result, key=len)  # that of tensors alone: numbers are such to autograd
     return names if len(names) == len(fn.next_functions) else []
 
 

@@ -68,8 +68,8 @@ def _check(given: Sequence[Tensor]) -> None:
 
 def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
     with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, _eager():
-        found = run()
-    del found
+        result = run()
+    del result
     before.restore()
     return flops.total, live.peak, [*costs.not_counted(flops.unknown), *sorted(flops.notes)]
 
@@ -150,21 +150,21 @@ class LiveBytes(upstream.Watching):
         self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if (inside := inside_of(func, args)) is not None and (cost := inside.cost()) is not None:
             self.peak = max(self.peak, self.now + math.prod(args[2]) * cost.peak_bytes)
         fresh = func is torch.ops.aten.lift_fresh.default  # of numbers of Python's
         before = () if fresh else upstream.tree_leaves((args, kwargs))
         given = {_key(x) for x in before if _is_plain(x)}
-        for x in upstream.tree_leaves(found):
+        for x in upstream.tree_leaves(result):
             if _is_plain(x):
                 self._note(x.untyped_storage(), given)
-        return found
+        return result
 
     def number_of(self, x: Any) -> int | None:
         """The number of a tensor's storage, which no later one gets; None of those before."""
-        found = self._known.get(_key(x)) if _is_plain(x) else None
-        return None if found is None else found[0]
+        result = self._known.get(_key(x)) if _is_plain(x) else None
+        return None if result is None else result[0]
 
     def bytes_of(self, x: Tensor) -> int:
         """The bytes of a storage that was made inside."""
@@ -197,8 +197,8 @@ def _key(x: Tensor) -> int:
 def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
     """The most bytes that were alive at once of what `run()` made, and what it returned."""
     with LiveBytes() as live:
-        found = run()
-    return live.peak, found
+        result = run()
+    return live.peak, result
 
 
 def _saved(
@@ -218,15 +218,15 @@ def _saved_bytes(
         tracked_args, tracked_kwargs = upstream.tree_map(_tracked, (tuple(args), kwargs))
         try:
             with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), _eager():
-                found = f(*tracked_args, **tracked_kwargs)
+                result = f(*tracked_args, **tracked_kwargs)
         except Exception as error:  # it ran as it was given: what stands in the way is the answer
             first = str(error).strip().partition("\n")[0]
             before.restore()
             return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
     before.restore()
-    leaves = upstream.tree_leaves(found)
+    leaves = upstream.tree_leaves(result)
     graph = [x.grad_fn if isinstance(x, Tensor) else x for x in leaves]  # without the results
-    del found, leaves
+    del result, leaves
     gc.collect()
     with_graph = live.now
     del graph
@@ -299,9 +299,9 @@ def _alive() -> tuple[list[Tensor], list[Any]]:
     """The leaves that require grad, and the optimisers: an f that steps may reach them anyhow."""
     tensors, optimizers = _kinds_of(Tensor), _kinds_of(torch.optim.Optimizer)
     both = tensors | optimizers
-    found = [x for x in gc.get_objects() if type(x) in both]
-    leaves = [x for x in found if type(x) in tensors and x.requires_grad and x.is_leaf]
-    return leaves, [x for x in found if type(x) in optimizers]
+    result = [x for x in gc.get_objects() if type(x) in both]
+    leaves = [x for x in result if type(x) in tensors and x.requires_grad and x.is_leaf]
+    return leaves, [x for x in result if type(x) in optimizers]
 
 
 def _kinds_of(kind: type) -> set[type]:

@@ -88,13 +88,13 @@ def without_cached_weights() -> Iterator[dict[Any, Any]]:
 
     Afterwards what was computed and kept inside is in the dictionary.
     """
-    kept, found = upstream.cached_weights(), dict[Any, Any]()
+    kept, result = upstream.cached_weights(), dict[Any, Any]()
     if kept is None:
         yield {}
         return
-    upstream.set_cached_weights(found)
+    upstream.set_cached_weights(result)
     try:
-        yield found
+        yield result
     finally:
         upstream.set_cached_weights(kept)
 
@@ -203,8 +203,8 @@ def as_cast_now(fun: Callable[..., Any], kinds: Iterable[str]) -> Callable[..., 
         with ExitStack() as inside:
             for kind, dtype in casts:
                 inside.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-            found = fun(*args)
-        return upstream.tree_map(_widened, found)
+            result = fun(*args)
+        return upstream.tree_map(_widened, result)
 
     return run if casts else fun
 
@@ -256,7 +256,7 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     A use of a frozen function reads them several times.
     """
     cuda, mha = torch.backends.cuda, torch.backends.mha
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         **precisions(),
         "deterministic": (
@@ -271,8 +271,8 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     }
     holders = {"cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn}
     for name in ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic"):
-        found[name] = _attribute(holders["cudnn"], name.partition(".")[2])
-    return {**found, "mkldnn.enabled": _attribute(holders["mkldnn"], "enabled")}
+        result[name] = _attribute(holders["cudnn"], name.partition(".")[2])
+    return {**result, "mkldnn.enabled": _attribute(holders["mkldnn"], "enabled")}
 
 
 @cache

@@ -310,13 +310,13 @@ def _filled(slots: dict[str, Any], source: Any) -> dict[str, Any]:
 
 def _buffers_of(plan: ModulePlan, copies: list[nn.Module], clones: dict) -> dict[str, Tensor]:
     """The buffers after the call: changed in place, or assigned anew at any of their places."""
-    found = dict(clones)
+    result = dict(clones)
     for copy, node in zip(copies, plan.nodes, strict=True):
         for name, slot in node.buffers.items():
             value = upstream.slots_of(copy)[1].get(name)
             if slot is not None and value is not None and value is not clones[slot]:
-                found[slot] = value
-    return found
+                result[slot] = value
+    return result
 
 
 def _in_mode(plan: ModulePlan, params: Mapping, state: Mapping, train: bool) -> ModulePlan:
@@ -342,22 +342,22 @@ def _with_scalars(node: ModuleNode, copy: nn.Module) -> ModuleNode:
 # Checks
 
 
-def check_module(asked: str, module: Any, variables: Any = None) -> None:
+def check_module(caller: str, module: Any, variables: Any = None) -> None:
     """Refuses what is no module, and one whose tensors cannot be given from outside."""
     if not isinstance(module, nn.Module):
         raise GradtoolsError(
-            f"{asked}: got a {type(module).__module__}.{type(module).__qualname__}; the "
+            f"{caller}: got a {type(module).__module__}.{type(module).__qualname__}; the "
             "PyTorch backend accepts a torch.nn.Module."
         )
     if variables is not None:
         raise GradtoolsError(
-            f"{asked}: a torch.nn.Module holds its own tensors; leave variables=None."
+            f"{caller}: a torch.nn.Module holds its own tensors; leave variables=None."
         )
     for name, part in module.named_modules():
-        _check_part(asked, name or "the module", part)
+        _check_part(caller, name or "the module", part)
 
 
-def _check_part(asked: str, name: str, part: nn.Module) -> None:
+def _check_part(caller: str, name: str, part: nn.Module) -> None:
     mends = {
         "ScriptModule": "functionalize the Python module before scripting it",
         "DistributedDataParallel": "functionalize its .module",
@@ -367,14 +367,14 @@ def _check_part(asked: str, name: str, part: nn.Module) -> None:
     for kind in type(part).__mro__:
         if kind.__name__ in mends and kind.__module__.startswith("torch."):
             raise GradtoolsError(
-                f"{asked}: {name} is a {kind.__name__}, whose tensors cannot be given from "
+                f"{caller}: {name} is a {kind.__name__}, whose tensors cannot be given from "
                 f"outside; {mends[kind.__name__]}."
             )
     parameters, buffers, _ = upstream.slots_of(part)
     for tensor_name, tensor in [*parameters.items(), *buffers.items()]:
         if tensor is not None and nn.parameter.is_lazy(tensor):
             raise GradtoolsError(
-                f"{asked}: {tensor_name!r} of {name} has no shape yet (a lazy module). "
+                f"{caller}: {tensor_name!r} of {name} has no shape yet (a lazy module). "
                 "Call the module once on an example first."
             )
 
@@ -421,8 +421,8 @@ def _seed(key: Any) -> int:
 def _devices(tree: Any) -> list[torch.device]:
     """The accelerator devices of all tensors in the call."""
     leaves = upstream.tree_leaves(tree)
-    found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    return sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
+    result = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    return sorted((d for d in result if d.type not in ("cpu", "meta")), key=str)
 
 
 @contextmanager

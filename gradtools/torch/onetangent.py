@@ -56,9 +56,9 @@ class OneTangent(Stops):
         """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
         rule = None if torch.is_grad_enabled() else _RULES.get(fun)
         if rule is not None:
-            found = rule(self, fun, args, kwargs)
-            if found is not None:
-                return found
+            result = rule(self, fun, args, kwargs)
+            if result is not None:
+                return result
         return super().flowing(fun, types, args, kwargs)
 
     def parts(self, x: Any) -> tuple[Any, Tensor | None]:

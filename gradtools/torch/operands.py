@@ -36,13 +36,13 @@ class AtenCall:
 
     def operands(self) -> list[Any]:
         """Its tensors, and the numbers that stand for tensors, each in its place."""
-        found: list[Any] = []
+        result: list[Any] = []
         for argument, value in self.bound:
             if _is_number(argument, value):
-                found.append(value)
+                result.append(value)
             elif not _is_out(argument):
-                found += tensors_in(value)
-        return [*_REORDERED[self.name](found)] if self.name in _REORDERED else found
+                result += tensors_in(value)
+        return [*_REORDERED[self.name](result)] if self.name in _REORDERED else result
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
         """All its arguments by name, those that were not given as they are by default."""
@@ -70,14 +70,14 @@ class AtenCall:
 
     def _attributes(self) -> dict[str, Any]:
         """What is no operand, and not as it is by default."""
-        found = {}
+        result = {}
         for argument, value in self.bound:
             default = argument.default_value if argument.has_default_value() else None
             plain = value is not None and not any(True for _ in tensors_in(value))
             if plain and argument.name not in _UNSAID and not _is_number(argument, value):
                 value = _plain(value)
                 if value != _plain(default):
-                    found[argument.name] = value
+                    result[argument.name] = value
         for argument in self.schema:
             default = argument.has_default_value() and argument.default_value
             if (
@@ -85,10 +85,10 @@ class AtenCall:
                 and type(default) is int
                 and self.given.get("dim") in (None, default)
             ):
-                found["dim"] = default
+                result["dim"] = default
         if lacking := self._lacking():
-            found["without"] = lacking
-        return self._with_axes(found)
+            result["without"] = lacking
+        return self._with_axes(result)
 
     def _lacking(self) -> tuple[str, ...]:
         """Tensors that are left out before one that is not, so that its place does not tell it."""

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def opened(
-    asked: str,
+    caller: str,
     f: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -35,7 +35,7 @@ def opened(
     """
     for i in argnums:
         if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):
-            return Opened(asked, f, args, argnums)
+            return Opened(caller, f, args, argnums)
     return None
 
 
@@ -93,13 +93,13 @@ class Opened:
     changed = ()  # what a call changes is written at once
 
     def __init__(
-        self, asked: str, f: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
+        self, caller: str, f: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
     ) -> None:
         self._f = f
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self._trees = {i: _flattened(args[i]) for i in argnums}
-        found = [x for leaves, _ in self._trees.values() for x in leaves if _is_module(x)]
-        _check(asked, found)
+        result = [x for leaves, _ in self._trees.values() for x in leaves if _is_module(x)]
+        _check(caller, result)
         self.args = [part_of(x) if i in self._trees else x for i, x in enumerate(args)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class Opened:
         """Nothing is lost."""
 
 
-def _check(asked: str, modules: Sequence[nn.Module]) -> None:
+def _check(caller: str, modules: Sequence[nn.Module]) -> None:
     """Refuses modules whose tensors cannot be given, and two that share a parameter."""
     from gradtools.keras_layers import is_keras, refusal
     from gradtools.torch.modules import check_module
@@ -143,12 +143,12 @@ def _check(asked: str, modules: Sequence[nn.Module]) -> None:
     owners: dict[int, int] = {}
     for k, module in enumerate(modules):
         if is_keras(module):
-            raise refusal(asked, "a differentiated argument", module)
-        check_module(asked, module)
+            raise refusal(caller, "a differentiated argument", module)
+        check_module(caller, module)
         for name, p in module.named_parameters():
             if p.requires_grad and owners.setdefault(id(p), k) != k:
                 raise GradtoolsError(
-                    f"{asked}: the parameter {name} stands in two of the differentiated modules, "
+                    f"{caller}: the parameter {name} stands in two of the differentiated modules, "
                     "so that its gradient belongs to both. Pass one module that holds them, as "
                     "nn.ModuleDict or nn.ModuleList."
                 )

@@ -64,20 +64,20 @@ _KERNEL = "aten.call_kernel"
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
 
 
-def gradient_graph(asked: Differentiated | Live) -> PlainGraph:
+def gradient_graph(request: Differentiated | Live) -> PlainGraph:
     """The passes of a program as one graph, its effects undone; or what autograd holds."""
-    if isinstance(asked, Live):
-        return live_graph(asked.outputs)
+    if isinstance(request, Live):
+        return live_graph(request.outputs)
     try:
-        return _opened(_hooked_or_not(asked))
+        return _opened(_hooked_or_not(request))
     except (RuntimeError, NotImplementedError) as error:
         lacking = re.search(r"derivative for (\S+) is not implemented", torch_says(error))
-        if lacking is None or asked.order < SECOND:
+        if lacking is None or request.order < SECOND:
             raise
     _tell(lacking[1])
-    kinds = {x.device.type for x in asked.program.leaves if isinstance(x, Tensor)}
+    kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
     with Modes.now(kinds).by_other_kernels().again():
-        return _opened(_hooked_or_not(asked))
+        return _opened(_hooked_or_not(request))
 
 
 def _opened(graph: PlainGraph) -> PlainGraph:
@@ -101,43 +101,43 @@ def _tell(kernel: str) -> None:
     )
 
 
-def _hooked_or_not(asked: Differentiated) -> PlainGraph:
+def _hooked_or_not(request: Differentiated) -> PlainGraph:
     try:
-        return _observed(asked, hooked=True)
+        return _observed(request, hooked=True)
     except RuntimeError as error:
         if not is_of("torch", error):
             raise
     # Inside of torch.func's transforms there are none; any other error comes again.
-    return _observed(asked, hooked=False)
+    return _observed(request, hooked=False)
 
 
-def _observed(asked: Differentiated, hooked: bool) -> PlainGraph:
+def _observed(request: Differentiated, hooked: bool) -> PlainGraph:
     """A recorded run, and afterwards everything as it was.
 
     hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
     """
-    program = asked.program
-    with recording(f"{program.asked}: a program", program.run, program.leaves) as undo:
-        return _recorded(asked, _PassRecorder(undo, hooked))
+    program = request.program
+    with recording(f"{program.caller}: a program", program.run, program.leaves) as undo:
+        return _recorded(request, _PassRecorder(undo, hooked))
 
 
-def _recorded(asked: Differentiated, recorder: _PassRecorder) -> PlainGraph:
-    program = asked.program
+def _recorded(request: Differentiated, recorder: _PassRecorder) -> PlainGraph:
+    program = request.program
     active = set(program.wrt)
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
     inputs = [recorder.introduced(x, name) for x, name in zip(xs, program.names, strict=True)]
     with recorder.watching(FORWARD):
         ys = _execute(program.run, xs)
-    names = [asked.output(k) for k in range(len(ys))]
+    names = [request.output(k) for k in range(len(ys))]
     ends = _Ends(inputs, [recorder.number_of(y) for y in ys], names)
     outs = {name: y for name, y in zip(names, ys, strict=True) if _is_tracked(y)}
     leaves = {program.names[k]: xs[k] for k in sorted(active)}
     leaves |= recorder.parameters(outs.values(), leaves.values())
-    for phase in range(1, asked.order + 1):
-        found, cts = _differentiated(recorder, ends, phase, outs, leaves, phase < asked.order)
-        outs = {name: y for name, y in found.items() if _is_tracked(y)}
+    for phase in range(1, request.order + 1):
+        result, cts = _differentiated(recorder, ends, phase, outs, leaves, phase < request.order)
+        outs = {name: y for name, y in result.items() if _is_tracked(y)}
         leaves = {**leaves, **cts}
-    return recorder.graph(ends, asked.order)
+    return recorder.graph(ends, request.order)
 
 
 @dataclass
@@ -166,10 +166,10 @@ def _differentiated(
         given = list(outs.values()), list(leaves.values()), list(cts.values())
         grads = _execute_backward(*given, again)
     named = gradient_of if phase < SECOND else second_gradient_of
-    found = {named(x): g for x, g in zip(leaves, grads, strict=True) if g is not None}
-    ends.outputs += [recorder.number_of(g) for g in found.values()]
-    ends.names += found
-    return found, cts
+    result = {named(x): g for x, g in zip(leaves, grads, strict=True) if g is not None}
+    ends.outputs += [recorder.number_of(g) for g in result.values()]
+    ends.names += result
+    return result, cts
 
 
 def _execute(run: Any, xs: Sequence[Any]) -> list[Any]:
@@ -335,10 +335,10 @@ class _PassRecorder(upstream.Watching):
     def _origin(self) -> _Origin:
         """The line, modules and mark of what runs: in later passes those of the forward pass."""
         end = _execute_backward if self._phase else _execute
-        source, found = place(end)
+        source, result = place(end)
         managed = mark_of_running()
         rule, own = next((known for known in self._rules if known[1]), ("", ""))
-        mark = managed or own or found
+        mark = managed or own or result
         running = upstream.current_node()
         of = self._origins.get(-1 if running is None else upstream.sequence_of(running), _Origin())
         if not self._phase:  # in a derivative that f takes itself its own lines come first
@@ -402,13 +402,13 @@ class _PassRecorder(upstream.Watching):
         of: dict[tuple[int, int], list[int]] = {}
         for i, made in enumerate(self.made):
             of.setdefault((made.sequence, made.node.phase), []).append(i)
-        found: dict[int, tuple[int, ...]] = {}
+        result: dict[int, tuple[int, ...]] = {}
         for sequence, number, phase in self._packed:
             nodes = of.get((sequence, phase), []) if phase < order else []
             touching = [i for i in nodes if number in self._around(i)]
             for i in (touching or nodes)[:1]:
-                found[i] = tuple(dict.fromkeys((*found.get(i, ()), number)))
-        return found
+                result[i] = tuple(dict.fromkeys((*result.get(i, ()), number)))
+        return result
 
     def _around(self, i: int) -> tuple[int, ...]:
         node = self.made[i].node
@@ -498,15 +498,15 @@ class _PassRecorder(upstream.Watching):
     def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
         """What f holds that requires grad and reaches the outputs, by name."""
         own = {id(x) for x in given}
-        found: dict[str, tuple[int, Tensor]] = {}
+        result: dict[str, tuple[int, Tensor]] = {}
         for x in reversed(list(leaves_of(list(outs)))):
             known = self._held.get(x)
             if id(x) not in own and known is not None:
                 value = self.values[known.value]
-                name = value.name or f"captured tensor {len(found)}"
-                found[name] = known.value, x
+                name = value.name or f"captured tensor {len(result)}"
+                result[name] = known.value, x
                 self.values[known.value] = replace(value, name=name)
-        ordered = sorted(found.items(), key=lambda item: item[1][0])
+        ordered = sorted(result.items(), key=lambda item: item[1][0])
         return {name: x for name, (_, x) in ordered}
 
     # --- the whole
@@ -535,16 +535,16 @@ class _PassRecorder(upstream.Watching):
         wanted = {v: name for v, name in wanted.items() if gradient_of(name) in ends.names}
         inside = inside_rules(nodes, wanted, self.values)
         lost = {v: leaves for v, leaves in inside.items() if v in self._untracked}
-        found = [with_cuts(node, lost, self.values) for node in nodes]
+        result = [with_cuts(node, lost, self.values) for node in nodes]
         for leaf, name in wanted.items():
             name = second_gradient_of(name)
             cuts = tuple(v for v, leaves in lost.items() if leaf in leaves)
             if cuts and name not in ends.names:
                 made = self._like(leaf)
-                found.append(missing(cuts, made, nodes))
+                result.append(missing(cuts, made, nodes))
                 ends.outputs.append(made)
                 ends.names.append(name)
-        return found
+        return result
 
     def _is_cotangent(self, value: int) -> bool:
         return self.values[value].name.startswith(cotangent_of(""))

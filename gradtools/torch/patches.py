@@ -49,8 +49,8 @@ class _Patch:
 
     def _blocks(self) -> list[Around]:
         """Those of this thread, outermost first."""
-        found: list[Around] = self._here.__dict__.setdefault("blocks", [])
-        return found
+        result: list[Around] = self._here.__dict__.setdefault("blocks", [])
+        return result
 
     def _set(self) -> None:
         def call(owner: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -130,15 +130,15 @@ class _Derived(ChunkProgram):
         return self.of.forward
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
-        found, widths = copy.copy(self), [*self.widths, self.shared_width]
+        result, widths = copy.copy(self), [*self.widths, self.shared_width]
         own = [row[:k] for row, k in zip(on, widths, strict=True)]
         alone = not whole and not any(map(any, own))
-        found.vectors_only = (alone, *self.vectors_only)
+        result.vectors_only = (alone, *self.vectors_only)
         wanted = own
         if not alone:
-            found.of, wanted = self.of.batched(size, own, randomness, True)
+            result.of, wanted = self.of.batched(size, own, randomness, True)
         vectors = zip(wanted, on, widths, strict=True)
-        return found, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
+        return result, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
 
     def pulled(
         self, outs: Entries, inputs: Entries, cts: Entries, own: int, *how: bool
@@ -162,13 +162,13 @@ class _Derived(ChunkProgram):
             if self.vectors_only[k]:
                 axis = self.vectors_only[:k].count(False)  # a sum over a batch has lost its axis
                 fun = torch.vmap(fun, axis, (axis, 0), randomness="same")
-        found, sums = fun(*(ct for ct in cts if ct is not None))
-        return spread([*found, *sums], counts)
+        result, sums = fun(*(ct for ct in cts if ct is not None))
+        return spread([*result, *sums], counts)
 
     def explained(self) -> AbstractContextManager[None]:
         """PyTorch's errors in our words; frozen reads them, to go another way."""
-        asked = self.forward.asked
-        return explained(asked) if asked != "frozen" else nullcontext()
+        caller = self.forward.caller
+        return explained(caller) if caller != "frozen" else nullcontext()
 
     def needs(self, i: int) -> bool:
         """Whether anything is asked of chunk i."""
@@ -189,20 +189,20 @@ class _Derived(ChunkProgram):
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         count, sums = len(rows), self._begun()
         rows, shared = [[primal_of(x) for x in xs] for xs in rows], [primal_of(x) for x in shared]
-        found: Rows = [self.nothing(i) for i in range(count)]
+        result: Rows = [self.nothing(i) for i in range(count)]
         self.forward.check_storages()
         with self.forward.without_hooks(), torch.no_grad():
-            had = self.from_retained(rows, shared, found, sums)
+            had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
                 self.sums = None if self.forward.beneath else sums
                 with self._summing(), self.forward.replaying():
                     for i in steps(self.forward.chunks, again[-1] + 1):
                         if i in again:
-                            self._add(found, sums, i, rows[i], shared)
+                            self._add(result, sums, i, rows[i], shared)
                         else:
                             self.pass_by(i, rows[i], shared)
-        return found, sums.total or self.nothing_summed()
+        return result, sums.total or self.nothing_summed()
 
     def _begun(self) -> Sums:
         """What earlier nodes of this backward pass gave for the leaves; nobody else holds it."""
@@ -237,13 +237,13 @@ class _Derived(ChunkProgram):
         a, b = (views_of(xs), views_of(shared)) if create else (aliases_of(xs), aliases_of(shared))
         # A pullback that is transposed gates what runs in it by itself.
         twice = create or (self.transposes and not isinstance(self.of, _Derived))
-        gates = gated_calls(self.forward.asked, [*a, *b]) if twice else nullcontext()
+        gates = gated_calls(self.forward.caller, [*a, *b]) if twice else nullcontext()
         with torch.enable_grad(), gates:
             ys, terms = self.of.one(i, a, b)
         if create:
             outs = tensors_of((*ys, *terms))
-            refuse_lost(self.forward.asked, outs)
-            gate_compiled(self.forward.asked, outs, [*a, *b])
+            refuse_lost(self.forward.caller, outs)
+            gate_compiled(self.forward.caller, outs, [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
 
 
@@ -369,13 +369,13 @@ def pulled_back(
         for y, ct in zip(outs, cts, strict=True)
         if ct is not None and isinstance(y, Tensor) and y.requires_grad
     ]
-    asked = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
-    if not pairs or not any(asked):
+    caller = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+    if not pairs or not any(caller):
         return [None] * len(inputs)
     with rightly(wrong_nodes([y for y, _ in pairs])):
         grads = torch.autograd.grad(
             [y for y, _ in pairs],
-            [x for x, a in zip(inputs, asked, strict=True) if a],
+            [x for x, a in zip(inputs, caller, strict=True) if a],
             [ct for _, ct in pairs],
             retain_graph=keep,
             create_graph=create,
@@ -383,7 +383,7 @@ def pulled_back(
         )
     if create:
         grads = guarded_gradients("chunked or frozen", [y for y, _ in pairs], grads)
-    return spread(grads, asked)
+    return spread(grads, caller)
 
 
 def _dummy(y: Any) -> Tensor | None:
@@ -452,15 +452,15 @@ class _Maps:
         full = spread(cts, there)
         if self.program is self.program.forward:  # its sums are carries
             full = full[: sum(counts)]
-        found = self._vectors(saved, full, counts)
-        with marked(self.program.forward.asked):
-            return self.program.pull(self.widths, self.width, found[2], *found[:2], joint)
+        result = self._vectors(saved, full, counts)
+        with marked(self.program.forward.caller):
+            return self.program.pull(self.widths, self.width, result[2], *result[:2], joint)
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
         """One for each output."""
-        found = self._vectors(saved, dxs, self.widths)
-        with marked(self.program.forward.asked):
-            pushed = self.program.push(self.widths, self.width, found[2], *found[:2])
+        result = self._vectors(saved, dxs, self.widths)
+        with marked(self.program.forward.caller):
+            pushed = self.program.push(self.widths, self.width, result[2], *result[:2])
         there = self.shape[1]
         pushed += [None] * (len(there) - len(pushed))  # of carries
         return [dy for dy, t in zip(pushed, there, strict=True) if t]
@@ -496,11 +496,11 @@ class _ProgramNode(torch.autograd.Function):
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
         there, joint = [None if ct is None else alive(ct) for ct in cts], joint_of(ctx)
         with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
-            found = ctx.maps.cotangent(_unchanged(ctx), there, joint)
+            result = ctx.maps.cotangent(_unchanged(ctx), there, joint)
         if joint is not None:
-            own = len(found) - len(ctx.leaves)
-            found[own:] = joint.handed_on(ctx.leaves, found[own:])
-        return None, None, *found
+            own = len(result) - len(ctx.leaves)
+            result[own:] = joint.handed_on(ctx.leaves, result[own:])
+        return None, None, *result
 
 
 def _unchanged(ctx: Any) -> Any:
@@ -510,10 +510,10 @@ def _unchanged(ctx: Any) -> Any:
     except RuntimeError as error:
         if "modified" not in torch_says(error):
             raise
-        asked = ctx.maps.program.forward.asked
+        caller = ctx.maps.program.forward.caller
         raise GradtoolsError(
-            f"{asked}: an argument or a parameter was changed in place after the forward pass, and "
-            "the backward pass needs it as it was. Clone it before you change it."
+            f"{caller}: an argument or a parameter was changed in place after the forward pass, "
+            "and the backward pass needs it as it was. Clone it before you change it."
         ) from error
 
 
@@ -525,14 +525,14 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
         ys = known
         if ys is None:
             parts = cut_up(xs, widths)
-            found = program.evaluate(parts[:-1], parts[-1][:width])
-            ys = _chosen(program, found, shape, False)
+            result = program.evaluate(parts[:-1], parts[-1][:width])
+            ys = _chosen(program, result, shape, False)
         return [y.view_as(y) if any(y is x for x in xs) else y for y in ys]  # an input is saved
 
     def mapped(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
         count = sum(widths) + width
         on = cut_up([d is not None for d in axes[:count]], widths)
-        found, wanted = program.batched(size, on, randomness, False)
+        result, wanted = program.batched(size, on, randomness, False)
         front = [
             x if not w else x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
             for x, d, w in zip(xs[:count], axes[:count], flattened(wanted), strict=True)
@@ -540,17 +540,17 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
 
         def axes_of(out: Entries) -> tuple[int | None, ...]:
             batched = [True] * len(shape[1])
-            if isinstance(found, Backward) and not found.vectors_only[0]:
+            if isinstance(result, Backward) and not result.vectors_only[0]:
                 # the sums of leaves are sums over the batch, too
-                batched[len(batched) - len(found.leaves) :] = [False] * len(found.leaves)
+                batched[len(batched) - len(result.leaves) :] = [False] * len(result.leaves)
             pairs = zip(batched, shape[1], strict=True)
             return tuple([0 if b else None for b, there in pairs if there])
 
-        batch = _rule(_Maps(found, widths, width, shape))
+        batch = _rule(_Maps(result, widths, width, shape))
         return batch, [*front, *xs[count:]], axes_of
 
-    asked = program.forward.asked
-    return Rule(asked, primal, maps.tangent, maps.cotangent, captures=False, mapped=mapped)
+    caller = program.forward.caller
+    return Rule(caller, primal, maps.tangent, maps.cotangent, captures=False, mapped=mapped)
 
 
 def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:

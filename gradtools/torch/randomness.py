@@ -96,16 +96,16 @@ class Randomness:
 
     def marks(self) -> dict[str, int]:
         """Where the generators stand, by their names: equal where they stand alike."""
-        found = {f"PyTorch's random stream on {d}": hash(_state(d)[1]) for d in self.states}
+        result = {f"PyTorch's random stream on {d}": hash(_state(d)[1]) for d in self.states}
         if self.python is not None:
             moved = not self._python_stands()
-            found["Python's random stream"] = hash(random.getstate()) if moved else 0
+            result["Python's random stream"] = hash(random.getstate()) if moved else 0
         if self.numpy is not None:
             moved = not self._numpy_stands()
-            found["NumPy's random stream"] = (
+            result["NumPy's random stream"] = (
                 hash(_bits_of(_numpy().get_state(legacy=False))) if moved else 0
             )
-        return found
+        return result
 
     def restore(self) -> None:
         """Puts the generators where they stood."""

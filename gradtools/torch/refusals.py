@@ -22,25 +22,25 @@ def torch_says(error: BaseException) -> str:
 class explained:
     """PyTorch's refusals, in words that say what to do."""
 
-    __slots__ = ("asked",)
+    __slots__ = ("caller",)
 
-    def __init__(self, asked: str) -> None:
-        self.asked = asked
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError) and not is_compiling():
-            explain(self.asked, error)
+            explain(self.caller, error)
 
 
-def explain(asked: str, error: RuntimeError) -> None:
+def explain(caller: str, error: RuntimeError) -> None:
     """Raises one of PyTorch's refusals in words that say what to do."""
     text = torch_says(error)
     mend = next((mend for part, mend in _MENDS.items() if part in text), None)
     if mend is not None:
-        said = f"{asked}: {mend} PyTorch says{place_of(error)}: {error}"
+        said = f"{caller}: {mend} PyTorch says{place_of(error)}: {error}"
         raise refusal(error, said) from error
 
 

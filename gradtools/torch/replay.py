@@ -74,7 +74,7 @@ class Forward(ChunkProgram):
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.chunks, self.beneath = chunks, beneath
-        self.asked = chunks.batch.asked
+        self.caller = chunks.batch.caller
         self.pieces, self.count = pieces_of(chunks), chunks.cut.count
         self.tensors = tensors_of([*chunks.shared, *chunks.carry, *self.pieces[0]])
         self.modes = Modes.now({x.device.type for x in self.tensors})
@@ -88,7 +88,7 @@ class Forward(ChunkProgram):
         self.first_carry = self.carry = [untracked(x) for x in chunks.carry]
         self.leaves: list[Tensor] = []
         self.attached: list[list[bool]] = []
-        self.captured = self._captured() if chunks.batch.asked == "checkpoint" else []
+        self.captured = self._captured() if chunks.batch.caller == "checkpoint" else []
         self.begun: set[Any] = set()  # nodes at which the first pass's graph begins
         self.shared += self.captured
         if beneath:
@@ -117,29 +117,29 @@ class Forward(ChunkProgram):
         return self
 
     def _check_modules(self) -> None:
-        check_modules(self.asked, self.start, self.chunks.f)
+        check_modules(self.caller, self.start, self.chunks.f)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         """The same for a batch of all its tensors."""
-        found = copy.copy(self)
+        result = copy.copy(self)
         # What was drawn before there was a batch is drawn again once for all of it.
         randomness = randomness if any(map(any, on)) else "same"
-        found.batches = ((size, randomness), *self.batches)
-        return found, [[True for _ in row] for row in on]
+        result.batches = ((size, randomness), *self.batches)
+        return result, [[True for _ in row] for row in on]
 
     def _snapshot(self, like: Snapshot | None) -> Snapshot:
         try:
             return Snapshot.of(self.roots, self.tensors, like)
         except GradtoolsError as error:
-            raise GradtoolsError(f"{self.asked}: {error}") from None
+            raise GradtoolsError(f"{self.caller}: {error}") from None
 
     def _captured(self) -> list[Tensor]:
         """What f closes over that is computed, or a transform's: arguments that have no name."""
-        found = [x for x, _ in self.start.reached.watched]
+        result = [x for x, _ in self.start.reached.watched]
         if self.beneath:
-            return [x for x in found if is_wrapped(x)]
+            return [x for x in result if is_wrapped(x)]
         with upstream.DisableTorchFunction():  # what another program stands for is asked itself
-            return [x for x in found if is_dual(x) or (self.modes.grad and not x.is_leaf)]
+            return [x for x in result if is_dual(x) or (self.modes.grad and not x.is_leaf)]
 
     def _given(self) -> list[Tensor]:
         """The tensors that all chunks see as they are: what f does to them stays."""
@@ -180,7 +180,7 @@ class Forward(ChunkProgram):
         with again, without_cached_weights() as weights, watched as seen:
             hooks = upstream.hooks_made(), hook_count()
             outs, carry = self._called(i, pieces, own)
-            check_cached(self.asked, self.start, weights)
+            check_cached(self.caller, self.start, weights)
             if not self.is_again:
                 self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
@@ -228,8 +228,8 @@ class Forward(ChunkProgram):
         in_dims = tuple([axis for axis, t in zip(axes, there, strict=True) if t])
         for _, randomness in reversed(self.batches):
             fun = torch.vmap(fun, in_dims, randomness=randomness)
-        found = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
-        return found[: counts[0]], found[counts[0] :]
+        result = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
+        return result[: counts[0]], result[counts[0] :]
 
     def _on(self, i: int, pieces: Any, own: Any, carry: Any) -> tuple[list[Any], list[Any]]:
         """f at one chunk. own: What is shared, then what stands for what f captured."""
@@ -251,12 +251,12 @@ class Forward(ChunkProgram):
         before = self._grads()
         try:
             with torch.set_grad_enabled(self.modes.grad):
-                found = self._first_pass(rows, shared)
+                result = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
             raise
         self.accumulates = self._grads() != before
-        return found, self.carry if self.beneath else []
+        return result, self.carry if self.beneath else []
 
     def _grads(self) -> list[tuple[int, int]]:
         """Which `.grad` each leaf has, and in which version."""
@@ -271,7 +271,7 @@ class Forward(ChunkProgram):
         # What f keeps aside may reach the loss, through a graph that is used for nothing else.
         apart = kept or self.beneath or is_recorded()
         enter = entered if grad and not apart else aliases_of if grad else list
-        own, found = enter(shared), []
+        own, result = enter(shared), []
         leaves: dict[int, Tensor] = {}
         began: list[int] = []
         for i in steps(self.chunks, self.count):
@@ -279,7 +279,7 @@ class Forward(ChunkProgram):
             if i and i == self.count - kept:
                 self._note_end(i)
             xs = enter(rows[i])
-            if grad and kept and self.asked == "chunked":
+            if grad and kept and self.caller == "chunked":
                 _refuse_others(self.reading, *xs, *(own if i == 0 else ()))
             measured = i == 0 and kept > 0 and budget is not None
             with bytes_saved(self) if measured else nullcontext([0]) as size:
@@ -295,7 +295,7 @@ class Forward(ChunkProgram):
                 if i >= self.count - kept:
                     self.retained[i] = (xs, own, outs)
             self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
-            found.append([cut_off(y) for y in outs])
+            result.append([cut_off(y) for y in outs])
             del xs, outs  # and with them the graph, before the next one grows
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
@@ -308,17 +308,17 @@ class Forward(ChunkProgram):
         self._note_end(self.count)
         if self.verification is not None and not self.start.reached.stands():
             self.verification.held = self.start.watched_now()
-        return found
+        return result
 
     def _check_modes(self) -> None:
         """Raises if f leaves a mode switched, in which the next chunk would run."""
         grad, device = torch.is_grad_enabled() != self.modes.grad, default_device()
-        grad = grad and self.asked != "frozen"  # whose use is one call
+        grad = grad and self.caller != "frozen"  # whose use is one call
         if grad or device != self.modes.device:
             what = "whether gradients are taken" if grad else f"the default device (to {device})"
             how = "torch.no_grad()" if grad else "torch.device(...)"
             raise GradtoolsError(
-                f"{self.asked}: f switches {what} and leaves it so. Switch it before the call, or "
+                f"{self.caller}: f switches {what} and leaves it so. Switch it before the call, or "
                 f"inside of f by `with {how}:`."
             )
 
@@ -343,7 +343,7 @@ class Forward(ChunkProgram):
         moved = [stream for stream, stands in streams.items() if stands != marks[stream]]
         if moved:
             raise GradtoolsError(
-                f"{self.asked}: {moved[0]} stands elsewhere after f was computed again than after "
+                f"{self.caller}: {moved[0]} stands elsewhere after f was computed again than after "
                 "it was computed first. f draws from it only once (what it keeps in a cache, say), "
                 "or another thread draws from it meanwhile, whose numbers would come twice: give "
                 "that thread a generator of its own."
@@ -356,8 +356,8 @@ class Forward(ChunkProgram):
             k = moved_too[0]
             name = self.start.name_of(lambda x: x is self.start.reached.owned[k]) or "a buffer"
             raise GradtoolsError(
-                f"{self.asked}: {name} is not changed as often when f is computed again as when it "
-                "was computed first. f changes it by a way of its own each time, or another "
+                f"{self.caller}: {name} is not changed as often when f is computed again as when "
+                "it was computed first. f changes it by a way of its own each time, or another "
                 "thread calls the same module meanwhile, whose changes would be lost: let one "
                 "wait for the other."
             )
@@ -416,8 +416,8 @@ class Forward(ChunkProgram):
 
     def _in_place(self, more: str) -> GradtoolsError:
         return GradtoolsError(
-            f"{self.asked}: f changes an argument in place that is differentiated or not split, or "
-            f"a parameter, and it cannot be put back. Clone it in f first.{more}"
+            f"{self.caller}: f changes an argument in place that is differentiated or not split, "
+            f"or a parameter, and it cannot be put back. Clone it in f first.{more}"
         )
 
     def _source(self, i: int, k: int) -> Tensor:
@@ -477,10 +477,10 @@ class Forward(ChunkProgram):
         if moved:
             carry = ", or pass it in an argument that carry_argnums names"
             raise GradtoolsError(
-                f"{self.asked}: f changes {moved[0]} in place, which it captured, and it cannot be "
-                "put back for the backward pass, being a parameter (which an embedding with "
+                f"{self.caller}: f changes {moved[0]} in place, which it captured, and it cannot "
+                "be put back for the backward pass, being a parameter (which an embedding with "
                 "max_norm changes, too), or large and outside of modules. Change it outside of f, "
-                f"or make it a buffer of a module{carry if self.asked == 'chunked' else ''}."
+                f"or make it a buffer of a module{carry if self.caller == 'chunked' else ''}."
             )
         given = self._given()
         for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *given):
@@ -488,8 +488,8 @@ class Forward(ChunkProgram):
                 self.versions.append((x, upstream.version_of(x), "an argument"))
         split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
         own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views by now
-        found = (*self._reached(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
-        plain = [x for x in found if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
+        result = (*self._reached(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
+        plain = [x for x in result if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
     def _reached(self) -> list[Tensor]:
@@ -505,7 +505,7 @@ class Forward(ChunkProgram):
             kind = "a parameter" if any(x is moved[0] for x in self._reached()) else "an argument"
             name = self.start.name_of(lambda x: x is moved[0]) or kind
             raise GradtoolsError(
-                f"{self.asked}: the data of {name} was replaced after the forward pass (by .data, "
+                f"{self.caller}: the data of {name} was replaced after the forward pass (by .data, "
                 "vector_to_parameters, module.to or module.float), and the backward pass needs it "
                 "as it was. Do it after the backward pass."
             )
@@ -518,7 +518,7 @@ class Forward(ChunkProgram):
         changed += self.start.changed(parameters=not self.saves_parameters)
         if changed:
             raise GradtoolsError(
-                f"{self.asked}: {changed[0]} was changed in place after the forward pass, and the "
+                f"{self.caller}: {changed[0]} was changed in place after the forward pass, and the "
                 "backward pass needs it as it was. Clone it before you change it."
             )
         with REPLAYS:
@@ -561,7 +561,7 @@ class Forward(ChunkProgram):
             yield
             if before and reached.contents_versions() != before and self._verifies:
                 raise GradtoolsError(
-                    f"{self.asked}: a module's buffers change in the backward pass of a chunk: "
+                    f"{self.caller}: a module's buffers change in the backward pass of a chunk: "
                     "torch.utils.checkpoint inside of f computes it once more, and by itself would "
                     "count twice. Use gradtools' checkpoint in its place, which counts once; so "
                     "does verify=False here."

@@ -86,10 +86,10 @@ def _pushing() -> list[str]:
     return _compiled if is_compiling() else _eager.__dict__.setdefault("pushing", [])
 
 
-def evaluated_to_push(asked: str, evaluate: Callable[..., Any], *args: Any) -> Any:
+def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
     """`evaluate(*args)`, refusing rules that have no forward mode."""
     pushing = _pushing()
-    pushing.append(asked)
+    pushing.append(caller)
     try:
         return evaluate(*args)
     finally:
@@ -261,31 +261,31 @@ def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs and extras at plain tensors. What else than these requires grad was captured."""
     rule = point.rule
     if not rule.captures:
-        found = rule.at(*xs)
+        result = rule.at(*xs)
     elif _is_derived(rule):
-        found = rule.reading(xs, _undifferentiated(rule, xs))
+        result = rule.reading(xs, _undifferentiated(rule, xs))
     else:
         twice = rule.joint is not None  # the value by f, and a tangent by the forward rule
         unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
         before = Randomness.now(xs) if unsure else None
         versions = versions_of(xs)
         with torch.enable_grad():
-            found = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
+            result = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
         if versions != versions_of(xs):
             raise written_error(rule)
-        if (found.extras or found.rerun) and rule in SAVES_NO_EXTRAS:
+        if (result.extras or result.rerun) and rule in SAVES_NO_EXTRAS:
             SAVES_NO_EXTRAS.discard(rule)
             return _evaluate(point, xs)
-        if not found.extras and not found.rerun:
+        if not result.extras and not result.rerun:
             SAVES_NO_EXTRAS.add(rule)
             before = before if twice else None
-        if any(_is_captured(y) for y in (*found.ys, *found.extras)):
+        if any(_is_captured(y) for y in (*result.ys, *result.extras)):
             raise closed_over_error(rule)
         if before is not None and not before.stands():
             point.randomness = before
-            found = drawing_again(found, before) if twice else found
-    point.note(found)
-    return [*found.ys, *found.extras]
+            result = drawing_again(result, before) if twice else result
+    point.note(result)
+    return [*result.ys, *result.extras]
 
 
 def drawing_again(found: Linearized, randomness: Randomness) -> Linearized:
@@ -307,14 +307,14 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     """
     if len(ys) == 1 and not any(map(_shares, xs, repeat(ys[0]))):
         return ys
-    found = list(ys)
+    result = list(ys)
     for i, y in enumerate(ys):
         x = next((x for x in xs if _shares(x, y)), None)
         if x is not None and y is not x and not upstream.is_view(y):
-            found[i] = _view_like(x, y)
+            result[i] = _view_like(x, y)
         elif any(_shares(o, y) for o in (*ys[:i], *ys[i + 1 :])):
-            found[i] = y.view_as(y)
-    return found
+            result[i] = y.view_as(y)
+    return result
 
 
 is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
@@ -461,9 +461,9 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
-        xs, found = inputs[1:], point.found
+        xs, result = inputs[1:], point.found
         ctx.count = len(xs)
-        ctx.save_for_backward(*[xs[i] for i in found.saves])
+        ctx.save_for_backward(*[xs[i] for i in result.saves])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor) -> Any:
@@ -479,9 +479,9 @@ class _ReverseOnly(torch.autograd.Function):
             linearize = one.linearize
 
             def noted(*xs: Tensor, **told: Any) -> Linearized:
-                found = linearize(*xs, **told)
-                point.note(found)
-                return found
+                result = linearize(*xs, **told)
+                point.note(result)
+                return result
 
             one = replace(one, linearize=noted)
         if one.mapped is not None:
@@ -512,12 +512,12 @@ class _BothModes(_ReverseOnly):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
-        xs, found = inputs[1:], point.found
+        xs, result = inputs[1:], point.found
         everything = (*xs, *outputs)
         ctx.set_materialize_grads(False)
         ctx.count = len(xs)
-        ctx.pushing, ctx.pulling = found.saves, found.saves[: len(found.saves) - found.pushing]
-        if found.rerun or len(outputs) > point.count:
+        ctx.pushing, ctx.pulling = result.saves, result.saves[: len(result.saves) - result.pushing]
+        if result.rerun or len(outputs) > point.count:
             ctx.pushing, ctx.pulling = (
                 [*saves, *(i for i in range(len(xs)) if i not in saves)]
                 for saves in (ctx.pushing, ctx.pulling)
@@ -587,42 +587,42 @@ def _asked(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> Que
 
 
 def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    rule, found, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    rule, result, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
     if rule.fills("tangent"):
         dxs = filled(dxs, ctx.like_xs)
-    if found.tangent is not None:
+    if result.tangent is not None:
         if rule.contract is not None:
-            hold_zero(_asked(ctx, "tangent", found.tangent, saved, ctx.like_xs))
-        return list(found.tangent(saved, dxs))
+            hold_zero(_asked(ctx, "tangent", result.tangent, saved, ctx.like_xs))
+        return list(result.tangent(saved, dxs))
     likes = ctx.like_ys[: ctx.point.count]
     mask = [like is not None for like in likes]
     present = [i for i, dx in enumerate(dxs) if dx is not None]
 
     def run(at: Any, cts: Any) -> list[Any]:
-        pulled = found.cotangent(at, spread(cts, mask))
+        pulled = result.cotangent(at, spread(cts, mask))
         return [pulled[i] for i in present]
 
     _refuse_layout(ctx, "cotangent")
-    hold_linear(_asked(ctx, "cotangent", found.cotangent, saved, likes))
+    hold_linear(_asked(ctx, "cotangent", result.cotangent, saved, likes))
     examples = [zeros(*like) for like in likes if like]
     return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
 
 
 def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    rule, found, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    rule, result, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
     likes = ctx.like_ys[: ctx.point.count]
-    if found.cotangent is not None and rule.contract is not None:
-        hold_zero(_asked(ctx, "cotangent", found.cotangent, saved, likes))
-    if found.rerun and torch.is_grad_enabled():
+    if result.cotangent is not None and rule.contract is not None:
+        hold_zero(_asked(ctx, "cotangent", result.cotangent, saved, likes))
+    if result.rerun and torch.is_grad_enabled():
         xs = _xs(ctx, ctx.pulling, tensors)
         with restored(ctx.point.randomness):
-            found = rule.at(*xs, perturbed=ctx.point.perturbed)
-        everything = [*xs, *found.ys, *found.extras]
-        saved = [everything[i] for i in found.saves]
+            result = rule.at(*xs, perturbed=ctx.point.perturbed)
+        everything = [*xs, *result.ys, *result.extras]
+        saved = [everything[i] for i in result.saves]
     if rule.fills("cotangent"):
         cts = filled(cts, likes)
-    if found.cotangent is not None:
-        pulled = list(found.cotangent(saved, cts))
+    if result.cotangent is not None:
+        pulled = list(result.cotangent(saved, cts))
         if rule.dense:
             pulled = filled(pulled, ctx.like_xs)
         if rule.captures and torch.is_grad_enabled() and in_eager():
@@ -632,11 +632,11 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
 
     def run(at: Any, moving: Any) -> list[Any]:
         dxs = spread(moving, mask)
-        return list(found.tangent(at, filled(dxs, ctx.like_xs) if rule.dense else dxs))
+        return list(result.tangent(at, filled(dxs, ctx.like_xs) if rule.dense else dxs))
 
     kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
     _refuse_layout(ctx, "tangent")
-    hold_linear(_asked(ctx, "tangent", found.tangent, saved, kept))
+    hold_linear(_asked(ctx, "tangent", result.tangent, saved, kept))
     examples = [zeros(*like) for like in kept if like]
     return spread(transposed(rule, run, saved, examples, list(cts)), mask)
 
@@ -686,9 +686,9 @@ def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
     def run(*changed: Tensor) -> tuple[Tensor, ...]:
         new = iter(changed)
         full = [next(new) if m else x for x, m in zip(xs, mask, strict=True)]
-        found = point.rule.at(*full, perturbed=point.perturbed)
-        extras[:] = found.extras
-        return tuple([e for e, w in zip(found.extras, wanted, strict=True) if w])
+        result = point.rule.at(*full, perturbed=point.perturbed)
+        extras[:] = result.extras
+        return tuple([e for e, w in zip(result.extras, wanted, strict=True) if w])
 
     with restored(point.randomness):
         _, pullback = right_vjp(run, *moving)

@@ -60,12 +60,12 @@ def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
     if not watchable():
         return []
     try:
-        found = record(_Outs(fun).run, leaves, [""] * len(leaves))
+        result = record(_Outs(fun).run, leaves, [""] * len(leaves))
     except Exception:  # f does not run twice: the error that is being made is told without places
         return []
-    lost = [loss.node for loss in losses(found.graph, index)]
+    lost = [loss.node for loss in losses(result.graph, index)]
     places = [f"{node.native} at {node.source}" if node.source else node.native for node in lost]
-    stand_in = found.stand_ins[index] if found.stand_ins else ""
+    stand_in = result.stand_ins[index] if result.stand_ins else ""
     if not places and stand_in:
         places.append(f"reading {stand_in} in its place, which f captured")
     return list(dict.fromkeys(places))

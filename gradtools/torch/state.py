@@ -256,13 +256,13 @@ class Reached:
 
     def now(self) -> Reached:
         """The same objects, with what each of them holds now."""
-        found = copy(self)
-        vars(found).pop("_flat", None)
-        found.maps = [(x, dict(x)) for x, _ in self.maps]
+        result = copy(self)
+        vars(result).pop("_flat", None)
+        result.maps = [(x, dict(x)) for x, _ in self.maps]
         filled = [(x, ()) for x in self.empty if x]
-        found.holders = [(x, _entries(x)) for x, _ in (*self.holders, *filled)]
-        found.places = [(get, put, _got(get)) for get, put, _ in self.places]
-        return found
+        result.holders = [(x, _entries(x)) for x, _ in (*self.holders, *filled)]
+        result.places = [(get, put, _got(get)) for get, put, _ in self.places]
+        return result
 
     def restore(self) -> None:
         """Has everything hold again what it held."""
@@ -601,12 +601,14 @@ def _changed(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
     """Whether tensors' contents are other bits than these copies; asked once for each device."""
     if not tensors or upstream.peek_interpreter_stack() is not None:
         return [True] * len(tensors)  # nothing can be asked of numbers in a transform
-    asked: list[Any] = [_differs(x, c) for x, c in zip(tensors, contents, strict=True)]
-    for device in {x.device for x in asked if isinstance(x, Tensor)}:
-        which = [k for k, x in enumerate(asked) if isinstance(x, Tensor) and x.device == device]
-        for k, differs in zip(which, torch.stack([asked[k] for k in which]).tolist(), strict=True):
-            asked[k] = differs
-    return asked
+    differing: list[Any] = [_differs(x, c) for x, c in zip(tensors, contents, strict=True)]
+    for device in {x.device for x in differing if isinstance(x, Tensor)}:
+        which = [k for k, x in enumerate(differing) if isinstance(x, Tensor) and x.device == device]
+        for k, differs in zip(
+            which, torch.stack([differing[k] for k in which]).tolist(), strict=True
+        ):
+            differing[k] = differs
+    return differing
 
 
 def _differs(x: Tensor, copy: Tensor) -> bool | Tensor:

@@ -43,12 +43,12 @@ class Stops(TorchFunctionMode):
     hidden: Whether no graph is wanted of what f does, though f sees gradients on: each operation
         then runs without one, until f switches them on itself because it needs one.
     again: Whether the tangents may be differentiated: some then go another way.
-    asked: The operator that pushes f along, if it refuses hooks on gradients.
+    caller: The operator that pushes f along, if it refuses hooks on gradients.
     """
 
-    def __init__(self, hidden: bool, again: bool = False, asked: str | None = None) -> None:
+    def __init__(self, hidden: bool, again: bool = False, caller: str | None = None) -> None:
         super().__init__()
-        self._asked = asked
+        self._asked = caller
         self._hooks: PassedBy | None = None
         self._again = again
         self._inside: Any = None  # what in C has the same name as its wrapper in Python

@@ -58,21 +58,21 @@ _PLAIN: set[type] = set()  # PyTorch's own nodes
 
 def surveyed(outs: Sequence[Tensor]) -> Survey:
     """The graph of outs."""
-    found, plain, accumulates = Survey([], [], [], [], []), _PLAIN, upstream.AccumulateGrad
+    result, plain, accumulates = Survey([], [], [], [], []), _PLAIN, upstream.AccumulateGrad
     todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     seen = set(todo)
     while todo:  # as `nodes_of`, at every derivative
         node = todo.pop()
         kind = type(node)
         if kind is accumulates:
-            found.leaves.append(node.variable)
+            result.leaves.append(node.variable)
         elif kind not in plain:
-            _note(found, node, kind)
+            _note(result, node, kind)
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 todo.append(parent)
-    return found
+    return result
 
 
 def _note(found: Survey, node: Any, kind: Any) -> None:
@@ -140,7 +140,7 @@ def all_behind(nodes: Sequence[Any]) -> set[Any]:
 
 
 def guarded(
-    asked: str,
+    caller: str,
     fun: Fun,
     leaves: Sequence[Tensor],
     survey: Survey,
@@ -157,7 +157,7 @@ def guarded(
         return None
     from gradtools.torch.customcode import Guard
 
-    return Guard(asked, fun, leaves, survey, aliases).watching(again)
+    return Guard(caller, fun, leaves, survey, aliases).watching(again)
 
 
 # --- derivatives taken inside a function ----------------------------------------------------
@@ -284,21 +284,21 @@ def note_taken(
 # --- TorchScript ----------------------------------------------------------------------------
 
 
-def refuse_torchscript(asked: str, outs: Sequence[Tensor]) -> None:
+def refuse_torchscript(caller: str, outs: Sequence[Tensor]) -> None:
     """Raises if a function that was pushed along, or entered by torch.func, holds TorchScript."""
     beneath = [unwrapped(y) for y in outs if is_wrapped(y)]
     if any(is_torchscript(node) for node in nodes_of(tracked([*outs, *beneath]))):
-        raise LostDerivativeError(f"{asked}: {TORCHSCRIPT_LOSES}")
+        raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
 
 
-def scripts_refused(asked: str) -> AbstractContextManager[None]:
+def scripts_refused(caller: str) -> AbstractContextManager[None]:
     """Around a function that is pushed along once more: no call of TorchScript may make a node."""
 
     def around(script: Any, call: Any, args: Any, kwargs: Any) -> Any:
         before = nodes_made()
         out = call(*args, **kwargs)
         if nodes_made() != before:
-            raise LostDerivativeError(f"{asked}: {TORCHSCRIPT_LOSES}")
+            raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
         return out
 
     return scripts_called(around)

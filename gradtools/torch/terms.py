@@ -46,7 +46,7 @@ WRONG_IN_BATCHES = {"CdistBackward0": "cdist"}
 NORMALISATIONS = {k: v for k, v in _TANGENT_IS_A_CONSTANT.items() if "norm (" in v or "mode" in v}
 
 
-def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) -> list[Tensor]:
+def guarded_tangents(caller: str, primals: list[Tensor], pushed: list[Tensor]) -> list[Tensor]:
     """The tangents; those that PyTorch would differentiate wrongly refuse it.
 
     While a function is pushed along, what is called from Python goes another way
@@ -55,12 +55,12 @@ def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) ->
     """
     if not _tracked(primals):
         return pushed
-    refuse_torchscript(asked, primals)
+    refuse_torchscript(caller, primals)
     for node, wrong in _held(_TANGENT_IS_A_CONSTANT, primals):
         x = _input_of(node)
         if x is not None and x.requires_grad and _has_tangent(x):
             message = (
-                f"{asked}: the tangent is differentiated once more, but f holds {wrong}, of whose "
+                f"{caller}: the tangent is differentiated once more, but f holds {wrong}, of whose "
                 "forward-mode rule PyTorch then leaves a term out. Use linearize(f, *primals)[1], "
                 "which pushes by transposing the pullback, or plain operations."
             )
@@ -69,33 +69,33 @@ def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) ->
 
 
 def refuse_in_batches(
-    asked: str, ys: Sequence[Tensor], cts: Sequence[Tensor], wrong: str | None
+    caller: str, ys: Sequence[Tensor], cts: Sequence[Tensor], wrong: str | None
 ) -> None:
     """Raises if vmap maps cotangents, but not their outputs, which hold one of these operations."""
     if wrong and any(is_mapped(ct) and not is_mapped(y) for y, ct in zip(ys, cts, strict=True)):
         raise GradtoolsError(
-            f"{asked}: f holds {wrong}, whose backward pass PyTorch computes wrongly where vmap "
+            f"{caller}: f holds {wrong}, whose backward pass PyTorch computes wrongly where vmap "
             "maps the cotangent alone (no upstream report was found). Pass chunk_size=1, which is "
             "a plain loop, or write it by plain operations."
         )
 
 
 def guarded_gradients(
-    asked: str, outs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    caller: str, outs: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
     """The cotangents; those of second order that PyTorch would differentiate wrongly refuse it."""
     pushed = [g for g in grads if g is not None and _has_tangent(g)]
     if not pushed and not _tracked(grads):
         return grads
-    found = [(_input_of(node), name) for node, name in _held(_TWICE_AT_MOST, outs)]
-    for x, name in found if pushed else ():
+    result = [(_input_of(node), name) for node, name in _held(_TWICE_AT_MOST, outs)]
+    for x, name in result if pushed else ():
         if x is None or _has_tangent(x):
-            raise GradtoolsError(third(asked, name))
-    sources = [x for x, _ in found if x is not None and x.requires_grad]
+            raise GradtoolsError(third(caller, name))
+    sources = [x for x, _ in result if x is not None and x.requires_grad]
     tracked = _tracked(grads)
     if not sources or not tracked:
         return grads
-    left = iter(gated(tracked, sources, third(asked, found[0][1])))
+    left = iter(gated(tracked, sources, third(caller, result[0][1])))
     return [next(left) if g is not None and g.requires_grad else g for g in grads]
 
 
@@ -117,10 +117,10 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def third(asked: str, wrong: str) -> str:
+def third(caller: str, wrong: str) -> str:
     """What is said of a third derivative that would be wrong."""
     return (
-        f"{asked}: a third derivative is taken of {wrong}, which PyTorch computes without one of "
+        f"{caller}: a third derivative is taken of {wrong}, which PyTorch computes without one of "
         "its terms (a tangent that linearize pushes is a second one: it transposes twice). Write "
         "it by plain operations (mean, var, sqrt)."
     )

@@ -114,7 +114,7 @@ class Watch:
     def __init__(
         self, call: Any, held: Sequence[Tensor], numbers: Way | None, reads: Way | None
     ) -> None:
-        self.asked, self.each = call.asked, call.options.verify is True
+        self.caller, self.each = call.caller, call.options.verify is True
         self._held = [(x, _version(x)) for x in held]
         self._numbers, self._reads = numbers, reads
         self._seen = dict[Any, list[Figures]]()
@@ -128,15 +128,15 @@ class Watch:
         if call.options.verify is False or is_compiling() or upstream.TracingContext.try_get():
             return cls(call, (), None, None)
         kinds = torch.nn.Module, Tensor
-        found = [*held_by(call.written, lambda x: isinstance(x, kinds), Tensor, False)]
-        modules = [m for x in found if isinstance(x, torch.nn.Module) for m in x.modules()]
-        tensors = [x for x in found if isinstance(x, Tensor)]
+        result = [*held_by(call.written, lambda x: isinstance(x, kinds), Tensor, False)]
+        modules = [m for x in result if isinstance(x, torch.nn.Module) for m in x.modules()]
+        tensors = [x for x in result if isinstance(x, Tensor)]
         tensors += [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]
         looks = tuple([(x.shape, x.dtype, x.device) for x in xs])
         training = tuple([m.training for m in modules])
         casts = casts_now(x.device.type for x in xs)
         others = [*map(part_of, call.written[1:])]
-        way = Way.of(call.f, call.asked, looks, call.cut, training, casts, *others)
+        way = Way.of(call.f, call.caller, looks, call.cut, training, casts, *others)
         reads = way.about("arguments")
         is_looked_at = call.options.verify or not way.is_known()
         watch = cls(
@@ -171,7 +171,7 @@ class Watch:
         self._first = False
         if self._versions != [*map(_version, tile)]:
             raise GradtoolsError(
-                f"{self.asked}: f changes an argument in place, which other tiles read, too. "
+                f"{self.caller}: f changes an argument in place, which other tiles read, too. "
                 "Clone it in f first."
             )
         if self._reads is not None:
@@ -180,14 +180,14 @@ class Watch:
         self._refuse_changed()
         if self._stream is not None and not self._stream.stands():
             raise GradtoolsError(
-                f"{self.asked}: f draws random numbers, which would be others when a tile is "
+                f"{self.caller}: f draws random numbers, which would be others when a tile is "
                 "computed again. Draw them outside, and pass them as arguments."
             )
 
     def _refuse_changed(self) -> None:
         if any(_version(x) != version for x, version in self._held):
             raise GradtoolsError(
-                f"{self.asked}: a tensor that f closes over was changed in place, by f or after "
+                f"{self.caller}: a tensor that f closes over was changed in place, by f or after "
                 "the forward pass, so a tile that is computed again would be another. Pass it as "
                 "an argument."
             )
@@ -198,15 +198,15 @@ class Watch:
         if any(x.is_meta for x in leaves):  # there are no numbers to compare
             return
         with upstream.outermost(), torch.no_grad():
-            found = [figures(batches_first(x).detach(), _SAMPLE) for x in leaves]
-        old = self._seen.setdefault(place, found)
-        if old is found or _looks(old) != _looks(found):  # another vmap computes it
+            result = [figures(batches_first(x).detach(), _SAMPLE) for x in leaves]
+        old = self._seen.setdefault(place, result)
+        if old is result or _looks(old) != _looks(result):  # another vmap computes it
             return
-        if not all(map(is_near, old, found)):
+        if not all(map(is_near, old, result)):
             if self._numbers is not None:
                 self._numbers.is_wrong()
             raise GradtoolsError(
-                f"{self.asked}: f gives other numbers when a tile is computed again, so its "
+                f"{self.caller}: f gives other numbers when a tile is computed again, so its "
                 "derivative would be wrong: it draws from a random stream, counts its calls, or "
                 "holds what was changed after the forward pass. Pass it as an argument."
             )
@@ -231,8 +231,8 @@ def exp_of_own(x: Tensor) -> Tensor:
 def taken(x: Tensor, at: Tensor, index: Tensor) -> Tensor:
     """Of each row of x the entry whose column has the index `at`, which takes no pass over x."""
     place, here = _place(at, index)
-    found = x.gather(1, place)[:, 0]
-    return torch.where(here, found, torch.zeros_like(found))
+    result = x.gather(1, place)[:, 0]
+    return torch.where(here, result, torch.zeros_like(result))
 
 
 def put(v: Tensor, at: Tensor, index: Tensor) -> Tensor:

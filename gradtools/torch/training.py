@@ -18,16 +18,16 @@ Tensor = torch.Tensor
 _DEPTH = 4  # how deep plain containers are searched
 
 
-def held(asked: str, model: Any) -> list[HeldArray]:
+def held(caller: str, model: Any) -> list[HeldArray]:
     """The arrays of a model, or of a tree of models and tensors, each once."""
-    found = list(_of(model, ""))
-    if not found:
+    result = list(_of(model, ""))
+    if not result:
         raise GradtoolsError(
-            f"{asked}: model is {with_article(type(model).__name__)} without parameters; expected "
+            f"{caller}: model is {with_article(type(model).__name__)} without parameters; expected "
             "a torch.nn.Module, or a tuple or dict of modules and tensors."
         )
     first: dict[int, HeldArray] = {}
-    for one in sorted(found, key=lambda one: one.role not in (PARAMETER, FROZEN)):
+    for one in sorted(result, key=lambda one: one.role not in (PARAMETER, FROZEN)):
         first.setdefault(id(one.array), one)
     return list(first.values())
 
@@ -80,14 +80,14 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
             yield from _hidden(part, f"{name}[{key!r}]", listed, depth - 1)
 
 
-def optimised(asked: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
+def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
     """What an optimiser changes, or what several do together."""
     several = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     groups = []
     for one in several:
         if not hasattr(one, "param_groups"):
             raise GradtoolsError(
-                f"{asked}: optimizer is {with_article(type(one).__name__)}; expected a "
+                f"{caller}: optimizer is {with_article(type(one).__name__)}; expected a "
                 "torch.optim.Optimizer, or a list of them."
             )
         groups += one.param_groups

@@ -90,12 +90,12 @@ def _linear(name: str, linear: Any, xs: Entries, vs: Entries, opaque: bool) -> l
     there_out: list[bool] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
-        found = linear(tensors[: len(xs)], spread(tensors[len(xs) :], there))
-        there_out[:] = [v is not None for v in found]
-        return [v for v in found if v is not None]
+        result = linear(tensors[: len(xs)], spread(tensors[len(xs) :], there))
+        there_out[:] = [v is not None for v in result]
+        return [v for v in result if v is not None]
 
-    found = by_reverse_mode(name, flat, [*xs, *(v for v in vs if v is not None)], opaque)
-    return spread(found, there_out)
+    result = by_reverse_mode(name, flat, [*xs, *(v for v in vs if v is not None)], opaque)
+    return spread(result, there_out)
 
 
 def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
@@ -103,8 +103,8 @@ def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entri
     mask = [is_inexact(x) for x in xs]
     with kept_as_it_is():
         ys, pull = _evaluated(name, fun, xs, mask, opaque)
-        found = pull(_filled(ys, cts), _is_tracked([*xs, *cts]))
-    return spread(_filled([x for x, m in zip(xs, mask, strict=True) if m], found), mask)
+        result = pull(_filled(ys, cts), _is_tracked([*xs, *cts]))
+    return spread(_filled([x for x, m in zip(xs, mask, strict=True) if m], result), mask)
 
 
 def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entries) -> list[Any]:
@@ -148,23 +148,23 @@ def _evaluated(
     with torch.enable_grad():
         aliases = [_alias(x) if m else x.detach() for x, m in zip(xs, mask, strict=True)]
         ys = fun(*aliases)
-    asked = [x for x, m in zip(aliases, mask, strict=True) if m]
+    caller = [x for x, m in zip(aliases, mask, strict=True) if m]
     survey = surveyed([y for y in ys if y.requires_grad]) if custom else None
 
     def pull(cts: Entries, create: bool) -> list[Any]:
         pairs = [(y, ct) for y, ct in zip(ys, cts, strict=True) if ct is not None]
         pairs = [(y, ct) for y, ct in pairs if y.requires_grad]
-        if not pairs or not asked:
-            return [None] * len(asked)
+        if not pairs or not caller:
+            return [None] * len(caller)
         tried: Any = nullcontext()
         if survey is not None:
-            guard = guarded(name, lambda *xs: (fun(*xs), []), xs, survey, asked, create)
+            guard = guarded(name, lambda *xs: (fun(*xs), []), xs, survey, caller, create)
             tried = guard or tried
         with tried:
             return list(
                 torch.autograd.grad(
                     [y for y, _ in pairs],
-                    asked,
+                    caller,
                     [ct for _, ct in pairs],
                     retain_graph=True,
                     create_graph=create,

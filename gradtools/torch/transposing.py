@@ -109,9 +109,9 @@ def vjp_of_inexact(
         pairs = list(zip(ys, carried, strict=True))
         return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
 
-    found, pullback, others = right_vjp(run, *xs, has_aux=True)
+    result, pullback, others = right_vjp(run, *xs, has_aux=True)
     left = iter(others)
-    return [next(left) if y is None else y for y in spread(found, carried)], carried, pullback
+    return [next(left) if y is None else y for y in spread(result, carried)], carried, pullback
 
 
 def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Any) -> list[Any]:

@@ -67,8 +67,8 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
         return [], _NONE
     if type(tree) is dict and not tree:
         return [], _NO_KEYWORDS
-    found = _flattened(tree)
-    return found if torch.compiler.is_dynamo_compiling() else _CONTAINERS.opened(*found)
+    result = _flattened(tree)
+    return result if torch.compiler.is_dynamo_compiling() else _CONTAINERS.opened(*result)
 
 
 def _flattened(tree: Any) -> tuple[list[Any], TreeDef]:
@@ -100,10 +100,10 @@ def leaf_paths(tree: Any) -> list[str]:
 
 
 def _leaf_paths(tree: Any) -> list[str]:
-    found = pytree.tree_flatten_with_path(tree, is_leaf=_is_nameless)[0]
+    result = pytree.tree_flatten_with_path(tree, is_leaf=_is_nameless)[0]
     return [
         pytree.keystr(path) + below
-        for path, leaf in found
+        for path, leaf in result
         if leaf is not None
         for below in (_paths_in(leaf) if _is_nameless(leaf) else [""])
     ]

@@ -95,29 +95,29 @@ class Trial:
         Raises:
             Untried: There are no finite differences of g.
         """
-        found: set[str] | None = None
+        result: set[str] | None = None
         errors: list[Exception] = []
         for shift in (0.0, 0.1):
             try:
                 with restored(self.randomness), torch.inference_mode(False), kept_as_it_is():
                     xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
-                    found = (found or set()) | self._lost_at(xs, forward)
+                    result = (result or set()) | self._lost_at(xs, forward)
             except Exception as error:
                 errors.append(error)
-        if found is not None or any(isinstance(error, _Loud) for error in errors):
-            return found
+        if result is not None or any(isinstance(error, _Loud) for error in errors):
+            return result
         raise Untried(f"near its arguments it raises {told(errors[0])}") from errors[0]
 
     def _lost_at(self, xs: list[Tensor], forward: bool) -> set[str]:
         cts = [_wave(y, 2.0) for y in self._called(xs)[1]]
-        found = set()
+        result = set()
         for k in range(len(xs)):
             if self._loses([*xs, *cts], k, len(xs), forward):
-                found.add("inputs")
+                result.add("inputs")
         for k in range(len(xs), len(xs) + len(cts)):
             if self._loses([*xs, *cts], k, len(xs), forward):
-                found.add("cotangents")
-        return found
+                result.add("cotangents")
+        return result
 
     def _loses(self, point: list[Tensor], k: int, count: int, forward: bool) -> bool:
         """Whether the derivative along entry k is another than finite differences say."""

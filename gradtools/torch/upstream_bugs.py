@@ -538,15 +538,15 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
         for i, x in zip(places, xs, strict=True):
             filled[i] = x
         again, named = upstream.tree_unflatten(filled, treedef)
-        found = fun(again[0].clone(), *again[1:], **named) if in_place else fun(*again, **named)
-        outs, outdef = upstream.tree_flatten(found)
+        result = fun(again[0].clone(), *again[1:], **named) if in_place else fun(*again, **named)
+        outs, outdef = upstream.tree_flatten(result)
         shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
         return [y for y in outs if isinstance(y, Tensor)]
 
-    found = by_reverse_mode(_named(fun), flat, [leaves[i] for i in places], opaque)
+    result = by_reverse_mode(_named(fun), flat, [leaves[i] for i in places], opaque)
     if in_place:
-        return args[0].copy_(found[0])
-    left = iter(found)
+        return args[0].copy_(result[0])
+    left = iter(result)
     return upstream.tree_unflatten([next(left) if y is None else y for y in shape[1]], shape[0])
 
 
@@ -562,9 +562,9 @@ def _named(fun: Any) -> str:
 def _is_custom(operator: Any) -> bool:
     """Whether an operator is neither PyTorch's own nor composed of what is."""
     packet = type(operator) is upstream.OpOverloadPacket
-    found = [getattr(operator, o) for o in operator.overloads()] if packet else [operator]
+    result = [getattr(operator, o) for o in operator.overloads()] if packet else [operator]
     key = upstream.DispatchKey.CompositeImplicitAutograd
-    return not all(o.namespace in _OWN or o.has_kernel_for_dispatch_key(key) for o in found)
+    return not all(o.namespace in _OWN or o.has_kernel_for_dispatch_key(key) for o in result)
 
 
 _OWN = ("aten", "prim", "prims", "gradtools")
@@ -636,16 +636,16 @@ def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     pushed = push(tuple([duals[k].tangent for k in moved]))[0]
     outs = [forward_ad.make_dual(y, dy) for y, dy in zip(ys, pushed, strict=True)]
     outdef, carried = shape
-    found, left, rest = [], list(outs), list(others)
+    result, left, rest = [], list(outs), list(others)
     for c in carried:
-        found.append(left.pop(0) if c else rest.pop(0))
-    return upstream.tree_unflatten(found, outdef)
+        result.append(left.pop(0) if c else rest.pop(0))
+    return upstream.tree_unflatten(result, outdef)
 
 
 def _traced_functions() -> dict[Any, Bug]:
     """The functions that dynamo sees, by name in PyTorch's namespaces."""
     spaces = (torch, Tensor, torch.linalg, torch.special, torch.nn.functional)
-    found = {
+    result = {
         getattr(space, bug.name): bug
         for bug in BUGS
         for space in spaces
@@ -653,8 +653,8 @@ def _traced_functions() -> dict[Any, Bug]:
     }
     for name, instead in (("batch_norm", _f_batch_norm), ("instance_norm", _f_instance_norm)):
         fun = getattr(torch.nn.functional, name)
-        found[fun] = replace(found[fun], instead=instead, when=None)
-    return found
+        result[fun] = replace(result[fun], instead=instead, when=None)
+    return result
 
 
 def _f_batch_norm(

@@ -59,27 +59,27 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
     with observed(run, leaves, [""] * len(leaves)) as seen:
         outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
         xs = [*seen.aliases, *held]
-        asked = [k for k, x in enumerate(xs) if isinstance(x, Tensor) and is_inexact(x)]
-        found: list[list[Vanished] | None] = [[] for _ in xs]
-        if not (outs and asked):
-            return found
-        grads = _gradients(outs, [xs[k] for k in asked])
+        caller = [k for k, x in enumerate(xs) if isinstance(x, Tensor) and is_inexact(x)]
+        result: list[list[Vanished] | None] = [[] for _ in xs]
+        if not (outs and caller):
+            return result
+        grads = _gradients(outs, [xs[k] for k in caller])
         if any(grad is not None and grad.is_meta for grad in grads):
             raise GradtoolsError(
                 "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "
                 "can tell whether it is zero. Pass arrays that hold numbers, or ask dependence, "
                 "which looks at none."
             )
-        for k, grad in zip(asked, grads, strict=True):
+        for k, grad in zip(caller, grads, strict=True):
             if grad is not None and (_moves(grad) or not grad.numel()):
-                found[k] = None
-        zero = [k for k, grad in zip(asked, grads, strict=True) if grad is not None]
-        zero = [k for k in zero if found[k] is not None]
-        pairs = zip(asked, grads, strict=True)
-        moving = {k: grad for k, grad in pairs if grad is not None and found[k] is None}
+                result[k] = None
+        zero = [k for k, grad in zip(caller, grads, strict=True) if grad is not None]
+        zero = [k for k in zero if result[k] is not None]
+        pairs = zip(caller, grads, strict=True)
+        moving = {k: grad for k, grad in pairs if grad is not None and result[k] is None}
         noise = _noise(outs, xs, moving)
         sound = {k: grad for k, grad in moving.items() if k not in noise}
-        found = _with_extremes(seen.recorder, outs, xs, sound, found)
+        result = _with_extremes(seen.recorder, outs, xs, sound, result)
         if lost := sorted([*zero, *noise]):
             wanted = [xs[k] for k in lost]
             with _watched(outs, keep=bool(noise)) as passed:
@@ -89,14 +89,14 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
             back = _Back.of(outs, passed)
             for k in lost:
                 stops = _stops(seen.recorder, back, xs[k])
-                found[k] = [replace(v, noise=v.cancelled and k in noise) for v in stops]
-        return found
+                result[k] = [replace(v, noise=v.cancelled and k in noise) for v in stops]
+        return result
 
 
 def _stops(recorder: Recorder, back: _Back, leaf: Tensor) -> list[Vanished]:
     """The nodes at which what goes to one leaf becomes zero, in the order of the program."""
     leading = back.leading_to(leaf)
-    found = _cancelled(recorder, leading, back)
+    result = _cancelled(recorder, leading, back)
     made = recorder.numbering.made
     for node in back.stopping:
         at = back.passed[node]
@@ -111,23 +111,23 @@ def _stops(recorder: Recorder, back: _Back, leaf: Tensor) -> list[Vanished]:
             vanished = Vanished(
                 _named(recorder, node), underflow, tuple(path), cancelled, empty=empty
             )
-            found.append((made.get(node, len(made)), vanished))
-    return [vanished for _, vanished in sorted(found, key=lambda pair: pair[0])]
+            result.append((made.get(node, len(made)), vanished))
+    return [vanished for _, vanished in sorted(result, key=lambda pair: pair[0])]
 
 
 def _cancelled(
     recorder: Recorder, leading: Mapping[Any, None], back: _Back
 ) -> list[tuple[int, Vanished]]:
     """The calls at which the paths come together of what adds up to zero, by position."""
-    made, found = recorder.numbering.made, []
+    made, result = recorder.numbering.made, []
     for (to, slot), nodes in back.summed.items():
         cancels = to not in back.passed or not back.passed[to].moves[slot]
         if to in leading and cancels:
             flows = [(node.inputs, node.outputs) for node in recorder.nodes]
             at = joined(flows, [made[node] for node in nodes if node in made])
             if at is not None:
-                found.append((at, Vanished(recorder.nodes[at], cancelled=True)))
-    return found
+                result.append((at, Vanished(recorder.nodes[at], cancelled=True)))
+    return result
 
 
 # --- rounding noise ----------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _without_noise(
     outs: Sequence[Tensor], leaves: Sequence[Tensor], passed: Mapping[Any, _Passed]
 ) -> dict[Any, _Passed]:
     """What passed the nodes, where noise counts as zero."""
-    found = dict(passed)
+    result = dict(passed)
 
     def watch(node: Any) -> Callable[[Any, Any], None]:
         def note(given_on: Any, given: Any) -> None:
@@ -158,13 +158,13 @@ def _without_noise(
             on = [moves and not lost for moves, lost in zip(at.on, noise, strict=True)]
             pairs = zip(at.moves, at.given, given, strict=True)
             moves = [moves and not _is_noise(ct, other) for moves, ct, other in pairs]
-            found[node] = replace(at, moves=moves, on=on, noise=noise)
+            result[node] = replace(at, moves=moves, on=on, noise=noise)
 
         return note
 
     with _shaken(outs, 0), _hooked(outs, watch):
         _gradients(outs, leaves)
-    return found
+    return result
 
 
 def _is_noise(ct: Any, other: Any) -> bool:
@@ -297,14 +297,14 @@ class _Back:
 
     def leading_to(self, leaf: Tensor) -> dict[Any, None]:
         """The nodes of autograd from which the leaf is reached, its own among them."""
-        found: dict[Any, None] = {}
+        result: dict[Any, None] = {}
         todo = [self.ends[id(leaf)]] if id(leaf) in self.ends else []
         while todo:
             node = todo.pop()
-            if node not in found:
-                found[node] = None
+            if node not in result:
+                result[node] = None
                 todo += self.readers.get(node, [])
-        return found
+        return result
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Ten
 @contextmanager
 def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _Passed]]:
     """Collects what passes the nodes of autograd, keeping all cotangents if asked for."""
-    found: dict[Any, _Passed] = {}
+    result: dict[Any, _Passed] = {}
 
     def watch(node: Any) -> Callable[[Any, Any], None]:
         def note(given_on: Any, given: Any) -> None:
@@ -349,12 +349,12 @@ def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _Passed]]
             kept = given if keep or (any(moves) and not all(on)) else ()
             empty = [isinstance(ct, Tensor) and not ct.numel() for ct in given_on]
             handed = given_on if keep else ()
-            found[node] = _Passed(kept, handed, moves, on, empty, [False] * len(on))
+            result[node] = _Passed(kept, handed, moves, on, empty, [False] * len(on))
 
         return note
 
     with _hooked(outs, watch):
-        yield found
+        yield result
 
 
 @contextmanager
@@ -433,10 +433,10 @@ def _product(node: Any, given: Cotangents, path: Sequence[int]) -> float:
         return 0.0
     size = max(map(_size, given), default=0.0)
     with torch.no_grad():
-        found = node(*[None if ct is None else _large(ct) for ct in given])
-    found = found if isinstance(found, tuple) else (found,)
+        result = node(*[None if ct is None else _large(ct) for ct in given])
+    result = result if isinstance(result, tuple) else (result,)
     scales = [torch.finfo(ct.dtype).max ** 0.5 for ct in given if ct is not None]
-    large = max((_size(found[k]) for k in path), default=0.0)
+    large = max((_size(result[k]) for k in path), default=0.0)
     if not math.isfinite(large):
         return _TOO_SMALL
     return max(large / max(scales) * size, _TOO_SMALL) if large else 0.0

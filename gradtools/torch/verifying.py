@@ -100,7 +100,7 @@ class Verification:
     """
 
     def __init__(self, forward: Forward, way: Way | None, exact: bool) -> None:
-        self.asked, self.reached = forward.asked, forward.start.reached
+        self.caller, self.reached = forward.caller, forward.start.reached
         self.way, self.exact = way, exact
         self.is_compiled = _is_compiled(forward)  # and would be compiled anew for a hook
         self.places: dict[int, list[int]] = {}  # among a chunk's outputs, of what is compared
@@ -122,9 +122,9 @@ class Verification:
         way = _way(forward)
         if way.is_known():
             return None
-        found = cls(forward, way, False)
-        way.wait_for(found)
-        return found
+        result = cls(forward, way, False)
+        way.wait_for(result)
+        return result
 
     def done(self) -> None:
         """Notes that a backward pass in this way was seen to be right."""
@@ -169,9 +169,9 @@ class Verification:
         """
         if batches != self.batches:
             return  # a batch is computed where one was alone before
-        found = self._figures([outs[k] for k in self.places[i]])
-        self.compared |= list(map(len, found)) == list(map(len, self.outs[i]))
-        if not self._same(self.outs[i], found):
+        result = self._figures([outs[k] for k in self.places[i]])
+        self.compared |= list(map(len, result)) == list(map(len, self.outs[i]))
+        if not self._same(self.outs[i], result):
             raise self._other(i, self._where(i, modules))
         if self.exact and not self._same_modules(self.modules[i], modules):
             raise self._other(i, self._where(i, modules))
@@ -210,7 +210,7 @@ class Verification:
 
     def _other(self, i: int, where: str) -> GradtoolsError:
         return GradtoolsError(
-            f"{self.asked}: chunk {i} gives other numbers when it is computed again, first "
+            f"{self.caller}: chunk {i} gives other numbers when it is computed again, first "
             f"{where}. It depends on something that is neither an argument, a random stream, nor "
             "held by a module or variable that f can reach (an iterator, a file, a cache, the "
             "clock, a tensor changed through .data), another thread draws from a random stream of "
@@ -224,19 +224,19 @@ class Verification:
         ends = {id(x) for x in own}
         stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
         nodes = list(nodes_of([y for y in outs if isinstance(y, Tensor)], stop))
-        found = {
+        result = {
             id(node.variable): node.variable
             for node in nodes
             if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in ends
         }
         first = self.leaves[i]
-        if found.keys() == first.keys():
+        if result.keys() == first.keys():
             # Compiled code gets other nodes while it is optimised.
             if self.reached.comparable and not self.is_compiled:
                 self._compare_nodes(i, kinds_of(nodes))
             return
         names = {id(x): name for x, name in (*self.reached.watched, *self.held)}
-        others = [x for k, x in {**first, **found}.items() if (k in first) != (k in found)]
+        others = [x for k, x in {**first, **result}.items() if (k in first) != (k in result)]
         # A leaf that f makes anew is another one each time.
         lasting = [x for x in others if id(x) in names or isinstance(x, torch.nn.Parameter)]
         gone, new = ([x for x in lasting if (id(x) in first) == was] for was in (True, False))
@@ -248,7 +248,7 @@ class Verification:
         name = names.get(id(other), f"a parameter of shape {tuple(other.shape)}")
         lost = "does not reach" if id(other) in first else "also reaches"
         raise GradtoolsError(
-            f"{self.asked}: chunk {i} is differentiated with respect to other tensors when it is "
+            f"{self.caller}: chunk {i} is differentiated with respect to other tensors when it is "
             f"computed again: its graph {lost} {name}. {_KEEPS}"
         )
 
@@ -260,7 +260,7 @@ class Verification:
         if other:
             kind = min(other)
             raise GradtoolsError(
-                f"{self.asked}: chunk {i} is differentiated through other operations when it is "
+                f"{self.caller}: chunk {i} is differentiated through other operations when it is "
                 f"computed again: its graph holds {kind} inputs {self.kinds[i][kind]} times first, "
                 f"then {found[kind]} times. {_KEEPS}"
             )
@@ -272,8 +272,8 @@ def _shapes(xs: list[Tensor]) -> list[tuple[Any, ...]]:
 
 def _differentiated(outs: Sequence[Any]) -> list[int]:
     """The places of those on which the gradient depends; what a clock says does not matter."""
-    found = [k for k, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
-    return found or list(range(len(outs)))
+    result = [k for k, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
+    return result or list(range(len(outs)))
 
 
 def register_own_hook(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
@@ -289,12 +289,12 @@ def hook_count() -> int:
 
 def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
     """How many nodes of each kind there are, leaves apart, and on how many inputs they depend."""
-    found = Counter[str]()
+    result = Counter[str]()
     for node in nodes:
         kind, count = type(node).__name__, sum(x is not None for x, _ in node.next_functions)
         if kind != "AccumulateGrad":
-            found[f"{kind} on {count}"] += 1
-    return found
+            result[f"{kind} on {count}"] += 1
+    return result
 
 
 def _is_compiled(forward: Forward) -> bool:
@@ -309,7 +309,7 @@ def _way(forward: Forward) -> Way:
     shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
     training = tuple([m.training for m, _ in forward.start.reached.modules.values()])
     modes = forward.modes
-    key = forward.asked, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
+    key = forward.caller, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
     return Way.of(forward.chunks.f, *key)
 
 

@@ -36,15 +36,15 @@ OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}
 
 def formula_graph(program: LeafProgram) -> Recorded:
     """One run of a program, forward only. Its effects are undone."""
-    found, lost = _recorded(program, FUNCTIONS)
+    result, lost = _recorded(program, FUNCTIONS)
     if lost:  # f takes a derivative through something that was written down as a whole
-        found, _ = _recorded(program, PLAIN)
-    return found
+        result, _ = _recorded(program, PLAIN)
+    return result
 
 
 def _recorded(program: LeafProgram, functions: Mapping[Any, Any]) -> tuple[Recorded, bool]:
     """One run, and whether a derivative inside of f was lost."""
-    with recording(f"{program.asked}: a program", program.run, program.leaves) as undo:
+    with recording(f"{program.caller}: a program", program.run, program.leaves) as undo:
         recorder = FormulaRecorder(OPERATIONS, functions, undo.names(), origin_of)
         return _written(program, recorder), recorder.lost
 

@@ -38,13 +38,13 @@ class Watched(Protocol):
     """What is seen of a program here.
 
     Attributes:
-        asked: What the user called.
+        caller: What the user called.
         start: What stood behind f when it ran first.
         tensors: The tensors among its arguments.
         batches: Of vmap.
     """
 
-    asked: str
+    caller: str
     start: Snapshot
     tensors: list[Tensor]
     batches: tuple[tuple[int, str], ...]
@@ -59,28 +59,28 @@ def set_replaying(on: bool) -> None:
     """Notes whether this thread does so."""
     _here.replaying = on
     if on:
-        _here.asked = False
+        _here.wanted = False
 
 
 def asks_is_replaying() -> bool:
     """As `is_replaying`, where the user's code asks, which then may do something else."""
-    _here.asked = True
+    _here.wanted = True
     return is_replaying()
 
 
 def has_asked() -> bool:
     """Whether the user's code has asked since this thread began to compute a chunk again."""
-    return getattr(_here, "asked", False)
+    return getattr(_here, "wanted", False)
 
 
 @contextmanager
-def marked(asked: str) -> Iterator[None]:
-    """Inside runs what `asked` computes in its own way; what it is inside of has its own mark.
+def marked(caller: str) -> Iterator[None]:
+    """Inside runs what `caller` computes in its own way; what it is inside of has its own mark.
 
     An empty mark: what runs inside is the user's, whoever runs it.
     """
     before = mark()
-    _here.mark = asked and (before or asked)
+    _here.mark = caller and (before or caller)
     try:
         yield
     finally:
@@ -162,7 +162,7 @@ def bytes_saved(forward: Watched) -> Iterator[list[int]]:
         if "yet support saved tensor hooks" not in torch_says(error):
             raise
         raise GradtoolsError(
-            f"{forward.asked}: f holds a transform of torch.func, inside of which PyTorch does "
+            f"{forward.caller}: f holds a transform of torch.func, inside of which PyTorch does "
             "not tell what graphs keep, so memory_budget cannot be held. Leave it out, or use "
             "gt.grad, gt.vjp and their like in f."
         ) from error
@@ -189,23 +189,23 @@ def own_wrapper(module: Any) -> str | None:
     return next((k.__name__ for k in kinds if k.__module__.startswith("torch.")), None)
 
 
-def check_modules(asked: str, start: Snapshot, f: Any) -> None:
+def check_modules(caller: str, start: Snapshot, f: Any) -> None:
     """Raises for modules that chunks cannot have; tells of those that mean another thing there."""
     for module, name in start.reached.modules.values():
         kind = own_wrapper(module)
         if kind is not None:
-            raise GradtoolsError(f"{asked}: {name} is a {kind}. {_OWN_WRAPPERS[kind]}")
+            raise GradtoolsError(f"{caller}: {name} is a {kind}. {_OWN_WRAPPERS[kind]}")
         normalises = isinstance(module, upstream.BatchNorm)
-        if asked == "chunked" and normalises and module.training:
+        if caller == "chunked" and normalises and module.training:
             _tell(f, name)
 
 
-def check_cached(asked: str, start: Snapshot, kept: Any) -> None:
+def check_cached(caller: str, start: Snapshot, kept: Any) -> None:
     """Raises where `parametrize.cached` would have computed a weight once that changes state."""
     for module, name in start.reached.modules.values():
         if kept and isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
             raise GradtoolsError(
-                f"{asked}: {name} computes a weight by a parametrization with buffers, inside of "
+                f"{caller}: {name} computes a weight by a parametrization with buffers, inside of "
                 "parametrize.cached, which computes it once; here it is computed for each chunk, "
                 "and its buffers would change each time. Leave parametrize.cached out."
             )
@@ -274,9 +274,9 @@ def captured_error(forward: Watched, what: Any) -> GradtoolsError:
     name = forward.start.name_of(
         lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
     )
-    shared = ", with None in in_axes" if forward.asked == "chunked" else ""
+    shared = ", with None in in_axes" if forward.caller == "chunked" else ""
     return GradtoolsError(
-        f"{forward.asked}: f captured {'a tensor' if name is None else name!r} that is computed "
+        f"{forward.caller}: f captured {'a tensor' if name is None else name!r} that is computed "
         "from others, or belongs to a transform of torch.func, and is no argument; its derivative "
         f"would be lost or counted twice. Pass it to f as an argument{shared}."
     )
@@ -287,7 +287,7 @@ def edge_error(forward: Watched, i: int, node: Any) -> GradtoolsError:
     held = [name for x, name in forward.start.watched_now() if x.grad_fn is node]
     name = repr(held[0]) if held else "something"
     return GradtoolsError(
-        f"{forward.asked}: chunk {i} goes on from {name} that an earlier chunk computed and kept "
+        f"{forward.caller}: chunk {i} goes on from {name} that an earlier chunk computed and kept "
         "attached to its graph, and one chunk's graph is all that there is at a time: a gradient "
         "would be lost. Detach what is kept between calls; compute a function of weights in each "
         "call, or before and pass it as an argument, with None in in_axes."

@@ -84,8 +84,8 @@ def _sparse(node: Any, given: Given, cts: Given) -> Any:
         return None
     at, ct = upstream.indices_of(upstream.saved(node, "result").detach()), cts[0]
     places = [k for k, g in enumerate(given) if g is not None]
-    found = ct[tuple(at)] if ct.layout is torch.strided else _looked_up(ct, at)
-    return tuple([found if k in places else g for k, g in enumerate(given)])
+    result = ct[tuple(at)] if ct.layout is torch.strided else _looked_up(ct, at)
+    return tuple([result if k in places else g for k, g in enumerate(given)])
 
 
 def _looked_up(x: Tensor, at: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def _layer_norm(node: Any, given: Given, cts: Given) -> Any:
 def _batch_norm(node: Any, given: Given, cts: Given) -> Any:
     """The kernel's own gradient at compact copies of what it reads as if it were compact."""
     wanted = [g is not None for g in given]
-    found = torch.ops.aten.native_batch_norm_backward(
+    result = torch.ops.aten.native_batch_norm_backward(
         cts[0],
         upstream.saved(node, "input"),
         *[None if x is None else x.contiguous() for x in _statistics(node)],
@@ -121,7 +121,7 @@ def _batch_norm(node: Any, given: Given, cts: Given) -> Any:
         upstream.saved(node, "eps"),
         wanted,
     )
-    return tuple([g if w else None for g, w in zip(found, wanted, strict=True)])
+    return tuple([g if w else None for g, w in zip(result, wanted, strict=True)])
 
 
 def _statistics(node: Any) -> tuple[Any, Any, Any]:
@@ -230,8 +230,8 @@ WRONG = frozenset(_BY_NODE)
 
 def is_wrong(node: Any) -> bool:
     """Whether the gradient that a node of a graph gives is wrong."""
-    found = _BY_NODE.get(type(node).__name__)
-    return found is not None and found.when(node)
+    result = _BY_NODE.get(type(node).__name__)
+    return result is not None and result.when(node)
 
 
 @contextmanager
@@ -262,9 +262,9 @@ def right_vjp(fun: Callable[..., Any], *xs: Tensor, has_aux: bool = False) -> An
     wrong: list[Any] = []
 
     def noted(*xs: Tensor) -> Any:
-        found = fun(*xs)
-        wrong[:] = wrong_nodes(found[0] if has_aux else found)
-        return found
+        result = fun(*xs)
+        wrong[:] = wrong_nodes(result[0] if has_aux else result)
+        return result
 
     outs, pull, *aux = torch.func.vjp(noted, *xs, has_aux=has_aux)  # type: ignore[misc]
 

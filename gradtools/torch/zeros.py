@@ -55,9 +55,9 @@ class NoProductsOfZero(upstream.TorchDispatchMode):
 
 
 def _zero(shape: Any, **how: Any) -> Tensor:
-    found = torch.zeros((), **how).expand(shape)
-    setattr(found, _MARK, True)
-    return found
+    result = torch.zeros((), **how).expand(shape)
+    setattr(result, _MARK, True)
+    return result
 
 
 def _is_zero(x: Any) -> bool:

@@ -71,8 +71,8 @@ class LedgerLine:
     def covers(self, outcome: SweepOutcome) -> bool:
         """Whether this line tells that outcome."""
         return outcome.result == self.result and all(
-            fnmatchcase(found, pattern)
-            for found, pattern in (
+            fnmatchcase(result, pattern)
+            for result, pattern in (
                 (outcome.program, self.program),
                 (outcome.way, self.way),
                 (outcome.dtype, self.dtype),

@@ -66,7 +66,7 @@ def sweep(
             way; else the first sample in the principal ways.
         eager: Whether each way runs by itself, operation by operation, and not compiled.
     """
-    found = cases() if programs is None else tuple(programs)
+    result = cases() if programs is None else tuple(programs)
     outcomes = []
     if programs is None:
         new = f"new in JAX {jax.__version__}: it has no line in the table"
@@ -74,7 +74,7 @@ def sweep(
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
         warnings.simplefilter("ignore", GradtoolsWarning)
-        for case in found:
+        for case in result:
             for dtype in _dtypes(case, whole):
                 if whole or not case.sample:
                     outcomes += ProgramTrial(case, dtype, whole, eager).outcomes()
@@ -182,8 +182,8 @@ def _along(p: ProgramAtPoint, functions: dict[str, Callable[..., Any]]) -> dict[
         return {name: list(f(p, *xs)) for name, f in functions.items()}
 
     steps = jnp.asarray(np.stack([_STEPS, -_STEPS], 1).reshape(-1))
-    found = jax.lax.map(at, steps)
-    return jax.tree.map(lambda x: x.reshape(len(_STEPS), 2, *x.shape[1:]), found)
+    result = jax.lax.map(at, steps)
+    return jax.tree.map(lambda x: x.reshape(len(_STEPS), 2, *x.shape[1:]), result)
 
 
 def _slopes(values: np.ndarray) -> np.ndarray:
@@ -370,10 +370,10 @@ class ProgramTrial:
         rng = np.random.default_rng(crc32(f"{self.case.program} directions".encode()))
 
         def drawn(shape: Any, dtype: Any) -> np.ndarray:
-            found = rng.uniform(0.3, 1.0, shape) * rng.choice([-1.0, 1.0], shape)
+            result = rng.uniform(0.3, 1.0, shape) * rng.choice([-1.0, 1.0], shape)
             if np.issubdtype(dtype, np.complexfloating):
-                found = found + 1j * rng.uniform(0.2, 0.8, shape)
-            return np.asarray(found, dtype)
+                result = result + 1j * rng.uniform(0.2, 0.8, shape)
+            return np.asarray(result, dtype)
 
         xs = [np.asarray(x) for x in self.case.arguments(self.dtype)]
         outs = jax.eval_shape(self.f, *xs)
@@ -390,10 +390,10 @@ class ProgramTrial:
         if not point.cs:
             return [self._outcome("program", LEFT_OUT, "", "no output is floating or complex")]
         self._compute(point)
-        found = [self._judge(way) for way in self.ways]
+        result = [self._judge(way) for way in self.ways]
         if self.whole and "pullback" in self.numbers:
-            found += [self._dependence(point), self._why_zero(point)]
-        return found
+            result += [self._dependence(point), self._why_zero(point)]
+        return result
 
     # --- numbers
 
@@ -401,8 +401,8 @@ class ProgramTrial:
         arrays = (point.xs, point.ts, point.cs)
         try:
             run = self._everything if self.eager else jax.jit(self._everything)
-            found = run(*arrays)
-            numbers, lines = jax.device_get(found)
+            result = run(*arrays)
+            numbers, lines = jax.device_get(result)
         except Exception as error:  # what is found when XLA compiles spoils all of them
             if self.eager:
                 raise
@@ -514,9 +514,9 @@ def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> flo
 
 def groups(size: int) -> list[tuple[Case, ...]]:
     """All cases in groups of about so many, each function's together."""
-    found: list[tuple[Case, ...]] = [()]
+    result: list[tuple[Case, ...]] = [()]
     for _, same in groupby(cases(), key=lambda case: case.program):
-        if len(found[-1]) >= size:
-            found.append(())
-        found[-1] += tuple(same)
-    return found
+        if len(result[-1]) >= size:
+            result.append(())
+        result[-1] += tuple(same)
+    return result

@@ -90,15 +90,15 @@ def swept(program: TableProgram, ways: Iterable[TorchWay] = WAYS) -> Iterator[Sw
     try:
         with _quiet():
             oracles = Oracles(program)
-            found = oracles.reverse_mode() if oracles.fine else None
+            result = oracles.reverse_mode() if oracles.fine else None
     except Exception as error:  # the framework's own
         yield program.left_out(EVERY_WAY, f"PyTorch raises {_told(error)}")
         return
     if not oracles.finite:
         yield program.left_out(EVERY_WAY, "its value or gradient is not a number at the sample")
         return
-    if found is not None:
-        yield _outcome(program, REVERSE_MODE, found)
+    if result is not None:
+        yield _outcome(program, REVERSE_MODE, result)
     for way in ways:
         try:
             with _quiet():
@@ -131,6 +131,6 @@ class _quiet(warnings.catch_warnings):
     """PyTorch's warnings are left out, ours too: they are tested where they are made."""
 
     def __enter__(self) -> Any:
-        found = super().__enter__()
+        result = super().__enter__()
         warnings.simplefilter("ignore")
-        return found
+        return result

@@ -929,8 +929,8 @@ def names() -> Iterator[str]:
     """Every public function of the namespaces, with its namespace."""
     for space, module in NAMESPACES.items():
         for name in dir(module):
-            found = getattr(module, name)
-            if not name.startswith("_") and callable(found) and not isinstance(found, type):
+            result = getattr(module, name)
+            if not name.startswith("_") and callable(result) and not isinstance(result, type):
                 yield f"{space}.{name}"
 
 
@@ -938,7 +938,7 @@ def names() -> Iterator[str]:
 def cases() -> tuple[Case, ...]:
     """The cases of all functions that this version of JAX has."""
     present = set(names())
-    return tuple(case for name, found in _TABLE.items() if name in present for case in found)
+    return tuple(case for name, result in _TABLE.items() if name in present for case in result)
 
 
 def unknown() -> list[str]:

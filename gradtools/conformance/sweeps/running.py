@@ -55,8 +55,8 @@ def _in_torch(whole: bool, containing: str) -> LedgerVerdict:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the arrays are tiny: threads would wait for each other
     try:
-        found = in_torch.sweep(whole, only=lambda name: containing in name)
-        return judged(_told(found), LEDGER, whole and not containing)
+        result = in_torch.sweep(whole, only=lambda name: containing in name)
+        return judged(_told(result), LEDGER, whole and not containing)
     finally:
         torch.set_num_threads(threads)
 
@@ -65,16 +65,16 @@ def _in_jax(whole: bool, containing: str) -> LedgerVerdict:
     from gradtools.conformance.sweeps import in_jax
     from gradtools.conformance.sweeps.jax_programs import cases
 
-    found = [case for case in cases() if containing in case.program]
-    outcomes = (o for case in found for o in in_jax.sweep([case], whole=whole))
+    result = [case for case in cases() if containing in case.program]
+    outcomes = (o for case in result for o in in_jax.sweep([case], whole=whole))
     return in_jax.verdict(_told(outcomes), whole and not containing)
 
 
 def _twins(whole: bool, containing: str) -> LedgerVerdict:
     from gradtools.conformance.sweeps import twins
 
-    found = [case for case in twins.pairs() if containing in case.program]
-    outcomes = (o for case in found for o in twins.sweep([case], whole=whole))
+    result = [case for case in twins.pairs() if containing in case.program]
+    outcomes = (o for case in result for o in twins.sweep([case], whole=whole))
     return twins.verdict(_told(outcomes), whole and not containing)
 
 

@@ -278,9 +278,9 @@ class Oracles:
 
     def _slope(self, f: Callable[..., Any], steps: float = 1.0) -> Slope:
         line = self._line(f)
-        found = slope(lambda t: line(t * steps), EPSILONS[self.name] / steps)
-        value, error = found.value / steps, found.error / steps
-        return Slope(value, error, found.at, found.smallest * steps)
+        result = slope(lambda t: line(t * steps), EPSILONS[self.name] / steps)
+        value, error = result.value / steps, result.error / steps
+        return Slope(value, error, result.at, result.smallest * steps)
 
     def _line(self, f: Callable[..., Any]) -> Callable[[float], np.ndarray]:
         import torch

@@ -85,13 +85,13 @@ def entries(
     tables: Iterable[str] = tuple(TABLES), variants: Iterable[str] = (FUNCTION,)
 ) -> list[TableEntry]:
     """What the tables hold, in their order."""
-    found = []
+    result = []
     for table in tables:
         for info in _table(table):
             for variant in variants:
                 if variant == FUNCTION or _has(table, info, variant):
-                    found.append(TableEntry(table, _name(table, info, variant), info, variant))
-    return found
+                    result.append(TableEntry(table, _name(table, info, variant), info, variant))
+    return result
 
 
 def _table(name: str) -> Any:
@@ -154,10 +154,10 @@ def programs(
         of = torch.float64 if dtype == "float64" else getattr(torch, dtype)
         make = _of_module if entry.table == "module_db" else _of_operator
         try:
-            found = make(entry, of, most)
+            result = make(entry, of, most)
         except _Nothing as nothing:
             return [SweepOutcome(entry.name, nothing.way, 0, dtype, LEFT_OUT, detail=str(nothing))]
-    return _chosen(found, most)
+    return _chosen(result, most)
 
 
 class _Nothing(Exception):
@@ -198,22 +198,22 @@ def _of_operator(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, i
     claimed = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     if claimed == beyond or dtype not in op.dtypes:
         raise _Nothing("the table has no derivative of it, or none in this dtype", BY_THE_TABLE)
-    found: list[tuple[bool, int, TableProgram]] = []
+    result: list[tuple[bool, int, TableProgram]] = []
     why = "no sample requires a gradient"
     for number, sample in enumerate(_samples(op, dtype)):
-        if found and number >= max(_LOOKED_AT, most):
+        if result and number >= max(_LOOKED_AT, most):
             break
         if entry.variant != FUNCTION and sample.broadcasts_input:
             continue
         try:
-            found += _of_sample(entry, number, sample, dtype)
+            result += _of_sample(entry, number, sample, dtype)
         except Exception as error:  # the framework's own
             why = f"{type(error).__name__}: {error}"[:160]
-        if sum(good and size <= _FEW for good, size, _ in found) >= most:
+        if sum(good and size <= _FEW for good, size, _ in result) >= most:
             break
-    if not found:
+    if not result:
         raise _Nothing(why, BY_THE_TABLE if entry.variant in UNCLAIMED else EVERY_WAY)
-    return found
+    return result
 
 
 def _samples(op: Any, dtype: Any) -> Iterator[Any]:
@@ -254,8 +254,8 @@ def _of_sample(
 
 def _variant(op: Any, variant: str) -> Callable[..., Any]:
     if variant == FUNCTION:
-        found: Callable[..., Any] = op.op
-        return found
+        result: Callable[..., Any] = op.op
+        return result
     if variant == INTEGERS:
         return lambda x, *args, **kwargs: op.op(x, *_integers(args), **kwargs)
     if variant in (IN_PLACE, BEYOND):
@@ -305,7 +305,7 @@ def _of_module(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, int
     info = entry.info
     if dtype not in info.dtypes:
         raise _Nothing("the table does not have it in this dtype", BY_THE_TABLE)
-    found: list[tuple[bool, int, TableProgram]] = []
+    result: list[tuple[bool, int, TableProgram]] = []
     why = "no input requires a gradient"
     for training in (False, True) if info.train_and_eval_differ else (True,):
         try:
@@ -318,12 +318,12 @@ def _of_module(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, int
         for number, one in enumerate(inputs[:_LOOKED_AT]):
             try:
                 torch.manual_seed(_SEED)
-                found += _of_module_input(entry, number, one, dtype, training)
+                result += _of_module_input(entry, number, one, dtype, training)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"[:160]
-    if not found:
+    if not result:
         raise _Nothing(why)
-    return found
+    return result
 
 
 def _of_module_input(

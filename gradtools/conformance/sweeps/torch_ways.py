@@ -97,10 +97,10 @@ def _input(o: Oracles, i: int) -> Any:
 @_way("linearize", quick=True)
 def _linearize(gt: Any, o: Oracles) -> Found:
     push = gt.linearize(o.f, *o.x)[1]
-    found = push(*o.u)
-    if apart(push(*o.u), found) > 0:
+    result = push(*o.u)
+    if apart(push(*o.u), result) > 0:
         return Judgement(DIFFERS, "itself", "a second call gives another tangent")
-    return o.tangent(found)
+    return o.tangent(result)
 
 
 def _jacobian(gt: Any, o: Oracles, mode: str) -> Found:
@@ -109,8 +109,8 @@ def _jacobian(gt: Any, o: Oracles, mode: str) -> Found:
     every = tuple(range(len(o.x)))
     rows = gt.jacobian(o.f, argnums=every, mode=mode)(*o.x)
     pulled = [sum(_times(v, row[i]) for v, row in zip(o.v, rows, strict=True)) for i in every]
-    found = o.cotangent(pulled)
-    return o.tangent([_pushed(row, o.u) for row in rows]) if found.result == AGREES else found
+    result = o.cotangent(pulled)
+    return o.tangent([_pushed(row, o.u) for row in rows]) if result.result == AGREES else result
 
 
 def _times(v: Any, block: Any) -> Any:
@@ -137,8 +137,8 @@ _way("jacobian, reverse")(lambda gt, o: _jacobian(gt, o, "reverse"))
 @_way("mixed_partial, program as G")
 def _mixed_as_G(gt: Any, o: Oracles) -> Found:
     v = tuple(v.clone() for v in o.v)
-    found = gt.mixed_partial(inner, lambda z: o.f(*z), v, o.x, o.u)
-    return o.tangent(found)
+    result = gt.mixed_partial(inner, lambda z: o.f(*z), v, o.x, o.u)
+    return o.tangent(result)
 
 
 def _chunked(gt: Any, o: Oracles, f: Any) -> Any:
@@ -257,8 +257,8 @@ def _grad_of_jvp(gt: Any, o: Oracles) -> Found:
 @_way("jvp of jvp", order=2)
 def _jvp_of_jvp(gt: Any, o: Oracles) -> Found:
     pushed = lambda *xs: gt.jvp(o.g, xs, o.u)[1]
-    found = inner(o.v, gt.jvp(pushed, o.x, o.u)[1])
-    return o.curvature(found)
+    result = inner(o.v, gt.jvp(pushed, o.x, o.u)[1])
+    return o.curvature(result)
 
 
 @_way("linearize of grad", order=2)

@@ -274,17 +274,17 @@ def sweep(programs: Iterable[Case] | None = None, *, whole: bool = False) -> lis
         whole: Whether every sample is tried, and in complex numbers too where both take them;
             else the first sample in real ones.
     """
-    found: list[SweepOutcome] = []
+    result: list[SweepOutcome] = []
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in pairs() if programs is None else programs:
             if whole or not case.sample:
-                found += _TwinPair(
+                result += _TwinPair(
                     case, "complex128" if case.complex_only else "float64"
                 ).outcomes()
             if whole and takes_complex(case) and _takes_complex(case):
-                found += _TwinPair(case, "complex128").outcomes()
-    return found
+                result += _TwinPair(case, "complex128").outcomes()
+    return result
 
 
 def verdict(outcomes: Iterable[SweepOutcome], whole: bool = False) -> LedgerVerdict:
@@ -343,17 +343,17 @@ class _TwinPair:
         )
         f = lambda *xs: list(_inexact(_called(self.case, *xs)))
         side = TwinSide(f, xs, ts, cs, torch, gt=gt)
-        found = self._run(side, ways)
-        return _numbers({w: [y.detach().resolve_conj() for y in ys] for w, ys in found.items()})
+        result = self._run(side, ways)
+        return _numbers({w: [y.detach().resolve_conj() for y in ys] for w, ys in result.items()})
 
     def _run(self, side: TwinSide, ways: Sequence[str]) -> dict[str, Arrays]:
-        found = {}
+        result = {}
         for way in ways:
             try:
-                found[way] = WAYS[way][0](side)
+                result[way] = WAYS[way][0](side)
             except Exception as error:
                 self.errors.setdefault(way, []).append(error)
-        return found
+        return result
 
     def _judge(self, way: str, ours: dict[str, Any], theirs: dict[str, Any]) -> SweepOutcome:
         if way in self.errors:
@@ -383,8 +383,8 @@ def _inexact(out: Any) -> Iterator[Any]:
 
 def groups(size: int) -> list[tuple[Case, ...]]:
     """All pairs in groups of so many."""
-    found = pairs()
-    return [found[i : i + size] for i in range(0, len(found), size)]
+    result = pairs()
+    return [result[i : i + size] for i in range(0, len(result), size)]
 
 
 # --- what is known not to agree ----------------------------------------------------------

@@ -73,9 +73,9 @@ def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     jaxpr = program.jaxpr
     own = bool(places.is_own(jaxpr)) and not places.is_gradtools(jaxpr)
     if own:
-        found = _draw(w, eqn, jaxpr, entries) or _word(w, eqn, jaxpr, entries)
-        if found is not None:
-            return found
+        result = _draw(w, eqn, jaxpr, entries) or _word(w, eqn, jaxpr, entries)
+        if result is not None:
+            return result
     ruled = own and eqn.primitive.name == "custom_jvp_call"
     if ruled and jaxprs.uses_primitive(jaxpr, lambda e: e.primitive.name in _UNDERIVABLE):
         return list(w.marked(eqn, _name(eqn, jaxpr), [w.number(e) for e in entries]))
@@ -145,10 +145,10 @@ def _word(w: Any, eqn: Any, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]
     if word is None or all(map(_is_known, entries)):
         return None
     first = len(w._nodes)
-    found = word(w, jaxpr, *entries)
-    if found is None:
+    result = word(w, jaxpr, *entries)
+    if result is None:
         return None
-    results = list(found) if isinstance(found, (list, tuple)) else [found]
+    results = list(result) if isinstance(result, (list, tuple)) else [result]
     w.tell(eqn, first, results)
     return results
 
@@ -225,11 +225,11 @@ def _diagonal(w: Any, jaxpr: Any, x: Entry) -> int | None:
     shape = w.shape(number)
     if len(shape) < 2:
         return None
-    first, found = _of_counts(jaxpr, shape)
+    first, result = _of_counts(jaxpr, shape)
     for i in range(len(shape)):
         for j in range(len(shape)):
             for k in range(1 - shape[i], shape[j]) if i != j else ():
-                if np.array_equal(np.diagonal(first, k, i, j), found):
+                if np.array_equal(np.diagonal(first, k, i, j), result):
                     return w("diagonal", number, offset=k, axes=(i, j))
     return None
 
@@ -239,9 +239,9 @@ def _diag(w: Any, jaxpr: Any, x: Entry) -> int | None:
     shape = w.shape(number)
     if len(shape) != 1:
         return _diagonal(w, jaxpr, x)
-    first, found = _of_counts(jaxpr, shape)
-    for k in range(1 - found.shape[0], found.shape[0]):
-        if np.array_equal(np.diag(first, k), found):
+    first, result = _of_counts(jaxpr, shape)
+    for k in range(1 - result.shape[0], result.shape[0]):
+        if np.array_equal(np.diag(first, k), result):
             return w("diagonal_matrix", number, offset=k)
     return None
 
@@ -250,8 +250,8 @@ def _of_counts(jaxpr: Any, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray
     counts = np.arange(1, 1 + int(np.prod(shape))).reshape(shape)
     given = jnp.asarray(counts, jaxpr.invars[0].aval.dtype)
     with jax.ensure_compile_time_eval():
-        (found,) = jax.core.eval_jaxpr(jaxpr, [], given)
-    return counts, np.asarray(found)
+        (result,) = jax.core.eval_jaxpr(jaxpr, [], given)
+    return counts, np.asarray(result)
 
 
 def _traced(w: Any, jaxpr: Any, x: Entry, offset: Entry | None = None) -> int | None:
@@ -414,9 +414,9 @@ def _added(
     w: Any, eqn: Any, operation: str, inputs: Any, attributes: Any, bodies: Any
 ) -> list[Entry]:
     first = len(w._nodes)
-    found = list(w._node(operation, inputs, _made(eqn), attributes, bodies))
-    w.tell(eqn, first, found)
-    return found
+    result = list(w._node(operation, inputs, _made(eqn), attributes, bodies))
+    w.tell(eqn, first, result)
+    return result
 
 
 def _unrolled(
@@ -513,8 +513,8 @@ def _rule(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         factor = w.scalar(w.number(entries[1]))
         if factor is not None:
             return [w("scale_gradient", w.number(entries[0]), scale=factor)]
-    if name == "gradtools_primal" and (found := _crossed(w, eqn, entries)) is not None:
-        return found
+    if name == "gradtools_primal" and (result := _crossed(w, eqn, entries)) is not None:
+        return result
     linear = name in ("gradtools_tangent", "gradtools_cotangent")
     plain = linear or rule.name.startswith("frozen") or w.depth >= _DEEPEST
     if plain:
@@ -542,14 +542,14 @@ def _crossed(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry] | None:
     if any(value is None for value in values):
         return None
     xs = [np.asarray(value, a.dtype) for value, a in zip(values, avals, strict=True)]
-    found = crossed.inside.formula(xs, crossed.batch)
-    if found is None:
+    result = crossed.inside.formula(xs, crossed.batch)
+    if result is None:
         return None
     held = [
-        w.number(w.new(jnp.asarray(np.asarray(found.held[v])), found.values[v].name))
-        for v in found.captured
+        w.number(w.new(jnp.asarray(np.asarray(result.held[v])), result.values[v].name))
+        for v in result.captured
     ]
-    return _added(w, eqn, "call", (*numbers, *held), {}, [body_of(found)])
+    return _added(w, eqn, "call", (*numbers, *held), {}, [body_of(result)])
 
 
 def _written_out(eqn: Any, w: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -566,16 +566,16 @@ def without_derivative(jaxpr: Any) -> set[Any]:
     """
     if not any(eqn.primitive.name == "gradtools_value" for eqn in jaxpr.eqns):
         return set()
-    asked = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    caller = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     for eqn in reversed(jaxpr.eqns):
         read = eqn.invars
         if eqn.primitive.name == "gradtools_value":
             first = eqn.params["xs"]
             read = [*read[:first], *read[first + len(eqn.outvars) :]]
-        elif not asked.intersection(eqn.outvars):
+        elif not caller.intersection(eqn.outvars):
             continue
-        asked.update(v for v in read if not isinstance(v, Literal))
-    return {v for eqn in jaxpr.eqns for v in eqn.outvars} - asked
+        caller.update(v for v in read if not isinstance(v, Literal))
+    return {v for eqn in jaxpr.eqns for v in eqn.outvars} - caller
 
 
 def custom_rule(

@@ -37,8 +37,8 @@ def folded(eqn: Any, values: Sequence[Any]) -> list[Any]:
     fold = _FOLDS.get(eqn.primitive.name)
     if fold is not None and all(isinstance(v, np.ndarray | np.generic) for v in values):
         with np.errstate(all="ignore"):
-            found = np.asarray(fold(eqn.params, *values))
-        return [found.astype(eqn.outvars[0].aval.dtype, copy=False)]
+            result = np.asarray(fold(eqn.params, *values))
+        return [result.astype(eqn.outvars[0].aval.dtype, copy=False)]
     return [_plain(x) for x in evaluated(eqn, values)]
 
 
@@ -128,16 +128,16 @@ def _differentiated(
     eqn: Any, xs: Sequence[Any], wrt: Sequence[int] | None = None
 ) -> tuple[list[int], Any, list[Any]]:
     """The operands that are differentiated, JAX's pullback along them, and the results."""
-    asked = range(len(xs)) if wrt is None else wrt
-    active = [k for k in asked if is_inexact(eqn.invars[k])]
+    caller = range(len(xs)) if wrt is None else wrt
+    active = [k for k in caller if is_inexact(eqn.invars[k])]
     moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
 
     def fun(*some: Any) -> tuple[list[Any], list[Any]]:
         full = list(xs)
         for k, x in zip(active, some, strict=True):
             full[k] = x
-        found = bound(eqn, full)
-        return [found[k] for k in moving], found
+        result = bound(eqn, full)
+        return [result[k] for k in moving], result
 
     inexact, back, outs = jax.vjp(fun, *[xs[k] for k in active], has_aux=True)
     for k, y in zip(moving, inexact, strict=True):

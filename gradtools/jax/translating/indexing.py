@@ -52,14 +52,14 @@ def gathered(w: Any, p: Params, x: int, indices: int) -> Any:
     """The translation of ``gather``."""
     d, sizes = p["dimension_numbers"], axes_of(p, "slice_sizes")
     picked = axes_of(vars_of(d), "start_index_map")
-    found = _read(w, d, sizes, picked, x, indices)
+    result = _read(w, d, sizes, picked, x, indices)
     if _is_within(w, _mode(p) != "FILL_OR_DROP", w.shape(x), sizes, picked, indices):
-        return found
-    batch = [k for k in range(len(w.shape(found))) if k not in d.offset_dims]
+        return result
+    batch = [k for k in range(len(w.shape(result))) if k not in d.offset_dims]
     valid = _valid(w, indices, [w.shape(x)[a] - sizes[a] for a in picked])
-    valid = w("broadcast", valid, shape=w.shape(found), axes=tuple(batch))
+    valid = w("broadcast", valid, shape=w.shape(result), axes=tuple(batch))
     fill = math.nan if p["fill_value"] is None else p["fill_value"]
-    return w("where", valid, found, w.constant(fill)) if w.is_inexact(found) else None
+    return w("where", valid, result, w.constant(fill)) if w.is_inexact(result) else None
 
 
 def _valid(w: Any, indices: int, most: Sequence[int]) -> int:
@@ -81,11 +81,11 @@ def _read(w: Any, d: Any, sizes: Any, picked: Sequence[int], x: int, indices: in
     collapsed = set(d.collapsed_slice_dims) | set(batched)
     kept = [a for a in range(len(shape)) if a not in collapsed]
     if len(w.shape(indices)) == 1 and any(sizes[a] != 1 for a in picked):
-        found = window(w, {"slice_sizes": sizes}, x, *_starts(w, shape, picked, indices))
-        return w("reshape", found, shape=tuple(sizes[a] for a in kept))
+        result = window(w, {"slice_sizes": sizes}, x, *_starts(w, shape, picked, indices))
+        return w("reshape", result, shape=tuple(sizes[a] for a in kept))
     places = _places(w, shape, sizes, picked, batched, over, indices)
-    found = _taken_along(w, x, places, sizes, kept) or _indexed(w, x, places)
-    return _laid_out(w, found, places, kept, sizes, d.offset_dims)
+    result = _taken_along(w, x, places, sizes, kept) or _indexed(w, x, places)
+    return _laid_out(w, result, places, kept, sizes, d.offset_dims)
 
 
 def _starts(w: Any, shape: Sequence[int], picked: Sequence[int], indices: int) -> list[int]:

@@ -114,8 +114,8 @@ def _cast(w: Any, p: Params, x: int) -> int:
 
 def _divided(w: Any, p: Params, a: int, b: int) -> int:
     """A quotient of integers is rounded towards zero."""
-    found = w("divide", a, b)
-    return found if w.is_inexact(a) else w("cast", found, dtype="int64")
+    result = w("divide", a, b)
+    return result if w.is_inexact(a) else w("cast", result, dtype="int64")
 
 
 def _remainder(w: Any, p: Params, a: int, b: int) -> int:
@@ -136,10 +136,10 @@ def _integer_power(w: Any, p: Params, x: int) -> int:
 
 def _polynomial(w: Any, p: Params, x: int, *coefficients: int) -> int:
     """The lowest coefficient comes first; by Horner's rule."""
-    found = coefficients[-1]
+    result = coefficients[-1]
     for c in reversed(coefficients[:-1]):
-        found = w("add", c, w("multiply", x, found))
-    return found if w.shape(found) == w.shape(x) else w("broadcast", found, shape=w.shape(x))
+        result = w("add", c, w("multiply", x, result))
+    return result if w.shape(result) == w.shape(x) else w("broadcast", result, shape=w.shape(x))
 
 
 def _selected(w: Any, p: Params, which: int, *cases: int) -> int:
@@ -155,10 +155,10 @@ def _selected(w: Any, p: Params, which: int, *cases: int) -> int:
 
 
 def _case(w: Any, which: int, cases: Sequence[int]) -> int:
-    found = cases[-1]
+    result = cases[-1]
     for k in reversed(range(len(cases) - 1)):
-        found = w("where", w("compare", which, w.constant(k), relation="=="), cases[k], found)
-    return found
+        result = w("where", w("compare", which, w.constant(k), relation="=="), cases[k], result)
+    return result
 
 
 def _triangle(w: Any, mask: Any, no: int, yes: int) -> int | None:
@@ -338,8 +338,8 @@ def _pooled(operation: str, fill: float = 0.0) -> Translation:
 
 
 def _min_pooled(w: Any, p: Params, x: int) -> Any:
-    found = _pooled("max_pool", -math.inf)(w, p, w("negate", x))
-    return None if found is None else w("negate", found)
+    result = _pooled("max_pool", -math.inf)(w, p, w("negate", x))
+    return None if result is None else w("negate", result)
 
 
 def _transformed(w: Any, p: Params, x: int) -> int:

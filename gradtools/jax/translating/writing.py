@@ -182,9 +182,9 @@ class Writer(Builder):
         test, add = self._makers.get(negative), self._makers.get(wrapped)
         if test is None or add is None or add.operation != "add" or self.is_inexact(i):
             return False
-        asked = test.operation == "compare" and test.attributes["relation"] == "<"
+        caller = test.operation == "compare" and test.attributes["relation"] == "<"
         if (
-            not asked
+            not caller
             or test.inputs[0] != i
             or i not in add.inputs
             or not self.is_zero(test.inputs[1])
@@ -213,10 +213,10 @@ class Writer(Builder):
 
     def folded(self, operation: str, *xs: int) -> int:
         """An operation, of constants a constant."""
-        found = self(operation, *xs)
+        result = self(operation, *xs)
         if all(x in self._constants for x in xs):
-            return self.constant(evaluate([self._known[found]], {})[0])
-        return found
+            return self.constant(evaluate([self._known[result]], {})[0])
+        return result
 
     def before_symmetrizing(self, number: int) -> int:
         """The a of (a + a^H) / 2, or the value itself."""
@@ -231,18 +231,18 @@ class Writer(Builder):
     def _node(
         self, operation: Any, inputs: Any, results: Any, attributes: Any, bodies: Any = ()
     ) -> Any:
-        found = super()._node(operation, inputs, results, attributes, bodies)
+        result = super()._node(operation, inputs, results, attributes, bodies)
         node = self._nodes[-1]
         self._makers.update(dict.fromkeys(node.outputs, node))
-        return found
+        return result
 
     def marked(self, eqn: Any, name: str, xs: Sequence[int]) -> list[int]:
         """An equation without a translation: its name, and how JAX computes it."""
         outs = [placeholder("", v.aval.shape, kind_of(v.aval.dtype)) for v in eqn.outvars]
         attributes = {"function": function_of(eqn), "adjoint": pullback_of(eqn)}
-        found = list(self._node(name, tuple(xs), outs, attributes))
+        result = list(self._node(name, tuple(xs), outs, attributes))
         self._nodes[-1] = replace(self._nodes[-1], native=name)
-        return found
+        return result
 
     def tell(self, eqn: Any, first: int, results: Sequence[int]) -> None:
         """The new nodes' native name and line, and the dtypes of their results."""
@@ -267,12 +267,12 @@ class Writer(Builder):
 
     def graph(self, *outputs: int) -> PlainGraph:
         """The program, without what no output reads."""
-        found = super().graph(*outputs)
-        nodes = tuple(found.nodes[i] for i in needed(found.nodes, outputs))
+        result = super().graph(*outputs)
+        nodes = tuple(result.nodes[i] for i in needed(result.nodes, outputs))
         used = {v for node in nodes for v in node.inputs}.union(outputs)
-        captured = tuple(v for v in found.captured if v in used)
+        captured = tuple(v for v in result.captured if v in used)
         self.arrays = {v: self.arrays[v] for v in captured}
-        return replace(found, nodes=nodes, captured=captured)
+        return replace(result, nodes=nodes, captured=captured)
 
 
 _NARROW = (jnp.float32, jnp.complex64, jnp.float16, jnp.bfloat16)

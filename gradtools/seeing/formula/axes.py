@@ -91,13 +91,13 @@ def _endless() -> Iterable[str]:
 
 def primed(letters: Sequence[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
     """The letters, made different from each other and from those that are taken."""
-    seen, found = set(taken), []
+    seen, result = set(taken), []
     for letter in letters:
         while letter in seen:
             letter += "'"
         seen.add(letter)
-        found.append(letter)
-    return tuple(found)
+        result.append(letter)
+    return tuple(result)
 
 
 def _tie(axes: Axes, y: Expr) -> None:

@@ -233,8 +233,8 @@ def compare(
         expected = _expected(formula, mine)
         arrays = [*inputs, *cotangents, *directions]
         given = derivation(*(arrays if convert is None else map(convert, arrays)))
-        found = _found(given, formula, mine)
-        for (name, a), b in zip(expected, found, strict=True):
+        result = _found(given, formula, mine)
+        for (name, a), b in zip(expected, result, strict=True):
             if a is None:
                 continue
             difference = _difference(name, a, b, tolerance, least)
@@ -256,17 +256,17 @@ def _expected(formula: Formula, values: Values) -> list[tuple[str, np.ndarray | 
 def _found(given: Any, formula: Formula, mine: Values) -> list[Any]:
     """One entry for each input, or only for those that can have a derivative."""
     expected = _expected(formula, mine)
-    found = list(given) if isinstance(given, (tuple, list)) else [given]
+    result = list(given) if isinstance(given, (tuple, list)) else [given]
     can = [k for k, (_, a) in enumerate(expected) if a is not None]
-    if len(found) == len(expected):
-        _not_compared(found, can, formula)
-        return found
-    if len(found) == len(can):
-        place = dict(zip(can, found, strict=True))
+    if len(result) == len(expected):
+        _not_compared(result, can, formula)
+        return result
+    if len(result) == len(can):
+        place = dict(zip(can, result, strict=True))
         return [place.get(k) for k in range(len(expected))]
     names = ", ".join(name for name, _ in expected)
     raise GradtoolsError(
-        f"formula.agrees_with: the derivation returned {len(found)} values; "
+        f"formula.agrees_with: the derivation returned {len(result)} values; "
         f"one is expected for each of {names}, in this order (None where it is zero)"
     )
 
@@ -293,20 +293,20 @@ def _array(b: Any, like: np.ndarray) -> np.ndarray:
 def _difference(
     name: str, a: np.ndarray, b: Any, tolerance: float, least: float
 ) -> Agreement | None:
-    found = _array(b, a)
-    if found.shape != a.shape:
-        message = f"no: {name} has shape {a.shape}, the derivation gives {found.shape}"
-        return Agreement(False, float("inf"), name, a.shape, found.shape, message)
-    error = relative_error(a, found, least)
+    result = _array(b, a)
+    if result.shape != a.shape:
+        message = f"no: {name} has shape {a.shape}, the derivation gives {result.shape}"
+        return Agreement(False, float("inf"), name, a.shape, result.shape, message)
+    error = relative_error(a, result, least)
     if error <= tolerance:
         return None
-    at = _first(a, found, tolerance, least)
+    at = _first(a, result, tolerance, least)
     where = name + (str(list(map(int, at))) if at else "")
     message = (
-        f"no: {where} is {a[at]:.10g} by the formula, {found[at]:.10g} by the derivation "
+        f"no: {where} is {a[at]:.10g} by the formula, {result[at]:.10g} by the derivation "
         f"(relative error {error:.1e} over {name})"
     )
-    return Agreement(False, error, where, a[at].item(), found[at].item(), message)
+    return Agreement(False, error, where, a[at].item(), result[at].item(), message)
 
 
 def _first(a: np.ndarray, b: np.ndarray, tolerance: float, least: float) -> tuple:

@@ -122,15 +122,15 @@ def _scan_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list
     wrt = [p for p in body.inputs if p.is_inexact]
     silent = [k >= carries and is_zero(g) for k, g in enumerate(cotangents)]
     known = [zeros(g.shape) if s else g for g, s in zip(given, silent, strict=True)]
-    found = dict(zip(wrt, adjoint_of(body.outputs, known, wrt), strict=True))
+    result = dict(zip(wrt, adjoint_of(body.outputs, known, wrt), strict=True))
     c_in, h_in, x_in = _split(body.inputs, consts, carries)
-    outputs = [found[p] if p in found else zeros(p.shape) for p in h_in]
-    outputs += [found[p] for p in (*c_in, *x_in) if p in found]
+    outputs = [result[p] if p in result else zeros(p.shape) for p in h_in]
+    outputs += [result[p] for p in (*c_in, *x_in) if p in result]
     inputs = [*c_in, *given[:carries], *h_in, *x_in, *given[carries:]]
     program = Program(tuple(inputs), tuple(outputs))
     args = [*y.args[:consts], *cotangents[:carries], *history, *xs, *cotangents[carries:]]
     program, args, kept = _pruned(program, args, consts, carries)
-    told = [p for p in (*c_in, *x_in) if p in found]
+    told = [p for p in (*c_in, *x_in) if p in result]
     results = scan(program, args, kept, carries, length, not reverse, told)
     carried = dict(zip(h_in, results[:carries], strict=True))
     stacked = dict(zip(told, results[carries:], strict=True))
@@ -229,8 +229,8 @@ def _cond_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list
     if not active:
         return [None] * len(y.args)
     adjoints = [_adjoint_branch(b, active, adjoint_of) for b in branches]
-    found = iter(cond(adjoints, [*y.args, *cotangents]))
-    return [None] + [next(found) if k in active else None for k in range(len(operands))]
+    result = iter(cond(adjoints, [*y.args, *cotangents]))
+    return [None] + [next(result) if k in active else None for k in range(len(operands))]
 
 
 def _adjoint_branch(branch: Program, active: Sequence[int], adjoint_of: Any) -> Program:
@@ -281,8 +281,8 @@ def without_rules(roots: Sequence[Expr]) -> list[Expr]:
 def _ruled_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list[Expr | None]:
     outputs, residuals = len(y["signature"]), y["residuals"]
     kept = y.args[outputs : outputs + residuals]
-    found = inline(y["backward"], [*kept, *cotangents])
-    return [None] * (outputs + residuals) + list(found)
+    result = inline(y["backward"], [*kept, *cotangents])
+    return [None] * (outputs + residuals) + list(result)
 
 
 def opaque(
@@ -293,13 +293,13 @@ def opaque(
 
 
 def _opaque_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list[Expr | None]:
-    found = opaque(
+    result = opaque(
         y["name"] + "^*",
         (*y.args, *cotangents),
         signature(y.args),
         function=y["adjoint"],
     )
-    return [f if a.is_inexact else None for f, a in zip(found, y.args, strict=True)]
+    return [f if a.is_inexact else None for f, a in zip(result, y.args, strict=True)]
 
 
 PULLBACKS = {

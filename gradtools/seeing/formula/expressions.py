@@ -90,11 +90,11 @@ def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attri
     args, shape = tuple(args), tuple(int(n) for n in shape)
     pairs = tuple(sorted(attributes.items()))
     key = (op, tuple(id(a) for a in args), pairs, shape, kind)
-    found = _known.get(key)
-    if found is None:
-        found = Expr(op, args, pairs, shape, kind)
-        _known[key] = found
-    return found
+    result = _known.get(key)
+    if result is None:
+        result = Expr(op, args, pairs, shape, kind)
+        _known[key] = result
+    return result
 
 
 def several(op: str, args: Iterable[Expr], signature: Iterable[tuple], **attributes) -> list[Expr]:
@@ -176,17 +176,17 @@ class Program:
 def order(roots: Iterable[Expr]) -> list[Expr]:
     """Everything that the roots are made of, what is needed before what needs it."""
     seen: set[Expr] = set()
-    found: list[Expr] = []
+    result: list[Expr] = []
     stack = [(root, False) for root in reversed(list(roots))]
     while stack:
         node, done = stack.pop()
         if done:
-            found.append(node)
+            result.append(node)
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
             stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
-    return found
+    return result
 
 
 def substitute(

@@ -392,9 +392,9 @@ class _FormulaPrograms:
         return all(x["function"] is not None for x in everything(roots) if x.op == "opaque")
 
     def statements(self) -> Statements:
-        found = Statements(self._sections(), self.names, self.tables)
-        found.write()
-        return found
+        result = Statements(self._sections(), self.names, self.tables)
+        result.write()
+        return result
 
     def _sections(self) -> list[Section]:
         sections = [
@@ -435,18 +435,18 @@ class _FormulaPrograms:
         ]
         used = set(statements.values)
         sizes: dict[str, int] = {}
-        found = []
+        result = []
         for p in leaves:
             if p not in used and p not in self.lowered.program.inputs:
                 continue
             letters = statements.axes.letters(p)
             sizes.update(zip(letters, p.shape, strict=True))
-            found.append(_space(self.names[p], p, letters))
+            result.append(_space(self.names[p], p, letters))
         for x, name in statements.constants:
             shape = "×".join(map(str, x.shape)) or "a number"
-            found.append(Written(f"{name.text}: held by the program, {shape}", name.latex))
+            result.append(Written(f"{name.text}: held by the program, {shape}", name.latex))
         said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
-        return [*found, *([Written(said, said)] if said else [])]
+        return [*result, *([Written(said, said)] if said else [])]
 
     def evaluate(self, inputs, cotangents, directions, captured, draws) -> Values:
         known = self.known(inputs, cotangents, directions, captured, draws)
@@ -547,9 +547,9 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Formul
     ):
         names[g] = ts.bar(w)
     sources = [program.inputs[k] for k in active]
-    found, table = adjoint(inexact, cotangents, sources)
+    result, table = adjoint(inexact, cotangents, sources)
     tables = [table]
-    outputs, found = _with_one_loop_each(outputs, found)
+    outputs, result = _with_one_loop_each(outputs, result)
     directions: list[Expr] = []
     second: list[Expr] = []
     second_names: list[Written] = []
@@ -557,12 +557,12 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Formul
         directions = [placeholder(f"u {p['name']}", p.shape, p.kind) for p in sources]
         for u, p in zip(directions, sources, strict=True):
             names[u] = _direction(names[p], len(sources))
-        plain = control.without_rules(found)
+        plain = control.without_rules(result)
         second, other = adjoint(plain, directions, [*sources, *cotangents])
         tables.append(other)
         second_names = [_partial(names[p]) for p in (*sources, *cotangents)]
-    outputs, found, second = _with_one_loop_each(outputs, found, second)
-    place = dict(zip(active, found, strict=True))
+    outputs, result, second = _with_one_loop_each(outputs, result, second)
+    place = dict(zip(active, result, strict=True))
     gradients = [place.get(k) for k in range(len(program.inputs))]
     gradient_names = [ts.bar(names[p]) for p in program.inputs]
     full_second = _spread(second, active, len(program.inputs), len(cotangents))

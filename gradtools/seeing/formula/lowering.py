@@ -154,11 +154,11 @@ _LINEAR = {  # what does the same to real numbers as to the complex ones that th
 
 
 def _check(node: Node, results: list[Expr], expected: list[Value], args: list[Expr]) -> None:
-    found, wanted = [r.shape for r in results], [tuple(v.shape) for v in expected]
-    if found != wanted:
+    result, wanted = [r.shape for r in results], [tuple(v.shape) for v in expected]
+    if result != wanted:
         raise GradtoolsError(
             f"formula: {node.operation} of shapes {[a.shape for a in args]} with "
-            f"{dict(node.attributes)} gives {found}; the record of {node.native or 'it'} says "
+            f"{dict(node.attributes)} gives {result}; the record of {node.native or 'it'} says "
             f"{wanted}. The record does not follow the vocabulary"
         )
 

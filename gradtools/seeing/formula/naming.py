@@ -35,8 +35,8 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def _parts(path: str) -> list[str]:
-    found = re.findall(r"[^\W_][\w]*|_\w+", path.replace("argument ", "arg"))
-    return found or [path.strip() or "x"]
+    result = re.findall(r"[^\W_][\w]*|_\w+", path.replace("argument ", "arg"))
+    return result or [path.strip() or "x"]
 
 
 def _shortest(parts: Sequence[str]) -> int:
@@ -54,11 +54,11 @@ def _joined(parts: Sequence[str]) -> str:
 
 def _numbered(names: list[str]) -> list[str]:
     seen: dict[str, int] = {}
-    found = []
+    result = []
     for name in names:
         seen[name] = seen.get(name, 0) + 1
-        found.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return found
+        result.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return result
 
 
 def _output_names(outputs: Sequence[Expr], taken: set[str]) -> list[Written]:

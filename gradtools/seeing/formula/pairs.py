@@ -49,7 +49,7 @@ class ComplexPair:
 def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
     """Inputs whose names differ only in re and im, real and imag, r and i."""
     by_name = {p["name"]: p for p in leaves if p.kind == "real"}
-    found = []
+    result = []
     for name, p in by_name.items():
         split = re.fullmatch(r"(.*?[^_.])[_.]?(re|real|r)", name)
         if split is None:
@@ -58,8 +58,8 @@ def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
         q = by_name.get(other)
         separate = name[split.start(2) - 1] in "_."
         if q is not None and q.shape == p.shape and separate:
-            found.append(pair(split[1], p, q))
-    return found
+            result.append(pair(split[1], p, q))
+    return result
 
 
 def pair(name: str, real: Expr, imaginary: Expr) -> ComplexPair:
@@ -109,12 +109,12 @@ def _distributed(x: Expr, choices: Sequence[Sequence[Expr]]) -> list[Expr]:
 
 def _gathered(terms: Sequence[Expr], shape: Sequence[int]) -> Expr:
     """The sum, with like terms put together, and what cancels gone."""
-    found: dict[Expr, complex] = {}
+    result: dict[Expr, complex] = {}
     for t in terms:
         c = t["coefficient"] if t.op == "einsum" else 1.0
         core = product(t.args, t["labels"], range(t.rank), t.shape) if c != 1 else t
-        found[core] = found.get(core, 0) + c
-    left = [scale(c, core) for core, c in found.items() if abs(c) > 1e-14]
+        result[core] = result.get(core, 0) + c
+    left = [scale(c, core) for core, c in result.items() if abs(c) > 1e-14]
     return add(left) if left else zeros(shape)
 
 

@@ -31,9 +31,9 @@ def meant(i: Expr, size: int) -> Expr:
     """The index into an axis of this size."""
     for wrapped in (i, *i.args):
         if wrapped is i or _modulo(wrapped, size) is i:
-            found = _counted_from_the_end(wrapped, size)
-            if found is not None:
-                return found
+            result = _counted_from_the_end(wrapped, size)
+            if result is not None:
+                return result
     return i
 
 

@@ -32,17 +32,17 @@ def display_factors(
     coefficient = x["coefficient"]
     fresh = x.rank + 1000
     queue = list(zip(x.args, x["labels"], strict=True))
-    found: list[Entry] = []
+    result: list[Entry] = []
     sums = contracts(x)
     while queue:
         factor, names = queue.pop(0)
-        single = not found and not queue
+        single = not result and not queue
         if factor in named or factor.op != "einsum" or not factor.args:
-            found.append((factor, names))
+            result.append((factor, names))
             continue
         linked = opens and sums and _flat(x) and len(factor.args) > 1
         if contracts(factor) and not (single or linked or entries):
-            found.append((factor, names))
+            result.append((factor, names))
             continue
         coefficient *= factor["coefficient"]
         inner = dict(enumerate(names))
@@ -54,8 +54,8 @@ def display_factors(
             opened.append((f, tuple(inner[l] for l in ls)))
         sums = sums or contracts(factor)
         queue = opened + queue
-    found = _with_named(found, defined, x)
-    return coefficient, [f for f, _ in found], [n for _, n in found]
+    result = _with_named(result, defined, x)
+    return coefficient, [f for f, _ in result], [n for _, n in result]
 
 
 class Defined:
@@ -71,8 +71,8 @@ class Defined:
 
     def within(self, factors: set[Expr]) -> list[Expr]:
         """The products all factors of which are among these."""
-        found = [p for f in factors for p in self._by_factor.get(f, ())]
-        return sorted((p for p in found if factors >= set(p.args)), key=lambda p: p.serial)
+        result = [p for f in factors for p in self._by_factor.get(f, ())]
+        return sorted((p for p in result if factors >= set(p.args)), key=lambda p: p.serial)
 
 
 def _with_named(found: list[Entry], defined: Defined | None, x: Expr) -> list[Entry]:
@@ -157,11 +157,11 @@ class Factors:
 
     def label_letters(self, axes: Axes) -> dict[int, str]:
         """The letter of each label."""
-        found: dict[int, str] = {}
+        result: dict[int, str] = {}
         for f, names in self._entries:
             for k, l in enumerate(names):
-                found.setdefault(l, axes.letter(f, k))
-        return found
+                result.setdefault(l, axes.letter(f, k))
+        return result
 
     def reference(self) -> list[int]:
         """The order of labels that factors are compared with."""

@@ -62,9 +62,9 @@ def recognise(program: Program) -> Program:
 def _named(x: Expr) -> Expr:
     """The first pattern that fits, again until none does."""
     for pattern in _PATTERNS:
-        found = pattern(x)
-        if found is not None and found is not x and found.shape == x.shape:
-            return found
+        result = pattern(x)
+        if result is not None and result is not x and result.shape == x.shape:
+            return result
     return x
 
 
@@ -122,10 +122,10 @@ def _sum_over(x: Expr) -> tuple[Expr, set[int]] | None:
 def _softmax(x: Expr) -> Expr | None:
     """An exponential over its own sum along one axis."""
     for e, names, below, low_names, rest in _quotients(x):
-        found = _sum_over(below)
-        if found is None or found[0] is not e or len(found[1]) != 1:
+        result = _sum_over(below)
+        if result is None or result[0] is not e or len(result[1]) != 1:
             continue
-        (axis,) = found[1]
+        (axis,) = result[1]
         kept = [n for a, n in enumerate(names) if a != axis]
         if list(low_names) != kept:
             continue
@@ -154,10 +154,10 @@ def _log_softmax(x: Expr) -> Expr | None:
     """X - logsumexp(x), up to what is constant along the axis."""
     terms = _terms(x) if x.op == "add" else []
     for t in terms:
-        found = _minus_logsumexp(t)
-        if found is None:
+        result = _minus_logsumexp(t)
+        if result is None:
             continue
-        z, axis = found
+        z, axis = result
         rest = [r for r in terms if r is not t]
         y = add(rest) if rest else None
         if y is None or y.shape != z.shape:
@@ -209,11 +209,11 @@ def _log_sum_exp(f: Expr) -> tuple[Expr, set[int]] | None:
     """The array and the axes, if f is the log of a sum of exponentials."""
     if f.op != "log":
         return None
-    found = _sum_over(f.args[0])
-    if found is None:
+    result = _sum_over(f.args[0])
+    if result is None:
         return None
-    z = _exponent(found[0])
-    return None if z is None else (z, found[1])
+    z = _exponent(result[0])
+    return None if z is None else (z, result[1])
 
 
 def _logsumexp(x: Expr) -> Expr | None:
@@ -319,22 +319,22 @@ def _mean_of(x: Expr) -> tuple[Expr, set[int]] | None:
         return None
     f = factors[0]
     if contracts(f) and labels[0] == out:
-        found = _sum_over(f)
+        result = _sum_over(f)
     elif contracts(x):
-        found = _sum_over(product(x.args, x["labels"], out, x.shape))
+        result = _sum_over(product(x.args, x["labels"], out, x.shape))
     else:
         return None
-    if found is None:
+    if result is None:
         return None
-    count = math.prod(found[0].shape[a] for a in found[1])
-    return found if abs(c * count - 1) < 1e-6 else None
+    count = math.prod(result[0].shape[a] for a in result[1])
+    return result if abs(c * count - 1) < 1e-6 else None
 
 
 def _variance(x: Expr) -> Expr | None:
     """The mean of (z - mean z)**2, or mean z**2 - (mean z)**2."""
-    found = _mean_of(x)
-    if found is not None:
-        y, axes = found
+    result = _mean_of(x)
+    if result is not None:
+        y, axes = result
         if y.op == "power" and y["exponent"] == 2 and not y.is_complex:
             z = _uncentred(_modulus_of(y.args[0]), axes)
             if z is not None:
@@ -380,10 +380,10 @@ def _variance_of_moments(x: Expr) -> Expr | None:
     if len(terms) != 2:
         return None
     for first, second in (terms, terms[::-1]):
-        found = _mean_of(first)
-        if found is None or found[0].op != "power" or found[0]["exponent"] != 2:
+        result = _mean_of(first)
+        if result is None or result[0].op != "power" or result[0]["exponent"] != 2:
             continue
-        z, axes = found[0].args[0], found[1]
+        z, axes = result[0].args[0], result[1]
         z = _modulus_of(z)
         m = scale(1 / _count(z, axes), total(z, axes))
         if second is negate(times(m, m)) and not z.is_complex:
@@ -399,10 +399,10 @@ def _standardize(x: Expr) -> Expr | None:
     for k, (f, names) in enumerate(zip(factors, labels, strict=True)):
         if f.op != "power" or f["exponent"] not in (-0.5, -1.0):
             continue
-        found = _width(f)
-        if found is None:
+        result = _width(f)
+        if result is None:
             continue
-        z, axes, eps = found
+        z, axes, eps = result
         if z.is_complex:
             continue
         rest = [(g, n) for j, (g, n) in enumerate(zip(factors, labels, strict=True)) if j != k]
@@ -440,15 +440,15 @@ def _norm(x: Expr) -> Expr | None:
     """The root of a sum of squares over axes."""
     if x.op != "power" or x["exponent"] != 0.5:
         return None
-    found = _sum_over(x.args[0])
-    if found is None or found[0].op != "power" or found[0]["exponent"] != 2:
+    result = _sum_over(x.args[0])
+    if result is None or result[0].op != "power" or result[0]["exponent"] != 2:
         return None
-    z = found[0].args[0]
+    z = result[0].args[0]
     if z.op == "abs":
         z = z.args[0]
     elif z.is_complex:
         return None
-    return making.norm(z, found[1])
+    return making.norm(z, result[1])
 
 
 def _modulus_of_positive(x: Expr) -> Expr | None:

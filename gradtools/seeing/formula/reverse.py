@@ -54,8 +54,8 @@ def adjoint(
                 continue
         if y not in leaves:
             _hand_on(y, summed, gathered, active)
-    found = [summed[x] if x in summed else zeros(x.shape) for x in wrt]
-    return found, summed
+    result = [summed[x] if x in summed else zeros(x.shape) for x in wrt]
+    return result, summed
 
 
 def _active(values: Sequence[Expr], wrt: Sequence[Expr]) -> set[Expr]:
@@ -68,16 +68,16 @@ def _active(values: Sequence[Expr], wrt: Sequence[Expr]) -> set[Expr]:
 
 def _families(values: Sequence[Expr]) -> dict[tuple, set[Expr]]:
     """The outputs of each operation with several of them that are used."""
-    found: dict[tuple, set[Expr]] = {}
+    result: dict[tuple, set[Expr]] = {}
     for y in values:
         if y.get("output") is not None and y.is_inexact:
-            found.setdefault(y.family, set()).add(y)
-    return found
+            result.setdefault(y.family, set()).add(y)
+    return result
 
 
 def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
-    found = _pullback(y, summed)
-    for arg, g in zip(y.args, found, strict=True):
+    result = _pullback(y, summed)
+    for arg, g in zip(y.args, result, strict=True):
         if g is None or arg not in active or is_zero(g):
             continue
         g = real(g) if g.is_complex and not arg.is_complex else g

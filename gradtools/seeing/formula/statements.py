@@ -153,11 +153,11 @@ class Statements:
         """How much there is to read in x, up to what has a name; its arguments come first."""
         inner = sum(self._inner_weight(a) for a in x.args)
         if x.op in _LIGHT or (x.op == "einsum" and len(x.args) == 1 and not contracts(x)):
-            found = inner + (0.5 if x.op in _LIGHT else 0)
+            result = inner + (0.5 if x.op in _LIGHT else 0)
         else:
-            found = inner + (1 if x.op == "add" else 2) if x.args else 0
-        self._weights[x] = found
-        return found
+            result = inner + (1 if x.op == "add" else 2) if x.args else 0
+        self._weights[x] = result
+        return result
 
     def _inner_weight(self, a: Expr) -> float:
         if a in self.writer.names or a in self._chosen:
@@ -457,9 +457,9 @@ class Statements:
             outer = self.writer.names[self._outputs(y)[k]]
             timed = outer.text.endswith(ts.low(t))
             wanted = outer if timed else ts.subscript(outer, t)
-        found = self._at_end(out) or self.writer.whole(out)
-        if found.text != wanted.text:
-            section.lines.append(Statement(wanted, found, depth))
+        result = self._at_end(out) or self.writer.whole(out)
+        if result.text != wanted.text:
+            section.lines.append(Statement(wanted, result, depth))
 
     def _live(self, y: Expr) -> set[int]:
         """The outputs that somebody reads, and the carries that these need."""
@@ -513,13 +513,13 @@ def _is_whole_only(x: Expr) -> bool:
 
 def everything(roots: Iterable[Expr]) -> list[Expr]:
     """All values, those of loops' and branches' programs included."""
-    found: dict[Expr, None] = {}
+    result: dict[Expr, None] = {}
     for x in order(roots):
         for program in _programs(x):
-            found.update(dict.fromkeys(everything(program.outputs)))
-            found.update(dict.fromkeys(program.inputs))
-        found[x] = None
-    return list(found)
+            result.update(dict.fromkeys(everything(program.outputs)))
+            result.update(dict.fromkeys(program.inputs))
+        result[x] = None
+    return list(result)
 
 
 def _programs(x: Expr) -> tuple[Program, ...]:
@@ -559,14 +559,14 @@ def _unturned(x: Expr) -> Expr:
 
 def _origins(cotangents: Sequence[Mapping[Expr, Expr]]) -> dict[Expr, Expr]:
     """What each cotangent belongs to, the most telling value first."""
-    found: dict[Expr, Expr] = {}
+    result: dict[Expr, Expr] = {}
     for table in cotangents[:1]:
         for v, c in table.items():
             if _is_plain(v) or v.shape != c.shape:
                 continue
             if not _is_wrapper(v) or v["coefficient"] != 1 or contracts(v.args[0]):
-                found.setdefault(c, v)
-    return found
+                result.setdefault(c, v)
+    return result
 
 
 _ELEMENTWISE_BASE = {"exp": "e", "sigmoid": "s", "tanh": "h", "relu": "h"}

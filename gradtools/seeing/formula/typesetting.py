@@ -182,9 +182,9 @@ def number(value: Any) -> Written:
     level = ATOM if value >= 0 else SUM
     if value.is_integer() and abs(value) < 1e15:
         return Written(str(int(value)), str(int(value)), level)
-    found = None if abs(value) >= 1e15 else _as_fraction(value) or _as_root(value)
-    if found is not None:
-        return found
+    result = None if abs(value) >= 1e15 else _as_fraction(value) or _as_root(value)
+    if result is not None:
+        return result
     text = f"{value:.6g}"
     latex = re.sub(r"e([+-])0*(\d+)", lambda m: rf" \cdot 10^{{{m[1].strip('+')}{m[2]}}}", text)
     latex = latex.removeprefix(r"1 \cdot ")
@@ -265,8 +265,8 @@ def _bare(x: Written) -> str:
 
 def _balanced(latex: str) -> bool:
     depth = 0
-    for found in re.findall(r"\\left(?![a-z])|\\right(?![a-z])", latex):
-        depth += 1 if found == r"\left" else -1
+    for result in re.findall(r"\\left(?![a-z])|\\right(?![a-z])", latex):
+        depth += 1 if result == r"\left" else -1
         if depth < 0:
             return False
     return depth == 0

@@ -171,17 +171,17 @@ class ExpressionWriter:
         coefficient, factors, labels = display_factors(
             x, self.names, False, self.defined, opens=opens
         )
-        found = self._as_trace(x, factors, labels)
+        result = self._as_trace(x, factors, labels)
         f = Factors(coefficient, factors, labels, x)
-        if found is None:
+        if result is None:
             f.apart()
             if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
                 return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
             with self._mean_inside(f):
-                found = self._core(f)
+                result = self._core(f)
         else:
             f.apart()
-        return self._with_scalars(f, found)
+        return self._with_scalars(f, result)
 
     @contextmanager
     def _mean_inside(self, f: Factors) -> Iterator[None]:
@@ -218,9 +218,9 @@ class ExpressionWriter:
         if turned is not None:
             return turned
         for attempt in (self._inner_product, self._as_chain, self._aligned):
-            found = attempt(f)
-            if found is not None:
-                return found
+            result = attempt(f)
+            if result is not None:
+                return result
         raise NeedsIndices
 
     def _as_transpose(self, f: Factors) -> Written | None:
@@ -291,11 +291,11 @@ class ExpressionWriter:
         """Products of matrices and vectors."""
         if not f.arrays or (self._is_mean(f) and len(f.out) < 2):
             return None
-        found, divided = chain(f), _divided(f)
-        if found is None or divided is None:
+        result, divided = chain(f), _divided(f)
+        if result is None or divided is None:
             return None
-        pieces = [self._link(group, flipped, divided) for group, flipped in found]
-        if not f.out and found[0][0][0].rank == 2:
+        pieces = [self._link(group, flipped, divided) for group, flipped in result]
+        if not f.out and result[0][0][0].rank == 2:
             return function("tr", [join(pieces, " ", " ", PRODUCT)])
         return join(pieces, " ", " ", PRODUCT)
 
@@ -456,14 +456,14 @@ class ExpressionWriter:
 
 def _divided(f: Factors) -> dict[Expr, Expr] | None:
     """Which matrix each vector below the line divides along one axis, if that is plain."""
-    found: dict[Expr, Expr] = {}
+    result: dict[Expr, Expr] = {}
     for vector, names in f.below:
         hosts = [a for a, there in f.arrays if len(there) == 2 and set(names) < set(there)]
-        hosts = [a for a in hosts if a not in found and [b for b, _ in f.arrays].count(a) == 1]
+        hosts = [a for a in hosts if a not in result and [b for b, _ in f.arrays].count(a) == 1]
         if len(names) != 1 or not hosts:
             return None
-        found[hosts[0]] = vector
-    return found
+        result[hosts[0]] = vector
+    return result
 
 
 def _is_whole(f: Factors) -> bool:

@@ -72,7 +72,7 @@ def _out_of_sight(graph: PlainGraph, leavings: Sequence[Leaving]) -> list[int]:
     if not leavings:
         return []
     back = {source for source, _ in graph.outside}
-    found: set[int] = set()
+    result: set[int] = set()
     for value in graph.inputs:
         if not graph.values[value].is_inexact:
             continue
@@ -82,8 +82,8 @@ def _out_of_sight(graph: PlainGraph, leavings: Sequence[Leaving]) -> list[int]:
             strength = reached.get(leaving.read, _NONE)
             explains = strength > _NONE and not (leaving.branch and ends)
             if leaving.value not in back and explains:
-                found.add(k)
-    return sorted(found)
+                result.add(k)
+    return sorted(result)
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class _Again:
 
 def _entered(first: Seen, later: Seen) -> list[int]:
     """The nodes of the first run that were given something else in the later one."""
-    found = []
+    result = []
     pairs = zip(first.recorder.nodes, later.recorder.nodes, strict=False)
     for k, (a, b) in enumerate(pairs):
         if a.native != b.native:
             break  # from here on the program went another way
         if first.recorder.entries.get(k) != later.recorder.entries.get(k):
-            found.append(k)
-    return found
+            result.append(k)
+    return result
 
 
 def _made_unseen(first: Seen, later: Seen) -> list[int]:

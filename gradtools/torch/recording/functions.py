@@ -38,8 +38,8 @@ def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:
         return kind.__name__, "custom rule"
     if recorded_as != RULE:
         program = getattr(args[0], "program", None) if args else None
-        if program is not None and program.forward.asked in _MARKS:
-            return program.forward.asked, _MARKS[program.forward.asked]
+        if program is not None and program.forward.caller in _MARKS:
+            return program.forward.caller, _MARKS[program.forward.caller]
         return recorded_as, _MARKS.get(recorded_as, "")
     name = getattr(getattr(args[0], "rule", None), "name", kind.__name__)
     return name, _MARKS.get(name, "custom rule")
@@ -57,18 +57,18 @@ def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
     if any(level.key() != upstream.TransformType.Vmap for level in stack):
         return set()  # a level that differentiates has a graph of its own
     outs = [y for y in map(unwrapped, tensors_in(out)) if y.requires_grad and y.grad_fn is not None]
-    asked = [k for k, t in enumerate(call.tracked) if t]
-    if not outs or not asked or not is_foreign(kind, call):
+    caller = [k for k, t in enumerate(call.tracked) if t]
+    if not outs or not caller or not is_foreign(kind, call):
         return set()
     try:
         with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
-            found = torch.autograd.grad(
+            result = torch.autograd.grad(
                 outs,
-                [unwrapped(call.tensors[k]) for k in asked],
+                [unwrapped(call.tensors[k]) for k in caller],
                 [torch.ones_like(y) for y in outs],
                 retain_graph=True,
                 allow_unused=True,
             )
     except Exception:  # it has no backward pass here: whoever takes the gradient is told so
         return set()
-    return {call.numbers[k] for k, g in zip(asked, found, strict=True) if g is None}
+    return {call.numbers[k] for k, g in zip(caller, result, strict=True) if g is None}

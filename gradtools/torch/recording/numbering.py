@@ -73,8 +73,8 @@ class Numbering:
 
     def of(self, x: Tensor) -> int:
         """The number of a tensor, which may be met for the first time."""
-        found = self.find(x)
-        return self._meet(unwrapped(x), x) if found is None else found
+        result = self.find(x)
+        return self._meet(unwrapped(x), x) if result is None else result
 
     def hold(self, x: Tensor, number: int) -> None:
         """From now on x, a tensor or what a transform made of it, has this number."""
@@ -121,11 +121,11 @@ class Numbering:
             self.outside += [(tag, number) for tag in sorted(tags_at(base.data_ptr()))]
 
     def _join_by_graph(self, base: Tensor, number: int) -> bool:
-        found, nodes = self.walk(base)
-        if not found:
+        result, nodes = self.walk(base)
+        if not result:
             return False
         operation, name = operations.neutral_of_node(base.grad_fn), operations.word_of(base.grad_fn)
-        node = self._add(operation, name, found, [number], ((_FULL,) * len(found),), None)
+        node = self._add(operation, name, result, [number], ((_FULL,) * len(result),), None)
         self.note_made(nodes, node)
         return True
 
@@ -151,7 +151,7 @@ class Numbering:
         if out.grad_fn is None:  # a leaf is connected to what it was before, if it was
             known = self.find(out) if out.requires_grad else None
             return ([] if known is None else [known]), []
-        found: dict[int, None] = {}
+        result: dict[int, None] = {}
         edge = get_gradient_edge(out)
         todo: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
         seen: dict[Any, None] = {}
@@ -161,11 +161,11 @@ class Numbering:
             if number is None and type(node).__name__ == "AccumulateGrad":
                 number = self.of(node.variable)
             if number is not None:
-                found[number] = None
+                result[number] = None
             elif node not in seen:
                 seen[node] = None
                 todo += [pair for pair in node.next_functions if pair[0] is not None]
-        return list(found), list(seen)
+        return list(result), list(seen)
 
 
 def edge_of(x: Tensor) -> Edge:

@@ -82,8 +82,8 @@ class Seen:
     def _stand_in(self, leaf: Any, captured: Any) -> str:
         if not isinstance(leaf, Tensor):
             return ""
-        found = next((x for x in captured if x is leaf or _same_memory(x, leaf)), None)
-        return "" if found is None else self.names.get(id(found), "a captured tensor")
+        result = next((x for x in captured if x is leaf or _same_memory(x, leaf)), None)
+        return "" if result is None else self.names.get(id(result), "a captured tensor")
 
     def parameters(self) -> tuple[tuple[str, int | None], ...]:
         """What f holds that requires grad, and its number if f read it."""
@@ -93,17 +93,17 @@ class Seen:
     def held(self) -> tuple[Tensor, ...]:
         """What f holds that requires grad."""
         own = {id(x) for x in self.leaves}
-        found = self.recorder.numbering.reachable.values()
-        return tuple([x for x in found if x.requires_grad and x.is_leaf and id(x) not in own])
+        result = self.recorder.numbering.reachable.values()
+        return tuple([x for x in result if x.requires_grad and x.is_leaf and id(x) not in own])
 
     def reads(self) -> dict[int, list[int]]:
         """The numbers of what was there before, and of what had been computed from it, by id."""
-        found: dict[int, list[int]] = {}
+        result: dict[int, list[int]] = {}
         for number, x in self.recorder.numbering.captured.items():
-            found.setdefault(id(x), []).append(number)
+            result.setdefault(id(x), []).append(number)
             for leaf in leaves_of([x]) if x.grad_fn is not None else ():
-                found.setdefault(id(leaf), []).append(number)
-        return found
+                result.setdefault(id(leaf), []).append(number)
+        return result
 
 
 def _as_argument(name: str) -> str:

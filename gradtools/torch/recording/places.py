@@ -31,28 +31,28 @@ def place(end: Callable[..., Any]) -> tuple[Source | None, str]:
     """
     last = end.__code__
     frame: FrameType | None = sys._getframe(1)
-    found: FrameType | None = None
+    result: FrameType | None = None
     kind, mark = LIBRARY, ""
     while frame is not None and frame.f_code is not last:
         of = kind_of(frame.f_code.co_filename)
         if of == LIBRARY and upstream.is_of_checkpoint(frame):
             mark = "checkpoint"
         elif of < kind:
-            found, kind = frame, of
+            result, kind = frame, of
         frame = frame.f_back
-    return (None if found is None else _source(found)), mark
+    return (None if result is None else _source(result)), mark
 
 
 def line_of_error(error: BaseException) -> Source | None:
     """The innermost line of the user's that an error went through."""
-    found: Source | None = None
+    result: Source | None = None
     trace = error.__traceback__
     while trace is not None:
         if kind_of(trace.tb_frame.f_code.co_filename) == USER:
             code = trace.tb_frame.f_code
-            found = Source(code.co_filename, trace.tb_lineno, code.co_name)
+            result = Source(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
-    return found
+    return result
 
 
 def _source(frame: FrameType) -> Source:
@@ -111,6 +111,6 @@ class Scopes:
 
     def _names_in(self, module: torch.nn.Module) -> dict[int, str]:
         if id(module) not in self._names:
-            found = module.named_modules(remove_duplicate=True)
-            self._names[id(module)] = {id(part): name for name, part in found}
+            result = module.named_modules(remove_duplicate=True)
+            self._names[id(module)] = {id(part): name for name, part in result}
         return self._names[id(module)]

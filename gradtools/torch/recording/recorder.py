@@ -225,8 +225,8 @@ class Recorder(TorchFunctionMode):
             return
         source, _ = place(self._end)
         message = str(error).strip().partition("\n")[0]
-        found = Refusal(kind, call.name, message, source or line_of_error(error), self.scopes.path)
-        self.refusal = (error, found)
+        result = Refusal(kind, call.name, message, source or line_of_error(error), self.scopes.path)
+        self.refusal = (error, result)
 
     def _done(self, call: RecordedCall, out: Any) -> Any:
         if call.raw in operations.LEAVES:
@@ -257,7 +257,7 @@ class Recorder(TorchFunctionMode):
         overwrites: Sequence[int] = (),
     ) -> int:
         """Adds a node at the line that is running."""
-        source, found = place(self._end)
+        source, result = place(self._end)
         node = Node(
             operation,
             tuple(inputs),
@@ -267,7 +267,7 @@ class Recorder(TorchFunctionMode):
             scope=self.scopes.path,
             links=links,
             loss=loss,
-            mark=mark or found,
+            mark=mark or result,
             overwrites=tuple(overwrites),
         )
         self.nodes.append(node)
@@ -288,15 +288,15 @@ class Recorder(TorchFunctionMode):
             hosts += self._gradients
         reached = [values for values, _ in walks]
         managed = call.name in operations.APART and reason_of_detach() == CHUNK
-        found = links_of(call, outs, reached, hosts, dropped, managed)
+        result = links_of(call, outs, reached, hosts, dropped, managed)
         numbers = [numbering.new(y) for y in outs]
         node = self.add(
-            found.operation,
+            result.operation,
             call.name,
-            found.inputs,
+            result.inputs,
             numbers,
-            found.links,
-            found.loss,
+            result.links,
+            result.loss,
             call.mark,
             [call.numbers[k] for k, x in enumerate(call.tensors) if id(x) in dropped],
         )

@@ -28,17 +28,17 @@ def tagged(x: Any, tags: Tags) -> Any:
     if not tags:
         return x
     if isinstance(x, np.ndarray):
-        found = x if isinstance(x, TaggedArray) else x.view(TaggedArray)
-        found.gradtools_tags = tags_in(found) | tags
-        return found
+        result = x if isinstance(x, TaggedArray) else x.view(TaggedArray)
+        result.gradtools_tags = tags_in(result) | tags
+        return result
     if isinstance(x, list) and len(x) <= _MOST:
         return [tagged(item, tags) for item in x]
     kind = _NUMBERS.get(type(x))
     if kind is None:
         return x
-    found = kind(x)
-    found.gradtools_tags = tags
-    return found
+    result = kind(x)
+    result.gradtools_tags = tags
+    return result
 
 
 def tags_in(x: Any, depth: int = 3) -> Tags:
@@ -99,8 +99,8 @@ def _forget(key: int, _: Any) -> None:
 def tags_at(address: int) -> Tags:
     """The tags of the living arrays whose memory is at an address."""
     living = [ref() for ref in [*_LIVING.values()]]
-    found = [x for x in living if x is not None and x.size and _holds(x, address)]
-    return _NONE.union(*[x.gradtools_tags for x in found])
+    result = [x for x in living if x is not None and x.size and _holds(x, address)]
+    return _NONE.union(*[x.gradtools_tags for x in result])
 
 
 def _holds(x: np.ndarray, address: int) -> bool:

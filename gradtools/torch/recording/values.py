@@ -168,11 +168,11 @@ def view_of(x: Tensor) -> Any:
 
 def offsets(x: Tensor) -> np.ndarray:
     """For each element its place in memory."""
-    found = np.full((1,) * x.dim() or (), x.storage_offset(), dtype=np.int64)
+    result = np.full((1,) * x.dim() or (), x.storage_offset(), dtype=np.int64)
     for axis, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         along = np.arange(n, dtype=np.int64) * stride
-        found = found + along.reshape([-1 if a == axis else 1 for a in range(x.dim())])
-    return found
+        result = result + along.reshape([-1 if a == axis else 1 for a in range(x.dim())])
+    return result
 
 
 def slice_of(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
@@ -193,18 +193,18 @@ def slice_of(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
         if shape[axis] > 1 and strides[axis] > 0:
             start[axis], rest = divmod(rest, strides[axis])
     limit, step = [n + 1 for n in start], [1] * len(shape)
-    found = list[int]()
+    result = list[int]()
     for n, stride in zip(part.shape, part.stride(), strict=True):
-        axis = _axis_along(n, stride, found[-1] + 1 if found else 0, whole, start)
+        axis = _axis_along(n, stride, result[-1] + 1 if result else 0, whole, start)
         if axis is None:
             return None
-        found.append(axis)
+        result.append(axis)
         if n > 1:
             step[axis] = stride // strides[axis]
             limit[axis] = start[axis] + step[axis] * (n - 1) + 1
     if rest or any(not 0 <= a < b <= n for a, b, n in zip(start, limit, shape, strict=True)):
         return None
-    drop = tuple(a for a in range(len(shape)) if a not in found)
+    drop = tuple(a for a in range(len(shape)) if a not in result)
     told = {"start": tuple(start), "limit": tuple(limit)}
     strided = {"stride": tuple(step)} if any(n != 1 for n in step) else {}
     return {**told, **strided, **({"drop": drop} if drop else {})}

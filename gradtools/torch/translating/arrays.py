@@ -66,11 +66,11 @@ ARRAYS |= dict.fromkeys(_WORDS.split(), as_said)
 @operation("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
 def _split(w: Writer, o: Any) -> Any:
     axis = o.dim % o.self.ndim
-    found, place = [], 0
+    result, place = [], 0
     for shape, _ in o.likes:
-        found.append(w.cut(o.self, axis, place, place + shape[axis]))
+        result.append(w.cut(o.self, axis, place, place + shape[axis]))
         place += shape[axis]
-    return found
+    return result
 
 
 @operation("unbind")
@@ -115,11 +115,11 @@ def _diag_embed(w: Writer, o: Any) -> Ref:
     a, b = o.dim1 % rank, o.dim2 % rank
     n = o.self.shape[-1] + abs(o.offset)
     shape = (*o.self.shape[:-1], n, n)
-    found = w("diagonal_matrix", o.self, shape=shape, offset=o.offset or None)
+    result = w("diagonal_matrix", o.self, shape=shape, offset=o.offset or None)
     order: list[Any] = list(range(rank - 2))
     for place, axis in sorted([(a, rank - 2), (b, rank - 1)]):
         order.insert(place, axis)
-    return w.permute(found, order)
+    return w.permute(result, order)
 
 
 def _padded_by_index(mode: str) -> Translation:
@@ -143,9 +143,9 @@ ARRAYS |= {f"replication_pad{n}d": _padded_by_index("edge") for n in (1, 2, 3)}
 
 def _taken(w: Writer, x: Ref, axis: int, i: Ref) -> Ref:
     """Entries along one axis; the axes of i stand in its place."""
-    found = w.take(x, i, axes=(axis,))
+    result = w.take(x, i, axes=(axis,))
     rest = range(i.ndim, i.ndim + axis)
-    return w.permute(found, (*rest, *range(i.ndim), *range(i.ndim + axis, found.ndim)))
+    return w.permute(result, (*rest, *range(i.ndim), *range(i.ndim + axis, result.ndim)))
 
 
 @operation("repeat")
@@ -192,7 +192,7 @@ def _view_as_complex(w: Writer, o: Any) -> Ref:
 
 def _indices(w: Writer, o: Any, x: Ref, given: Any) -> tuple[list[Ref], list[int]]:
     """Integer arrays and their axes; masks become the places at which they are true."""
-    found: list[Ref] = []
+    result: list[Ref] = []
     axes: list[int] = []
     axis = 0
     for i in given:
@@ -200,14 +200,14 @@ def _indices(w: Writer, o: Any, x: Ref, given: Any) -> tuple[list[Ref], list[int
             axis += 1
         elif i.kind == 0:
             for places in o.recorder.true_places(i):
-                found.append(w.constant(places))
+                result.append(w.constant(places))
                 axes.append(axis)
                 axis += 1
         else:
-            found.append(_not_negative(w, o, i, x.shape[axis]))
+            result.append(_not_negative(w, o, i, x.shape[axis]))
             axes.append(axis)
             axis += 1
-    return found, axes
+    return result, axes
 
 
 def _not_negative(w: Writer, o: Any, i: Ref, n: int) -> Ref:
@@ -221,11 +221,11 @@ def _not_negative(w: Writer, o: Any, i: Ref, n: int) -> Ref:
 @operation("index", "_unsafe_index")
 def _index(w: Writer, o: Any) -> Ref:
     indices, axes = _indices(w, o, o.self, o.indices)
-    found = w.take(o.self, *indices, axes=axes)
-    lead = found.ndim - (o.self.ndim - len(axes))
+    result = w.take(o.self, *indices, axes=axes)
+    lead = result.ndim - (o.self.ndim - len(axes))
     first = axes[0] if axes == list(range(axes[0], axes[0] + len(axes))) else 0
-    order = [*range(lead, lead + first), *range(lead), *range(lead + first, found.ndim)]
-    return w.permute(found, order)
+    order = [*range(lead, lead + first), *range(lead), *range(lead + first, result.ndim)]
+    return w.permute(result, order)
 
 
 @operation("index_put", "_index_put_impl", "_unsafe_index_put")
@@ -303,8 +303,8 @@ def _sort(w: Writer, o: Any) -> Any:
 def _sorted(w: Writer, x: Ref, dim: int, likes: Any, descending: bool) -> list[Ref]:
     axis = dim % max(1, x.ndim)
     outs = [(x.shape, x.dtype), (x.shape, "int64")]
-    found = w.node("sort", [x], outs, axis=axis, descending=descending or None)
-    return found[: len(likes)]
+    result = w.node("sort", [x], outs, axis=axis, descending=descending or None)
+    return result[: len(likes)]
 
 
 @operation("argsort")
@@ -381,8 +381,8 @@ def _argument(word: str) -> Translation:
         kept: dict[str, Any] = {"shape": _kept_shape(x, axis), "keep": True}
         if o.dim is None or not o.keepdim:
             kept = {"shape": [n for a, n in enumerate(x.shape) if a != axis]}
-        found = w(word, x, dtype="int64", axis=axis, **kept)
-        return w.reshape(found, o.likes[0][0])
+        result = w(word, x, dtype="int64", axis=axis, **kept)
+        return w.reshape(result, o.likes[0][0])
 
     return translated
 

@@ -81,8 +81,8 @@ def _linear(w: Writer, o: Any) -> Ref:
     """X Wᵀ + b, or W x + b of one vector."""
     x, weight = _argument(o, 0, "input"), _argument(o, 1, "weight")
     bias = _argument(o, 2, "bias")
-    found = w.matmul(weight, x) if x.ndim == 1 else w.matmul(x, w.swap(weight))
-    return found if bias is None else w.add(found, bias)
+    result = w.matmul(weight, x) if x.ndim == 1 else w.matmul(x, w.swap(weight))
+    return result if bias is None else w.add(result, bias)
 
 
 def _is_plain_einsum(o: Any) -> bool:
@@ -126,9 +126,9 @@ _CROSS = inspect.signature(F.cross_entropy)
 
 
 def _bound(signature: inspect.Signature, o: Any) -> dict[str, Any]:
-    found = signature.bind(*o.args, **o.kwargs)
-    found.apply_defaults()
-    return dict(found.arguments)
+    result = signature.bind(*o.args, **o.kwargs)
+    result.apply_defaults()
+    return dict(result.arguments)
 
 
 def _is_plain_cross_entropy(o: Any) -> bool:
@@ -157,9 +157,9 @@ def _bilinear(w: Writer, o: Any) -> Ref:
     a, b, weight = o.args[:3]
     lead = "n" * (a.ndim - 1)
     said = f"{lead}i,oij,{lead}j->{lead}o"
-    found = w("einsum", a, weight, b, shape=o.likes[0][0], subscripts=said)
+    result = w("einsum", a, weight, b, shape=o.likes[0][0], subscripts=said)
     bias = _argument(o, 3, "bias")
-    return found if bias is None else w.add(found, bias)
+    return result if bias is None else w.add(result, bias)
 
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")

@@ -32,9 +32,9 @@ def _scan(combine: Any, carried: Sequence[Any], xs: Sequence[Any], more: Any = (
     """The last carries, and what each round gives, stacked."""
     rounds: list[Any] = []
     for k in range(xs[0].shape[0]):
-        found = list(combine(*carried, *(x[k] for x in xs), *more))
-        carried = found[: len(carried)]
-        rounds.append(found[len(carried) :])
+        result = list(combine(*carried, *(x[k] for x in xs), *more))
+        carried = result[: len(carried)]
+        rounds.append(result[len(carried) :])
     return [*carried, *(torch.stack(column) for column in zip(*rounds, strict=True))]
 
 

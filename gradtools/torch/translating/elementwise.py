@@ -76,8 +76,8 @@ def _div(w: Writer, o: Any) -> Ref:
     mode = getattr(o, "rounding_mode", None)
     if mode == "floor":
         return w("floor_divide", w.ref(o.self), w.ref(o.other))
-    found = w.div(o.self, o.other)
-    return w("trunc", found) if mode == "trunc" else found
+    result = w.div(o.self, o.other)
+    return w("trunc", result) if mode == "trunc" else result
 
 
 @operation("pow", "float_power")
@@ -103,15 +103,15 @@ def _clamp(w: Writer, o: Any) -> Ref:
     low = getattr(o, "min", getattr(o, "min_val", None))
     high = getattr(o, "max", getattr(o, "max_val", None))
     if isinstance(low, Ref) or isinstance(high, Ref):
-        found = o.self if low is None else w("maximum", o.self, low)
-        return found if high is None else w("minimum", found, high)
+        result = o.self if low is None else w("maximum", o.self, low)
+        return result if high is None else w("minimum", result, high)
     return _clipped(w, o.self, low, high)
 
 
 def _clipped(w: Writer, x: Ref, low: Any, high: Any) -> Ref:
     """Between two numbers; integers stay what they are."""
-    found = w("clip", x, low=low, high=high)
-    return found if x.kind >= 2 else w("cast", found, dtype=x.dtype, dtype_=x.dtype)
+    result = w("clip", x, low=low, high=high)
+    return result if x.kind >= 2 else w("cast", result, dtype=x.dtype, dtype_=x.dtype)
 
 
 @operation("clamp_min")
@@ -234,9 +234,9 @@ def _copied(w: Writer, o: Any) -> Ref:
 
 @operation("softplus")
 def _softplus(w: Writer, o: Any) -> Ref:
-    found = w("softplus", o.self, beta=float(o.beta))
+    result = w("softplus", o.self, beta=float(o.beta))
     linear = w.compare(w.times(o.beta, o.self), ">", float(o.threshold))
-    return w.where(linear, o.self, found)
+    return w.where(linear, o.self, result)
 
 
 @operation("leaky_relu")

@@ -121,8 +121,8 @@ def _slogdet(w: Writer, o: Any) -> Any:
 
 @operation("linalg_cholesky_ex", "cholesky")
 def _cholesky(w: Writer, o: Any) -> Any:
-    found = w("cholesky", o.self, upper=True if o.upper else None)
-    return [found, *_noted(w, o, 1)]
+    result = w("cholesky", o.self, upper=True if o.upper else None)
+    return [result, *_noted(w, o, 1)]
 
 
 @operation("linalg_solve_triangular")
@@ -177,8 +177,8 @@ def _svd(w: Writer, o: Any) -> Any:
 @operation("_linalg_eigh")
 def _eigh(w: Writer, o: Any) -> Any:
     values = o.likes[0]
-    found = w.node("eigh", [o.A], [values, (o.A.shape, o.A.dtype)])
-    return found if o.compute_v else [found[0], None]
+    result = w.node("eigh", [o.A], [values, (o.A.shape, o.A.dtype)])
+    return result if o.compute_v else [result[0], None]
 
 
 @operation("linalg_matrix_exp", "matrix_exp")
@@ -245,19 +245,19 @@ def _convolution(w: Writer, o: Any) -> Ref:
     if getattr(o, "transposed", False):
         given["padding"] = _said(pads, 0)
         given["output_padding"] = _said(o.output_padding, 0)
-        found = w("convolution_transposed", o.input, o.weight, shape=shape, **given)
+        result = w("convolution_transposed", o.input, o.weight, shape=shape, **given)
     else:
         given["padding"] = tuple((p, p) for p in pads) if any(pads) else None
-        found = w("convolution", o.input, o.weight, shape=shape, **given)
+        result = w("convolution", o.input, o.weight, shape=shape, **given)
     if o.bias is None:
-        return found
-    return w.add(found, w.reshape(o.bias, (o.bias.size, *(1,) * (len(shape) - 2))))
+        return result
+    return w.add(result, w.reshape(o.bias, (o.bias.size, *(1,) * (len(shape) - 2))))
 
 
 def _each(value: Any, count: int) -> tuple[int, ...]:
     """One number for each spatial axis."""
-    found = (value,) if isinstance(value, int) else tuple(value)
-    return found * count if len(found) == 1 else found
+    result = (value,) if isinstance(value, int) else tuple(value)
+    return result * count if len(result) == 1 else result
 
 
 def _said(values: Any, default: int) -> tuple[int, ...] | None:
@@ -281,8 +281,8 @@ def _max_pool(count: int) -> Translation:
         given["dilation"] = _said(dilation, 1)
         if o.ceil_mode:
             given["padding"] = _to_the_end(x.shape[-count:], shape[-count:], given, dilation)
-        found = w("max_pool", x, shape=shape, **given)
-        return [found, *_noted(w, o, 1)]
+        result = w("max_pool", x, shape=shape, **given)
+        return [result, *_noted(w, o, 1)]
 
     return translated
 
@@ -304,8 +304,8 @@ def _avg_pool(count: int) -> Translation:
         given = _window(o, count)
         divisor = getattr(o, "divisor_override", None)
         if divisor:
-            found = w("sum_pool", o.self, shape=o.likes[0][0], **given)
-            return w.div(found, float(divisor))
+            result = w("sum_pool", o.self, shape=o.likes[0][0], **given)
+            return w.div(result, float(divisor))
         given["count_padding"] = None if o.count_include_pad else False
         return w("avg_pool", o.self, shape=o.likes[0][0], **given)
 
@@ -327,8 +327,8 @@ def _adaptive(word: str, count: int) -> Translation:
         window = tuple(n // m for n, m in sizes)
         if all(m == 1 for _, m in sizes) and word == "avg_pool":
             return w.mean(o.self, list(range(o.self.ndim - count, o.self.ndim)), True)
-        found = w(word, o.self, shape=shape, window=window)
-        return found if len(o.outs) == 1 else [found, *_noted(w, o, 1)]
+        result = w(word, o.self, shape=shape, window=window)
+        return result if len(o.outs) == 1 else [result, *_noted(w, o, 1)]
 
     return translated
 
@@ -344,8 +344,8 @@ LAYERS |= {f"adaptive_max_pool{n}d": _adaptive("max_pool", n) for n in (2, 3)}
 def _layer_norm(w: Writer, o: Any) -> Any:
     axes = tuple(range(o.input.ndim - len(o.normalized_shape), o.input.ndim))
     given = _affine(w, o, o.normalized_shape)
-    found = w("layer_norm", o.input, *given, shape=o.input.shape, axes=axes, eps=o.eps)
-    return [found, *_statistics(w, o.input, axes, o.eps, o.likes)]
+    result = w("layer_norm", o.input, *given, shape=o.input.shape, axes=axes, eps=o.eps)
+    return [result, *_statistics(w, o.input, axes, o.eps, o.likes)]
 
 
 def _statistics(w: Writer, x: Ref, axes: Any, eps: float, likes: Any) -> list[Ref]:
@@ -366,10 +366,10 @@ def _affine(w: Writer, o: Any, shape: Sequence[int]) -> list[Ref]:
 @operation("native_group_norm")
 def _group_norm(w: Writer, o: Any) -> Any:
     given = _affine(w, o, [o.input.shape[1]])
-    found = w("group_norm", o.input, *given, shape=o.input.shape, groups=o.group, eps=o.eps)
+    result = w("group_norm", o.input, *given, shape=o.input.shape, groups=o.group, eps=o.eps)
     lead = o.input.shape[0], o.group
     parts = w.reshape(o.input, (*lead, o.input.size // max(1, lead[0] * lead[1])))
-    return [found, *_statistics(w, parts, [2], o.eps, o.likes)]
+    return [result, *_statistics(w, parts, [2], o.eps, o.likes)]
 
 
 @operation("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
@@ -381,21 +381,21 @@ def _batch_norm(w: Writer, o: Any) -> Any:
     if not training:
         given += [o.running_mean, o.running_var]
     eps = float(getattr(o, "eps", getattr(o, "epsilon", 0.0)))
-    found = w("batch_norm", o.input, *given, shape=o.input.shape, training=training, eps=eps)
+    result = w("batch_norm", o.input, *given, shape=o.input.shape, training=training, eps=eps)
     if not training or len(o.outs) < 3:
-        return [found, *[None] * (len(o.outs) - 1)]
+        return [result, *[None] * (len(o.outs) - 1)]
     others = [a for a in range(o.input.ndim) if a != 1]
     more = _statistics(w, o.input, others, eps, o.likes[:3])
-    return [found, *more, *[None] * (len(o.outs) - 3)]
+    return [result, *more, *[None] * (len(o.outs) - 3)]
 
 
 @operation("_fused_rms_norm")
 def _rms_norm(w: Writer, o: Any) -> Any:
     axes = tuple(range(o.input.ndim - len(o.normalized_shape), o.input.ndim))
     given = [] if o.weight is None else [o.weight]
-    found = w("rms_norm", o.input, *given, shape=o.input.shape, axes=axes, eps=o.eps)
+    result = w("rms_norm", o.input, *given, shape=o.input.shape, axes=axes, eps=o.eps)
     squares = w.mean(w("square", o.input), axes, True)
-    return [found, w("rsqrt", w.add(squares, o.eps))]
+    return [result, w("rsqrt", w.add(squares, o.eps))]
 
 
 # --- softmax, losses, attention ----------------------------------------------------------
@@ -407,8 +407,8 @@ def _safe_softmax(w: Writer, o: Any) -> Ref:
     axis = o.dim % max(1, o.self.ndim)
     masked = w.compare(w.reduce("max", o.self, [axis], True), "==", -np.inf)
     masked = w.broadcast(masked, o.self.shape)
-    found = w("softmax", w.where(masked, 0.0, o.self), axis=axis)
-    return w.where(masked, 0.0, found)
+    result = w("softmax", w.where(masked, 0.0, o.self), axis=axis)
+    return w.where(masked, 0.0, result)
 
 
 @operation("_softmax_backward_data")
@@ -472,5 +472,5 @@ def _attention(w: Writer, o: Any) -> Any:
     mask = getattr(o, "attn_mask", getattr(o, "attn_bias", None))
     given = [o.query, o.key, o.value, *([] if mask is None else [mask])]
     said = {"causal": True if o.is_causal else None, "scale": o.scale}
-    found = w("attention", *given, shape=o.likes[0][0], dtype=o.likes[0][1], **said)
-    return [found, *[None] * (len(o.outs) - 1)]
+    result = w("attention", *given, shape=o.likes[0][0], dtype=o.likes[0][1], **said)
+    return [result, *[None] * (len(o.outs) - 1)]

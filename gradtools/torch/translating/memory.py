@@ -26,11 +26,11 @@ def places(x: Tensor, root: Tensor) -> np.ndarray:
         )
     known, wanted = offsets(root).ravel(), offsets(x)
     order = np.argsort(known, kind="stable")
-    found = np.searchsorted(known[order], wanted.ravel())
-    found = order[np.minimum(found, len(order) - 1)] if len(order) else found
-    if len(found) and not np.array_equal(known[found], wanted.ravel()):
+    result = np.searchsorted(known[order], wanted.ravel())
+    result = order[np.minimum(result, len(order) - 1)] if len(order) else result
+    if len(result) and not np.array_equal(known[result], wanted.ravel()):
         raise GradtoolsError("formula: f reads memory beyond what it made; copy it first.")
-    return found.reshape(wanted.shape)
+    return result.reshape(wanted.shape)
 
 
 def read(w: Writer, root: Ref, where: np.ndarray) -> Ref:

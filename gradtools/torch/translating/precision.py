@@ -45,20 +45,20 @@ class _Reading(TorchFunctionMode):
             return _DOUBLE.get(x, x) if self.wide else x
         if not isinstance(x, Tensor):
             return x
-        found = self.place.get(id(x), x)
-        if self.wide and found.dtype in _DOUBLE:
-            return self._widened(found)
-        return found
+        result = self.place.get(id(x), x)
+        if self.wide and result.dtype in _DOUBLE:
+            return self._widened(result)
+        return result
 
     def _widened(self, x: Tensor) -> Tensor:
         known = self.cast.get(id(x))
         if known is not None:
             return known[1]
         with torch.enable_grad():
-            found = x.to(_DOUBLE[x.dtype])
+            result = x.to(_DOUBLE[x.dtype])
         if x.is_leaf and upstream.version_of(x) == 0:
-            self.cast[id(x)] = self.origins[memory_of(found)] = x, found
-        return found
+            self.cast[id(x)] = self.origins[memory_of(result)] = x, result
+        return result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKS:
@@ -78,8 +78,8 @@ _here = threading.local()
 def origin_of(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """What was cast, and the cast, if x shows the memory of a cast that is read in its place."""
     mode = getattr(_here, "reading", None)
-    found: tuple[Tensor, Tensor] | None = mode and mode.origins.get(memory_of(x))
-    return found
+    result: tuple[Tensor, Tensor] | None = mode and mode.origins.get(memory_of(x))
+    return result
 
 
 _TENSOR: Any = Tensor

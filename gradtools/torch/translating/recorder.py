@@ -107,9 +107,9 @@ class FormulaRecorder:
 
     def met(self, x: Tensor) -> Ref:
         """A tensor that nothing made before our eyes."""
-        found = self.origin(x)
-        if found is not None:
-            of, cast = found
+        result = self.origin(x)
+        if result is not None:
+            of, cast = result
             self.hold(cast, Ref(self.ref(of).number, *like(cast)))
             if (known := self.held.get(x)) is not None:
                 return known.value
@@ -153,8 +153,8 @@ class FormulaRecorder:
         """For each element of a result the place in the first operand, -1 where it is none."""
         with self.silent(), upstream.disable_current_modes():
             count = torch.arange(1, bound.self.size + 1, dtype=torch.float64)
-            found = bound.again(count.reshape(bound.self.shape))
-            return found.round().long().numpy() - 1  # type: ignore[no-any-return]
+            result = bound.again(count.reshape(bound.self.shape))
+            return result.round().long().numpy() - 1  # type: ignore[no-any-return]
 
     def _written(self, x: Tensor, ref: Ref) -> None:
         """x has a new value, in place."""
@@ -227,14 +227,14 @@ class FormulaRecorder:
         if name not in DRAWN and all(x.number in self.fixed for x in bound.given):
             self._note(outs, [self.constant(y) for y in outs], not made)
             return out
-        found = None if translation is None else translation(self.writer, bound)
-        if found is None and translation is not None and not writes:
+        result = None if translation is None else translation(self.writer, bound)
+        if result is None and translation is not None and not writes:
             parts = self._in_parts(func, args, kwargs, again)
             if parts is not None:
                 return parts[0]
-        if found is None:
-            found = self._unknown(bound, outs, func, args, kwargs)
-        refs = list(found) if isinstance(found, list | tuple) else [found]
+        if result is None:
+            result = self._unknown(bound, outs, func, args, kwargs)
+        refs = list(result) if isinstance(result, list | tuple) else [result]
         self._note(outs, refs[: len(outs)], not made)
         if made:  # what else is written into, such as running statistics, is what it became
             self._note(writes, [self.constant(x) for x in writes], written=True)
@@ -290,8 +290,8 @@ class FormulaRecorder:
         self, bound: Any, outs: Sequence[Tensor], func: Any, args: Any, kwargs: Any
     ) -> list[Ref]:
         """An operation without a translation; what it counts or compares is what it was."""
-        if (found := self._across(bound, func, args)) is not None:
-            return found
+        if (result := self._across(bound, func, args)) is not None:
+            return result
         if not any(is_inexact(y) for y in outs):
             return [self.constant(y) for y in outs]
         name = self.rule if func.namespace == "gradtools" and self.rule else self.writer.native
@@ -320,13 +320,13 @@ class FormulaRecorder:
 
     def _bound(self, called: AtenCall) -> SimpleNamespace:
         """The arguments by name, with values in place of tensors."""
-        found, given = SimpleNamespace(), []
+        result, given = SimpleNamespace(), []
         for name, value in called.arguments():
             value = self._valued(value)
             given += list(refs_in(value))
-            setattr(found, name, value)
-        found.given, found.operands = given, lambda: self._valued(called.operands())
-        return found
+            setattr(result, name, value)
+        result.given, result.operands = given, lambda: self._valued(called.operands())
+        return result
 
     def _valued(self, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -350,8 +350,8 @@ class FormulaRecorder:
         outs = list(tensors_in(out))
         bound.likes = [like(y) for y in outs]
         self.writer.native = getattr(func, "__name__", str(func))
-        found = translation(self.writer, bound)
-        refs = list(found) if isinstance(found, list | tuple) else [found]
+        result = translation(self.writer, bound)
+        refs = list(result) if isinstance(result, list | tuple) else [result]
         for y, ref in zip(outs, refs, strict=True):
             ref = self._stopped(y, self._fitted(y, ref))
             self.hold(y, ref, alone=self.held.is_shown(y))
@@ -386,13 +386,13 @@ class Computing:
         count = len(self.xs)
         with upstream.disable_current_modes(), torch.enable_grad():
             xs, ys = self._run(both[:count])
-            asked = [x for x in xs if x.requires_grad]
+            caller = [x for x in xs if x.requires_grad]
             pairs = zip(both[count:], ys, strict=True)
             given = [(y, torch.tensor(c).to(y.dtype)) for c, y in pairs if y.requires_grad]
-            found = torch.autograd.grad(
-                [y for y, _ in given], asked, [c for _, c in given], allow_unused=True
+            result = torch.autograd.grad(
+                [y for y, _ in given], caller, [c for _, c in given], allow_unused=True
             )
-        place = {id(x): g for x, g in zip(asked, found, strict=True)}
+        place = {id(x): g for x, g in zip(caller, result, strict=True)}
         grads = [place.get(id(x)) for x in xs]
         given_back = zip(grads, both, strict=False)
         return [np.zeros(v.shape) if g is None else g.numpy() for g, v in given_back]
@@ -428,8 +428,8 @@ class Functions(TorchFunctionMode):
         transformed = upstream.peek_interpreter_stack() is not None
         if translation is None or transformed:
             return func(*args, **kwargs)
-        found = recorder.function(translation, func, args, kwargs)
-        return func(*args, **kwargs) if found is None else found[0]
+        result = recorder.function(translation, func, args, kwargs)
+        return func(*args, **kwargs) if result is None else result[0]
 
 
 _OF_EACH = frozenset(
@@ -445,11 +445,11 @@ def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
     if base.startswith("addc") and len(args) > 3:
         args, kwargs = args[:3], {**kwargs, "value": args[3]}
     at = lambda x, k: x[k] if isinstance(x, list | tuple) else x
-    found = [
+    result = [
         operation(*(at(x, k) for x in args), **{key: at(x, k) for key, x in kwargs.items()})
         for k in range(len(args[0]))
     ]
-    return None if base.endswith("_") else found
+    return None if base.endswith("_") else result
 
 
 def _decomposition(func: Any) -> Any:

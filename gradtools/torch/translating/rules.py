@@ -96,7 +96,7 @@ class _Applied:
 
     def _differentiated(self, outs: Sequence[Tensor], refs: Sequence[Ref], again: bool) -> None:
         w, recorder = self.writer, self.recorder
-        asked = [x for x in self.xs if x.requires_grad]
+        caller = [x for x in self.xs if x.requires_grad]
         to = [y for y in outs if y.requires_grad]
         first = len(w.values)
         with recorder.held.apart(), w.frame() as nodes, torch.enable_grad():
@@ -104,12 +104,12 @@ class _Applied:
             given = [recorder.introduce(ct, "") for ct in cts]
             recorder.depth += 1
             try:
-                found = torch.autograd.grad(
-                    to, asked, cts, create_graph=again, retain_graph=True, allow_unused=True
+                result = torch.autograd.grad(
+                    to, caller, cts, create_graph=again, retain_graph=True, allow_unused=True
                 )
             finally:
                 recorder.depth -= 1
-            place = {id(x): g for x, g in zip(asked, found, strict=True)}
+            place = {id(x): g for x, g in zip(caller, result, strict=True)}
             pairs = zip(self.xs, self.given, strict=True)
             results = [self._cotangent(place.get(id(x)), r) for x, r in pairs]
         residuals = self._residuals(nodes, results, first)

@@ -64,9 +64,9 @@ def _part(x: Expr, which: int) -> Expr:
     if x.op == "number":
         return number((x["value"].real, x["value"].imag)[which])
     if x.op == "add":
-        found = [_part(t, which) for t in x.args]
-        if any(f.op not in ("real", "imag") for f in found):
-            return add(found)
+        result = [_part(t, which) for t in x.args]
+        if any(f.op not in ("real", "imag") for f in result):
+            return add(result)
     if x.op == "einsum":
         return _part_of_product(x, which)
     if x.op == "reshape":

@@ -303,12 +303,12 @@ def _only_turns(p: _Product) -> bool:
 
 
 def _common_merge(p: _Product, name: Any) -> tuple[int, ...] | None:
-    found: set = set()
+    result: set = set()
     for factor, names in p.factors:
         for axis, n in enumerate(names):
             if n == name:
-                found.add(_merged_axes(factor, axis))
-    return found.pop() if len(found) == 1 else None
+                result.add(_merged_axes(factor, axis))
+    return result.pop() if len(result) == 1 else None
 
 
 def _merged_axes(factor: Expr, axis: int) -> tuple[int, ...] | None:

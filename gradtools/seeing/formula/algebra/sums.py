@@ -40,11 +40,11 @@ def _terms(x: Expr) -> tuple[Expr, ...]:
 
 
 def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
-    found: dict[Expr, Any] = {}
+    result: dict[Expr, Any] = {}
     for term in terms:
         coefficient, core = _coefficient(term)
-        found[core] = found.get(core, 0) + coefficient
-    return {core: c for core, c in found.items() if c != 0 and not is_zero(core)}
+        result[core] = result.get(core, 0) + coefficient
+    return {core: c for core, c in result.items() if c != 0 and not is_zero(core)}
 
 
 def _coefficient(x: Expr) -> tuple[Any, Expr]:

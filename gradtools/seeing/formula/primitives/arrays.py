@@ -105,13 +105,13 @@ def _diagonal_cotangent(y, g, k):
 
 def _concatenate_pullback(y, g, *xs):
     """Each part gets its own slice."""
-    axis, place, found = y["axis"], 0, []
+    axis, place, result = y["axis"], 0, []
     for x in xs:
         start, limit = [0] * y.rank, list(y.shape)
         start[axis], limit[axis] = place, place + x.shape[axis]
-        found.append(cut(g, start, limit))
+        result.append(cut(g, start, limit))
         place += x.shape[axis]
-    return found
+    return result
 
 
 # --- notation

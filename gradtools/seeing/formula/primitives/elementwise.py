@@ -415,5 +415,5 @@ def pull_back(y: Expr, g: Expr) -> list[Expr | None]:
         return list(function.pullback(y, g, *y.args))
     if function.derivatives is None:
         return [None] * len(y.args)
-    found = function.derivatives(y, *y.args)
-    return [None if d is None else times(conj(d), g) for d in found]
+    result = function.derivatives(y, *y.args)
+    return [None if d is None else times(conj(d), g) for d in result]

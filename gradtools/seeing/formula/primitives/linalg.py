@@ -235,13 +235,13 @@ def _svd_pullback(outputs, cotangents, a):
     column = spread(s, [s.rank], (*s.shape, s.shape[-1]))
     left = times(gaps(_skew(matmul(adjoint_matrix(u), du)), squares), row)
     right = times(column, gaps(_skew(matmul(vh, dv)), squares))
-    found = [matmul(matmul(u, part), vh) for part in (diagonal_matrix(ds), left, right)]
+    result = [matmul(matmul(u, part), vh) for part in (diagonal_matrix(ds), left, right)]
     inverse_s = diagonal_matrix(power(s, -1))
     if a.shape[-2] > a.shape[-1]:
-        found.append(matmul(matmul(_reject(u, du), inverse_s), vh))
+        result.append(matmul(matmul(_reject(u, du), inverse_s), vh))
     if a.shape[-2] < a.shape[-1]:
-        found.append(matmul(matmul(u, inverse_s), adjoint_matrix(_reject(v, dv))))
-    return [add(found)]
+        result.append(matmul(matmul(u, inverse_s), adjoint_matrix(_reject(v, dv))))
+    return [add(result)]
 
 
 def _qr_pullback(outputs, cotangents, a):

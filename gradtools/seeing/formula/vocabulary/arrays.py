@@ -45,13 +45,13 @@ def _stack(*xs: Expr, axis: int) -> Expr:
 
 
 def _split(x: Expr, sizes: Sequence[int], axis: int) -> list[Expr]:
-    found, place = [], 0
+    result, place = [], 0
     for size in sizes:
         start, limit = [0] * x.rank, list(x.shape)
         start[axis], limit[axis] = place, place + size
-        found.append(making.cut(x, start, limit))
+        result.append(making.cut(x, start, limit))
         place += size
-    return found
+    return result
 
 
 def _slice(x: Expr, start: Any, limit: Any, stride: Any = None) -> Expr:
@@ -116,9 +116,9 @@ def _index(x: Expr, *indices: Expr, axes: Sequence[int]) -> Expr:
     axes = tuple(axes)
     indices = tuple(places.meant(i, x.shape[a]) for i, a in zip(indices, axes, strict=True))
     for special in (places.of_rows, places.of_known):
-        found = special(x, indices, axes)
-        if found is not None:
-            return found
+        result = special(x, indices, axes)
+        if result is not None:
+            return result
     return making.index(x, indices, axes)
 
 

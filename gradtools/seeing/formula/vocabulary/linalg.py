@@ -91,8 +91,8 @@ def _factor(n: int, norm: str | None, forward: bool) -> float:
 def _transform(x: Expr, axes: Any, norm: str | None, forward: bool) -> Expr:
     axes = _all_axes(x, axes)
     n = prod(x.shape[a] for a in axes)
-    found = making.fourier(x, axes, -1 if forward else 1)
-    return scale(_factor(n, norm, forward), found)
+    result = making.fourier(x, axes, -1 if forward else 1)
+    return scale(_factor(n, norm, forward), result)
 
 
 def _rfft(x: Expr, axes: Any = None, norm: str | None = None) -> Expr:
@@ -117,8 +117,8 @@ def _irfft(x: Expr, axes: Any = None, length: int | None = None, norm: str | Non
     shape = [used if a == last else 1 for a in range(x.rank)]
     weighted = times(x, array(weights.reshape(shape)))
     n = length * prod(x.shape[a] for a in axes[:-1])
-    found = making.fourier(_resized(weighted, last, length), axes, 1)
-    return scale(_factor(n, norm, False), real(found))
+    result = making.fourier(_resized(weighted, last, length), axes, 1)
+    return scale(_factor(n, norm, False), real(result))
 
 
 def _resized(x: Expr, axis: int, size: int) -> Expr:

@@ -114,11 +114,10 @@ class Foreign:
             return spread(pushed, self.known(xs).inexact)
 
         def cotangent(xs: Entries, cts: Entries) -> list[Any]:
-            given = tuple([ct is not None for ct in cts])
-            moving = self.known(xs).moving(given)
-            if not any(given) or not any(moving):
+            moving, pull = self.known(xs).pull(tuple([ct is not None for ct in cts]))
+            if pull is None:
                 return [None] * len(xs)
-            return spread(self.vjp(moving, given).applied(*xs, *_present(cts)), moving)
+            return spread(pull.applied(*xs, *_present(cts)), moving)
 
         def reaches(*specs: Spec) -> Sequence[Mask] | None:
             return self.known_of(specs).reach
@@ -227,6 +226,7 @@ class KnownOfShapes:
     written: tuple[int, ...] = ()
     held: dict[str, Any] = field(default_factory=dict)
     captured: str = ""
+    _pulls: dict[Mask, tuple[Mask, Foreign | None]] = field(default_factory=dict)
 
     @cached_property
     def base(self) -> KnownOfShapes:
@@ -263,6 +263,15 @@ class KnownOfShapes:
         does not depend on an input is constant in it.
         """
         return self.of.guest.reach(self.of, self.ins) if self.base is self else None
+
+    def pull(self, given: Mask) -> tuple[Mask, Foreign | None]:
+        """Which inputs get a cotangent where these outputs have one, and what gives them."""
+        result = self._pulls.get(given)
+        if result is None:
+            moving = self.moving(given)
+            some = any(given) and any(moving)
+            result = self._pulls[given] = moving, self.of.vjp(moving, given) if some else None
+        return result
 
     def moving(self, given: Mask) -> Mask:
         """Which inputs get a cotangent where these outputs have one."""
@@ -323,7 +332,8 @@ class KnownOfShapes:
 
     def direct(self, xs: Sequence[Array]) -> list[Array]:
         """The function at the host's arrays, without a copy where memory can be shared."""
-        self._note(xs)
+        if noted() is not None:
+            self._note(xs)
         return self.of.guest.called(self, self.of.entry, xs)
 
     def _note(self, xs: Sequence[Array], depth: int = 0) -> None:

@@ -146,8 +146,8 @@ class JaxGuest:
 
     def called(self, known: KnownOfShapes, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
         """The function at tensors."""
-        ys = self._evaluated(known, run, [array_of(x, _argument(known.of.name)) for x in xs])
-        return tensors_of_own(ys, xs)
+        who = _argument(known.of.name)
+        return tensors_of_own(self._evaluated(known, run, [array_of(x, who) for x in xs]), xs)
 
     def called_on_host(
         self, known: KnownOfShapes, run: Any, arrays: Sequence[np.ndarray], depth: int
@@ -169,13 +169,15 @@ class JaxGuest:
                 "np.asarray), which have none while jax.jit compiles it. Say to_torch(f, "
                 f"jit=False), or use jnp.where or jax.lax.cond. JAX says: {error}"
             ) from error
-        if any(isinstance(y, jax.core.Tracer) for y in ys):
-            raise GradtoolsError(
-                f"to_torch: {known.of.name} closes over an array that JAX traces or "
-                "differentiates around this call, and PyTorch would lose that. Pass it as an "
-                "argument, or take the PyTorch program into JAX's: to_jax(f)."
-            )
-        jax.block_until_ready(ys)
+        for y in ys:
+            if isinstance(y, jax.core.Tracer):
+                raise GradtoolsError(
+                    f"to_torch: {known.of.name} closes over an array that JAX traces or "
+                    "differentiates around this call, and PyTorch would lose that. Pass it as an "
+                    "argument, or take the PyTorch program into JAX's: to_jax(f)."
+                )
+        for y in ys:
+            y.block_until_ready()
         if run is known.of.entry and not known.is_told:
             known.tell([Spec(y.shape, y.dtype.name) for y in ys])
         return ys

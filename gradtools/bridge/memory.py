@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import to_dlpack as to_dlpack  # type: ignore[attr-defined]  # public
 
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
-from gradtools.jax._upstream import taking_capsules
+from gradtools.jax._upstream import giving_capsules, taking_capsules
 from gradtools.jax.arrays import X64
 from gradtools.torch import _upstream as upstream
 
@@ -42,22 +43,24 @@ def refuse_wide(dtype: str, who: str) -> None:
 def tensor_of(x: jax.Array) -> Tensor:
     """The tensor in the memory of a JAX array, which it must not write."""
     # A capsule does not ask for a device and its stream, which takes as long as the rest.
-    return from_dlpack(x.__dlpack__() if _of_cpu_alone() else x)
+    return from_dlpack(giving_capsules()(x) if _of_cpu_alone() else x)
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
     """The JAX array in the memory of a tensor, which nobody may write while it is there."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
-    if t.device.type != "cpu" and not _seen_by_jax(t.device.type):
+    if not t.is_cpu and not _seen_by_jax(t.device.type):
         raise GradtoolsError(
             f"{who} is on {t.device}, which JAX does not see here. Move it by .cpu(), or "
             "install JAX for that device."
         )
     if t.layout is not torch.strided:
         raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
-    if t.requires_grad or t.is_conj() or t.is_neg():
-        t = t.detach().resolve_conj().resolve_neg()
+    if t.requires_grad:
+        t = t.detach()
+    if t.is_conj() or t.is_neg():
+        t = t.resolve_conj().resolve_neg()
     if upstream.is_zero(t):  # a zero without memory, as PyTorch's derivatives make
         t = t.clone()
     if 0 in t.stride():  # broadcast, as a cotangent of a sum is: JAX takes it by an error alone
@@ -71,9 +74,9 @@ def array_of(t: Tensor, who: str) -> jax.Array:
 def _imported(t: Tensor) -> jax.Array:
     """The JAX array in the memory of a tensor."""
     take = taking_capsules()
-    if take is None or t.device.type != "cpu":
+    if take is None or not t.is_cpu:
         return jnp.from_dlpack(t)
-    return take(t.__dlpack__())
+    return take(to_dlpack(t))
 
 
 @cache
@@ -142,9 +145,11 @@ def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor
     result = []
     for i in range(len(ys)):
         t = tensor_of(ys[i])
-        if t.data_ptr() in taken or sys.getrefcount(ys[i]) > _HELD_ONCE:
+        at = t.data_ptr()
+        if at in taken or sys.getrefcount(ys[i]) > _HELD_ONCE:
             t = t.clone()
-        taken.add(t.data_ptr())
+            at = t.data_ptr()
+        taken.add(at)
         result.append(t)
     return result
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from jax._src.core import Primitive as Primitive
 from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
 from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import take_current_trace as take_current_trace
+from jax.interpreters import mlir
 
 from gradtools.lines import is_in
 
@@ -84,6 +85,19 @@ def is_exporting(ctx: Any) -> bool:
     """Whether a lowering is `jax.export`'s. Gone: JAX's words, of serialized host_callbacks."""
     parameters = getattr(ctx.module_context, "lowering_parameters", None)
     return bool(getattr(parameters, "for_export", False))
+
+
+def is_for_one_cpu(ctx: Any) -> bool:
+    """Whether a lowering is for one device, the CPU: a callback's results need no sharding.
+
+    There `mlir.emit_python_callback`, of which `jax.pure_callback` is made, hands over NumPy
+    arrays; that function makes JAX's arrays of them first, which takes longer than a small
+    callback. Gone: that function.
+    """
+    module = ctx.module_context
+    devices = getattr(getattr(module, "axis_context", None), "num_devices", 0)
+    emits = hasattr(mlir, "emit_python_callback")
+    return emits and devices == 1 and list(getattr(module, "platforms", ())) == ["cpu"]
 
 
 def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:
@@ -183,6 +197,24 @@ def _has_guards() -> bool:
 
 
 transfers_refused = _TransfersRefused if _has_guards() else _transfers_refused_slowly
+
+
+@cache
+def giving_capsules() -> Callable[[jax.Array], Any]:
+    """What makes a DLPack capsule of an array in the CPU's memory.
+
+    `jax.Array.__dlpack__` first makes sure, by a dozen calls, that the array is on one device;
+    where JAX has no other it is. Gone: that method.
+    """
+    room: ModuleType | None = sys.modules.get("jaxlib._jax")
+    give = getattr(room, "buffer_to_dlpack_managed_tensor", None)
+    try:
+        if give is not None and jax.device_count() == 1:
+            give(jax.device_put(np.zeros(16)))
+            return cast(Callable[[jax.Array], Any], give)
+    except TypeError:  # it takes other arguments
+        pass
+    return lambda x: x.__dlpack__()
 
 
 @cache

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from gradtools.errors import said_by
 from gradtools.host import Kernel, KernelCall, Results, Shape, Spec
 from gradtools.jax import shardings
-from gradtools.jax._upstream import is_exporting, transfers_refused
+from gradtools.jax._upstream import is_exporting, is_for_one_cpu, transfers_refused
 from gradtools.jax.arrays import X64
 from gradtools.jax.lifetimes import MortalPrimitive, mortal
 from gradtools.jax.tracing import within_a_trace
@@ -174,7 +174,12 @@ def _lower(ctx: Any, *xs: Any, call: KernelCall, **params: Any) -> Any:
             "what is behind it, and call it in between; or write it in JAX."
         )
     try:
-        return _LOWERED(ctx, *xs, call=call, **params)
+        if not is_for_one_cpu(ctx):
+            return _LOWERED(ctx, *xs, call=call, **params)
+        run = partial(_run, call=call, **params)
+        emit: Any = mlir.emit_python_callback
+        avals = ctx.avals_in, ctx.avals_out
+        return emit(ctx, run, None, xs, *avals, has_side_effect=False, returns_token=False)[0]
     except ValueError as error:
         if "lowering platform" not in str(error):
             raise

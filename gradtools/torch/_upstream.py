@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -306,9 +306,8 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 compare contents, where today a count is compared."""
 
 
-def is_zero(x: Tensor) -> bool:
-    """Whether x is a zero without memory, as forward mode and double backward make. Gone: clone."""
-    return x._is_zerotensor()
+is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
+"""Whether x is a zero without memory, as forward mode and double backward make. Gone: clone."""
 
 
 def is_view(x: Tensor) -> bool:

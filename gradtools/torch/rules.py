@@ -18,7 +18,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import repeat
 from types import SimpleNamespace
@@ -252,7 +252,7 @@ def _apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...
 
 def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     """The same, one tensor given twice under two names: a saved input may not be an output."""
-    if len({id(x) for x in xs}) == len(xs):
+    if len(set(map(id, xs))) == len(xs):
         return list(xs)
     return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
 
@@ -305,6 +305,8 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
 
     Autograd cannot follow what is then written in place, and refuses that of a custom view alone.
     """
+    if len(ys) == 1 and not any(map(_shares, xs, repeat(ys[0]))):
+        return ys
     result = list(ys)
     for i, y in enumerate(ys):
         x = next((x for x in xs if _shares(x, y)), None)
@@ -343,7 +345,7 @@ def _is_strided(x: Tensor) -> bool:
 def _look(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     """Keeps what the inputs and outputs look like."""
     ctx.looks = [(x.shape, x.dtype, x.device) for x in xs]
-    ctx.like_xs, ctx.like_ys = [like(x) for x in xs], [like(y) for y in ys]
+    ctx.like_xs, ctx.like_ys = list(map(like, xs)), list(map(like, ys))
 
 
 def _unusual(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
@@ -354,8 +356,10 @@ def _unusual(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layo
 
 def unusual(xs: Sequence[Any]) -> torch.layout | None:
     """The first layout that maps are not transposed in."""
-    known = (torch.strided, torch.sparse_coo)
-    return next((x.layout for x in xs if x is not None and x.layout not in known), None)
+    for x in xs:
+        if x is not None and x.layout is not torch.strided and x.layout is not torch.sparse_coo:
+            return x.layout
+    return None
 
 
 def _refuse_layout(ctx: Any, which: str) -> None:
@@ -451,8 +455,8 @@ class _ReverseOnly(torch.autograd.Function):
         else:
             out[: point.count] = as_views(out[: point.count], xs)
         # What torch.func unwraps may be one tensor under two names, as in `_apart`.
-        saved = [xs[i] for i in point.found.saves if i < len(xs)]
-        return tuple([y.view_as(y) if any(y is x for x in saved) else y for y in out])
+        saved = {id(xs[i]) for i in point.found.saves if i < len(xs)}
+        return tuple([y.view_as(y) if id(y) in saved else y for y in out])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
@@ -510,12 +514,14 @@ class _BothModes(_ReverseOnly):
         ctx.point = point = inputs[0]
         xs, result = inputs[1:], point.found
         everything = (*xs, *outputs)
-        again = range(len(xs)) if result.rerun or len(outputs) > point.count else ()
         ctx.set_materialize_grads(False)
         ctx.count = len(xs)
-        ctx.pushing = [*result.saves, *(i for i in again if i not in result.saves)]
-        pulling = result.saves[: len(result.saves) - result.pushing]
-        ctx.pulling = [*pulling, *(i for i in again if i not in pulling)]
+        ctx.pushing, ctx.pulling = result.saves, result.saves[: len(result.saves) - result.pushing]
+        if result.rerun or len(outputs) > point.count:
+            ctx.pushing, ctx.pulling = (
+                [*saves, *(i for i in range(len(xs)) if i not in saves)]
+                for saves in (ctx.pushing, ctx.pulling)
+            )
         ctx.save_for_backward(*[everything[i] for i in ctx.pulling])
         ctx.save_for_forward(*[everything[i] for i in ctx.pushing])
         ctx.unusual = _unusual(ctx, xs, outputs)
@@ -555,7 +561,7 @@ def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
             parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
     if not parts:
         return (None,) * len(ctx.like_xs)
-    return [_sum(*terms) for terms in zip(*parts, strict=True)]
+    return parts[0] if len(parts) == 1 else list(map(_sum, *parts))
 
 
 def _sum(*terms: Any) -> Any:
@@ -746,12 +752,16 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(_apply(by_key(key), xs))
 
 
-@contextmanager
-def _real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
+def _real_tensors_too(xs: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Lets a compiled graph take the tensors that a rule closes over for constants."""
-    if upstream.TracingContext.try_get() is None:
-        yield
-        return
+    return _NOTHING if upstream.TracingContext.try_get() is None else _real_tensors(xs)
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _real_tensors(xs: Sequence[Tensor]) -> Iterator[None]:
     mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
     if mode is None:
         yield

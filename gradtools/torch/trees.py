@@ -26,6 +26,9 @@ class TreeDef:
         """How many leaves are there."""
         return sum(self.present)
 
+    def __hash__(self) -> int:
+        return hash(self.present)  # that of a spec takes Python calls; equal ones are few
+
     def flatten_up_to(self, tree: Any) -> list[Any]:
         """What stands in `tree` at this tree's leaves."""
         if self is _LEAF:
@@ -46,6 +49,9 @@ _NONE, _NO_KEYWORDS = (
 _TUPLES = [TreeDef(pytree.tree_structure((0,) * n), (True,) * n) for n in range(8)]
 
 
+_ARRAYS = (torch.Tensor, np.ndarray)
+
+
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
 
@@ -53,7 +59,7 @@ def _is_tensor(x: Any) -> bool:
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves that are not None, and the structure: a `TreeDef`, or one with containers."""
     # The commonest trees first: PyTorch takes its time with any.
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, _ARRAYS):
         return [tree], _LEAF
     if type(tree) is tuple and len(tree) < 8 and all(map(_is_tensor, tree)):
         return list(tree), _TUPLES[len(tree)]

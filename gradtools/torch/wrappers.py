@@ -101,9 +101,11 @@ def like(x: Tensor) -> Any:
 
     Of a subclass that wraps tensors, such as a DTensor, also how it does so.
     """
-    if not is_inexact(x):
+    if not (x.is_floating_point() or x.is_complex()):
         return None
     look = x.shape, x.dtype, x.device
+    if type(x) in _PLAIN and not is_wrapped(x):
+        return look
     inner = unwrapped(x)
     if type(inner) in _PLAIN or inner.layout is not torch.strided or inner.shape != x.shape:
         return look

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +105,29 @@ def test_a_result_varies_over_the_mesh_as_its_arguments_do():
         jax.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P())(X)
     same = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(X)
     np.testing.assert_array_equal(same, X)
+
+
+def test_a_compiled_program_on_one_cpu_calls_a_kernel_without_jaxs_own_arrays():
+    """`pure_callback` makes some of its arguments, which takes longer than a small kernel."""
+    calls = []
+
+    def kernel(x):
+        calls.append([frame.name for frame in traceback.extract_stack()])
+        return x
+
+    f = host(kernel)
+    f(X)
+    jax.jit(f)(jax.device_put(X, jax.devices("cpu")[0])).block_until_ready()
+    assert len(calls) == 2 and "_wrapped_callback" in calls[1]  # JAX's, of any callback
+    assert "pure_callback_impl" not in calls[1]
+
+
+def test_what_a_kernel_keeps_of_a_compiled_programs_arguments_is_its_own():
+    kept = []
+    f = jax.jit(lambda x: host(lambda x: kept.append(x) or x)(x * 2) + 1)
+    for i in range(5):
+        f(X + i).block_until_ready()
+    assert all(np.array_equal(x, (X + i) * 2) for i, x in enumerate(kept)) and len(kept) == 5
 
 
 def test_a_kernel_lowers_for_the_platforms_of_this_process_only():

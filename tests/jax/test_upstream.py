@@ -108,20 +108,58 @@ def test_a_dlpack_capsule_becomes_an_array_in_its_memory():
     np.testing.assert_array_equal(y, x)
 
 
-def test_an_export_is_known_by_its_lowering():
+def test_an_array_becomes_a_dlpack_capsule_of_its_memory():
+    give, x = upstream.giving_capsules(), jnp.arange(32.0).reshape(4, 8)
+    y = upstream.taking_capsules()(give(x))
+    assert y.unsafe_buffer_pointer() == x.unsafe_buffer_pointer() and y is not x
+    np.testing.assert_array_equal(y, x)
+    assert not hasattr(give, "__code__")  # the short way is there
+
+
+def test_a_sharded_array_gives_no_dlpack_capsule_of_its_first_part():
+    run = """
+import jax, jax.numpy as jnp
+from gradtools.jax._upstream import giving_capsules
+jax.config.update("jax_num_cpu_devices", 2)
+whole = jax.sharding.NamedSharding(jax.make_mesh((2,), "i"), jax.sharding.PartitionSpec("i"))
+try:
+    giving_capsules()(jax.device_put(jnp.arange(8.0), whole))
+except BufferError as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", run], check=True, capture_output=True, text=True)
+    assert "singular device" in ran.stdout
+
+
+def _asking(question):
+    """A compiled function of one number, and what is answered at each of its lowerings."""
     seen = []
     primitive = jax.extend.core.Primitive("asks")
     primitive.def_abstract_eval(lambda x: x)
 
     def lower(ctx, x):
-        seen.append(upstream.is_exporting(ctx))
+        seen.append(question(ctx))
         return [x]
 
     jax.interpreters.mlir.register_lowering(primitive, lower)
-    asks = jax.jit(lambda x: primitive.bind(x))
+    return jax.jit(lambda x: primitive.bind(x)), seen
+
+
+def test_an_export_is_known_by_its_lowering():
+    asks, seen = _asking(upstream.is_exporting)
     asks.lower(1.0)
     jax.export.export(asks)(1.0)
     assert seen == [False, True]
+
+
+def test_a_lowering_for_one_cpu_is_known():
+    asks, seen = _asking(upstream.is_for_one_cpu)
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.sharding.PartitionSpec()
+    asks.trace(1.0).lower(lowering_platforms=("cpu",))
+    asks.trace(1.0).lower(lowering_platforms=("tpu",))
+    jax.jit(jax.shard_map(asks, mesh=mesh, in_specs=whole, out_specs=whole)).lower(1.0)
+    assert seen == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["transfers_refused", "_transfers_refused_slowly"])

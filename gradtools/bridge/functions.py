@@ -220,6 +220,8 @@ class KnownOfShapes:
         captured: What it closes over that is to be differentiated, in words.
     """
 
+    never_changes = True  # for who looks through what a function reaches: the function has its own
+
     of: Foreign
     ins: tuple[Spec, ...]
     seen: bool = False

@@ -148,11 +148,13 @@ def _component(c: Canonical, indices: Form, k: int) -> Form:
 
 def _unwrapped(c: Canonical, index: Form, length: int) -> tuple[Form, bool]:
     """An index without what makes a negative one count from the end, and whether it had it."""
-    made = c.expressions.known[index.key]
+    made, axes = c.expressions.known[index.key], tuple(range(len(index.sizes)))
+    if getattr(made, "operation", "") == "cast" and made.operands[0][1] == axes:
+        inside, wraps = _unwrapped(c, replace(index, key=made.operands[0][0]), length)
+        return (inside, True) if wraps else (index, False)
     if getattr(made, "operation", "") != "where":
         return index, False
     (condition, _), (moved, _), (plain, labels) = made.operands
-    axes = tuple(range(len(index.sizes)))
     of = replace(index, key=plain) if labels == axes else None
     zero, back = c.number(0.0), c.number(float(length))
     if of is None:

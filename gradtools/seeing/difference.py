@@ -244,6 +244,8 @@ def compared(a: PlainGraph, b: PlainGraph, names: tuple[str, str]) -> GraphDiffe
             what = _differences(*last, of, equal, equal or same, crossing)
         more = otherwise.get((one, two), ())
         what += tuple(w for w in more if not (what and w == ELSE))
+        if what == (ELSE,) and last[0].node.operation != last[1].node.operation:
+            what = (f"{last[0].node.operation} ≠ {last[1].node.operation}",)
         if what:
             changed.append(Change(last[0].node, last[1].node, what))
         else:

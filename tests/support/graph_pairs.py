@@ -517,7 +517,7 @@ def of_jax(j: Any) -> dict[str, tuple[Program, Program, str]]:
         "diagonal": (
             lambda _, x, y, w: p.diagonal(w, 1),
             lambda _, x, y, w: p.diagonal(w, -1),
-            "something else",
+            "axis: 1 ≠ 0",
         ),
         "order of an array": (
             lambda _, x, y, w: x[p.asarray([0, 1])],

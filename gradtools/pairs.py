@@ -497,9 +497,11 @@ class _Attention:
             arrays["j"] = _indices(self.backend, heads.columns, q)
         columns = ["k", "v", "j", *(["mask"] if name == "columns" else [])]
         rows = ["q", "i", *(["mask"] if name != "columns" else [])]
+        scores = partial(self._scores, name)
+        scores.gives_new_scores = True  # type: ignore[attr-defined]
         run = _tiled(
             self.backend,
-            partial(self._scores, name),
+            scores,
             "softmax",
             tile_size=self.tile_size,
             rows=[n for n in rows if n in arrays],

@@ -47,11 +47,13 @@ class Reduction:
         backend: Whose operations are used.
         caller: The operator, for messages.
         count: How many entries a whole row has.
+        owned: Whether nothing else holds the scores of a tile once they are reduced.
     """
 
     backend: Backend
     caller: str
     count: int
+    owned: bool = False
     real = False  # whether scores are compared
     indexed = False  # whether a tile's last array is the index of the reduced axis
     more = 0  # results besides one for each array, which the derivative alone reads
@@ -217,7 +219,12 @@ class _LogSumExp(_Weighted):
         """The largest entries, and the exponentials below them."""
         xp, x = self.backend.xp, wide(self.backend, scores)
         m = xp.max(x, axis=1)
-        return m, self.backend.of_own("exp", x - self._behind(self._finite(m)))
+        return m, self._exponentials(x, self._finite(m))
+
+    def _exponentials(self, x: Array, base: Array) -> Array:
+        """e to the scores relative to a base for each row."""
+        own, behind = self.backend.of_own, self._behind(base)
+        return own("exp", own("subtract", x, behind) if self.owned else x - behind)
 
     def _finite(self, m: Array) -> Array:
         """m, or 0 where exponentials are not to be taken relative to it."""
@@ -242,7 +249,7 @@ class _LogSumExp(_Weighted):
         return [self.backend.xp.where(none, self.backend.zeros_like(ys[0]), ys[0])]
 
     def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
-        return self.backend.of_own("exp", wide(self.backend, scores) - self._behind(stats[0]))
+        return self._exponentials(wide(self.backend, scores), stats[0])
 
 
 class _Softmax(_LogSumExp):

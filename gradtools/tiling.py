@@ -441,7 +441,8 @@ class TiledCall:
         groups = [tuple(places)] if is_pair else [(i,) for i in places]
         first = len(self.kinds)
         for group in groups:
-            self.kinds.append(KINDS[name](self.backend, self.caller, count))
+            owned = self.options.reduce == name and getattr(self.f, "gives_new_scores", False)
+            self.kinds.append(KINDS[name](self.backend, self.caller, count, owned))
             self.places.append(group)
             self.sides.append(side)
         if not is_pair:

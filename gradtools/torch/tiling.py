@@ -223,10 +223,13 @@ def _looks(all_figures: Sequence[Figures]) -> list[Any]:
     return [x[:2] for x in all_figures]
 
 
+_OVER_LEVELS = {"subtract": "sub"}  # vmap has rules for these alone of two names
+
+
 def of_own(name: str, x: Tensor, *others: Tensor) -> Tensor:
     """`name(x, *others)` in the memory of x: what is as large as a tile is slow to make anew."""
     if all(_is_within(y, x) for y in others):
-        return getattr(x, f"{name}_")(*others)
+        return getattr(x, f"{_OVER_LEVELS.get(name, name)}_")(*others)
     return getattr(torch, name)(x, *others)
 
 

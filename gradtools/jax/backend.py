@@ -29,7 +29,7 @@ class JaxBackend(Wing):
     programs never ask for, so that an import of gradtools stays light.
     """
 
-    name = "jax"
+    name, rooms = "jax", "gradtools.jax"
     hvp_mode = "forward_over_reverse"
     xp = jnp
 

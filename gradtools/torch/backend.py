@@ -41,7 +41,7 @@ class TorchBackend(Wing):
     programs never ask for, so that an import of gradtools stays light.
     """
 
-    name = "torch"
+    name, rooms = "torch", "gradtools.torch"
 
     @property
     def xp(self) -> Any:

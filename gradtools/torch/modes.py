@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -311,7 +311,7 @@ def _if_readable(
 
 def _newer(where: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     name = "fp32_precision"
-    return lambda: getattr(where, name), lambda value: setattr(where, name, value)
+    return partial(getattr, where, name), partial(setattr, where, name)
 
 
 def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -44,9 +44,6 @@ from gradtools.torch.watching import (
 from gradtools.torch.wrappers import alive, is_dual, is_inexact
 from gradtools.torch.wrong_gradients import rightly, wrong_nodes
 
-if TYPE_CHECKING:
-    from gradtools.torch.replay import Forward
-
 left_to_python(__name__)
 
 
@@ -55,10 +52,7 @@ class ChunkProgram:
 
     leaves: list[Tensor]  # what it reaches by itself
 
-    @property
-    def forward(self) -> Forward:
-        """What runs f. None holds itself: what is let go of is freed at once, and not by gc."""
-        raise NotImplementedError
+    forward: Any  # the `Forward` that runs f, which does not hold itself: no cycle keeps tensors
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
@@ -118,16 +112,12 @@ class _Derived(ChunkProgram):
         there: list[list[bool]],
         joint: Joint | None = None,
     ) -> None:
-        self.of, self.leaves, self.joint = of, of.leaves, joint
+        self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, of.forward
         self.widths, self.shared_width, self.there = widths, shared_width, there
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
         self.sums: Sums | None = None  # while it is evaluated, chunk after chunk
-
-    @property
-    def forward(self) -> Forward:
-        return self.of.forward
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result, widths = copy.copy(self), [*self.widths, self.shared_width]
@@ -137,6 +127,7 @@ class _Derived(ChunkProgram):
         wanted = own
         if not alone:
             result.of, wanted = self.of.batched(size, own, randomness, True)
+            result.forward = result.of.forward
         vectors = zip(wanted, on, widths, strict=True)
         return result, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
 
@@ -289,7 +280,8 @@ class Backward(_Derived):
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
         """All chunks whose graphs were kept, in one pass."""
-        retained = self.forward.retained if self.of is self.forward else {}
+        forward = self.forward
+        retained = forward.retained if self.of.forward is self.of else {}
         if not retained:
             return set()
         keep = upstream.keeps_graph()
@@ -299,7 +291,6 @@ class Backward(_Derived):
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
         inputs += own
-        forward = self.forward
         reading = forward.reading
         reading[0] = True
         once = nullcontext() if forward.hooked else forward.going_back()

@@ -273,57 +273,30 @@ def _trips(eqn: Eqn) -> int:
     return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
 
 
+_OTHERS = """
+    rem max min abs sign floor ceil round nextafter exp exp2 expm1 log log1p logistic sqrt rsqrt
+    cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erf_inv
+    lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad
+    regularized_incomplete_beta bessel_i0e bessel_i1e mul_no_nan
+""".split()
 # Each gives one operation for each element, by what it is called in `costs.weight`.
 _ELEMENTWISE = {
     **dict.fromkeys(("add", "add_any"), "add"),
     **{name: name for name in ("sub", "mul", "div", "neg", "square")},
-    **dict.fromkeys(
-        (
-            *("rem", "max", "min", "abs", "sign", "floor", "ceil", "round", "nextafter"),
-            *("exp", "exp2", "expm1", "log", "log1p", "logistic", "sqrt", "rsqrt", "cbrt", "pow"),
-            *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-            *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
-            *("erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta"),
-            *(
-                "igamma",
-                "igammac",
-                "igamma_grad_a",
-                "random_gamma_grad",
-                "regularized_incomplete_beta",
-            ),
-            *("bessel_i0e", "bessel_i1e", "mul_no_nan"),
-        ),
-        "other",
-    ),
+    **dict.fromkeys(_OTHERS, "other"),
 }
-_REDUCTIONS = {
-    "reduce_sum": "sum",
-    "reduce_prod": "prod",
-    "reduce_max": "max",
-    "reduce_min": "max",
-    "cumsum": "sum",
-    "cumprod": "prod",
-    "cummax": "max",
-    "cummin": "max",
-}
-_FREE = {
-    *("reshape", "broadcast_in_dim", "transpose", "slice", "dynamic_slice", "squeeze", "rev"),
-    *(
-        "dynamic_update_slice",
-        "gather",
-        "scatter",
-        "concatenate",
-        "pad",
-        "select_n",
-        "copy",
-        "iota",
-    ),
-    *("convert_element_type", "reduce_precision", "bitcast_convert_type", "stop_gradient", "split"),
-    *("real", "imag", "complex", "conj", "sort", "top_k", "expand_dims", "empty"),
-    *("device_put", "optimization_barrier", "pvary", "pcast", "sharding_constraint", "reshard"),
-    *("layout_constraint", "name", "debug_callback", "tile", "unstack", "approx_top_k"),
-    *("broadcast", "rng_bit_generator", "random_unwrap", "random_wrap", "unvary", "axis_index"),
-}
+_REDUCTIONS = {"reduce_sum": "sum", "reduce_prod": "prod", "reduce_max": "max", "reduce_min": "max"}
+_REDUCTIONS |= {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "max"}
+_FREE = frozenset(
+    """
+    reshape broadcast_in_dim transpose slice dynamic_slice squeeze rev dynamic_update_slice
+    gather scatter concatenate pad select_n copy iota convert_element_type reduce_precision
+    bitcast_convert_type stop_gradient split real imag complex conj sort top_k expand_dims empty
+    device_put optimization_barrier pvary pcast sharding_constraint reshard layout_constraint
+    name debug_callback tile unstack approx_top_k broadcast rng_bit_generator random_unwrap
+    random_wrap unvary axis_index
+    """.split()
+)
 
 
 def _cost(eqn: Eqn) -> int | None:

@@ -148,13 +148,7 @@ BUGS = (
         formulas.cholesky_inverse,
         example="torch.cholesky_inverse(x.tril()).sum()",
     ),
-    Bug(
-        "cholesky_solve",
-        TANGENT,
-        "another number",
-        "torch#196694",
-        formulas.cholesky_solve,
-    ),
+    Bug("cholesky_solve", TANGENT, "another number", "torch#196694", formulas.cholesky_solve),
     Bug(
         "ldexp",
         TANGENT,
@@ -196,20 +190,9 @@ BUGS = (
             ("logical_xor", "(1 * x).logical_xor_(x).sum()"),
         )
     ],
-    Bug(
-        "nn.functional.linear_cross_entropy",
-        TANGENT,
-        "zero",
-        when=_has_options,
-    ),
+    Bug("nn.functional.linear_cross_entropy", TANGENT, "zero", when=_has_options),
     *[
-        Bug(
-            name,
-            TANGENT_AGAIN,
-            "another number, or zero",
-            "torch#192540",
-            example=example,
-        )
+        Bug(name, TANGENT_AGAIN, "another number, or zero", "torch#192540", example=example)
         for name, example in (
             ("linalg.det", "torch.linalg.det(x)"),
             ("logdet", f"torch.logdet({_SPD})"),
@@ -651,48 +634,33 @@ def _traced_functions() -> dict[Any, Bug]:
         for space in spaces
         if bug.wrong in (TANGENT, TANGENT_AGAIN) and hasattr(space, bug.name)
     }
-    for name, instead in (("batch_norm", _f_batch_norm), ("instance_norm", _f_instance_norm)):
+    for name, default in (("batch_norm", False), ("instance_norm", True)):
         fun = getattr(torch.nn.functional, name)
+        instead = partial(_traced_norm, fun, getattr(formulas, name), default)
         result[fun] = replace(result[fun], instead=instead, when=None)
     return result
 
 
-def _f_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not training:
-        return torch.nn.functional.batch_norm(
-            input, running_mean, running_var, weight, bias, training, momentum, eps
-        )
-    return formulas.batch_norm(
-        input, weight, bias, running_mean, running_var, True, momentum, eps, True
-    )
-
-
-def _f_instance_norm(
+def _traced_norm(
+    plain: Any,
+    formula: Any,
+    default: bool,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    use_input_stats: bool = True,
+    training: bool | None = None,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    use_input_stats: bool | None = None,
 ) -> Tensor:
-    if not use_input_stats:
-        return torch.nn.functional.instance_norm(
-            input, running_mean, running_var, weight, bias, False, momentum, eps
-        )
-    return formulas.instance_norm(
-        input, weight, bias, running_mean, running_var, True, momentum, eps, True
-    )
+    """Of torch.nn.functional; by the statistics of its input, in two words, or by running ones."""
+    training = use_input_stats if training is None else training
+    running = running_mean, running_var
+    if not (default if training is None else training):
+        return plain(input, *running, weight, bias, False, momentum, eps)
+    return formula(input, weight, bias, *running, True, momentum, eps, True)
 
 
 _TRACED = _traced_functions()

@@ -215,9 +215,7 @@ WRONG_GRADIENTS = (
             "an error",
             "",
             _attention,
-            lambda node: (
-                not upstream.saved(node, "dropout_p")
-            ),  # whose mask no formula can draw again
+            lambda node: not upstream.saved(node, "dropout_p"),  # no formula draws its mask again
             _ATTENDING if kernel == _FUSED[0] else "",
         )
         for kernel in _FUSED

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.chunks import Chunks, Partition, progress_bar
-from gradtools.errors import GradtoolsError, warn
+from gradtools.chunks import Chunks, Partition, progress_bar, unlike_outputs, warn_of_batch_norm
+from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
@@ -243,7 +243,8 @@ class _Steps:
         made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
         closed, result = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
-        _warn_of_batch_norm(self.chunks.batch.caller, self.name, closed)
+        if jaxprs.uses_primitive(closed, is_batch_statistic):
+            warn_of_batch_norm(("jax", self.name), f"{self.chunks.batch.caller}: {self.name} holds")
         outs, count = closed.out_avals, len(result[0])
         step = _ChunkProgram(owning(closed), jax.tree.structure(result), outs[:count], outs[count:])
         if any(_varying(a) - _varying(x) for a, x in zip(step.carry_avals, carry, strict=True)):
@@ -506,16 +507,11 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
 
 
 def _check_shapes(cut: Partition, axis: int, parts: Sequence[tuple[_ChunkRun, Array]]) -> None:
-    first, known = parts[0]
+    _, known = parts[0]
     for run, x in parts:
         rest = [s[1 : axis + 1] + s[axis + 2 :] for s in (x.shape, known.shape)]
         if rest[0] != rest[1]:
-            raise GradtoolsError(
-                f"chunked: an output of f has shape {x.shape[1:]} for {cut.sizes[run.first]} "
-                f"examples and {known.shape[1:]} for {cut.sizes[first.first]}; they cannot be "
-                f"joined on axis {axis}. Only that axis may depend on the size of a chunk; "
-                "outputs=... leaves out what has another, such as a table of all pairs."
-            )
+            raise unlike_outputs(cut, axis, run.first, x.shape[1:], known.shape[1:])
 
 
 # --- how many graphs are kept
@@ -575,16 +571,3 @@ class _Bar:
 
 
 _PLATFORMS = {"gpu": ("cuda", "rocm")}
-_warned: set[str] = set()
-
-
-def _warn_of_batch_norm(caller: str, name: str, closed: Any) -> None:
-    """Says once for each function that its batch normalisation sees chunks."""
-    if name in _warned or not jaxprs.uses_primitive(closed, is_batch_statistic):
-        return
-    _warned.add(name)
-    warn(
-        f"{caller}: {name} holds a batch normalisation in training mode. It normalises each chunk "
-        "by that chunk's own statistics, as the plain loop over chunks does, so the result is not "
-        "the full batch's. For that use evaluation mode, or a normalisation of single examples."
-    )

@@ -19,8 +19,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradtools.jax._upstream import Literal
-from gradtools.jax.jaxprs import CALLS, RULED, Eqn, HeldJaxpr, Jaxpr, live, programs, scan_counts
+from gradtools.jax.jaxprs import (
+    CALLS,
+    RULED,
+    Eqn,
+    HeldJaxpr,
+    Jaxpr,
+    bound,
+    live,
+    programs,
+    read,
+    scan_counts,
+)
 from gradtools.jax.lifetimes import LIFE, remembered
 from gradtools.seeing import measures as costs
 
@@ -104,15 +114,11 @@ def _interpreted(
     env.update(zip(jaxpr.invars, args, strict=True))
     runs: Runs = {}
     for i, eqn in enumerate(jaxpr.eqns):
-        xs = [_read(env, v) for v in eqn.invars]
+        xs = [read(env, v) for v in eqn.invars]
         outs, inside = _ran(eqn, xs, (*path, i))
         runs.update(inside)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [_read(env, v) for v in jaxpr.outvars], runs
-
-
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return atom.val if isinstance(atom, Literal) else env[atom]
+    return [read(env, v) for v in jaxpr.outvars], runs
 
 
 def _ran(eqn: Eqn, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
@@ -127,12 +133,7 @@ def _ran(eqn: Eqn, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
         return _interpreted(result[0].jaxpr, result[0].consts, xs, (*path, 0))
     if name == "scan" and any(inside):
         return _ran_scan(eqn, result[0], xs, path)
-    return _bound(eqn, xs), {}
-
-
-def _bound(eqn: Eqn, xs: list[Any]) -> list[Any]:
-    result = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(result) if eqn.primitive.multiple_results else [result]
+    return bound(eqn, xs), {}
 
 
 def _ran_scan(eqn: Eqn, body: HeldJaxpr, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:

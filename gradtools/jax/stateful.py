@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from gradtools.errors import GradtoolsError, said_by
 from gradtools.jax import jaxprs, tracing
 from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.alike import derived
+from gradtools.lines import names_in
 
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
@@ -274,12 +275,7 @@ def _cells(f: FunctionType) -> dict[str, Any]:
 
 def _named(f: FunctionType) -> dict[str, Any]:
     """The globals that a function and the functions in it name."""
-    todo, names = [f.__code__], set[str]()
-    while todo:
-        code = todo.pop()
-        names.update(code.co_names)
-        todo += [c for c in code.co_consts if isinstance(c, CodeType)]
-    return {name: f.__globals__[name] for name in names if name in f.__globals__}
+    return {name: f.__globals__[name] for name in names_in(f.__code__) if name in f.__globals__}
 
 
 def _with_copies(x: Any, copies: dict[int, Any]) -> Any:

@@ -233,8 +233,7 @@ def _read(env: dict[Any, Moving], atom: Any) -> Moving:
 
 def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
-        outs = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+        return jaxprs.bound(eqn, arrays)
 
 
 def _key(eqn: Any) -> Hashable:

@@ -17,10 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
-from gradtools.jax._upstream import Literal
 from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
-from gradtools.jax.jaxprs import uses_primitive
+from gradtools.jax.jaxprs import bound, read, uses_primitive
 from gradtools.jax.manual_axes import varying, varying_alike
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import held_by
@@ -356,18 +355,16 @@ class _Explicit:
 def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
     """The outputs of a program, of which under shard_map more may vary than where it was traced."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
     for eqn in jaxpr.eqns:
-        result = [read(v) for v in eqn.invars]
+        result = [read(env, v) for v in eqn.invars]
         if eqn.primitive.name == "pvary":
             result = [varying(result[0], frozenset(eqn.params["axes"]))]
         else:
             result = varying_alike(result)
             with eqn.ctx.manager:
-                result = eqn.primitive.bind(*result, **eqn.primitive.get_bind_params(eqn.params))
-            result = result if eqn.primitive.multiple_results else [result]
+                result = bound(eqn, result)
         env.update(zip(eqn.outvars, result, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return [read(env, v) for v in jaxpr.outvars]
 
 
 def _looks(avals: Sequence[Any]) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from gradtools.batches import Batch
-from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition
-from gradtools.errors import GradtoolsError
+from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition, unlike_outputs
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.pieces import Rows, flattened, pieces_of, untracked
@@ -110,10 +109,5 @@ def _concatenated(chunks: Chunks, column: tuple[Tensor, ...], axis: int) -> Tens
     for i, x in enumerate(column):
         first[axis] = x.shape[axis] if len(x.shape) == len(first) else -1
         if list(x.shape) != first:
-            raise GradtoolsError(
-                f"chunked: an output of f has shape {tuple(x.shape)} for {chunks.cut.sizes[i]} "
-                f"examples and {tuple(column[0].shape)} for {chunks.cut.sizes[0]}; they cannot be "
-                f"joined on axis {axis}. Only that axis may depend on the size of a chunk; "
-                "outputs=... leaves out what has another, such as a table of all pairs."
-            )
+            raise unlike_outputs(chunks.cut, axis, i, x.shape, column[0].shape)
     return torch.cat(column, axis)

@@ -12,9 +12,7 @@ from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.marks import CHUNK, data_of, detached
-from gradtools.torch.watching import (
-    is_wrapped,
-)
+from gradtools.torch.watching import is_wrapped
 from gradtools.torch.wrappers import is_dual, is_inexact
 
 left_to_python(__name__)

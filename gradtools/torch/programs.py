@@ -21,7 +21,6 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, refuse_lost
 from gradtools.torch.customcode import gate_compiled, gated_calls
-from gradtools.torch.joining import Joint, join, joint_of
 from gradtools.torch.pieces import (
     Entries,
     Rows,
@@ -35,12 +34,9 @@ from gradtools.torch.pieces import (
 )
 from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import apply_rule, reverse_only_at
-from gradtools.torch.summing import Sums, adding_leaves
+from gradtools.torch.summing import Joint, Sums, adding_leaves, join, joint_of
 from gradtools.torch.terms import guarded_gradients
-from gradtools.torch.watching import (
-    marked,
-    steps,
-)
+from gradtools.torch.watching import marked, steps
 from gradtools.torch.wrappers import alive, is_dual, is_inexact
 from gradtools.torch.wrong_gradients import rightly, wrong_nodes
 

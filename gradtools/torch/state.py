@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.lines import USER, whose
+from gradtools.lines import USER, names_in, whose
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
@@ -551,9 +551,7 @@ def _generator(x: Any) -> tuple[Get, Put] | None:
 
 @cache
 def _names(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes that a function's code, and what is in it, may read."""
-    inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
-    return frozenset(code.co_names).union(*inside)
+    return frozenset(names_in(code))
 
 
 def _is_module(x: Any) -> bool:

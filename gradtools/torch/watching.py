@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
-from gradtools.chunks import Chunks, progress_bar
-from gradtools.errors import GradtoolsError, warn
+from gradtools.chunks import Chunks, progress_bar, warn_of_batch_norm
+from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
@@ -180,7 +180,6 @@ _OWN_WRAPPERS = {
     "DataParallel": "Its replicas are made anew at each call; use DistributedDataParallel around a "
     "module whose forward calls chunked.",
 }
-_TOLD: set[str] = set()
 
 
 def own_wrapper(module: Any) -> str | None:
@@ -197,7 +196,9 @@ def check_modules(caller: str, start: Snapshot, f: Any) -> None:
             raise GradtoolsError(f"{caller}: {name} is a {kind}. {_OWN_WRAPPERS[kind]}")
         normalises = isinstance(module, upstream.BatchNorm)
         if caller == "chunked" and normalises and module.training:
-            _tell(f, name)
+            warn_of_batch_norm(
+                ("torch", getattr(f, "__name__", type(f).__name__)), f"chunked: {name} is"
+            )
 
 
 def check_cached(caller: str, start: Snapshot, kept: Any) -> None:
@@ -209,18 +210,6 @@ def check_cached(caller: str, start: Snapshot, kept: Any) -> None:
                 "parametrize.cached, which computes it once; here it is computed for each chunk, "
                 "and its buffers would change each time. Leave parametrize.cached out."
             )
-
-
-def _tell(f: Any, name: str) -> None:
-    called = getattr(f, "__name__", type(f).__name__)
-    if called in _TOLD:
-        return
-    _TOLD.add(called)
-    warn(
-        f"chunked: {name} is a batch normalisation in training mode. It normalises each chunk by "
-        "that chunk's own statistics, as the plain loop over chunks does, so the result is not "
-        "the full batch's. For that use evaluation mode, or a normalisation of single examples."
-    )
 
 
 class Captures(TorchFunctionMode):

@@ -71,17 +71,14 @@ class Partition:
 
     @cached_property
     def count(self) -> int:
-        """How many chunks there are."""
         return -(-self.size // self.chunk_size)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """How many examples each chunk holds."""
         return [len(rows) for rows in self.rows]
 
     @cached_property
     def rows(self) -> list[range]:
-        """Which examples each chunk holds."""
         if self.interleaved:
             return [range(i, self.size, self.count) for i in range(self.count)]
         starts = range(0, self.size, self.chunk_size)
@@ -368,7 +365,6 @@ class Chunks:
 
 
 def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
-    """The axis of each leaf of f's output."""
     if isinstance(axes, int) and not isinstance(axes, bool):
         return [axes] * len(backend.flatten(out)[0])
     if type(axes) is type(out) and type(out) in (tuple, list, dict) and len(axes) == len(out):

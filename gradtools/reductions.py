@@ -146,7 +146,6 @@ class _Weighted(Reduction):
     real = True
 
     def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
-        """The weights at a tile."""
         raise NotImplementedError
 
     def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Arrays:
-    """xs with new arrays at some places."""
     full = list(xs)
     for i, x in zip(places, new, strict=True):
         full[i] = x
@@ -29,7 +28,6 @@ def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) ->
 
 
 def parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Arrays]:
-    """Runs of these lengths."""
     left = iter(flat)
     return [[next(left) for _ in range(n)] for n in counts]
 
@@ -78,11 +76,9 @@ class SumOverTiles:
     dtypes: list[str] = field(default_factory=list)
 
     def apply(self, xs: Sequence[Array]) -> Arrays:
-        """The sums, differentiable."""
         return apply_over_tiles(self.call.backend, self, xs)
 
     def primal(self, *xs: Array) -> Arrays:
-        """The sums."""
         backend = self.call.backend
         result = backend.sweep(self.call.sweep(self._tile, self.roles, self._groups, self.cut), xs)
         return [backend.cast(x, dtype) for (x,), dtype in zip(result, self.dtypes, strict=True)]
@@ -143,7 +139,6 @@ def _given(entries: Sequence[Any]) -> list[int]:
 def moving_inputs(
     call: TiledCall, xs: Sequence[Array], perturbed: tuple[bool, ...] | None
 ) -> list[int]:
-    """Which arguments are differentiated."""
     inexact = [i for i, x in enumerate(xs) if call.backend.is_inexact(x) and i not in call.captured]
     return [i for i in inexact if perturbed is None or perturbed[i]]
 
@@ -161,7 +156,6 @@ class Reduced:
     name: str = "tiled"
 
     def primal(self, *xs: Array) -> Arrays:
-        """The results of all reductions, flat."""
         call = self.call
         states = call.backend.sweep(call.sweep(self._tile, call.roles, self._groups, call.cut), xs)
         pairs = zip(call.kinds, states, strict=True)

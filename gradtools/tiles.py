@@ -30,7 +30,6 @@ class TileGrid:
 
     @property
     def tiles(self) -> int:
-        """How many tiles there are."""
         rows, columns = (sum(n for *_, n in self.blocks(side)) for side in (ROWS, COLUMNS))
         return rows * columns
 

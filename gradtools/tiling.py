@@ -257,7 +257,6 @@ class TiledCall:
     def of(
         cls, backend: Backend, options: TileOptions, f: Any, sides: Any, args: Any, kwargs: Any
     ) -> tuple[TiledCall, Arrays]:
-        """The call, and its arrays."""
         call, xs = cls(backend, options, f), list[Any]()
         values = [*args, *kwargs.values()]  # a list, for JAX sorts what a dict holds
         leaves, call._treedef = backend.flatten(values)
@@ -286,7 +285,6 @@ class TiledCall:
         return call, xs
 
     def _roles(self, sides: Any, args: Any, kwargs: Any) -> list[str]:
-        """The side of each leaf."""
         keys = argument_keys(self.f, len(args), kwargs)
         roles = [SHARED] * len(keys)
         for side, wanted in zip((ROWS, COLUMNS), sides, strict=True):
@@ -325,7 +323,6 @@ class TiledCall:
         self._paths.append(path)
 
     def _size(self, xs: Arrays, role: str) -> int:
-        """How many rows or columns there are."""
         result: dict[int, str] = {}
         for x, r, path in zip(xs, self.roles, self._paths, strict=True):
             if r == role:
@@ -345,7 +342,6 @@ class TiledCall:
 
     @property
     def written(self) -> tuple[Any, ...]:
-        """The functions of the user."""
         return (self.f, *(self.options.reduce if self.options.own else ()))
 
     def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
@@ -365,7 +361,6 @@ class TiledCall:
         return out
 
     def evaluated(self, xs: Sequence[Array]) -> Any:
-        """f at one tile."""
         out = self.call(list(xs[:-2]))
         if self.watch is not None:
             watch, self.watch = self.watch, None
@@ -380,7 +375,6 @@ class TiledCall:
         ]
 
     def shape_of(self, xs: Sequence[Array]) -> tuple[int, int]:
-        """The rows and columns of a tile."""
         rows, columns = (xs[self.roles.index(side)].shape[0] for side in (ROWS, COLUMNS))
         return rows, columns
 
@@ -448,7 +442,8 @@ class TiledCall:
         if not is_pair:
             numbers = range(first, first + len(groups))
             return self.backend.unflatten(treedef, [_Result(k, 0) for k in numbers])
-        parts = [self.backend.flatten(part)[0] for part in tree] if _is_pair(tree) else []
+        paired = isinstance(tree, tuple | list) and len(tree) == 2
+        parts = [self.backend.flatten(part)[0] for part in tree] if paired else []
         if [len(part) for part in parts[:1]] != [1] or (name == "take" and len(places) != 2):
             second = "values" if name == "softmax" else "index"
             raise GradtoolsError(
@@ -519,10 +514,6 @@ class _FlatTile:
 
 _ARRAY = object()
 _PROBE = 64
-
-
-def _is_pair(tree: Any) -> bool:
-    return isinstance(tree, tuple | list) and len(tree) == 2
 
 
 class _Result:

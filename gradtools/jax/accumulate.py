@@ -54,15 +54,13 @@ def corrected(total: jax.Array, error: jax.Array) -> jax.Array:
 def as_number(x: Any) -> Any:
     """A Python number where x holds a known one, x itself where it is traced, else None."""
     if isinstance(x, jax.core.Tracer):
-        return _wide(detached(x)) if x.shape == () else None
+        if x.shape != ():
+            return None
+        known: Any = detached(x)
+        return known.astype(jnp.float32) if x.dtype.itemsize < 4 else known  # sums of small dtypes round
     if getattr(x, "shape", None) == () and hasattr(x, "item"):
         return x.item()
     return x if isinstance(x, (int, float)) else None
-
-
-def _wide(x: Any) -> jax.Array:
-    """In at least 32 bits, so that sums of small dtypes neither round nor overflow."""
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def current_trace() -> Any:
@@ -71,7 +69,6 @@ def current_trace() -> Any:
 
 
 def spec(x: Any) -> str:
-    """Dtype and shape, in words."""
     return f"{x.dtype} of shape {tuple(x.shape)}"
 
 

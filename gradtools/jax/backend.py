@@ -16,7 +16,6 @@ from gradtools.jax.rules import apply_rule, attempt
 from gradtools.jax.stateful import checkpointed, explained, stateful
 from gradtools.jax.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap, is_inexact
-from gradtools.rules import Rule
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
@@ -109,9 +108,7 @@ class JaxBackend(Wing):
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         return LinearMap(run, native)
 
-    def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        return apply_rule(rule, *xs)
-
+    apply_rule = staticmethod(apply_rule)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
@@ -128,7 +125,9 @@ class JaxBackend(Wing):
         except jax.errors.TracerArrayConversionError:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), like)
             return jax.pure_callback(
-                lambda a: jax.tree.map(lambda y, s: np.asarray(y, s.dtype), f(_numpy(a)), shapes),
+                lambda a: jax.tree.map(
+                    lambda y, s: np.asarray(y, s.dtype), f(jax.tree.map(np.asarray, a)), shapes
+                ),
                 shapes,
                 args,
                 vmap_method="sequential",
@@ -192,7 +191,3 @@ class JaxBackend(Wing):
             return run(leaves)  # JAX keeps no state that it could change
         with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
             return run(leaves)
-
-
-def _numpy(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)

@@ -39,7 +39,6 @@ Runs = dict[Path, Any]
 
 
 def counted(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[Any]) -> Count:
-    """The operations of a program at these values."""
     runs: Runs = {}
     if any(True for _ in _sites(jaxpr, ())):
         result = jax.jit(lambda c, x: _interpreted(jaxpr, c, x, ())[1])
@@ -376,10 +375,6 @@ def _power(eqn: Eqn) -> int:
     return out.size * costs.whole_power(eqn.params["y"], _complex(out))
 
 
-def _clamp(eqn: Eqn) -> int:
-    return 2 * eqn.outvars[0].aval.size
-
-
 def _one_minus_square(eqn: Eqn) -> int:
     out = eqn.outvars[0].aval
     return out.size * (costs.weight("mul", _complex(out)) + costs.weight("sub", _complex(out)))
@@ -410,7 +405,7 @@ _RULES: dict[str, Callable[[Eqn], int]] = {
     "select_and_scatter_add": lambda eqn: eqn.invars[0].aval.size,
     **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul", "scatter-mul"), _scattered),
     "integer_pow": _power,
-    "clamp": _clamp,
+    "clamp": lambda eqn: 2 * eqn.outvars[0].aval.size,
     "one_minus_square": _one_minus_square,
     "fft": _fft,
     "cholesky": partial(_by_matrix, costs.cholesky),

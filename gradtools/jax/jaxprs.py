@@ -37,7 +37,6 @@ def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
 
 
 def is_inexact(var: Any) -> bool:
-    """Whether a variable is floating or complex."""
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 

@@ -173,7 +173,7 @@ class Stateful:
         copies = {id(old): new for old, new in zip(self._own, own, strict=True)}
         with self.explained():
             self.nnx.update(given, of_given)
-            out = _with_copies(self.f, copies)(*args, **kwargs)
+            out = _Copies(copies).of(self.f)(*args, **kwargs)
         result = self._kept(self._state(own), 0), self._kept(self._state(given), 1)
         self.after = jax.tree.leaves(result)
         pairs = zip(self.changed, self.after, self.now, strict=True)
@@ -181,7 +181,6 @@ class Stateful:
         return out
 
     def write(self, leaves: Sequence[Array]) -> None:
-        """Gives the caller's modules what changed."""
         if not any(self.changed):
             return
         numbered = jax.tree.unflatten(self._treedef, list(range(len(leaves))))
@@ -205,7 +204,6 @@ class Stateful:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """flax's refusal in our words."""
         with explained(self.caller):
             yield
 
@@ -276,11 +274,6 @@ def _cells(f: FunctionType) -> dict[str, Any]:
 def _named(f: FunctionType) -> dict[str, Any]:
     """The globals that a function and the functions in it name."""
     return {name: f.__globals__[name] for name in names_in(f.__code__) if name in f.__globals__}
-
-
-def _with_copies(x: Any, copies: dict[int, Any]) -> Any:
-    """A function or container in which copies stand in the modules' place."""
-    return _Copies(copies).of(x)
 
 
 class _Copies:

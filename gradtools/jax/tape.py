@@ -116,11 +116,9 @@ class Tape:
     _count: int = 0
 
     def run(self, closed: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
-        """The results of a jaxpr for these arguments."""
         return self._jaxpr(closed.jaxpr, graph, [*map(Moving, closed.consts), *args])
 
     def moving(self, array: Any, leaves: int) -> Moving:
-        """An array with a number, if it can carry a derivative; a reference carries none here."""
         if not leaves or not is_inexact(array) or isinstance(array, jax.Ref):
             return Moving(array)
         self._count += 1

@@ -90,13 +90,15 @@ class _SweepRun:
 
     def __init__(self, program: Sweep, xs: Sequence[Any]) -> None:
         self.program, self.roles, self.given = program, program.roles, xs
-        self.xs = [_whole(x, role) for x, role in zip(xs, self.roles, strict=True)]
+        self.xs = [
+            x if role == SHARED else shardings.whole(x, 0)
+            for x, role in zip(xs, self.roles, strict=True)
+        ]
         pairs = [*zip(self.roles, xs, strict=True)]
         self.entries = {side: _entry(pairs, side) for side in (ROWS, COLUMNS)}
         self.rows, self.columns = (program.cut.blocks(side) for side in (ROWS, COLUMNS))
 
     def run(self) -> States:
-        """The states of each group, joined."""
         first, bands = (self.rows[0][1], self.columns[0][1]), []
         looks = self._looks(*first)
         self.groups = self.program.groups()
@@ -132,17 +134,14 @@ class _SweepRun:
         return bool(getattr(self.program.cut, side) % count == 0)
 
     def mesh(self, side: str) -> Any:
-        """The mesh over which a side is sharded."""
         mine = (x for x, role in zip(self.given, self.roles, strict=True) if role == side)
         return next(jax.typeof(x).sharding.mesh for x in mine if shardings.entries(x)[0])
 
     def seen(self) -> Sequence[MergeGroup]:
-        """The groups, which a tile tells."""
         self._looks(self.rows[0][1], self.columns[0][1])
         return self.program.groups()
 
     def _band(self, none: States, carry: Any, rows: Arrays) -> tuple[Any, States]:
-        """One block of rows with all columns."""
         shared, of_columns = carry
         result, inner = [], (none, shared)
         for (start, size, count), held in zip(self.columns, of_columns, strict=True):
@@ -155,7 +154,6 @@ class _SweepRun:
         return (shared, result), of_rows
 
     def _tile(self, rows: Arrays, held: Any, columns: Arrays, of_columns: States) -> Any:
-        """The states after one more tile."""
         blocks = {ROWS: iter(rows), COLUMNS: iter(columns)}
         tile = [
             x if role == SHARED else next(blocks[role])
@@ -239,10 +237,6 @@ def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:
     return next((entry for entry in result if entry is not None), None)
 
 
-def _whole(x: Any, role: str) -> Any:
-    return x if role == SHARED else shardings.whole(x, 0)
-
-
 def _full(look: Any, fill: float) -> Any:
     return promoted(jnp.full(look.shape, fill, look.dtype), look)
 
@@ -264,7 +258,6 @@ def _loop(body: Callable[..., Any], carry: Any, xs: Any, count: int) -> Any:
 
 
 def _joined(runs: Sequence[States], k: int) -> Arrays:
-    """The states of a group, block after block."""
     merge = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     flat = [[merge(x) for x in run[k]] for run in runs]
     return [

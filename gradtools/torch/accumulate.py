@@ -45,7 +45,6 @@ def detached(x: Any) -> torch.Tensor | None:
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in memory of their own."""
     return x.clone()
 
 
@@ -59,15 +58,13 @@ def as_number(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         if x.ndim != 0:
             return None
-        return _wide(x.detach()) if _is_traced(x) else x.item()
+        if not _is_traced(x):
+            return x.item()
+        x = x.detach()
+        return x.float() if x.itemsize < 4 else x  # sums of small dtypes round or overflow
     if getattr(x, "shape", None) == () and hasattr(x, "item"):
         return x.item()
     return x if isinstance(x, (int, float)) else None
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In at least 32 bits, so that sums of small dtypes neither round nor overflow."""
-    return x.float() if x.itemsize < 4 else x
 
 
 def current_trace() -> Any:

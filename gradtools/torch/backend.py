@@ -22,7 +22,6 @@ from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
-    from gradtools.rules import Rule
 
 Tensor = torch.Tensor
 
@@ -134,9 +133,7 @@ class TorchBackend(Wing):
 
     compiling = staticmethod(is_compiling)
 
-    def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        return apply_rule(rule, *xs)
-
+    apply_rule = staticmethod(apply_rule)
     scaled = staticmethod(scaled)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)

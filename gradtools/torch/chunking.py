@@ -29,7 +29,6 @@ left_to_python(__name__)
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    """The joined outputs of all chunks, and the last carry."""
     with marked(chunks.batch.caller):
         return plain_loop(chunks) if is_plain() else _run(chunks)
 
@@ -81,7 +80,6 @@ def _is_differentiated(leaves: list[Tensor]) -> bool:
 
 
 def sum_chunks(chunks: Chunks) -> list[Tensor]:
-    """The sums of the outputs over chunks."""
     sums = Sums()
     with marked("chunked"):
         for i, piece in enumerate(pieces_of(chunks)):

@@ -142,7 +142,6 @@ def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
 
 
 def leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves of the autograd graph of outs."""
     for node in nodes_of(outs):
         if type(node).__name__ == "AccumulateGrad":
             yield node.variable

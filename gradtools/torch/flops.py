@@ -56,7 +56,6 @@ class Flops(upstream.Watching):
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation's cost depends on."""
     leaves, spec = upstream.tree_flatten((args, kwargs))
     return func, spec, tuple([_sketch(x) for x in leaves])
 
@@ -216,10 +215,6 @@ def _power(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     whole = not isinstance(exponent, Tensor) and float(exponent).is_integer()
     each = costs.whole_power(int(exponent), x.is_complex()) if whole else 1
     return x.numel() * each if _is_inexact(x) else 0
-
-
-def _square(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    return _elements(out) * costs.whole_power(2, _first(out).is_complex())
 
 
 def _clamped(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -436,7 +431,12 @@ def _rules() -> dict[str, Rule]:
     rules |= dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm"), _product)
     rules |= dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), _added_product)
     rules |= dict.fromkeys(("pow", "float_power"), _power)
-    rules |= {"square": _square, "addr": _outer, "mean": _mean, "clamp": _clamped}
+    rules |= {
+        "square": lambda func, args, kwargs, out: _power(func, (args[0], 2), kwargs, out),
+        "addr": _outer,
+        "mean": _mean,
+        "clamp": _clamped,
+    }
     rules |= dict.fromkeys(("var", "var_mean", "std", "std_mean"), _variance)
     rules |= dict.fromkeys(("convolution", "_convolution"), _convolution)
     rules["convolution_backward"] = _convolution_backward

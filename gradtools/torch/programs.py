@@ -79,7 +79,6 @@ class ChunkProgram:
         return outputs_of(Backward(self, widths, width, there, joint), rows, shared)
 
     def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
-        """Tangents of the outputs."""
         return outputs_of(Pushed(self, widths, width, there), rows, shared)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
@@ -175,7 +174,8 @@ class _Derived(ChunkProgram):
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         count, sums = len(rows), self._begun()
-        rows, shared = [[primal_of(x) for x in xs] for xs in rows], [primal_of(x) for x in shared]
+        if upstream.forward_level() >= 0:
+            rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [self.nothing(i) for i in range(count)]
         self.forward.check_storages()
         with self.forward.without_hooks(), torch.no_grad():
@@ -242,11 +242,9 @@ class Backward(_Derived):
         return any(self.there[i]) or any(self.there[-1])
 
     def nothing(self, i: int) -> list[Any]:
-        """A zero for each input."""
         return [None] * self.widths[i]
 
     def nothing_summed(self) -> list[Any]:
-        """A zero for each shared input and each leaf."""
         return [None] * (self.shared_width + len(self.leaves))
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
@@ -275,7 +273,6 @@ class Backward(_Derived):
         return grads
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
-        """All chunks whose graphs were kept, in one pass."""
         forward = self.forward
         retained = forward.retained if self.of.forward is self.of else {}
         if not retained:
@@ -327,11 +324,9 @@ class Pushed(_Derived):
         return []
 
     def nothing_summed(self) -> list[Any]:
-        """As many of sums."""
         return []
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
-        """Tangents of the chunk's outputs and of its terms."""
         create = torch.is_grad_enabled()
         xs, shared, dxs, dshared = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
@@ -434,7 +429,6 @@ class _Maps:
     shape: list[Any]  # as `_chosen` says it
 
     def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
-        """One for each input and leaf."""
         counts, there = self.shape
         full = spread(cts, there)
         if self.program is self.program.forward:  # its sums are carries
@@ -444,7 +438,6 @@ class _Maps:
             return self.program.pull(self.widths, self.width, result[2], *result[:2], joint)
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
-        """One for each output."""
         result = self._vectors(saved, dxs, self.widths)
         with marked(self.program.forward.caller):
             pushed = self.program.push(self.widths, self.width, result[2], *result[:2])

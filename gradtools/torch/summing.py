@@ -43,7 +43,6 @@ class Sums:
 
     @property
     def has_any(self) -> bool:
-        """Whether anything was added."""
         return bool(self._sums)
 
     def add(self, terms: Sequence[Any]) -> None:
@@ -56,7 +55,6 @@ class Sums:
                 self.add_one(k, term)
 
     def add_one(self, k: int, term: Tensor) -> None:
-        """One more of sum k."""
         total = self._sums[k]
         if total is None:
             self._sums[k], self._dtypes[k] = term, term.dtype

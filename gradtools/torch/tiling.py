@@ -33,7 +33,6 @@ _SAMPLE = 1 << 12  # entries of a tile that are compared
 
 
 def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
-    """The merged states of all tiles."""
     call = program.call
     if call.sweeping:  # a sweep within a tile
         return _swept(program, xs, None)
@@ -124,7 +123,6 @@ class Watch:
 
     @classmethod
     def of(cls, call: Any, xs: Sequence[Tensor]) -> Watch:
-        """That of a call, at its first sweep."""
         if call.options.verify is False or is_compiling() or upstream.TracingContext.try_get():
             return cls(call, (), None, None)
         kinds = torch.nn.Module, Tensor
@@ -150,7 +148,6 @@ class Watch:
         return watch
 
     def begun(self, xs: Sequence[Tensor]) -> Watch:
-        """The same, at the start of a sweep."""
         self._refuse_changed()
         self._first, self._stream = True, Randomness.now(xs)
         return self
@@ -165,7 +162,6 @@ class Watch:
         return tile
 
     def after(self, tile: State) -> None:
-        """Raises for what f may not do."""
         if not self._first:
             return
         self._first = False
@@ -251,7 +247,6 @@ def taken(x: Tensor, at: Tensor, index: Tensor) -> Tensor:
 
 
 def put(v: Tensor, at: Tensor, index: Tensor) -> Tensor:
-    """The transpose."""
     place, here = _place(at, index)
     v = torch.where(here, v, torch.zeros_like(v))
     return v.new_zeros(len(v), len(index)).scatter(1, place, v[:, None])

@@ -69,7 +69,6 @@ class Bug:
 
     @property
     def name(self) -> str:
-        """The last part of its name."""
         return self.operation.rpartition(".")[2]
 
 
@@ -82,10 +81,6 @@ def _refused(*args: Any, **kwargs: Any) -> Any:
         "once more, of whose forward-mode rule PyTorch then leaves a term out (torch#196699, "
         "torch#196700). Call it by torch.nn.functional, which goes another way."
     )
-
-
-def _is_product(*args: Any, **kwargs: Any) -> bool:
-    return "prod" in (*args[4:5], kwargs.get("reduce"))
 
 
 def _is_real(*args: Any, **kwargs: Any) -> bool:
@@ -102,14 +97,6 @@ def _by_integers(input: Tensor, other: Tensor) -> bool:
 
 def _trains(*args: Any, **kwargs: Any) -> bool:
     return bool(args[5])
-
-
-def _has_options(*args: Any, **kwargs: Any) -> bool:
-    return kwargs.get("options") is not None
-
-
-def _lies_otherwise(input: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return not input.is_contiguous()
 
 
 # --- the table ---------------------------------------------------------------------------------
@@ -130,7 +117,7 @@ BUGS = (
         TANGENT,
         "another number",
         "torch#196702",
-        when=_is_product,
+        when=lambda *args, **kwargs: "prod" in (*args[4:5], kwargs.get("reduce")),
         example="x.scatter_reduce(0, torch.tensor([[0, 0, 1]]), x[1:2] + 2, 'prod').sum()",
     ),
     Bug(
@@ -190,7 +177,12 @@ BUGS = (
             ("logical_xor", "(1 * x).logical_xor_(x).sum()"),
         )
     ],
-    Bug("nn.functional.linear_cross_entropy", TANGENT, "zero", when=_has_options),
+    Bug(
+        "nn.functional.linear_cross_entropy",
+        TANGENT,
+        "zero",
+        when=lambda *args, **kwargs: kwargs.get("options") is not None,
+    ),
     *[
         Bug(name, TANGENT_AGAIN, "another number, or zero", "torch#192540", example=example)
         for name, example in (
@@ -279,7 +271,7 @@ BUGS = (
         "an error",
         "",
         formulas.group_norm,
-        _lies_otherwise,
+        lambda input, *args, **kwargs: not input.is_contiguous(),
         "torch.nn.functional.group_norm(torch.stack((x, x**2))[None]"
         ".to(memory_format=torch.channels_last), 1).pow(3).sum()",
     ),
@@ -336,7 +328,6 @@ def bug_of(fun: Any) -> Bug | None:
 
 
 def is_wrong_at(fun: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Whether something is wrong with a function of PyTorch's at these arguments."""
     bug = bug_of(fun)
     return bug is not None and (bug.when is None or bug.when(*args, **kwargs))
 
@@ -443,7 +434,6 @@ class TwiceByPlainOperations(TorchFunctionMode):
     """While f is evaluated for `linearize`, which differentiates the backward pass."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, or the formula that stands for it."""
         bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
         kwargs = kwargs or {}
         if not isinstance(fun, _ORDINARY) and isinstance(fun, upstream.HigherOrderOperator):
@@ -560,7 +550,6 @@ class RightTangents(TorchFunctionMode):
     """While dynamo traces what is pushed: functions that are not to be trusted go another way."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, or what runs in its place."""
         kwargs = kwargs or {}
         if fun in _TRACED:
             return _traced(_TRACED[fun], fun, args, kwargs)
@@ -576,7 +565,6 @@ class RightGradients(TorchFunctionMode):
     """While dynamo traces what is pulled back: operations whose gradient is wrong."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, or what runs in its place."""
         kwargs = kwargs or {}
         if fun in _TRACED_BACK:
             return _traced(_TRACED_BACK[fun], fun, args, kwargs)

@@ -84,7 +84,7 @@ class Lazily:
     """A member that one of a wing's rooms holds, which is imported when it is first asked for.
 
     So an import of gradtools stays light. A backend without rooms refuses it by the name of what
-    the user called, `lacking`, by default the member's own.
+    the user called, `lacking`, by default the member's own. An empty name means the room itself.
     """
 
     def __init__(self, room: str, name: str | None = None, *, lacking: str | None = None) -> None:
@@ -97,7 +97,8 @@ class Lazily:
         if backend is None:
             return self
         room = backend.room(self._room, self._lacking or self._member)
-        result = getattr(room, self._name or self._member)
+        name = self._member if self._name is None else self._name
+        result = getattr(room, name) if name else room
         return backend.__dict__.setdefault(self._member, result)
 
 
@@ -417,10 +418,8 @@ class Programs(Rules):
     call_kernel = Lazily("host", lacking="host_function")
     """The results of a host kernel, inside the framework's program; without a derivative."""
 
-    gather, functionalize = Lazily("gathering"), Lazily("modules")
+    gather = Lazily("gathering")
     key, split = Lazily("arrays"), Lazily("arrays")
-    fold_in = Lazily("arrays", lacking="key_argnums")
-    """The key of one of many, by an index that may be traced."""
 
     def as_number(self, x: Any) -> Any:
         """A Python number where x holds a known one, x itself where it is traced, else None."""
@@ -503,6 +502,9 @@ class Recomputation(Programs):
             for rows, lists in zip(chunks.cut.rows, chunks.lists, strict=True)
         ]
 
+    tiles = Lazily("tiling", "", lacking="tiled")
+    """A wing's room for reductions over all pairs of rows: `sweep`, `fold` and what they need."""
+
     def frozen_uses(self, budget: int | None) -> Any:
         """What the uses of one frozen function share."""
         return None
@@ -515,61 +517,7 @@ class Recomputation(Programs):
         return False
 
 
-class Tiles(Recomputation):
-    """Reductions over all pairs of rows."""
-
-    def explicit(
-        self, caller: str, fun: Any, own: Sequence[Any], xs: Sequence[Array], sides: Sequence[Any]
-    ) -> tuple[Callable[[list[Array]], Any], list[Array]]:
-        """A function of a tile and of what it closes over, and that.
-
-        fun: Of a list of arrays, those of a tile.
-        own: The user's other functions, which must close over no array of a running trace.
-        sides: The length of each array's first axis (None: as it is), for each kind of tile.
-        """
-        return fun, []
-
-    def as_now(self, fun: Callable[..., Any], xs: Sequence[Array]) -> Callable[..., Any]:
-        """fun, which later computes in the modes that hold now, for arrays like xs."""
-        return fun
-
-    sweep = Lazily("tiling", lacking="tiled")
-    """`(sweep, xs)`: the merged states of all tiles, group by group; blocks joined."""
-
-    fold = Lazily("tiling", lacking="linear_cross_entropy")
-    """`(step, state, xs, count)`: `state = step(state, block)` over blocks of the first axis."""
-
-    def of_own(self, name: str, x: Array, *others: Array) -> Array:
-        """`xp.name(x, *others)` of an array x that nothing else holds, in its memory if it fits."""
-        return getattr(self.xp, name)(x, *others)
-
-    def taken(self, x: Array, at: Array, index: Array) -> Array:
-        """Of each row of x the entry whose column has the index `at`; 0 where there is none."""
-        here = self._is_at(at, index)
-        return self.xp.sum(self.xp.where(here, x, self.zeros_like(x)), axis=1)
-
-    def put(self, v: Array, at: Array, index: Array) -> Array:
-        """The transpose: a matrix of v at these places, and zeros.
-
-        index: Of all columns, without gaps.
-        """
-        here, v = self._is_at(at, index), self.xp.expand_dims(v, axis=1)
-        return self.xp.where(here, v, self.zeros_like(v))
-
-    def _is_at(self, at: Array, index: Array) -> Array:
-        wider = at if at.dtype.itemsize > index.dtype.itemsize else index
-        return self.cast(index, wider) == self.xp.expand_dims(self.cast(at, wider), axis=1)
-
-    def sharded_like(self, x: Array, other: Array) -> Array:
-        """x, over a mesh of devices as another array of its shape, if that is over one."""
-        return x
-
-    tile_bytes = Lazily("tiling", lacking="tiled")
-    """`(fun, xs, sides)`: the peak of `fun` at arrays like xs, with another length of the first
-    axis or None."""
-
-
-class Seeing(Tiles):
+class Seeing(Recomputation):
     """What looks at a run of a program: by default it is refused."""
 
     record = Lazily("seeing", lacking="why_zero")

@@ -250,7 +250,7 @@ class Chunks:
             leaves = [(pieces if n == "split" else sources[n])[k] for n, k in places]
             arg = unflatten(self.batch.treedefs[i], leaves)
             if i in self.keys and arg is not None:
-                arg = self.backend.fold_in(arg, index)
+                arg = self.backend.room("arrays", "key_argnums").fold_in(arg, index)
             values.append(arg)
         return values
 

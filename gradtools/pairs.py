@@ -104,7 +104,7 @@ class Pairs(Operators):
                 f"{caller}: label_smoothing is {label_smoothing} with sigmoid=True, whose labels "
                 "are those of single pairs; leave one of them out."
             )
-        y = backend.sharded_like(y, x)
+        y = backend.tiles.sharded_like(y, x)
         scale, bias = (
             float(z)  # of Python, exact beside any dtype
             if isinstance(z, int | float)
@@ -203,7 +203,7 @@ class Pairs(Operators):
         loss = result["all"] - (1 - label_smoothing) * result["own"]
         if label_smoothing:
             loss = loss - label_smoothing * result["mean"]
-        t = backend.sharded_like(t, loss)
+        t = backend.tiles.sharded_like(t, loss)
         counts, zero = t != ignore_index, backend.zeros_like(loss)
         loss = xp.where((t >= 0) & (t < classes), loss, zero + float("nan"))
         loss = xp.where(counts, loss, zero)

@@ -55,7 +55,13 @@ from gradtools.chunks import check_verify
 from gradtools.errors import GradtoolsError
 from gradtools.reductions import KINDS, Reduction, wide
 from gradtools.tile_rules import (
+    COLUMNS,
+    ROWS,
+    SHARED,
+    Arrays,
     Reduced,
+    Sweep,
+    TileGrid,
     apply_over_tiles,
     fold_columns,
     moving_inputs,
@@ -63,7 +69,6 @@ from gradtools.tile_rules import (
     reduced_second,
     replaced_at,
 )
-from gradtools.tiles import COLUMNS, ROWS, SHARED, Arrays, Sweep, TileGrid
 
 Names = int | str | Sequence[int | str]
 _TILE = (512, 512)  # rows and columns, where nothing else is said
@@ -266,13 +271,13 @@ class TiledCall:
         for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
             call._add(xs, leaf, role, path)
         flat = _FlatTile(backend, f, call._statics, call._treedef, call._keywords)
-        call.call = backend.as_now(flat, xs)
+        call.call = backend.tiles.as_now(flat, xs)
         rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
         call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
             call.cut = call._within(xs, options.budget)
         fun = call.call
-        call.call, captured = backend.explicit(
+        call.call, captured = backend.tiles.explicit(
             options.caller, fun, call.written[1:], xs, call._tiles()
         )
         call.may_capture = call.call is fun
@@ -491,7 +496,7 @@ class TiledCall:
             result = backend.vjp(scores, [tile[i] for i in moving], groups=None, once=True)
             return [x for x in result.pullback(result.outs) if x is not None]
 
-        return backend.tile_bytes(gradient, xs, sides)
+        return backend.tiles.tile_bytes(gradient, xs, sides)
 
 
 @dataclass(frozen=True)

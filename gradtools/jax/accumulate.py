@@ -57,7 +57,9 @@ def as_number(x: Any) -> Any:
         if x.shape != ():
             return None
         known: Any = detached(x)
-        return known.astype(jnp.float32) if x.dtype.itemsize < 4 else known  # sums of small dtypes round
+        return (
+            known.astype(jnp.float32) if x.dtype.itemsize < 4 else known
+        )  # sums of small dtypes round
     if getattr(x, "shape", None) == () and hasattr(x, "item"):
         return x.item()
     return x if isinstance(x, (int, float)) else None

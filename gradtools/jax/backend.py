@@ -52,9 +52,7 @@ class JaxBackend(Wing):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    key = staticmethod(arrays.key)
-    split = staticmethod(arrays.split)
-    fold_in = staticmethod(arrays.fold_in)
+    key, split = staticmethod(arrays.key), staticmethod(arrays.split)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
         """Weakly typed for a Python number; an integer stays what it is."""
@@ -168,13 +166,6 @@ class JaxBackend(Wing):
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
-
-    explicit = Lazily("tiling")
-
-    def sharded_like(self, x: Array, other: Array) -> Array:
-        from gradtools.jax import shardings
-
-        return shardings.like(x, other) if any(shardings.entries(other)) else x
 
     frozen_uses = Lazily("freezing")
 

@@ -73,8 +73,9 @@ def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> boo
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """The results of an equation, run at these operands."""
-    result = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+    """The results of an equation, run at these operands in the settings that it was traced in."""
+    with eqn.ctx.manager:
+        result = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
     return list(result) if eqn.primitive.multiple_results else [result]
 
 

@@ -139,7 +139,7 @@ class Tape:
     def _operation(
         self, eqn: Any, node: Node, operands: Sequence[Moving], links: Links
     ) -> list[Moving]:
-        apply = partial(_bind, eqn)
+        apply = partial(jaxprs.bound, eqn)
         leaves = [_leaves(row, operands) for row in links]
         return self._step(apply, operands, leaves, node, key=_key(eqn), context=eqn.ctx)
 
@@ -227,11 +227,6 @@ def _read(env: dict[Any, Moving], atom: Any) -> Moving:
         return env[atom]
     aval: Any = atom.aval
     return Moving(np.asarray(atom.val, aval.dtype))
-
-
-def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    with eqn.ctx.manager:
-        return jaxprs.bound(eqn, arrays)
 
 
 def _key(eqn: Any) -> Hashable:

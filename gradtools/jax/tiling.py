@@ -23,7 +23,7 @@ from gradtools.jax.jaxprs import bound, read, uses_primitive
 from gradtools.jax.manual_axes import varying, varying_alike
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import held_by
-from gradtools.tiles import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
+from gradtools.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
 
 Arrays = list[Any]
 States = list[Arrays]  # one list for each group, empty where a group has another side
@@ -271,6 +271,37 @@ def fold(step: Any, state: Arrays, xs: Sequence[Any], count: int) -> Arrays:
     return _loop(body, state, [_cut(x, count) for x in xs], count)[0]
 
 
+def as_now(fun: Callable[..., Any], xs: Sequence[Any]) -> Callable[..., Any]:
+    """No mode holds when a program runs."""
+    return fun
+
+
+def of_own(name: str, x: Any, *others: Any) -> Any:
+    """`name(x, *others)`; XLA itself finds memory that nothing else holds."""
+    return getattr(jnp, name)(x, *others)
+
+
+def taken(x: Any, at: Any, index: Any) -> Any:
+    """Of each row of x the entry whose column has the index `at`; 0 where there is none."""
+    return jnp.sum(jnp.where(_is_at(at, index), x, jnp.zeros_like(x)), axis=1)
+
+
+def put(v: Any, at: Any, index: Any) -> Any:
+    """The transpose: a matrix of v at these places, and zeros."""
+    v = jnp.expand_dims(v, axis=1)
+    return jnp.where(_is_at(at, index), v, jnp.zeros_like(v))
+
+
+def _is_at(at: Any, index: Any) -> Any:
+    wider = at.dtype if at.dtype.itemsize > index.dtype.itemsize else index.dtype
+    return jnp.asarray(index, wider) == jnp.expand_dims(jnp.asarray(at, wider), axis=1)
+
+
+def sharded_like(x: Any, other: Any) -> Any:
+    """x, over a mesh of devices as another array of its shape, if that is over one."""
+    return shardings.like(x, other) if any(shardings.entries(other)) else x
+
+
 # --- what f closes over ------------------------------------------------------------------
 
 
@@ -354,8 +385,7 @@ def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
             result = [varying(result[0], frozenset(eqn.params["axes"]))]
         else:
             result = varying_alike(result)
-            with eqn.ctx.manager:
-                result = bound(eqn, result)
+            result = bound(eqn, result)
         env.update(zip(eqn.outvars, result, strict=True))
     return [read(env, v) for v in jaxpr.outvars]
 

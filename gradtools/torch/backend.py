@@ -71,9 +71,7 @@ class TorchBackend(Wing):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    key = staticmethod(arrays.key)
-    split = staticmethod(arrays.split)
-    fold_in = staticmethod(arrays.fold_in)
+    key, split = staticmethod(arrays.key), staticmethod(arrays.split)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
         # NumPy's float64 and complex128 are Python's numbers too, and weak as these.
@@ -210,10 +208,6 @@ class TorchBackend(Wing):
 
     uncompiled = staticmethod(uncompiled)
 
-    as_now = Lazily("tiling")
-    of_own = Lazily("tiling")
-    taken = Lazily("tiling")
-    put = Lazily("tiling")
     is_replaying = Lazily("watching", "asks_is_replaying")
     frozen_uses = Lazily("freezing", "Uses")
 

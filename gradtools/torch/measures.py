@@ -190,17 +190,24 @@ def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
     return live.peak, result
 
 
+@contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Inside, a collection looks at what is made inside alone: all else may be millions."""
+    mine = gc.get_freeze_count() == 0
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
+
+
+@_only_new_garbage()
 def _saved(
     before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int | None, list[str]]:
     """The bytes kept for backward, and why none are if f cannot be differentiated."""
-    with _only_new_garbage():
-        return _saved_bytes(before, f, args, kwargs)
-
-
-def _saved_bytes(
-    before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[int | None, list[str]]:
     live = LiveBytes()
     pack = lambda x: x.detach()  # x itself may hold the graph that holds it
     with torch.inference_mode(False), torch.enable_grad():
@@ -221,19 +228,6 @@ def _saved_bytes(
     del graph
     gc.collect()
     return with_graph - live.now, []
-
-
-@contextmanager
-def _only_new_garbage() -> Iterator[None]:
-    """Inside, a collection looks at what is made inside alone: all else may be millions."""
-    mine = gc.get_freeze_count() == 0
-    if mine:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if mine:
-            gc.unfreeze()
 
 
 def _tracked(x: Any) -> Any:

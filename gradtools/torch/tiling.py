@@ -17,7 +17,7 @@ import torch
 from gradtools.chunks import progress_bar
 from gradtools.errors import GradtoolsError
 from gradtools.rules import held_by
-from gradtools.tiles import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
+from gradtools.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.measures import LiveBytes
@@ -217,6 +217,15 @@ def _version(x: Tensor) -> int:
 
 def _looks(all_figures: Sequence[Figures]) -> list[Any]:
     return [x[:2] for x in all_figures]
+
+
+def explicit(caller: str, fun: Any, own: Any, xs: Any, sides: Any) -> tuple[Any, State]:
+    """What a function closes over need not be its argument: graphs hold it."""
+    return fun, []
+
+
+def sharded_like(x: Tensor, other: Tensor) -> Tensor:
+    return x
 
 
 _OVER_LEVELS = {"subtract": "sub"}  # vmap has rules for these alone of two names

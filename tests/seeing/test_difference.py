@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from scenes import picture_of
 from seeing_graphs import SHAPES, Builder, transformer
 
 from gradtools.errors import GradtoolsError
@@ -15,7 +16,6 @@ from gradtools.seeing import align
 from gradtools.seeing.align import aligned, share
 from gradtools.seeing.difference import graph_diff
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.layout import picture_of
 from gradtools.seeing.nodes import Body, Dependence
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import gradtools
+from gradtools import display
 from gradtools.testing.sides import double_precision
 
 
@@ -238,19 +239,14 @@ def _holds(kink: Kink, torch_ops: set[str], jax_ops: set[str] | None) -> bool:
 def convention_table(rows: Sequence[Convention] | None = None, colour: bool = False) -> str:
     """The table as text; rows that differ are marked with a star."""
     rows = conventions() if rows is None else rows
-    cells = [(_star(row), row.name, *map(_values, (*row.at(1), *row.at(2)))) for row in rows]
+    star = lambda row: "*" if row.differs else ""
+    cells = [(star(row), row.name, *map(_values, (*row.at(1), *row.at(2)))) for row in rows]
     head = ("", "function and point", "torch", "jax", "torch, twice", "jax, twice")
-    widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(head, widths, strict=True)).rstrip()]
-    for row, line in zip(rows, cells, strict=True):
-        text = "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
-        lines.append(f"\x1b[33m{text}\x1b[0m" if colour and row.differs else text)
+    first, *lines = display.aligned([head, *cells])
+    painted = [colour and row.differs for row in rows]
+    lines = [f"\x1b[33m{x}\x1b[0m" if on else x for x, on in zip(lines, painted, strict=True)]
     different = sum(row.differs for row in rows)
-    return "\n".join([*lines, f"{different} of {len(rows)} differ (*)"])
-
-
-def _star(row: Convention) -> str:
-    return "*" if row.differs else ""
+    return "\n".join([first, *lines, f"{different} of {len(rows)} differ (*)"])
 
 
 def _values(values: Derivative | None) -> str:

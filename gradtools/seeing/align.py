@@ -466,13 +466,3 @@ def forward_alone(graph: PlainGraph) -> PlainGraph:
     return replace(
         graph, nodes=tuple(nodes), inputs=inputs, outputs=tuple(outputs), captured=captured
     )
-
-
-__all__ = [
-    "Alignment",
-    "AlignedStep",
-    "aligned",
-    "common_name",
-    "forward_alone",
-    "steps_of",
-]

@@ -569,20 +569,28 @@ def _origins(cotangents: Sequence[Mapping[Expr, Expr]]) -> dict[Expr, Expr]:
     return result
 
 
-_BASES = dict(
-    pair.split(":")
-    for pair in (
-        "exp:e sigmoid:s tanh:h relu:h softmax:p log_softmax:l standardize:n deviation:sigma norm:r "
-        "variance:v convolution:z add:z scan:h max_pool:h argsort:pi fourier:f"
-    ).split()
-)
+_ELEMENTWISE_BASE = {"exp": "e", "sigmoid": "s", "tanh": "h", "relu": "h"}
+_BASES = {
+    "softmax": "p",
+    "log_softmax": "l",
+    "standardize": "n",
+    "deviation": "sigma",
+    "variance": "v",
+    "norm": "r",
+    "convolution": "z",
+    "add": "z",
+    "scan": "h",
+    "max_pool": "h",
+    "argsort": "pi",
+    "fourier": "f",
+}
 
 
 def _base(x: Expr) -> str:
     """What kind of a name fits: by its operation, capital with two axes and more."""
     if x.op in ("eigh", "svd", "qr"):
         return {"eigh": "λV", "svd": "UsV", "qr": "QR"}[x.op][x["output"]]
-    base = _BASES.get(x.op, "T")
+    base = _BASES.get(x.op) or _ELEMENTWISE_BASE.get(x.op) or "T"
     if base in ("sigma", "pi", "T"):
         return base
     return base.upper() if x.rank > 1 else base

@@ -178,7 +178,7 @@ def _elu(w: Any, jaxpr: Any, x: Entry, *alpha: Entry) -> int | None:
 
 def _leaky_relu(w: Any, jaxpr: Any, x: Entry, *slope: Entry) -> int | None:
     a = w.scalar(w.number(slope[0])) if slope else 0.01
-    return None if a is None else w("leaky_relu", w.number(x), slope=float(a))
+    return None if a is None else w("leaky_relu", w.number(x), negative_slope=float(a))
 
 
 def _clip(w: Any, jaxpr: Any, *entries: Entry) -> int | None:

@@ -119,7 +119,7 @@ reshape          ; x.reshape(2, 6)                   ; x.reshape(2, 6)
 reshape          ; x[:, None]                        ; lax.reshape(x, (12,), (1, 0)).reshape(3, 4)
 broadcast        ; v.expand(3, 4) * x                ; jnp.broadcast_to(v, (3, 4)) * x
 concatenate      ; torch.cat([x, y], 1)              ; jnp.concatenate([x, y], 1)
-stack            ; torch.stack([x, y], 1)            ;
+stack            ; torch.stack([x, y], 1)            ; jnp.stack([x, y], 1)
 slice            ; x[1:, ::2]                        ; x[1:, ::2]
 slice            ; x[:, 2]                           ; x[:, 2:3]
 flip             ; x.flip(1)                         ; jnp.flip(x, 1)
@@ -134,11 +134,12 @@ index            ; x[[2, 0]]                         ;
 take_along       ; w.gather(1, w.argsort(1))         ;
 sort             ; w.gather(1, w.argsort(0))         ;
 split            ; x.split(3, 1)[1] * 2              ; lax.split(x, (1, 3), 1)[1] * 2
-unbind           ; x.unbind(1)[1] * 2                ;
-tile             ; v.repeat(2, 3)                    ;
+unbind           ; x.unbind(1)[1] * 2                ; jnp.unstack(x, axis=1)[1] * 2
+tile             ; v.repeat(2, 3)                    ; jnp.tile(v, (2, 3))
 add              ; torch.add(x, y, alpha=0.3)        ;
 divide           ; torch.div(5 * x, y, rounding_mode="floor") * x ;
-round            ; x.round(decimals=1) * x           ;
+round            ; x.round(decimals=1) * x           ; lax.round(3 * x) * x
+round            ;                                   ; jnp.round(3 * x) * x
 clip             ; torch.clamp_min(x, 0.8)           ;
 fmod             ; torch.fmod(3 * x, y)              ; lax.rem(3 * x, y)
 addcmul          ; torch.addcmul(x, x, y, value=0.3) ;
@@ -172,14 +173,25 @@ inverse          ; torch.linalg.inv(w)               ;
 solve            ; torch.linalg.solve(w, v)          ;
 solve            ; torch.linalg.solve(w, x, left=False) ;
 cholesky         ; torch.linalg.cholesky(w @ w.T, upper=True) ;
-triangular_solve ; torch.linalg.solve_triangular(w, w, upper=True, unitriangular=True) ;
+triangular_solve ; torch.linalg.solve_triangular(w, w, upper=True, unitriangular=True) ; \
+lax.linalg.triangular_solve(w, x, transpose_a=True, unit_diagonal=True)
+topk             ;                                   ; lax.top_k(w, 2)[0]
+convolution      ;                                   ; \
+lax.conv_general_dilated(w[None], w[:2].reshape(2, 4, 1), (1,), "SAME", \
+dimension_numbers=("NHC", "HIO", "NHC"))
+max_pool         ;                                   ; \
+lax.reduce_window(w, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID", window_dilation=(1, 2))
+min_pool         ;                                   ; \
+lax.reduce_window(w, jnp.inf, lax.min, (2, 2), (1, 2), "VALID")
+sum_pool         ;                                   ; \
+lax.reduce_window(w, 0.0, lax.add, (1, 2), (1, 2), "VALID", base_dilation=(1, 2))
 cholesky_solve   ; torch.cholesky_solve(w, w.triu(), upper=True) ;
 cholesky_inverse ; torch.cholesky_inverse(w.tril())  ;
 expm             ; torch.linalg.matrix_exp(w)        ;
-fft              ; torch.fft.fft(z, norm="ortho")    ;
-ifft             ; torch.fft.ifft(z)                 ;
-rfft             ; torch.fft.rfft(x)                 ;
-irfft            ; torch.fft.irfft(z, n=5)           ;
+fft              ; torch.fft.fft(z, norm="ortho")    ; jnp.fft.fft2(jnp.outer(z, z))
+ifft             ; torch.fft.ifft(z)                 ; jnp.fft.ifft(z)
+rfft             ; torch.fft.rfft(x)                 ; jnp.fft.rfft(x)
+irfft            ; torch.fft.irfft(z, n=5)           ; jnp.fft.irfft(z, n=5)
 vdot             ; torch.vdot(z, 2j * z)             ;
 convolution      ; F.conv1d(w[None], w[:2, :, None].expand(2, 4, 2), stride=2, padding=1) ; \
 lax.conv(w[None], w[:2, :, None] + jnp.zeros((2, 4, 2), w.dtype), (2,), [(1, 1)])

@@ -842,10 +842,34 @@ FURTHER = [
             ("mse_loss", [(3, 2), (3, 2)], {}, lambda x, t: np.mean((x - t) ** 2)),
             ("mse_loss", [(3, 2), (3, 2)], {"reduction": 2}, lambda x, t: np.sum((x - t) ** 2)),
             ("convolution", [(1, 2, 5), (3, 2, 2), (3,)], {}, _shifted_convolution),
+            (
+                "convolution",
+                [(1, 5, 2), (2, 2, 3)],
+                {"layout": ((0, 2, 1), (2, 1, 0), (0, 2, 1))},
+                lambda x, w: np.stack(
+                    [np.einsum("nti,tio->no", x[:, k : k + 2], w) for k in range(4)], 1
+                ),
+            ),
+            ("polynomial", [(3,), (), (), ()], {}, lambda x, a, b, c: a + b * x + c * x**2),
+            ("one_minus_square", [(3, 2)], {}, lambda x: 1 - x**2),
+            ("min_pool", [(1, 6)], {"window": (2,)}, lambda x: x.reshape(1, 3, 2).min(-1)),
+            (
+                "sum_pool",
+                [(1, 2)],
+                {"window": (2,), "stride": (1,), "input_dilation": (3,)},
+                lambda x: np.stack([x[:, 0], 0 * x[:, 0], x[:, 1]], 1),
+            ),
         )
     ),
     Case("vdot", (cplx(3), cplx(3)), {}, np.vdot),
     Case("round", (real(4, 3),), {"decimals": 1}, lambda x: np.round(x, 1), order=0),
+    Case(
+        "round",
+        (np.array([0.5, -0.5, 1.5, 0.2]),),
+        {"rounding_method": "away_from_zero"},
+        lambda x: np.array([1.0, -1.0, 2.0, 0.0]),
+        order=0,
+    ),
     Case("view_as_real", (cplx(3),), {}, lambda x: np.stack([x.real, x.imag], -1)),
     Case(
         "binary_cross_entropy",

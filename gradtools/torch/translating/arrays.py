@@ -1,26 +1,19 @@
-"""Aten's indexing and reductions that the graph's word does not say all of, or that are held."""
+"""Aten's operations on arrays that the graph's word does not say all of.
+
+All others are said as the graph says them (`as_said`). A translation is given the writer and the
+call's arguments by aten's own names. Linear algebra, normalisation and losses stand in `layers.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from gradtools.torch.translating.writer import Ref, Writer, as_said, axes_of
+from gradtools.torch.translating.writer import Ref, Translation, Writer, as_said, axes_of, entering
 
-Translation = Callable[[Writer, Any], Any]
 ARRAYS: dict[str, Translation] = {}
-
-
-def operation(*names: str) -> Callable[[Translation], Translation]:
-    """Enters a translation under aten's names."""
-
-    def enter(translation: Translation) -> Translation:
-        ARRAYS.update(dict.fromkeys(names, translation))
-        return translation
-
-    return enter
+operation = entering(ARRAYS)
 
 
 # --- where numbers come from -------------------------------------------------------------
@@ -30,6 +23,37 @@ def operation(*names: str) -> Callable[[Translation], Translation]:
 def _held(w: Writer, o: Any) -> Any:
     """What it gave, as a constant."""
     return [o.recorder.constant(y) for y in o.outs]
+
+
+# --- elementwise -------------------------------------------------------------------------
+
+
+@operation("copy", "fill", "zero")
+def _copied(w: Writer, o: Any) -> Ref:
+    """What is written into an array, in its dtype and shape."""
+    shape, dtype = o.likes[0]
+    x = w.ref(getattr(o, "src", getattr(o, "value", 0.0)))
+    return w.cast(w.broadcast(x, shape), dtype)
+
+
+@operation("rrelu_with_noise", "rrelu_with_noise_functional")
+def _rrelu(w: Writer, o: Any) -> Ref | None:
+    """Training draws the slopes below zero, which are what they were."""
+    if not o.training:
+        return w("leaky_relu", o.self, negative_slope=float(o.lower + o.upper) / 2)
+    slopes = o.writes[0] if o.writes else o.outs[1]
+    return w.mul(o.self, o.recorder.constant(slopes))
+
+
+@operation("log_sigmoid_forward")
+def _log_sigmoid(w: Writer, o: Any) -> Any:
+    return [w("log_sigmoid", o.self), w("exp", w("negate", w("abs", o.self)))]
+
+
+@operation("hardsigmoid")
+def _hardsigmoid(w: Writer, o: Any) -> Any:
+    o.recorder.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
+    return as_said(w, o)
 
 
 # --- shapes ------------------------------------------------------------------------------

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gradtools.torch.translating.writer import Ref, Writer, as_said
+from gradtools.torch.translating.writer import Ref, Translation, Writer, as_said, entering
 
-Translation = Callable[[Writer, Any], Any]
 LAYERS: dict[str, Translation] = {}
-
-
-def operation(*names: str) -> Callable[[Translation], Translation]:
-    """Enters a translation under aten's names."""
-
-    def enter(translation: Translation) -> Translation:
-        LAYERS.update(dict.fromkeys(names, translation))
-        return translation
-
-    return enter
+operation = entering(LAYERS)
 
 
 # --- linear algebra ----------------------------------------------------------------------

@@ -7,7 +7,7 @@ nodes are written into frames of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -236,6 +236,22 @@ class Writer:
         lead = np.broadcast_shapes(*(i.shape for i in indices))
         rest = [n for a, n in enumerate(x.shape) if a not in axes]
         return self("index", x, *indices, shape=(*lead, *rest), dtype=x.dtype, axes=tuple(axes))
+
+
+Translation = Callable[[Writer, Any], Any]
+
+
+def entering(table: dict[str, Translation]) -> Callable[..., Callable[[Translation], Translation]]:
+    """A decorator that enters a translation in a table under aten's names."""
+
+    def operation(*names: str) -> Callable[[Translation], Translation]:
+        def enter(translation: Translation) -> Translation:
+            table.update(dict.fromkeys(names, translation))
+            return translation
+
+        return enter
+
+    return operation
 
 
 def as_said(w: Writer, o: Any) -> list[Ref | None] | None:

@@ -159,6 +159,14 @@ def _power(a: Expr, b: Expr) -> Expr:
     return apply("pow", a, b)
 
 
+def _polynomial(x: Expr, *coefficients: Expr) -> Expr:
+    """By Horner's rule."""
+    result = coefficients[-1]
+    for c in reversed(coefficients[:-1]):
+        result = plus(c, times(x, result))
+    return algebra.broadcast(result, x.shape)
+
+
 def _integer_of(x: Expr, whole: Expr) -> Expr:
     """What is made of integers by +, -, * stays integer, so that it can be an index."""
     return apply_cast(whole, INTEGER) if x.kind in (INTEGER, BOOLEAN) else whole
@@ -194,7 +202,9 @@ def _truncated(a: Expr, b: Expr) -> Expr:
     return apply("trunc", divide(a, b))
 
 
-def _round(x: Expr, decimals: int = 0) -> Expr:
+def _round(x: Expr, decimals: int = 0, rounding_method: str = "to_nearest_even") -> Expr:
+    if rounding_method == "away_from_zero":
+        return times(apply("sign", x), apply("floor", plus(_abs(x), number(0.5))))
     if not decimals:
         return _flat("round")(x)
     ten = number(10.0**decimals)
@@ -259,6 +269,8 @@ def _truth(x: Expr) -> Expr:
 def _clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
     if bounds:
         least, most = bounds
+        low, high = map(constant_of, bounds)
+    if bounds and (low is None or high is None):
         return _extreme("minimum", "<")(_extreme("maximum", ">")(x, least), most)
     plain = lambda v: None if v is None else float(v)
     if low is None and high is None:
@@ -351,7 +363,8 @@ abs           | x       |                | modulus
 sign          | x       |                | x / abs(x), 0 at 0
 floor         | x       |                | round down
 ceil          | x       |                | round up
-round         | x       | decimals?      | to the nearest integer, ties to even; of 10**decimals x
+round         | x       | decimals? rounding_method? |
+    to the nearest integer, ties to even, or "away_from_zero"; of 10**decimals x
 trunc         | x       |                | round towards 0
 real          | x       |                | real part
 imag          | x       |                | imaginary part
@@ -372,6 +385,8 @@ subtract      | a b     | alpha?         | a - alpha b; alpha = 1
 multiply      | a b     |                | a * b, elementwise
 divide        | a b     | rounding_mode? | a / b; rounded to the "floor" or by "trunc"
 power         | a b     |                | a ** b
+polynomial    | x *c    |                | c[0] + c[1] x + c[2] x**2 ..
+one_minus_square | x    |                | 1 - x**2
 remainder     | a b     |                | a - b floor(a / b)
 fmod          | a b     |                | a - b trunc(a / b)
 addcmul       | x a b   | value?         | x + value a b; value = 1
@@ -459,7 +474,9 @@ ELEMENTWISE = words(
         "subtract": _sum(subtract),
         "multiply": _arithmetic(times),
         "divide": _divide,
-        "power": _power,
+        "power": _arithmetic(_power),
+        "polynomial": _polynomial,
+        "one_minus_square": lambda x: subtract(number(1.0), power(x, 2)),
         "remainder": _arithmetic(_remainder),
         "fmod": _arithmetic(_fmod),
         "addcmul": _arithmetic(lambda x, a, b, value=1: plus(x, scaled(value, times(a, b)))),

@@ -30,10 +30,12 @@ from gradtools.seeing.formula.algebra import (
     swap,
     times,
     total,
+    transpose,
     unsqueeze,
 )
 from gradtools.seeing.formula.expressions import BOOLEAN, INTEGER, Expr
 from gradtools.seeing.formula.primitives.elementwise import apply, indicator
+from gradtools.seeing.formula.vocabulary.arrays import ARRAYS
 from gradtools.seeing.formula.vocabulary.record import words
 
 Lowering = Callable[..., Any]
@@ -63,13 +65,17 @@ def _convolution(
     dilation: Any = None,
     input_dilation: Any = None,
     groups: int = 1,
+    layout: Sequence[Sequence[int]] | None = None,
 ) -> Expr:
+    if layout is not None:
+        x, w = transpose(x, layout[0]), transpose(w, layout[1])
     n = x.rank - 2
     interior = [d - 1 for d in _each(input_dilation, n, 1)]
     x = making.pad(x, (0,) * x.rank, (0,) * x.rank, (0, 0, *interior))
     x, pairs = _cut_negative(x, _pairs(padding, n))
     stride, dilation = _each(stride, n, 1), _each(dilation, n, 1)
-    return _shifted(making.convolution(x, w, stride, pairs, dilation, groups), b)
+    result = _shifted(making.convolution(x, w, stride, pairs, dilation, groups), b)
+    return result if layout is None else transpose(result, tuple(map(int, np.argsort(layout[2]))))
 
 
 def _shifted(y: Expr, b: Expr | None) -> Expr:
@@ -133,7 +139,9 @@ def _max_pool(
     padding: Any = None,
     dilation: Any = None,
     ceil_mode: bool = False,
+    input_dilation: Any = None,
 ) -> Expr:
+    x = _spread_out(x, input_dilation, -math.inf)
     shape, pooling = _pooling(x, window, stride, padding, dilation)
     if ceil_mode:
         padding = [*map(_to_the_end, x.shape[x.rank - len(window) :], *pooling.values())]
@@ -149,7 +157,23 @@ def _to_the_end(n: int, k: int, s: int, pad: tuple[int, int], d: int) -> tuple[i
     return low, max(high, (count - 1) * s + d * (k - 1) + 1 - n - low)
 
 
-def _sum_pool(x: Expr, window: Any, stride: Any = None, padding: Any = None) -> Expr:
+def _spread_out(x: Expr, dilation: Any, value: float) -> Expr:
+    """With numbers between the entries of the last axes."""
+    if dilation is None:
+        return x
+    none = (0,) * x.rank
+    interior = (*none[len(dilation) :], *(d - 1 for d in dilation))
+    return ARRAYS["pad"].lower(x, low=none, high=none, interior=interior, value=value)  # type: ignore[misc]
+
+
+def _min_pool(x: Expr, window: Any, **more: Any) -> Expr:
+    return negate(_max_pool(negate(x), window, **more))
+
+
+def _sum_pool(
+    x: Expr, window: Any, stride: Any = None, padding: Any = None, input_dilation: Any = None
+) -> Expr:
+    x = _spread_out(x, input_dilation, 0.0)
     shape, pooling = _pooling(x, window, stride, padding)
     return making.pooled("sum_pool", (x,), shape, pooling)
 
@@ -298,15 +322,17 @@ def _dropout(x: Expr, mask: Expr, rate: float) -> Expr:
 
 
 _WORDS = """
-convolution | x w b? | stride? padding? dilation? input_dilation? groups? |
-    correlation; x: N, C, spatial; w: O, C/groups, spatial; b: O; padding ((low, high), ...)
+convolution | x w b? | stride? padding? dilation? input_dilation? groups? layout? |
+    correlation; x: N, C, spatial; w: O, C/groups, spatial; b: O; padding ((low, high), ...);
+    layout: where x, w and the result have these axes
 convolution_transposed | x w b? | stride? padding? output_padding? dilation? groups? |
     torch's conv_transpose; w: C, O/groups, spatial
-max_pool | x | window stride? padding? dilation? ceil_mode? |
+max_pool | x | window stride? padding? dilation? ceil_mode? input_dilation? |
     over the last len(window) axes; padding ((low, high), ...) of -inf; stride = window
+min_pool      | x       | window stride? padding? dilation? input_dilation? | least over windows
 avg_pool | x | window stride? padding? count_include_pad? divisor_override? |
     mean over windows; count_include_pad = True
-sum_pool      | x       | window stride? padding?  | sum over windows
+sum_pool      | x       | window stride? padding? input_dilation? | sum over windows
 softmax       | x       | axis           | e**x / sum e**x
 log_softmax   | x       | axis           | x - logsumexp(x)
 safe_softmax  | x       | axis           | softmax, 0 where all of x is -inf
@@ -339,6 +365,7 @@ LAYERS = words(
         "convolution": _convolution,
         "convolution_transposed": _convolution_transposed,
         "max_pool": _max_pool,
+        "min_pool": _min_pool,
         "avg_pool": _avg_pool,
         "sum_pool": _sum_pool,
         "softmax": making.softmax,

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -132,12 +132,9 @@ remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
 # --- forward mode ------------------------------------------------------------------------------
 
 
-def forward_level() -> int:
-    """The level of forward mode that is open, -1 if none.
-
-    Gone: `forward_ad.make_dual` raises outside of a level.
-    """
-    return forward_ad._current_level
+forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+"""The level of forward mode that is open, -1 if none. Gone: `forward_ad.make_dual` raises outside
+of a level."""
 
 
 def enter_forward_level() -> int | None:

@@ -171,6 +171,11 @@ must be constant to its tangent. Gone: detach each tensor instead."""
 softmax_pullback: Callable[..., Tensor] = torch._softmax_backward_data
 """y (g - sum(g y)) in one kernel. Gone: by that formula, three kernels and a copy."""
 
+fp32_precision: Callable[[str, str], str] = _c._get_fp32_precision_getter
+"""How products of float32 are computed by a library and operation, which each use of a frozen
+function asks several times. Gone: the attributes `fp32_precision` of `torch.backends`, in Python.
+"""
+
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 """Whether anything may be cast. Gone: `torch.is_autocast_enabled(kind)` for each device in use."""
 

@@ -202,8 +202,8 @@ def check_modules(caller: str, start: Snapshot, f: Any) -> None:
 
 def check_cached(caller: str, start: Snapshot, kept: Any) -> None:
     """Raises where `parametrize.cached` would have computed a weight once that changes state."""
-    for module, name in start.reached.modules.values():
-        if kept and isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
+    for module, name in start.reached.modules.values() if kept else ():
+        if isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
             raise GradtoolsError(
                 f"{caller}: {name} computes a weight by a parametrization with buffers, inside of "
                 "parametrize.cached, which computes it once; here it is computed for each chunk, "

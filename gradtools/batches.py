@@ -60,6 +60,8 @@ class Batch:
 
     def parted(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One value for each argument as what `f(*args, **kwargs)` takes."""
+        if not self.keywords:
+            return tuple(values), {}
         count = len(values) - len(self.keywords)
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 

@@ -154,7 +154,18 @@ def enter_forward_level() -> int | None:
         _c._exit_dual_level(level=level)
         return None
     forward_ad._current_level = level
+    _load_decompositions()
     return level
+
+
+def leave_forward_level(level: int) -> None:
+    """Its end. Gone: `forward_ad.exit_dual_level`, at three times the time."""
+    _c._exit_dual_level(level=level)
+    forward_ad._current_level = level - 1
+
+
+_load_decompositions = cache(forward_ad._maybe_load_decompositions)
+"""What `forward_ad.make_dual` loads at its first call. Gone: with `make_dual` below."""
 
 
 make_dual: Callable[..., Tensor] = torch._make_dual
@@ -188,6 +199,19 @@ when f calls that. Gone: the class, and its `__init__` in modes."""
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
 """What `torch.autograd.grad` calls when it has looked at its arguments, which are ours and known:
 a third of its time at a small function. Gone: `torch.autograd.grad`."""
+
+
+def pulled(
+    ys: Sequence[Tensor], xs: Sequence[Tensor], cts: Sequence[Tensor], retain: bool, create: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` by `run_engine`; None at what is not reached."""
+    if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
+    ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
+    return run_engine(
+        ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False
+    )
+
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 """Which call of the engine runs here, -1 if none: nodes of one pass share sums, others none.

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import has_torch_function
 
 from gradtools.backend import Evaluation, Fun
 from gradtools.connection import refuse_cut
@@ -178,7 +177,7 @@ def _pulled(
     spent: list[bool],
     guard: AbstractContextManager[None] | None = None,
 ) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad`, whose look at its arguments takes as long as a small backward pass.
+    """`torch.autograd.grad`.
 
     spent: Of aliases that are not spent in the meantime: a checkpoint computes again what must be
         attached as before. That is not inside of inference mode, where nothing is attached.
@@ -188,12 +187,7 @@ def _pulled(
     try:
         if guard is not None or is_in_inference():
             return _pulled_within(guard, ys, xs, cts, retain, create)
-        if has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
-            return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
-        ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
-        return upstream.run_engine(
-            ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False
-        )
+        return upstream.pulled(ys, xs, cts, retain, create)
     finally:
         spent[0] = True
 
@@ -525,7 +519,9 @@ def _untracked(x: Any) -> Any:
 
 def _unshared(x: Tensor) -> Tensor:
     """x, or a copy if its entries share memory: PyTorch lays the tangents out as it lies."""
-    if is_compiling() or all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
+    if is_compiling() or x.is_contiguous():
+        return x
+    if all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

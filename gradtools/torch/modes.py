@@ -15,7 +15,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -63,14 +62,15 @@ class dual_level(forward_mode):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._level = upstream.enter_forward_level()
-        if self._level is None:  # another thread is about to enter or leave torch.func.jvp
+        level = upstream.enter_forward_level()
+        if level is None:  # another thread is about to enter or leave torch.func.jvp
             _FORWARD_MODE.release()
             raise LevelTaken
+        self._level = level
 
     def __exit__(self, *error: Any) -> None:
         try:
-            forward_ad.exit_dual_level(level=self._level)
+            upstream.leave_forward_level(self._level)
         finally:
             _FORWARD_MODE.release()
 
@@ -108,7 +108,7 @@ def _without(kept: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
         upstream.set_cached_weights(kept)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Modes:
     """Autocast, grad mode and flags, as they stood when a function ran first."""
 
@@ -158,16 +158,9 @@ class Modes:
             for _ in range(depth):
                 upstream.enter_vmap()
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[None]:
         """Inside, all is as it stood; outside, as it was."""
-        before = _standing()
-        try:
-            _set(before, self.flags)
-            with torch.set_grad_enabled(self.grad), self._others():
-                yield
-        finally:
-            _set(_standing(), before)
+        return _Restored(self.flags, self.grad, self._others())
 
     def _others(self) -> AbstractContextManager[Any]:
         """What is entered and left besides, which mostly is nothing."""
@@ -191,6 +184,26 @@ class Modes:
                     torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
                 )
             yield
+
+
+class _Restored:
+    """Inside, flags and grad mode stand so; outside, as they did. others: Is entered besides."""
+
+    def __init__(
+        self, flags: dict[str, Any], grad: bool, others: AbstractContextManager[Any]
+    ) -> None:
+        self._flags, self._wanted, self._others = flags, grad, others
+
+    def __enter__(self) -> None:
+        self._before, self._grad = _standing(), torch.is_grad_enabled()
+        _set(self._before, self._flags)
+        upstream.set_grad_enabled(self._wanted)
+        self._others.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._others.__exit__(*error)
+        upstream.set_grad_enabled(self._grad)
+        _set(_standing(), self._before)
 
 
 def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:

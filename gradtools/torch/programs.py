@@ -191,7 +191,7 @@ class _Derived(ChunkProgram):
         rows, shared = [[primal_of(x) for x in xs] for xs in rows], [primal_of(x) for x in shared]
         result: Rows = [self.nothing(i) for i in range(count)]
         self.forward.check_storages()
-        with self.forward.without_hooks(), torch.no_grad():
+        with self.forward.without_hooks(), torch.set_grad_enabled(False):
             had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
@@ -306,7 +306,8 @@ class Backward(_Derived):
         inputs, width = [*inputs, *self.leaves], len(inputs)
         try:
             with self.explained(), once:
-                grads = self._pulled_adding(sums, outs, inputs, cts, width, keep, False)
+                how = keep, False, forward.is_right
+                grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
         finally:
             reading[0] = False
         had, left = set(retained), iter(grads)
@@ -361,9 +362,12 @@ class Pushed(_Derived):
 
 
 def pulled_back(
-    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool
+    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool, is_right: bool = False
 ) -> list[Any]:
-    """Cotangents of outs to cotangents of inputs, where there is a way."""
+    """Cotangents of outs to cotangents of inputs, where there is a way.
+
+    is_right: Whether PyTorch is known to have all gradients right there.
+    """
     pairs = [
         (y, ct)
         for y, ct in zip(outs, cts, strict=True)
@@ -372,17 +376,12 @@ def pulled_back(
     caller = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
     if not pairs or not any(caller):
         return [None] * len(inputs)
-    with rightly(wrong_nodes([y for y, _ in pairs])):
-        grads = torch.autograd.grad(
-            [y for y, _ in pairs],
-            [x for x, a in zip(inputs, caller, strict=True) if a],
-            [ct for _, ct in pairs],
-            retain_graph=keep,
-            create_graph=create,
-            allow_unused=True,
-        )
+    ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
+    wrong = [] if is_right else wrong_nodes(ys)
+    with rightly(wrong) if wrong else nullcontext():
+        grads: Any = upstream.pulled(ys, xs, [ct for _, ct in pairs], keep, create)
     if create:
-        grads = guarded_gradients("chunked or frozen", [y for y, _ in pairs], grads)
+        grads = guarded_gradients("chunked or frozen", ys, grads)
     return spread(grads, caller)
 
 

@@ -58,8 +58,10 @@ from gradtools.torch.watching import (
     steps,
 )
 from gradtools.torch.wrappers import is_dual, is_inexact
+from gradtools.torch.wrong_gradients import WRONG
 
 left_to_python(__name__)
+_grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
 
 
 class Forward(ChunkProgram):
@@ -108,6 +110,7 @@ class Forward(ChunkProgram):
         self.drawn: Randomness | None = None
         self.once: str | None = None  # a Function in f's graph that has no second derivative
         self.edit: str | None = None  # a rule there that has a reverse rule only
+        self.is_right = True  # whether PyTorch has all gradients there right
         self.functions: set[Any] = set()  # the autograd.Functions there
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
@@ -178,10 +181,10 @@ class Forward(ChunkProgram):
         check = self.verification
         watched = check.watching(i) if check else nullcontext()
         with again, without_cached_weights() as weights, watched as seen:
-            hooks = upstream.hooks_made(), hook_count()
+            hooks = None if self.is_again else (upstream.hooks_made(), hook_count())
             outs, carry = self._called(i, pieces, own)
             check_cached(self.caller, self.start, weights)
-            if not self.is_again:
+            if hooks is not None:
                 self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
@@ -259,9 +262,9 @@ class Forward(ChunkProgram):
         return result, self.carry if self.beneath else []
 
     def _grads(self) -> list[tuple[int, int]]:
-        """Which `.grad` each leaf has, and in which version."""
-        grads = [x.grad for x, _ in self.start.reached.watched if x.is_leaf]
-        return [(id(g), 0 if g is None else upstream.version_of(g)) for g in grads]
+        """The `.grad` of leaves, and in which version they are."""
+        grads = map(_grad_of, filter(_is_leaf, self.start.reached.tensors))
+        return [(id(g), upstream.version_of(g)) for g in grads if g is not None]
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         grad, budget = self.modes.grad, self.chunks.options.memory_budget
@@ -438,7 +441,7 @@ class Forward(ChunkProgram):
             if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
                 raise captured_error(self, None)
         ends, stop = {id(x) for x in own}, {x.grad_fn for x in own if x.grad_fn is not None}
-        nodes = list(nodes_of(tensors_of(outs), stop))
+        nodes = nodes_of(tensors_of(outs), stop)
         if self.captured:
             self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
             self.begun |= {y.grad_fn for y in tensors_of(outs)}
@@ -450,6 +453,8 @@ class Forward(ChunkProgram):
                 if id(node.variable) not in ends:
                     leaves[id(node.variable)] = node.variable
                 continue
+            if kind.__name__ in WRONG:
+                self.is_right = False
             if upstream.sequence_of(node) < began[-1] and not _is_cast_of_leaf(node):
                 of_pass = upstream.sequence_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)

@@ -24,7 +24,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
-from operator import getitem, is_, setitem
+from operator import attrgetter, getitem, is_, setitem
 from types import (
     BuiltinMethodType,
     CellType,
@@ -61,7 +61,7 @@ _CONTAINERS = OrderedDict, dict, list, deque, set, tuple, frozenset
 _UNBOUND = object()  # what a place holds that holds nothing yet
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Snapshot:
     """What can change behind a function, as it stood.
 
@@ -135,7 +135,9 @@ class Snapshot:
 
     def without_unused_streams(self) -> Snapshot:
         """The same after the function has run, less the streams that it drew nothing from."""
-        return replace(self, streams=self.streams.used())
+        result = copy(self)
+        result.streams = self.streams.used()
+        return result
 
     def restore(self) -> None:
         """Puts everything back, bit for bit."""
@@ -153,11 +155,12 @@ class Snapshot:
 
     def _restore_versions(self) -> None:
         """Of those that hold again what they held, so that a graph which saved them is good."""
+        if self.reached.versions() == self.versions:
+            return
         pairs = zip(self.reached.watched, self.versions, strict=True)
         moved = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
-        if moved:
-            held = {id(x) for x in self.reached.owned}
-            _set_versions([(x, version) for x, version in moved if id(x) in held])
+        held = {id(x) for x in self.reached.owned}
+        _set_versions([(x, version) for x, version in moved if id(x) in held])
 
     def changed(self, parameters: bool) -> list[str]:
         """The names of tensors that were changed in place since, and cannot be put back."""
@@ -218,11 +221,24 @@ class Reached:
 
     def versions(self) -> list[int]:
         """The versions of the watched tensors, as they are now."""
-        return [upstream.version_of(x) for x, _ in self.watched]
+        return [*map(upstream.version_of, self.tensors)]
+
+    def training(self) -> tuple[bool, ...]:
+        """The modes of the modules."""
+        return tuple(map(attrgetter("training"), self._modules))
 
     def contents_versions(self) -> list[int]:
         """Those of the tensors whose contents count."""
         return [0 if x.is_inference() else upstream.version_of(x) for x in self.owned]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The watched tensors."""
+        return [x for x, _ in self.watched]
+
+    @cached_property
+    def _modules(self) -> list[torch.nn.Module]:
+        return [m for m, _ in self.modules.values()]
 
     @cached_property
     def lasts(self) -> bool:

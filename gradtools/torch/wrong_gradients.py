@@ -252,7 +252,8 @@ def _hook(node: Any) -> Callable[[Given, Given], Any]:
 
 def wrong_nodes(outs: Sequence[Any]) -> list[Any]:
     """The nodes in the graph of outs whose gradients are wrong."""
-    return [node for node in nodes_of([y for y in outs if y.requires_grad]) if is_wrong(node)]
+    nodes = nodes_of([y for y in outs if y.requires_grad])
+    return [node for node in nodes if type(node).__name__ in WRONG and is_wrong(node)]
 
 
 def right_vjp(fun: Callable[..., Any], *xs: Tensor, has_aux: bool = False) -> Any:

@@ -197,8 +197,10 @@ set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
 when f calls that. Gone: the class, and its `__init__` in modes."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
+engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
 """What `torch.autograd.grad` calls when it has looked at its arguments, which are ours and known:
-a third of its time at a small function. Gone: `torch.autograd.grad`."""
+a third of its time at a small function; and what that calls when it has noted the context, of which
+compiled code alone asks, and whether each node is to be logged. Gone: `torch.autograd.grad`."""
 
 
 def pulled(
@@ -207,10 +209,9 @@ def pulled(
     """`torch.autograd.grad` by `run_engine`; None at what is not reached."""
     if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
+    run = run_engine if DYNAMO in sys.modules else engine
     ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
-    return run_engine(
-        ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False
-    )
+    return run(ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False)
 
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id

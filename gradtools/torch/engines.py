@@ -43,11 +43,10 @@ from gradtools.torch.refusals import explain, explained
 from gradtools.torch.rules import evaluated_to_push
 from gradtools.torch.stopping import Stops
 from gradtools.torch.surveying import (
-    SPENT,
     OpenDerivative,
     begun,
-    being_evaluated,
     guarded,
+    here,
     is_spent,
     nodes_made,
     note_taken,
@@ -148,19 +147,20 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             raise
         if again:
             grads = guarded_gradients(asked_of(fun), ys, grads)
-        if being_evaluated():
+        if here.opened:
             note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
             grads = _freed(grads)
-        return inside.filled(grads, outs)
+        return inside.filled(grads, outs) if inside.entered or inside.constant else list(grads)
 
     def where_lost(i: int) -> list[str]:
         from gradtools.torch.seeing import where_lost
 
         return where_lost(fun, leaves, i)
 
+    as_they_are = attached or not getattr(fun, "hands_out", True)
     return Evaluation(
-        outs if attached else _freed(outs),
+        outs if as_they_are else _freed(outs),
         extras if attached or not extras else _freed(extras),
         pullback,
         cut=lambda grads: inside.cut(grads, outs),
@@ -248,11 +248,16 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
-    around = being_evaluated()
-    aliases = [_alias(x, keep) for x in leaves]
+    around = here.opened
+    # Of most nobody asks why they are cut off.
+    plain = on and not upstream.count_of_dispatch_modes() and upstream.forward_level() < 0
+    aliases = [
+        x.detach().requires_grad_()
+        if plain and not (x.requires_grad or x.is_inference())
+        else _alias(x, keep)
+        for x in leaves
+    ]
     inside = begun(aliases, around)
-    for alias in aliases:
-        setattr(alias, SPENT, inside.spent)
     around.append(inside)
     try:
         if on:

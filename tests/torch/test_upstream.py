@@ -284,10 +284,10 @@ def test_versions_are_read_kept_and_set():
 def test_the_engine_gives_what_autograd_grad_gives_of_arguments_that_are_right():
     x, unused = _x(), _x()
     y = x.sin()
-    found = upstream.run_engine(
-        (y,), (torch.ones(2),), True, True, (x, unused), allow_unreachable=True,
-        accumulate_grad=False,
-    )  # fmt: skip
+    how = {"allow_unreachable": True, "accumulate_grad": False}
+    given = (y,), (torch.ones(2),), True, True, (x, unused)
+    found, same = upstream.run_engine(*given, **how), upstream.engine(*given, **how)
+    assert torch.equal(found[0], same[0]) and same[1] is None
     expected = torch.autograd.grad(y, (x, unused), torch.ones(2), True, True, allow_unused=True)
     assert torch.equal(found[0], expected[0]) and found[1] is expected[1] is None
     again = upstream.pulled([y], [x, unused], [torch.ones(2)], True, True)

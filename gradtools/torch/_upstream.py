@@ -252,6 +252,17 @@ Functions: Any = function._SingleLevelFunction
 """The base beneath `torch.autograd.Function`: an `apply` set here for the time of a call is met by
 who keeps a bound `Function.apply`, too. Gone: patch Function, and miss those."""
 
+
+def applied(kind: Any, *args: Any) -> Any:
+    """`kind.apply(*args)` of a Function without setup_context, where no transform is under way.
+
+    Gone: `apply` itself, which binds defaults and looks into each argument.
+    """
+    if any(map(is_wrapped, [x for x in args if isinstance(x, Tensor)])):  # it may have ended
+        return kind.apply(*args)
+    return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
+
+
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
@@ -295,9 +306,8 @@ AccumulateGrad: Any = _c._functions.AccumulateGrad
 """The class of the nodes at which a graph ends in a leaf. Gone: its name."""
 
 
-def sequence_of(node: Any) -> int:
-    """When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
-    return node._sequence_nr()
+sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
 
 
 def forward_class(kind: Any) -> Any:

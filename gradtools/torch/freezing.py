@@ -191,7 +191,7 @@ class _Use(Forward):
                 None if g is None else detached(g, CHUNK) for g in known[1]
             ]  # in no graph of its own
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
-        caller = _PullbackInputs.apply(back, tuple(cts), *zs)
+        caller = upstream.applied(_PullbackInputs, back, tuple(cts), *zs)
         _, grads = node_of(back, rows, caller, known)
         return self.guarded(grads)
 

@@ -413,12 +413,12 @@ def node_of(
         eager = not dual and not is_compiling()
     maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
     if eager:
-        results = list(_ProgramNode.apply(maps, outs, *inputs))
+        results = upstream.applied(_ProgramNode, maps, outs, *inputs)
     else:
         results = apply_rule(_rule(maps, known and outs), *inputs)
     counts, there = shape
     flat = spread(results, there)
-    if known is not None:
+    if known is not None and not all(there):
         everything = [*flattened(known[0]), *known[1]]
         flat = [y if t else e for y, t, e in zip(flat, there, everything, strict=True)]
     parts = cut_up(flat, counts)
@@ -427,13 +427,15 @@ def node_of(
 
 def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
     """The outputs and sums that are the node's outputs; shape tells afterwards which."""
-    outs = [
-        (y, isinstance(y, Tensor) and (not known or program.attaches(i, k)))
-        for i, ys in enumerate([*found[0], found[1]])
-        for k, y in enumerate(ys)
-    ]
-    shape[:] = [[len(ys) for ys in found[0]], [there for _, there in outs]]
-    return [y for y, there in outs if there]
+    outs: list[Tensor] = []
+    there: list[bool] = []
+    for i, ys in enumerate([*found[0], found[1]]):
+        for k, y in enumerate(ys):
+            there.append(isinstance(y, Tensor) and (not known or program.attaches(i, k)))
+            if there[-1]:
+                outs.append(y)
+    shape[:] = [list(map(len, found[0])), there]
+    return outs
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ from gradtools.torch.wrappers import is_dual, is_inexact
 from gradtools.torch.wrong_gradients import WRONG
 
 left_to_python(__name__)
+_PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
 _grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
 
 
@@ -252,12 +253,15 @@ class Forward(ChunkProgram):
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         """The first pass. Notes leaves, and keeps the last chunks' graphs."""
         before = self._grads()
+        keep = torch.is_grad_enabled()
         try:
-            with torch.set_grad_enabled(self.modes.grad):
-                result = self._first_pass(rows, shared)
+            upstream.set_grad_enabled(self.modes.grad)
+            result = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
             raise
+        finally:
+            upstream.set_grad_enabled(keep)
         self.accumulates = self._grads() != before
         return result, self.carry if self.beneath else []
 
@@ -449,16 +453,20 @@ class Forward(ChunkProgram):
             self.verification.kinds[i] = kinds_of(nodes)
         for node in nodes:
             kind: Any = type(node)
-            if kind.__name__ == "AccumulateGrad":
+            if kind is upstream.AccumulateGrad:
                 if id(node.variable) not in ends:
                     leaves[id(node.variable)] = node.variable
                 continue
-            if kind.__name__ in WRONG:
-                self.is_right = False
             if upstream.sequence_of(node) < began[-1] and not _is_cast_of_leaf(node):
                 of_pass = upstream.sequence_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)
-            if issubclass(kind, BackwardCFunction):
+            if kind in _PLAIN:
+                continue
+            if kind.__name__ in WRONG:
+                self.is_right = False
+            elif not issubclass(kind, BackwardCFunction):
+                _PLAIN.add(kind)
+            else:
                 if upstream.is_once_differentiable(kind):
                     self.once = kind.__name__.removesuffix("Backward")
                 self.edit = reverse_only_at(node) or self.edit

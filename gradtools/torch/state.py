@@ -135,9 +135,8 @@ class Snapshot:
 
     def without_unused_streams(self) -> Snapshot:
         """The same after the function has run, less the streams that it drew nothing from."""
-        result = copy(self)
-        result.streams = self.streams.used()
-        return result
+        streams = self.streams.used()
+        return Snapshot(streams, self.reached, self.versions, self._contents, self._states)
 
     def restore(self) -> None:
         """Puts everything back, bit for bit."""
@@ -266,8 +265,8 @@ class Reached:
             and not any(self.empty)
             and [*map(list, maps)] == keys
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
-            and all(_same(_entries(x), kept) for x, kept in self.holders)
-            and all(_got(get) is value for get, _, value in self.places)
+            and (not self.holders or all(_same(_entries(x), kept) for x, kept in self.holders))
+            and (not self.places or all(_got(get) is value for get, _, value in self.places))
         )
 
     def now(self) -> Reached:

@@ -295,6 +295,26 @@ def test_the_engine_gives_what_autograd_grad_gives_of_arguments_that_are_right()
     assert found[0].requires_grad and x.grad is None
 
 
+def test_a_function_is_applied_as_by_its_own_apply():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, by):
+            ctx.by = by
+            return x * by
+
+        @staticmethod
+        def backward(ctx, ct):
+            return ct * ctx.by, None
+
+    x, ended = _x(), []
+    y = upstream.applied(Double, x, 2.0)
+    assert y.tolist() == [2.0, 4.0] and type(y.grad_fn) is Double._backward_cls
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2.0, 2.0]
+    torch.func.grad(lambda x: ended.append(x) or x.sum())(torch.ones(2))
+    assert upstream.is_wrapped(ended[0])
+    assert upstream.applied(Double, ended[0], 2.0).tolist() == [2.0, 2.0]
+
+
 def test_a_graph_ends_in_nodes_of_one_class():
     x = _x()
     assert type(x.sin().grad_fn.next_functions[0][0]) is upstream.AccumulateGrad

@@ -120,7 +120,6 @@ class Modes:
 
     @classmethod
     def now(cls, kinds: Iterable[str]) -> Modes:
-        """As they stand."""
         return cls(
             _standing(),
             _casts(sorted({"cpu", *kinds} - {"meta"})),
@@ -238,7 +237,6 @@ def _widened(x: Any) -> Any:
 
 @contextmanager
 def without_casts(kinds: Iterable[str]) -> Iterator[None]:
-    """Inside, autocast is off."""
     with ExitStack() as inside:
         for kind, _ in casts_now(kinds):
             inside.enter_context(torch.autocast(kind, enabled=False))

@@ -353,7 +353,7 @@ def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
     if another is _UNKNOWN:
         another = _ANOTHER_WAY[fun] = _another_way(fun)
     if another is None:
-        return _pushed_by_pytorch(fun, args, kwargs)
+        return pushed_by_pytorch(fun, args, kwargs)
     return another(fun, args, kwargs, again)
 
 
@@ -377,11 +377,11 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
         again = again and not _is_in_place(fun)
         is_moved = _is_moved_again if again or bug.wrong != TANGENT_AGAIN else _never
     if "out" in kwargs or not _is_differentiated_here() or not is_moved(args, kwargs):
-        return _pushed_by_pytorch(fun, args, kwargs)
+        return pushed_by_pytorch(fun, args, kwargs)
     if bug is None:
         return _transposed(fun, args, kwargs, opaque=True)
     if bug.when is not None and not bug.when(*args, **kwargs):
-        return _pushed_by_pytorch(fun, args, kwargs)
+        return pushed_by_pytorch(fun, args, kwargs)
     if bug.instead is None:
         return _transposed(fun, args, kwargs, opaque=fun is _LINEAR_CROSS_ENTROPY)
     return bug.instead(*args, **kwargs)
@@ -392,7 +392,7 @@ def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any
     if is_compiling():  # dynamo looks in; it comes here again when what it made runs
         return fun(*args, **kwargs)
     if not _is_differentiated_here() or not _is_moved(args, kwargs):
-        return _pushed_by_pytorch(fun, args, kwargs)
+        return pushed_by_pytorch(fun, args, kwargs)
     plain = _plain_kernel(fun)
     if plain is None:
         raise GradtoolsError(
@@ -412,7 +412,7 @@ def _is_differentiated_here() -> bool:
     return upstream.is_forward_mode_enabled() and not below
 
 
-def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
+def pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """PyTorch's own forward mode; where it has none, the transpose of its reverse mode."""
     try:
         return fun(*args, **kwargs) if kwargs else fun(*args)

@@ -72,18 +72,21 @@ def has_asked() -> bool:
     return getattr(_here, "wanted", False)
 
 
-@contextmanager
-def marked(caller: str) -> Iterator[None]:
+class marked:
     """Inside runs what `caller` computes in its own way; what it is inside of has its own mark.
 
     An empty mark: what runs inside is the user's, whoever runs it.
     """
-    before = mark()
-    _here.mark = caller and (before or caller)
-    try:
-        yield
-    finally:
-        _here.mark = before
+
+    def __init__(self, caller: str) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        self._before = mark()
+        _here.mark = self._caller and (self._before or self._caller)
+
+    def __exit__(self, *error: Any) -> None:
+        _here.mark = self._before
 
 
 def mark() -> str:

@@ -252,7 +252,7 @@ def _hook(node: Any) -> Callable[[Given, Given], Any]:
 
 
 def wrong_nodes(outs: Sequence[Any]) -> list[Any]:
-    nodes = list(nodes_of([y for y in outs if y.requires_grad]))
+    nodes = nodes_of([y for y in outs if y.requires_grad])
     return [node for node in nodes if type(node).__name__ in WRONG and is_wrong(node)]
 
 

@@ -25,6 +25,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
+from gradtools.rules import replaced_at
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import formulas
 from gradtools.torch.compiling import is_compiling
@@ -507,10 +508,7 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     shape: list[Any] = []
 
     def flat(*xs: Tensor) -> list[Tensor]:
-        filled = list(leaves)
-        for i, x in zip(places, xs, strict=True):
-            filled[i] = x
-        again, named = upstream.tree_unflatten(filled, treedef)
+        again, named = upstream.tree_unflatten(replaced_at(leaves, places, xs), treedef)
         result = fun(again[0].clone(), *again[1:], **named) if in_place else fun(*again, **named)
         outs, outdef = upstream.tree_flatten(result)
         shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
@@ -590,11 +588,8 @@ def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     shape: list[Any] = []
 
     def run(*xs: Tensor) -> Any:
-        filled = list(leaves)
-        for dual, i in zip(duals, places, strict=True):
-            filled[i] = dual.primal
-        for k, x in zip(moved, xs, strict=True):
-            filled[places[k]] = x
+        primals = replaced_at([dual.primal for dual in duals], moved, xs)
+        filled = replaced_at(leaves, places, primals)
         again, named = upstream.tree_unflatten(filled, treedef)
         outs, outdef = upstream.tree_flatten(fun(*again, **named))
         carried = [isinstance(y, Tensor) and is_inexact(y) for y in outs]

@@ -37,14 +37,14 @@ is_wrapped = upstream.is_wrapped
 REPLAYS = threading.RLock()  # random streams and the leaves' hooks are the process's
 
 
-class _Here(threading.local):
+class _Noted(threading.local):
     """What is noted of a thread; defaults of the class, for a miss is slow."""
 
     replaying = wanted = recorded = plain = False
     mark = ""
 
 
-_here = _Here()
+_here = _Noted()
 is_replaying: Callable[[], bool] = partial(getattr, _here, "replaying")
 """Whether this thread computes a chunk again."""
 has_asked: Callable[[], bool] = partial(getattr, _here, "wanted")

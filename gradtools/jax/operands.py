@@ -22,7 +22,6 @@ Attributes = dict[str, Any]
 
 
 def name_of(eqn: Eqn) -> str:
-    """The neutral name of a primitive."""
     name = eqn.primitive.name
     if name == "dot_general":
         return "matmul" if _is_matmul(eqn) else "einsum"
@@ -56,12 +55,9 @@ def attributes_of(eqn: Eqn) -> Attributes:
         result = {"name": eqn.params["name"]} if "name" in eqn.params else {}
     else:
         result = {key: value for key, value in eqn.params.items() if key not in _UNSAID}
-    plain = {key: _plain(value) for key, value in result.items() if not _is_program(value)}
+    programs = lambda value: callable(value) or any(jaxprs.sub_jaxprs(value))
+    plain = {key: _plain(value) for key, value in result.items() if not programs(value)}
     return {key: value for key, value in plain.items() if value is not None and value is not False}
-
-
-def _is_program(value: Any) -> bool:
-    return callable(value) or any(jaxprs.sub_jaxprs(value))
 
 
 def _plain(value: Any) -> Any:
@@ -86,10 +82,6 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 def _ints(values: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in values)
-
-
-def _unless(usual: Any, value: Any) -> Any:
-    return None if value == usual else value
 
 
 def _is_choice(eqn: Eqn) -> bool:
@@ -257,7 +249,10 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "pad": _padded,
     "concatenate": lambda p, e: {"axis": p["dimension"]},
     "convert_element_type": lambda p, e: {"dtype": str(e.outvars[0].aval.dtype)},
-    "sort": lambda p, e: {"axis": p["dimension"], "num_keys": _unless(1, p["num_keys"])},
+    "sort": lambda p, e: {
+        "axis": p["dimension"],
+        "num_keys": p["num_keys"] if p["num_keys"] != 1 else None,
+    },
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
     "iota": lambda p, e: {"axis": p["dimension"]},
     "integer_pow": lambda p, e: {},

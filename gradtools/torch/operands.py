@@ -55,7 +55,6 @@ class AtenCall:
             yield argument.name, self.given.get(argument.name, argument.default_value)
 
     def written(self) -> Iterator[Tensor]:
-        """The tensors that it writes to."""
         return _written(self.bound)
 
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
@@ -70,7 +69,6 @@ class AtenCall:
 
     @property
     def rank(self) -> int:
-        """How many axes its first tensor has."""
         return self.first.dim() if self.first is not None else 0
 
     def _attributes(self) -> dict[str, Any]:
@@ -123,10 +121,6 @@ def _is_out(argument: Any) -> bool:
     return bool(argument.kwarg_only and argument.alias_info and argument.alias_info.is_write)
 
 
-def _is_operand(argument: Any, value: Any) -> bool:
-    return isinstance(value, Tensor) or _is_number(argument, value)
-
-
 def _is_number(argument: Any, value: Any) -> bool:
     """Whether it is a number that stands for a tensor."""
     number = isinstance(value, int | float | complex) and not isinstance(value, bool)
@@ -144,7 +138,6 @@ def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes to."""
     return _written(_bound(func, args, kwargs))
 
 
@@ -316,7 +309,11 @@ def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
     known = limits.get(call.name, {})
-    bounds = [a.name for a, x in call.bound if a.name in ends and _is_operand(a, x)]
+    bounds = [
+        a.name
+        for a, x in call.bound
+        if a.name in ends and (isinstance(x, Tensor) or _is_number(a, x))
+    ]
     if len(bounds) == 1:  # which of them is not told by its place
         operation = "minimum" if bounds == ["max"] else "maximum"
         found = {key: value for key, value in found.items() if key != "without"}

@@ -132,7 +132,7 @@ remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
 # --- forward mode ------------------------------------------------------------------------------
 
 
-forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 """The level of forward mode that is open, -1 if none. Gone: `forward_ad.make_dual` raises outside
 of a level."""
 

@@ -21,7 +21,6 @@ from gradtools.torch.recording.observing import copied, put_back, recording
 from gradtools.torch.translating.arrays import ARRAYS
 from gradtools.torch.translating.composites import FUNCTIONS, PLAIN
 from gradtools.torch.translating.control import followed
-from gradtools.torch.translating.elementwise import ELEMENTWISE
 from gradtools.torch.translating.layers import LAYERS
 from gradtools.torch.translating.precision import origin_of, reading
 from gradtools.torch.translating.recorder import FormulaRecorder
@@ -31,7 +30,7 @@ from gradtools.torch.watching import plainly
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
-OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}
+OPERATIONS = {**ARRAYS, **LAYERS}  # all others are said as the graph says them
 
 
 def formula_graph(program: LeafProgram) -> Recorded:

@@ -23,11 +23,12 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.flops import inside_of
 from gradtools.torch.operands import SAME, AtenCall
+from gradtools.torch.recording.operations import NO_DATA
 from gradtools.torch.recording.recorder import Operations, Recorder
 from gradtools.torch.recording.undo import Undo
 from gradtools.torch.recording.values import Write, view_of
 from gradtools.torch.translating import memory
-from gradtools.torch.translating.writer import Ref, Writer, like
+from gradtools.torch.translating.writer import Ref, Writer, as_said, drawn, like
 from gradtools.torch.wrappers import is_inexact, tensors_in
 
 Tensor = torch.Tensor
@@ -145,6 +146,10 @@ class FormulaRecorder(Recorder[Ref]):
         self.fixed.add(made.number)
         return Ref(made.number, made.shape, like(x)[1])
 
+    def noted(self, xs: Sequence[Tensor]) -> list[Ref | None]:
+        """What an operation gives besides: held as it was, for it has no derivative."""
+        return [None if is_inexact(x) else self.constant(x) for x in xs]
+
     def value_of(self, ref: Ref) -> np.ndarray | None:
         """The numbers of an integer or boolean value, if its tensor is known."""
         x = self.tensors.get(ref.number)
@@ -200,11 +205,8 @@ class FormulaRecorder(Recorder[Ref]):
                 return _each(name, args, call.kwargs)
         bound = self._bound(call)
         writes = self.keep_written(call)
-        translation = self.operations.get(_functional(name, bool(writes)))
-        if translation is None and not writes and bound.given:
-            parts = self._in_parts(call)
-            if parts is not None:
-                return parts[0]
+        usual = drawn if name in DRAWN else as_said
+        translation = self.operations.get(_functional(name, bool(writes)), usual)
         out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
         for y in made:
@@ -218,13 +220,14 @@ class FormulaRecorder(Recorder[Ref]):
         self.writer.native = f"aten.{name}"
         bound.likes = [like(y) for y in outs]
         bound.outs, bound.writes, bound.recorder = outs, writes, self
-        bound.said = lambda: call.said(out)
+        bound.said, bound.usual = lambda: call.said(out), call.usual
         bound.again = lambda *given: call.func(*given, *args[len(given) :], **call.kwargs)
-        if name not in DRAWN and all(x.number in self.fixed for x in bound.given):
+        made_anew = name in NO_DATA or all(x.number in self.fixed for x in bound.given)
+        if made_anew and name not in DRAWN:
             self._note(outs, [self.constant(y) for y in outs], not made)
             return out
-        result = None if translation is None else translation(self.writer, bound)
-        if result is None and translation is not None and not writes:
+        result = translation(self.writer, bound)
+        if result is None and not writes:
             parts = self._in_parts(call)
             if parts is not None:
                 return parts[0]
@@ -284,6 +287,7 @@ class FormulaRecorder(Recorder[Ref]):
 
     def _unknown(self, bound: Any, outs: Sequence[Tensor], call: AtenCall) -> list[Ref]:
         """An operation without a translation; what it counts or compares is what it was."""
+        self.writer.native = f"aten.{call.raw}"
         if (result := self._across(bound, call.func, call.args)) is not None:
             return result
         if not any(is_inexact(y) for y in outs):

@@ -189,7 +189,7 @@ class Chunks:
         args, kwargs = self.batch.parted(values)
         out, new_carry = self._parted(self.f(*args, **kwargs))
         self._check_containers(containers)
-        carry_leaves = self._same("carry", new_carry, number)
+        carry_leaves = self._same("carry", new_carry, number) if self.carried else []
         if self.batch.lists and type(out) is list and len(out) == len(self.cut.rows[number]):
             flat = [self.backend.flatten(x) for x in out]
             self._out_lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
@@ -220,8 +220,8 @@ class Chunks:
 
     def _containers(self, values: list[Any]) -> list[Any]:
         """The lists and dictionaries among shared arguments, with what they hold."""
-        shared = [x for i, x in enumerate(values) if self._is_shared(i)]
-        return [(x, self.backend.flatten(x)) for x in shared if type(x) in _CONTAINERS and x]
+        those = [(i, x) for i, x in enumerate(values) if type(x) in _CONTAINERS and x]
+        return [(x, self.backend.flatten(x)) for i, x in those if self._is_shared(i)]
 
     def _check_containers(self, before: list[Any]) -> None:
         """A list that f adds to is a copy: neither the next chunk nor the caller would see it."""
@@ -267,10 +267,7 @@ class Chunks:
     def _same(self, what: str, tree: Any, number: int) -> list[Any]:
         """The leaves of a tree that has the structure which it had for the other chunks."""
         leaves, treedef = self.backend.flatten(tree)
-        if what == "carry" and self.carried:
-            known = self._carry_def
-        else:
-            known = self._treedefs.setdefault(what, treedef)
+        known = self._carry_def if what == "carry" else self._treedefs.setdefault(what, treedef)
         if treedef != known:
             raise GradtoolsError(
                 f"chunked: f's {what} at chunk {number} has the structure {treedef}; expected "

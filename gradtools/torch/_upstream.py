@@ -151,7 +151,18 @@ def enter_forward_level() -> int | None:
         _c._exit_dual_level(level=level)
         return None
     forward_ad._current_level = level
+    _load_decompositions()
     return level
+
+
+def leave_forward_level(level: int) -> None:
+    """Its end. Gone: `forward_ad.exit_dual_level`, at three times the time."""
+    _c._exit_dual_level(level=level)
+    forward_ad._current_level = level - 1
+
+
+_load_decompositions = cache(forward_ad._maybe_load_decompositions)
+"""What `forward_ad.make_dual` loads at its first call. Gone: with `make_dual` below."""
 
 
 make_dual: Callable[..., Tensor] = torch._make_dual
@@ -168,6 +179,11 @@ must be constant to its tangent. Gone: detach each tensor instead."""
 softmax_pullback: Callable[..., Tensor] = torch._softmax_backward_data
 """y (g - sum(g y)) in one kernel. Gone: by that formula, three kernels and a copy."""
 
+fp32_precision: Callable[[str, str], str] = _c._get_fp32_precision_getter
+"""How products of float32 are computed by a library and operation, which each use of a frozen
+function asks several times. Gone: the attributes `fp32_precision` of `torch.backends`, in Python.
+"""
+
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 """Whether anything may be cast. Gone: `torch.is_autocast_enabled(kind)` for each device in use."""
 
@@ -178,8 +194,22 @@ set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
 when f calls that. Gone: the class, and its `__init__` in modes."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
+engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
 """What `torch.autograd.grad` calls when it has looked at its arguments, which are ours and known:
-a third of its time at a small function. Gone: `torch.autograd.grad`."""
+a third of its time at a small function; and what that calls when it has noted the context, of which
+compiled code alone asks, and whether each node is to be logged. Gone: `torch.autograd.grad`."""
+
+
+def pulled(
+    ys: Sequence[Tensor], xs: Sequence[Tensor], cts: Sequence[Tensor], retain: bool, create: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` by `run_engine`; None at what is not reached."""
+    if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
+    run = run_engine if DYNAMO in sys.modules else engine
+    ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
+    return run(ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False)
+
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 """Which call of the engine runs here, -1 if none: nodes of one pass share sums, others none.
@@ -218,6 +248,17 @@ DisableTorchFunction: Any = _c.DisableTorchFunction
 Functions: Any = function._SingleLevelFunction
 """The base beneath `torch.autograd.Function`: an `apply` set here for the time of a call is met by
 who keeps a bound `Function.apply`, too. Gone: patch Function, and miss those."""
+
+
+def applied(kind: Any, *args: Any) -> Any:
+    """`kind.apply(*args)` of a Function without setup_context, where no transform is under way.
+
+    Gone: `apply` itself, which binds defaults and looks into each argument.
+    """
+    if any(map(is_wrapped, [x for x in args if isinstance(x, Tensor)])):  # it may have ended
+        return kind.apply(*args)
+    return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
+
 
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack

@@ -128,8 +128,9 @@ def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
         raise GradtoolsError(f"{caller}: {_NO_DOUBLE_BACKWARD}")
 
 
-def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
+def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> list[Any]:
     """The nodes of the autograd graph of outs, leaves' among them, up to those of `stop`."""
+    found: list[Any] = []
     seen: set[Any] = set(stop)
     todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     while todo:
@@ -137,8 +138,11 @@ def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
         if node in seen:
             continue
         seen.add(node)
-        yield node
-        todo += [parent for parent, _ in node.next_functions if parent is not None]
+        found.append(node)
+        for parent, _ in node.next_functions:
+            if parent is not None:
+                todo.append(parent)
+    return found
 
 
 def leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -33,8 +33,8 @@ from gradtools.torch.surveying import (
     TORCHSCRIPT_LOSES,
     Survey,
     all_behind,
-    being_evaluated,
     graph_of,
+    here,
     is_cpp_function,
     is_spent,
     is_torchscript,
@@ -60,7 +60,7 @@ def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
     own = {id(x) for x in aliases}
     leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
     result = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
-    for x in (*aliases, *(x for opened in being_evaluated() for x in opened.aliases)):
+    for x in (*aliases, *(x for opened in here.opened for x in opened.aliases)):
         if x.grad_fn is not None and x.grad_fn in nodes:
             result[id(x)] = x
     return list(result.values())

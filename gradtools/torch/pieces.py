@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,14 +24,18 @@ Rows = list[list[Any]]  # one for each chunk
 
 
 def flattened(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    return [x for row in rows for x in row]
+    return [*chain.from_iterable(rows)]
 
 
 def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
     """Rows of these widths, then a row of what is left."""
-    left = iter(flat)
-    rows = [[next(left) for _ in range(width)] for width in widths]
-    return [*rows, list(left)]
+    rows: Rows = []
+    at = 0
+    for width in widths:
+        rows.append([*flat[at : at + width]])
+        at += width
+    rows.append([*flat[at:]])
+    return rows
 
 
 def pieces_of(chunks: Chunks) -> list[list[Any]]:

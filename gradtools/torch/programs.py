@@ -178,7 +178,7 @@ class _Derived(ChunkProgram):
             rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [self.nothing(i) for i in range(count)]
         self.forward.check_storages()
-        with self.forward.without_hooks(), torch.no_grad():
+        with self.forward.without_hooks(), torch.set_grad_enabled(False):
             had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
@@ -290,7 +290,8 @@ class Backward(_Derived):
         inputs, width = [*inputs, *self.leaves], len(inputs)
         try:
             with self.explained(), once:
-                grads = self._pulled_adding(sums, outs, inputs, cts, width, keep, False)
+                how = keep, False, forward.is_right
+                grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
         finally:
             reading[0] = False
         had, left = set(retained), iter(grads)
@@ -343,9 +344,12 @@ class Pushed(_Derived):
 
 
 def pulled_back(
-    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool
+    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool, is_right: bool = False
 ) -> list[Any]:
-    """Cotangents of outs to cotangents of inputs, where there is a way."""
+    """Cotangents of outs to cotangents of inputs, where there is a way.
+
+    is_right: Whether PyTorch is known to have all gradients right there.
+    """
     pairs = [
         (y, ct)
         for y, ct in zip(outs, cts, strict=True)
@@ -354,17 +358,12 @@ def pulled_back(
     caller = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
     if not pairs or not any(caller):
         return [None] * len(inputs)
-    with rightly(wrong_nodes([y for y, _ in pairs])):
-        grads = torch.autograd.grad(
-            [y for y, _ in pairs],
-            [x for x, a in zip(inputs, caller, strict=True) if a],
-            [ct for _, ct in pairs],
-            retain_graph=keep,
-            create_graph=create,
-            allow_unused=True,
-        )
+    ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
+    wrong = [] if is_right else wrong_nodes(ys)
+    with rightly(wrong) if wrong else nullcontext():
+        grads: Any = upstream.pulled(ys, xs, [ct for _, ct in pairs], keep, create)
     if create:
-        grads = guarded_gradients("chunked or frozen", [y for y, _ in pairs], grads)
+        grads = guarded_gradients("chunked or frozen", ys, grads)
     return spread(grads, caller)
 
 
@@ -396,12 +395,12 @@ def node_of(
         eager = not dual and not is_compiling()
     maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
     if eager:
-        results = list(_ProgramNode.apply(maps, outs, *inputs))
+        results = upstream.applied(_ProgramNode, maps, outs, *inputs)
     else:
         results = apply_rule(_rule(maps, known and outs), *inputs)
     counts, there = shape
     flat = spread(results, there)
-    if known is not None:
+    if known is not None and not all(there):
         everything = [*flattened(known[0]), *known[1]]
         flat = [y if t else e for y, t, e in zip(flat, there, everything, strict=True)]
     parts = cut_up(flat, counts)
@@ -410,13 +409,15 @@ def node_of(
 
 def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
     """The outputs and sums that are the node's outputs; shape tells afterwards which."""
-    outs = [
-        (y, isinstance(y, Tensor) and (not known or program.attaches(i, k)))
-        for i, ys in enumerate([*found[0], found[1]])
-        for k, y in enumerate(ys)
-    ]
-    shape[:] = [[len(ys) for ys in found[0]], [there for _, there in outs]]
-    return [y for y, there in outs if there]
+    outs: list[Tensor] = []
+    there: list[bool] = []
+    for i, ys in enumerate([*found[0], found[1]]):
+        for k, y in enumerate(ys):
+            there.append(isinstance(y, Tensor) and (not known or program.attaches(i, k)))
+            if there[-1]:
+                outs.append(y)
+    shape[:] = [list(map(len, found[0])), there]
+    return outs
 
 
 @dataclass(frozen=True)

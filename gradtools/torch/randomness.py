@@ -20,7 +20,7 @@ from gradtools.torch import _upstream as upstream
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Randomness:
     """The states of generators: PyTorch's on some devices, and python's and NumPy's if asked."""
 

@@ -58,8 +58,11 @@ from gradtools.torch.watching import (
     steps,
 )
 from gradtools.torch.wrappers import is_dual, is_inexact
+from gradtools.torch.wrong_gradients import WRONG
 
 left_to_python(__name__)
+_PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
+_grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
 
 
 class Forward(ChunkProgram):
@@ -108,6 +111,7 @@ class Forward(ChunkProgram):
         self.drawn: Randomness | None = None
         self.once: str | None = None  # a Function in f's graph that has no second derivative
         self.edit: str | None = None  # a rule there that has a reverse rule only
+        self.is_right = True  # whether PyTorch has all gradients there right
         self.functions: set[Any] = set()  # the autograd.Functions there
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
@@ -175,11 +179,11 @@ class Forward(ChunkProgram):
         check = self.verification
         watched = check.watching(i) if check else nullcontext()
         with again, without_cached_weights() as weights, watched as seen:
-            hooks = upstream.hooks_made(), hook_count()
+            hooks = None if self.is_again else (upstream.hooks_made(), hook_count())
             outs, carry = self._called(i, pieces, own)
             if weights:
                 check_cached(self.caller, self.start)
-            if not self.is_again:
+            if hooks is not None:
                 self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
@@ -247,19 +251,22 @@ class Forward(ChunkProgram):
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         """The first pass. Notes leaves, and keeps the last chunks' graphs."""
         before = self._grads()
+        keep = torch.is_grad_enabled()
         try:
-            with torch.set_grad_enabled(self.modes.grad):
-                result = self._first_pass(rows, shared)
+            upstream.set_grad_enabled(self.modes.grad)
+            result = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
             raise
+        finally:
+            upstream.set_grad_enabled(keep)
         self.accumulates = self._grads() != before
         return result, self.carry if self.beneath else []
 
     def _grads(self) -> list[tuple[int, int]]:
-        """Which `.grad` each leaf has, and in which version."""
-        grads = [x.grad for x, _ in self.start.reached.watched if x.is_leaf]
-        return [(id(g), 0 if g is None else upstream.version_of(g)) for g in grads]
+        """The `.grad` of leaves, and in which version they are."""
+        grads = map(_grad_of, filter(_is_leaf, self.start.reached.tensors))
+        return [(id(g), upstream.version_of(g)) for g in grads if g is not None]
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         grad, budget = self.modes.grad, self.chunks.options.memory_budget
@@ -435,7 +442,7 @@ class Forward(ChunkProgram):
             if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
                 raise captured_error(self, None)
         ends, stop = {id(x) for x in own}, {x.grad_fn for x in own if x.grad_fn is not None}
-        nodes = list(nodes_of(tensors_of(outs), stop))
+        nodes = nodes_of(tensors_of(outs), stop)
         if self.captured:
             self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
             self.begun |= {y.grad_fn for y in tensors_of(outs)}
@@ -443,14 +450,20 @@ class Forward(ChunkProgram):
             self.verification.kinds[i] = kinds_of(nodes)
         for node in nodes:
             kind: Any = type(node)
-            if kind.__name__ == "AccumulateGrad":
+            if kind is upstream.AccumulateGrad:
                 if id(node.variable) not in ends:
                     leaves[id(node.variable)] = node.variable
                 continue
             if upstream.sequence_of(node) < began[-1] and not _is_cast_of_leaf(node):
                 of_pass = upstream.sequence_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)
-            if issubclass(kind, BackwardCFunction):
+            if kind in _PLAIN:
+                continue
+            if kind.__name__ in WRONG:
+                self.is_right = False
+            elif not issubclass(kind, BackwardCFunction):
+                _PLAIN.add(kind)
+            else:
                 if upstream.is_once_differentiable(kind):
                     self.once = kind.__name__.removesuffix("Backward")
                 self.edit = reverse_only_at(node) or self.edit

@@ -25,7 +25,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
-from operator import getitem, is_, setitem
+from operator import attrgetter, getitem, is_, setitem
 from types import (
     BuiltinMethodType,
     CellType,
@@ -62,7 +62,7 @@ _CONTAINERS = OrderedDict, dict, list, deque, set, tuple, frozenset
 _UNBOUND = object()  # what a place holds that holds nothing yet
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Snapshot:
     """What can change behind a function, as it stood.
 
@@ -135,7 +135,8 @@ class Snapshot:
 
     def without_unused_streams(self) -> Snapshot:
         """The same after the function has run, less the streams that it drew nothing from."""
-        return replace(self, streams=self.streams.used())
+        streams = self.streams.used()
+        return Snapshot(streams, self.reached, self.versions, self._contents, self._states)
 
     def restore(self) -> None:
         reached = self.reached
@@ -152,11 +153,12 @@ class Snapshot:
 
     def _restore_versions(self) -> None:
         """Of those that hold again what they held, so that a graph which saved them is good."""
+        if self.reached.versions() == self.versions:
+            return
         pairs = zip(self.reached.watched, self.versions, strict=True)
         moved = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
-        if moved:
-            held = {id(x) for x in self.reached.owned}
-            _set_versions([(x, version) for x, version in moved if id(x) in held])
+        held = {id(x) for x in self.reached.owned}
+        _set_versions([(x, version) for x, version in moved if id(x) in held])
 
     def changed(self, parameters: bool) -> list[str]:
         """The names of tensors that were changed in place since, and cannot be put back."""
@@ -215,10 +217,22 @@ class Reached:
         return same and kinds <= self.kinds
 
     def versions(self) -> list[int]:
-        return [upstream.version_of(x) for x, _ in self.watched]
+        return [*map(upstream.version_of, self.tensors)]
+
+    def training(self) -> tuple[bool, ...]:
+        return tuple(map(attrgetter("training"), self._modules))
 
     def contents_versions(self) -> list[int]:
         return [0 if x.is_inference() else upstream.version_of(x) for x in self.owned]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The watched tensors."""
+        return [x for x, _ in self.watched]
+
+    @cached_property
+    def _modules(self) -> list[torch.nn.Module]:
+        return [m for m, _ in self.modules.values()]
 
     @cached_property
     def lasts(self) -> bool:
@@ -246,8 +260,8 @@ class Reached:
             and not any(self.empty)
             and [*map(list, maps)] == keys
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
-            and all(_same(_entries(x), kept) for x, kept in self.holders)
-            and all(_got(get) is value for get, _, value in self.places)
+            and (not self.holders or all(_same(_entries(x), kept) for x, kept in self.holders))
+            and (not self.places or all(_got(get) is value for get, _, value in self.places))
         )
 
     def now(self) -> Reached:

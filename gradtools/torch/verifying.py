@@ -219,7 +219,7 @@ class Verification:
     def _compare_leaves(self, i: int, outs: Any, own: Any) -> None:
         ends = {id(x) for x in own}
         stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
-        nodes = list(nodes_of([y for y in outs if isinstance(y, Tensor)], stop))
+        nodes = nodes_of([y for y in outs if isinstance(y, Tensor)], stop)
         result = {
             id(node.variable): node.variable
             for node in nodes
@@ -301,8 +301,7 @@ def _is_compiled(forward: Forward) -> bool:
 
 def _way(forward: Forward) -> Way:
     shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
-    training = tuple([m.training for m, _ in forward.start.reached.modules.values()])
-    modes = forward.modes
+    training, modes = forward.start.reached.training(), forward.modes
     key = forward.caller, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
     return Way.of(forward.chunks.f, *key)
 

@@ -87,26 +87,10 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     command.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
     command.add_argument("--quick", action="store_true", help="a part of it, within a minute")
-    command.add_argument(
-        "--sweep",
-        nargs="?",
-        const="quick",
-        choices=("quick", "whole"),
-        help="in place of the matrix: all that the framework can differentiate, in every way, held "
-        "against the ledger of what is known; quick (default) takes minutes, whole tens of them",
-    )
     command.add_argument("--device", default="auto", help="auto (default), cpu, gpu, tpu, or gpu:1")
     command.add_argument("--filter", default="", metavar="TEXT", help="only cells with this text")
     command.add_argument("--json", action="store_true", help="print every cell as JSON")
-    command.set_defaults(run="gradtools.cli:check", failed=2)
-
-
-def check(args: argparse.Namespace) -> int:
-    """The matrix, or the sweep."""
-    from gradtools.conformance.checking import check
-    from gradtools.conformance.sweeps.running import run
-
-    return run(args) if args.sweep else check(args)
+    command.set_defaults(run="gradtools.conformance.checking:check", failed=2)
 
 
 def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -23,7 +23,7 @@ _FRAMEWORKS = {
 _DEMO_NEEDS = {
     "both": ("sklearn", "scipy", "matplotlib", "tqdm"),
     "torch": ("torch", "array_api_compat"),
-    "jax": ("jax", "flax", "optax"),
+    "jax": ("jax",),
 }
 
 

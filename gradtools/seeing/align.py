@@ -466,21 +466,3 @@ def forward_alone(graph: PlainGraph) -> PlainGraph:
     return replace(
         graph, nodes=tuple(nodes), inputs=inputs, outputs=tuple(outputs), captured=captured
     )
-
-
-def share(alignment: Alignment) -> float:
-    """How much of both programs is paired, from 0 to 1."""
-    total = len(alignment.first) + len(alignment.second)
-    paired = sum(len(one) + len(two) for one, two in alignment.pairs)
-    return paired / total if total else 1.0
-
-
-__all__ = [
-    "Alignment",
-    "AlignedStep",
-    "aligned",
-    "common_name",
-    "forward_alone",
-    "share",
-    "steps_of",
-]

@@ -42,7 +42,6 @@ def local_list(what: str) -> list[Any]:
 
 @contextmanager
 def pushed_on(stack: list[Any], entry: Any) -> Iterator[None]:
-    """Inside, the entry stands on the stack."""
     stack.append(entry)
     try:
         yield

@@ -26,7 +26,8 @@ def varying(x: Any, axes: frozenset[Any]) -> Any:
 
 def varies(x: Any) -> frozenset[Any]:
     """The mesh axes over which x is typed as different."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+    aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    return frozenset(aval.manual_axis_type.varying)
 
 
 @jax.custom_jvp

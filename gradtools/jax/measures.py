@@ -33,7 +33,6 @@ _NO_JIT = (
 
 
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
-    """See ``gradtools.seeing.measures``."""
     program = _Compiled.of(f, args, kwargs)
     compiled = jax.jit(program.evaluated).lower(program.consts, program.leaves).compile()
     run = partial(compiled, program.consts, program.leaves)
@@ -142,7 +141,7 @@ class _Compiled:
             first = str(error).strip().partition("\n")[0]
             return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
         made = [var for origin, var in own.items() if not isinstance(origin, int)]
-        return sum(_nbytes(var.aval) for var in made), []
+        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in made), []
 
 
 def _origins(jaxpr: Jaxpr) -> list[Any]:
@@ -172,7 +171,3 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) or (
         isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
     )
-
-
-def _nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize

@@ -42,7 +42,6 @@ def placed(x: Array, axis: int, entry: Any) -> Array:
 
 
 def whole(x: Array, axis: int) -> Array:
-    """x with one axis on all devices."""
     return placed(x, axis, None)
 
 
@@ -116,7 +115,6 @@ def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) 
 
 
 def without_axis(aval: Any, axis: int) -> Any:
-    """The type of an entry along an axis."""
     return _with_axes(aval, lambda xs, _: (*xs[:axis], *xs[axis + 1 :]))
 
 
@@ -158,7 +156,6 @@ def devices(mesh: Any, entry: Any) -> int:
 
 
 def names(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes of an entry."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -111,7 +111,6 @@ class Modes:
 
     @classmethod
     def now(cls, kinds: Iterable[str]) -> Modes:
-        """As they stand."""
         return cls(
             _standing(),
             _casts(sorted({"cpu", *kinds} - {"meta"})),
@@ -216,7 +215,6 @@ def _widened(x: Any) -> Any:
 
 @contextmanager
 def without_casts(kinds: Iterable[str]) -> Iterator[None]:
-    """Inside, autocast is off."""
     with ExitStack() as inside:
         for kind, _ in casts_now(kinds):
             inside.enter_context(torch.autocast(kind, enabled=False))
@@ -311,7 +309,7 @@ def _if_readable(
 
 def _newer(where: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     name = "fp32_precision"
-    return lambda: getattr(where, name), lambda value: setattr(where, name, value)
+    return partial(getattr, where, name), partial(setattr, where, name)
 
 
 def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

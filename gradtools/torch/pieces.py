@@ -12,9 +12,7 @@ from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.marks import CHUNK, data_of, detached
-from gradtools.torch.watching import (
-    is_wrapped,
-)
+from gradtools.torch.watching import is_wrapped
 from gradtools.torch.wrappers import is_dual, is_inexact
 
 left_to_python(__name__)
@@ -25,7 +23,6 @@ Rows = list[list[Any]]  # one for each chunk
 
 
 def flattened(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """The entries of all rows."""
     return [x for row in rows for x in row]
 
 
@@ -71,7 +68,6 @@ def _apart(x: Any) -> Any:
 
 
 def tensors_of(xs: Entries) -> list[Tensor]:
-    """The tensors among them."""
     return [x for x in xs if isinstance(x, Tensor)]
 
 
@@ -91,7 +87,6 @@ def cut_off(y: Any) -> Any:
 
 
 def aliases_of(xs: Entries) -> list[Any]:
-    """The same numbers as leaves of a graph of their own."""
     return [alias_of(x) for x in xs]
 
 

@@ -113,14 +113,12 @@ class Forward(ChunkProgram):
 
     @property
     def forward(self) -> Forward:
-        """Itself."""
         return self
 
     def _check_modules(self) -> None:
         check_modules(self.caller, self.start, self.chunks.f)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
-        """The same for a batch of all its tensors."""
         result = copy.copy(self)
         # What was drawn before there was a batch is drawn again once for all of it.
         randomness = randomness if any(map(any, on)) else "same"
@@ -156,7 +154,6 @@ class Forward(ChunkProgram):
         return [k for k, x in tensors if x.requires_grad or is_dual(x)]
 
     def attaches(self, i: int, k: int) -> bool:
-        """As the first pass saw it."""
         return self.attached[i][k]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
@@ -180,7 +177,8 @@ class Forward(ChunkProgram):
         with again, without_cached_weights() as weights, watched as seen:
             hooks = upstream.hooks_made(), hook_count()
             outs, carry = self._called(i, pieces, own)
-            check_cached(self.caller, self.start, weights)
+            if weights:
+                check_cached(self.caller, self.start)
             if not self.is_again:
                 self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
@@ -383,7 +381,6 @@ class Forward(ChunkProgram):
         self.begun.clear()
 
     def _kept(self) -> int:
-        """How many of the last chunks keep their graph."""
         packed = upstream.saved_tensors_hooks_on(False) is not None
         if packed or self.beneath or not self.modes.grad:
             return 0  # what a checkpoint or an offload packs is unpacked once, in its own way

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.lines import USER, whose
+from gradtools.lines import USER, names_in, whose
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
@@ -111,7 +111,6 @@ class Snapshot:
         return replace(self, reached=self.reached.now())._taken_again(streams)
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
-        """The tensors that can be reached now, with their names."""
         return walk(self.reached.roots, self.reached.kinds).watched
 
     def _taken_again(self, streams: Randomness) -> Snapshot:
@@ -138,7 +137,6 @@ class Snapshot:
         return replace(self, streams=self.streams.used())
 
     def restore(self) -> None:
-        """Puts everything back, bit for bit."""
         reached = self.reached
         if not reached.stands():
             reached.restore()
@@ -174,7 +172,6 @@ class Snapshot:
         ]
 
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
-        """The name of a watched tensor."""
         return next((name for x, name in self.reached.watched if wanted(x)), None)
 
 
@@ -217,11 +214,9 @@ class Reached:
         return same and kinds <= self.kinds
 
     def versions(self) -> list[int]:
-        """The versions of the watched tensors, as they are now."""
         return [upstream.version_of(x) for x, _ in self.watched]
 
     def contents_versions(self) -> list[int]:
-        """Those of the tensors whose contents count."""
         return [0 if x.is_inference() else upstream.version_of(x) for x in self.owned]
 
     @cached_property
@@ -255,7 +250,6 @@ class Reached:
         )
 
     def now(self) -> Reached:
-        """The same objects, with what each of them holds now."""
         result = copy(self)
         vars(result).pop("_flat", None)
         result.maps = [(x, dict(x)) for x, _ in self.maps]
@@ -265,7 +259,6 @@ class Reached:
         return result
 
     def restore(self) -> None:
-        """Has everything hold again what it held."""
         for x in self.empty:
             if x:
                 x.clear()
@@ -551,9 +544,7 @@ def _generator(x: Any) -> tuple[Get, Put] | None:
 
 @cache
 def _names(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes that a function's code, and what is in it, may read."""
-    inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
-    return frozenset(code.co_names).union(*inside)
+    return frozenset(names_in(code))
 
 
 def _is_module(x: Any) -> bool:

@@ -76,7 +76,6 @@ class Stops(TorchFunctionMode):
         return _unpack(x, level=self._level)[1] is not None
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, as this mode lets it run."""
         kwargs = kwargs or {}
         if fun is _graphs:
             return self._switched(*args)

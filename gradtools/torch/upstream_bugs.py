@@ -69,7 +69,6 @@ class Bug:
 
     @property
     def name(self) -> str:
-        """The last part of its name."""
         return self.operation.rpartition(".")[2]
 
 
@@ -82,10 +81,6 @@ def _refused(*args: Any, **kwargs: Any) -> Any:
         "once more, of whose forward-mode rule PyTorch then leaves a term out (torch#196699, "
         "torch#196700). Call it by torch.nn.functional, which goes another way."
     )
-
-
-def _is_product(*args: Any, **kwargs: Any) -> bool:
-    return "prod" in (*args[4:5], kwargs.get("reduce"))
 
 
 def _is_real(*args: Any, **kwargs: Any) -> bool:
@@ -102,14 +97,6 @@ def _by_integers(input: Tensor, other: Tensor) -> bool:
 
 def _trains(*args: Any, **kwargs: Any) -> bool:
     return bool(args[5])
-
-
-def _has_options(*args: Any, **kwargs: Any) -> bool:
-    return kwargs.get("options") is not None
-
-
-def _lies_otherwise(input: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return not input.is_contiguous()
 
 
 # --- the table ---------------------------------------------------------------------------------
@@ -130,7 +117,7 @@ BUGS = (
         TANGENT,
         "another number",
         "torch#196702",
-        when=_is_product,
+        when=lambda *args, **kwargs: "prod" in (*args[4:5], kwargs.get("reduce")),
         example="x.scatter_reduce(0, torch.tensor([[0, 0, 1]]), x[1:2] + 2, 'prod').sum()",
     ),
     Bug(
@@ -148,13 +135,7 @@ BUGS = (
         formulas.cholesky_inverse,
         example="torch.cholesky_inverse(x.tril()).sum()",
     ),
-    Bug(
-        "cholesky_solve",
-        TANGENT,
-        "another number",
-        "torch#196694",
-        formulas.cholesky_solve,
-    ),
+    Bug("cholesky_solve", TANGENT, "another number", "torch#196694", formulas.cholesky_solve),
     Bug(
         "ldexp",
         TANGENT,
@@ -200,16 +181,10 @@ BUGS = (
         "nn.functional.linear_cross_entropy",
         TANGENT,
         "zero",
-        when=_has_options,
+        when=lambda *args, **kwargs: kwargs.get("options") is not None,
     ),
     *[
-        Bug(
-            name,
-            TANGENT_AGAIN,
-            "another number, or zero",
-            "torch#192540",
-            example=example,
-        )
+        Bug(name, TANGENT_AGAIN, "another number, or zero", "torch#192540", example=example)
         for name, example in (
             ("linalg.det", "torch.linalg.det(x)"),
             ("logdet", f"torch.logdet({_SPD})"),
@@ -296,7 +271,7 @@ BUGS = (
         "an error",
         "",
         formulas.group_norm,
-        _lies_otherwise,
+        lambda input, *args, **kwargs: not input.is_contiguous(),
         "torch.nn.functional.group_norm(torch.stack((x, x**2))[None]"
         ".to(memory_format=torch.channels_last), 1).pow(3).sum()",
     ),
@@ -353,7 +328,6 @@ def bug_of(fun: Any) -> Bug | None:
 
 
 def is_wrong_at(fun: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Whether something is wrong with a function of PyTorch's at these arguments."""
     bug = bug_of(fun)
     return bug is not None and (bug.when is None or bug.when(*args, **kwargs))
 
@@ -460,7 +434,6 @@ class TwiceByPlainOperations(TorchFunctionMode):
     """While f is evaluated for `linearize`, which differentiates the backward pass."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, or the formula that stands for it."""
         bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
         kwargs = kwargs or {}
         if not isinstance(fun, _ORDINARY) and isinstance(fun, upstream.HigherOrderOperator):
@@ -577,7 +550,6 @@ class RightTangents(TorchFunctionMode):
     """While dynamo traces what is pushed: functions that are not to be trusted go another way."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, or what runs in its place."""
         kwargs = kwargs or {}
         if fun in _TRACED:
             return _traced(_TRACED[fun], fun, args, kwargs)
@@ -593,7 +565,6 @@ class RightGradients(TorchFunctionMode):
     """While dynamo traces what is pulled back: operations whose gradient is wrong."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, or what runs in its place."""
         kwargs = kwargs or {}
         if fun in _TRACED_BACK:
             return _traced(_TRACED_BACK[fun], fun, args, kwargs)
@@ -651,48 +622,33 @@ def _traced_functions() -> dict[Any, Bug]:
         for space in spaces
         if bug.wrong in (TANGENT, TANGENT_AGAIN) and hasattr(space, bug.name)
     }
-    for name, instead in (("batch_norm", _f_batch_norm), ("instance_norm", _f_instance_norm)):
+    for name, default in (("batch_norm", False), ("instance_norm", True)):
         fun = getattr(torch.nn.functional, name)
+        instead = partial(_traced_norm, fun, getattr(formulas, name), default)
         result[fun] = replace(result[fun], instead=instead, when=None)
     return result
 
 
-def _f_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not training:
-        return torch.nn.functional.batch_norm(
-            input, running_mean, running_var, weight, bias, training, momentum, eps
-        )
-    return formulas.batch_norm(
-        input, weight, bias, running_mean, running_var, True, momentum, eps, True
-    )
-
-
-def _f_instance_norm(
+def _traced_norm(
+    plain: Any,
+    formula: Any,
+    default: bool,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    use_input_stats: bool = True,
+    training: bool | None = None,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    use_input_stats: bool | None = None,
 ) -> Tensor:
-    if not use_input_stats:
-        return torch.nn.functional.instance_norm(
-            input, running_mean, running_var, weight, bias, False, momentum, eps
-        )
-    return formulas.instance_norm(
-        input, weight, bias, running_mean, running_var, True, momentum, eps, True
-    )
+    """Of torch.nn.functional; by the statistics of its input, in two words, or by running ones."""
+    training = use_input_stats if training is None else training
+    running = running_mean, running_var
+    if not (default if training is None else training):
+        return plain(input, *running, weight, bias, False, momentum, eps)
+    return formula(input, weight, bias, *running, True, momentum, eps, True)
 
 
 _TRACED = _traced_functions()

@@ -6,7 +6,7 @@ put back. Parameters that f holds and that require grad are differentiated like 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from gradtools.torch.recording.observing import copied, put_back, recording
 from gradtools.torch.translating.arrays import ARRAYS
 from gradtools.torch.translating.composites import FUNCTIONS, PLAIN
 from gradtools.torch.translating.control import followed
-from gradtools.torch.translating.elementwise import ELEMENTWISE
 from gradtools.torch.translating.layers import LAYERS
 from gradtools.torch.translating.precision import origin_of, reading
 from gradtools.torch.translating.recorder import FormulaRecorder, Functions, Operations
@@ -31,7 +30,7 @@ from gradtools.torch.watching import plainly
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
-OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}
+OPERATIONS = {**ARRAYS, **LAYERS}  # all others are said as the graph says them
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
@@ -70,7 +69,7 @@ def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
         tuple(captured),
         held={v: x.detach() for v, x in captured.items()},
         wanted=wanted,
-        run=_with_others(program, [captured[v] for v in wanted]),
+        run=partial(_run_with_others, program, [captured[v] for v in wanted]),
         narrow=recorder.narrow,
     )
 
@@ -79,11 +78,6 @@ def _output(recorder: FormulaRecorder, y: Any) -> Ref:
     if isinstance(y, Tensor):
         return recorder.ref(y)
     return recorder.constant(torch.as_tensor(y))
-
-
-def _with_others(program: LeafProgram, held: Sequence[Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """What the program runs, with other arrays in place of those that it holds."""
-    return partial(_run_with_others, program, held)
 
 
 def _run_with_others(

@@ -7,8 +7,9 @@ captured tensors with which it cannot.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
-from gradtools.chunks import Chunks, progress_bar
-from gradtools.errors import GradtoolsError, warn
+from gradtools.chunks import Chunks, progress_bar, warn_of_batch_norm
+from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
@@ -51,12 +52,10 @@ class Watched(Protocol):
 
 
 def is_replaying() -> bool:
-    """Whether this thread computes a chunk again."""
     return getattr(_here, "replaying", False)
 
 
 def set_replaying(on: bool) -> None:
-    """Notes whether this thread does so."""
     _here.replaying = on
     if on:
         _here.wanted = False
@@ -102,41 +101,30 @@ def _noted(name: str) -> Iterator[None]:
         setattr(_here, name, before)
 
 
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Inside, each operation is written down, and nothing runs that is not asked for."""
-    with _noted("recorded"):
-        yield
+recorded = partial(_noted, "recorded")
+"""Inside, each operation is written down, and nothing runs that is not asked for."""
+plainly = partial(_noted, "plain")
+"""Inside, what would be computed again is kept, as by the plain loop: f is written down."""
 
 
 def is_recorded() -> bool:
-    """Whether this thread's operations are written down."""
     return getattr(_here, "recorded", False)
 
 
-@contextmanager
-def plainly() -> Iterator[None]:
-    """Inside, what would be computed again is kept, as by the plain loop: f is written down."""
-    with _noted("plain"):
-        yield
-
-
 def is_plain() -> bool:
-    """Whether this thread computes nothing again."""
     return getattr(_here, "plain", False)
 
 
-def steps(chunks: Chunks, count: int) -> Iterator[int]:
+def steps(chunks: Chunks, count: int) -> Iterable[int]:
     """The numbers of chunks, with a progress bar if one is asked for."""
-    bar = progress_bar(count) if chunks.options.progress and count > 1 else None
-    try:
+    return _shown(count) if chunks.options.progress and count > 1 else range(count)
+
+
+def _shown(count: int) -> Iterator[int]:
+    with progress_bar(count) as bar:
         for i in range(count):
             yield i
-            if bar is not None:
-                bar.update()
-    finally:
-        if bar is not None:
-            bar.close()
+            bar.update()
 
 
 @contextmanager
@@ -180,7 +168,6 @@ _OWN_WRAPPERS = {
     "DataParallel": "Its replicas are made anew at each call; use DistributedDataParallel around a "
     "module whose forward calls chunked.",
 }
-_TOLD: set[str] = set()
 
 
 def own_wrapper(module: Any) -> str | None:
@@ -197,30 +184,20 @@ def check_modules(caller: str, start: Snapshot, f: Any) -> None:
             raise GradtoolsError(f"{caller}: {name} is a {kind}. {_OWN_WRAPPERS[kind]}")
         normalises = isinstance(module, upstream.BatchNorm)
         if caller == "chunked" and normalises and module.training:
-            _tell(f, name)
+            warn_of_batch_norm(
+                ("torch", getattr(f, "__name__", type(f).__name__)), f"chunked: {name} is"
+            )
 
 
-def check_cached(caller: str, start: Snapshot, kept: Any) -> None:
+def check_cached(caller: str, start: Snapshot) -> None:
     """Raises where `parametrize.cached` would have computed a weight once that changes state."""
     for module, name in start.reached.modules.values():
-        if kept and isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
+        if isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
             raise GradtoolsError(
                 f"{caller}: {name} computes a weight by a parametrization with buffers, inside of "
                 "parametrize.cached, which computes it once; here it is computed for each chunk, "
                 "and its buffers would change each time. Leave parametrize.cached out."
             )
-
-
-def _tell(f: Any, name: str) -> None:
-    called = getattr(f, "__name__", type(f).__name__)
-    if called in _TOLD:
-        return
-    _TOLD.add(called)
-    warn(
-        f"chunked: {name} is a batch normalisation in training mode. It normalises each chunk by "
-        "that chunk's own statistics, as the plain loop over chunks does, so the result is not "
-        "the full batch's. For that use evaluation mode, or a normalisation of single examples."
-    )
 
 
 class Captures(TorchFunctionMode):
@@ -265,7 +242,6 @@ class Substituted(TorchFunctionMode):
         self._functions.__exit__(*error)
 
     def within(self, tree: Any) -> Any:
-        """A tree of the others."""
         return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)
 
 

@@ -9,7 +9,7 @@ graph; there the operations are exchanged (`upstream_bugs.RightGradients`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,9 +215,7 @@ WRONG_GRADIENTS = (
             "an error",
             "",
             _attention,
-            lambda node: (
-                not upstream.saved(node, "dropout_p")
-            ),  # whose mask no formula can draw again
+            lambda node: not upstream.saved(node, "dropout_p"),  # no formula draws its mask again
             _ATTENDING if kernel == _FUSED[0] else "",
         )
         for kernel in _FUSED
@@ -229,14 +227,17 @@ WRONG = frozenset(_BY_NODE)
 
 
 def is_wrong(node: Any) -> bool:
-    """Whether the gradient that a node of a graph gives is wrong."""
     result = _BY_NODE.get(type(node).__name__)
     return result is not None and result.when(node)
 
 
-@contextmanager
-def rightly(nodes: Sequence[Any]) -> Iterator[None]:
+def rightly(nodes: Sequence[Any]) -> AbstractContextManager[None]:
     """Inside, a pullback runs: what these nodes give is right."""
+    return _rightly(nodes) if nodes else nullcontext()
+
+
+@contextmanager
+def _rightly(nodes: Sequence[Any]) -> Iterator[None]:
     handles = [node.register_hook(_hook(node)) for node in nodes]
     try:
         yield
@@ -251,8 +252,8 @@ def _hook(node: Any) -> Callable[[Given, Given], Any]:
 
 
 def wrong_nodes(outs: Sequence[Any]) -> list[Any]:
-    """The nodes in the graph of outs whose gradients are wrong."""
-    return [node for node in nodes_of([y for y in outs if y.requires_grad]) if is_wrong(node)]
+    nodes = list(nodes_of([y for y in outs if y.requires_grad]))
+    return [node for node in nodes if type(node).__name__ in WRONG and is_wrong(node)]
 
 
 def right_vjp(fun: Callable[..., Any], *xs: Tensor, has_aux: bool = False) -> Any:

@@ -53,6 +53,15 @@ def test_one_reversed_evaluation_gives_what_two_plain_ones_give(side, batch):
     assert relative_difference(side.step(batch, 0.3)[1], plain) < 1e-14
 
 
+def test_steps_descend_along_the_gradients_with_momentum(side, batch):
+    side.start(data.initial_weights(QUICK, seed=0))
+    before = side._leaves(side._params)
+    first, second = (side.step(batch, 0.3)[1] for _ in range(2))
+    moves = [QUICK.momentum * g + h + g for g, h in zip(first, second, strict=True)]
+    expected = [x - QUICK.learning_rate * m for x, m in zip(before, moves, strict=True)]
+    assert relative_difference(side._leaves(side._params), expected) < 1e-14
+
+
 def test_reversal_changes_the_features_gradient_and_no_heads(side, batch):
     without, with_ = (first_gradients(side, batch, scale) for scale in (0.0, 0.3))
     heads, features = slice(-HEAD_LEAVES, None), slice(-HEAD_LEAVES)

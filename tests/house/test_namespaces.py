@@ -133,7 +133,6 @@ ALONE = {
     ("jax", "jaxprs.py"): "what a jaxpr's equations run; PyTorch's run is recorded",
     ("torch", "patches.py"): "classes of PyTorch whose calls are seen; JAX's are in the jaxpr",
     ("torch", "direct.py"): "eager calls without more ado; JAX's are traced",
-    ("torch", "joining.py"): "nodes of one pass add up together; JAX sums cotangents itself",
     ("torch", "summing.py"): "gradients of chunks are added as they come; JAX does it in a scan",
     ("torch", "wrappers.py"): "what torch.func wraps around a tensor; JAX has tracers",
     ("torch", "compiling.py"): "jit needs no care; dynamo does",

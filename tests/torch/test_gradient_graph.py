@@ -253,7 +253,7 @@ def test_cutting_and_joining_are_marked_as_the_chunks_are():
     graph = gt.gradient_graph(lambda x: f(x).sum(), torch.ones(4, 3))
     marks = {n.operation: n.mark for n in graph.nodes if n.phase == 0}
     assert marks == {
-        "split_with_sizes": "chunked",
+        "split": "chunked",
         "sin": "chunked",
         "concatenate": "chunked",
         "sum": "",

@@ -26,9 +26,10 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.flops import inside_of
 from gradtools.torch.operands import SAME, AtenCall
+from gradtools.torch.recording.operations import NO_DATA
 from gradtools.torch.recording.values import TensorTable, view_of
 from gradtools.torch.translating import memory
-from gradtools.torch.translating.writer import Ref, Writer, like
+from gradtools.torch.translating.writer import Ref, Writer, as_said, drawn, like
 from gradtools.torch.wrappers import is_inexact, tensors_in
 
 Tensor = torch.Tensor
@@ -134,6 +135,10 @@ class FormulaRecorder:
         self.fixed.add(made.number)
         return Ref(made.number, made.shape, like(x)[1])
 
+    def noted(self, xs: Sequence[Tensor]) -> list[Ref | None]:
+        """What an operation gives besides: held as it was, for it has no derivative."""
+        return [None if is_inexact(x) else self.constant(x) for x in xs]
+
     def value_of(self, ref: Ref) -> np.ndarray | None:
         """The numbers of an integer or boolean value, if its tensor is known."""
         x = self.tensors.get(ref.number)
@@ -204,11 +209,8 @@ class FormulaRecorder:
         called = AtenCall(func, args, kwargs)
         writes = [*called.written()]
         bound = self._bound(called)
-        translation = self.operations.get(_functional(name, bool(writes)))
-        if translation is None and not writes and bound.given:
-            parts = self._in_parts(func, args, kwargs, again)
-            if parts is not None:
-                return parts[0]
+        usual = drawn if name in DRAWN else as_said
+        translation = self.operations.get(_functional(name, bool(writes)), usual)
         out = func(*args, **kwargs)
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
         for y in made:
@@ -222,13 +224,14 @@ class FormulaRecorder:
         self.writer.native = f"aten.{name}"
         bound.likes = [like(y) for y in outs]
         bound.outs, bound.writes, bound.recorder = outs, writes, self
-        bound.said = lambda: called.said(out)
+        bound.said, bound.usual = lambda: called.said(out), called.usual
         bound.again = lambda *given: func(*given, *args[len(given) :], **kwargs)
-        if name not in DRAWN and all(x.number in self.fixed for x in bound.given):
+        made_anew = name in NO_DATA or all(x.number in self.fixed for x in bound.given)
+        if made_anew and name not in DRAWN:
             self._note(outs, [self.constant(y) for y in outs], not made)
             return out
-        result = None if translation is None else translation(self.writer, bound)
-        if result is None and translation is not None and not writes:
+        result = translation(self.writer, bound)
+        if result is None and not writes:
             parts = self._in_parts(func, args, kwargs, again)
             if parts is not None:
                 return parts[0]
@@ -290,6 +293,7 @@ class FormulaRecorder:
         self, bound: Any, outs: Sequence[Tensor], func: Any, args: Any, kwargs: Any
     ) -> list[Ref]:
         """An operation without a translation; what it counts or compares is what it was."""
+        self.writer.native = f"aten.{func.overloadpacket.__name__}"
         if (result := self._across(bound, func, args)) is not None:
             return result
         if not any(is_inexact(y) for y in outs):

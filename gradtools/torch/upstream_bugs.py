@@ -1,7 +1,7 @@
 """Workarounds for derivatives that PyTorch has wrong, as data.
 
-Found by sweeping all of PyTorch's own table of operators (`gradtools.conformance.sweeps`). A `Bug`
-names the operation, what is wrong, upstream's issue, and what is done in its place while gradtools
+Found by sweeping all of PyTorch's own table of operators (`tests/support/sweeps`). A `Bug` names
+the operation, what is wrong, upstream's issue, and what is done in its place while gradtools
 pushes a tangent: mostly the transpose of reverse mode (`transposed.py`), else a formula of plain
 operations. A custom operator is never trusted with forward mode: PyTorch drops its tangent in
 silence wherever only a backward is registered. `docs/upstream-bugs.md` is written from this table.

@@ -24,7 +24,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
-from operator import getitem, is_, setitem
+from operator import attrgetter, getitem, is_, setitem
 from types import (
     BuiltinMethodType,
     CellType,
@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.lines import USER, whose
+from gradtools.lines import USER, names_in, whose
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
@@ -61,7 +61,7 @@ _CONTAINERS = OrderedDict, dict, list, deque, set, tuple, frozenset
 _UNBOUND = object()  # what a place holds that holds nothing yet
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Snapshot:
     """What can change behind a function, as it stood.
 
@@ -111,7 +111,6 @@ class Snapshot:
         return replace(self, reached=self.reached.now())._taken_again(streams)
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
-        """The tensors that can be reached now, with their names."""
         return walk(self.reached.roots, self.reached.kinds).watched
 
     def _taken_again(self, streams: Randomness) -> Snapshot:
@@ -135,10 +134,10 @@ class Snapshot:
 
     def without_unused_streams(self) -> Snapshot:
         """The same after the function has run, less the streams that it drew nothing from."""
-        return replace(self, streams=self.streams.used())
+        streams = self.streams.used()
+        return Snapshot(streams, self.reached, self.versions, self._contents, self._states)
 
     def restore(self) -> None:
-        """Puts everything back, bit for bit."""
         reached = self.reached
         if not reached.stands():
             reached.restore()
@@ -153,11 +152,12 @@ class Snapshot:
 
     def _restore_versions(self) -> None:
         """Of those that hold again what they held, so that a graph which saved them is good."""
+        if self.reached.versions() == self.versions:
+            return
         pairs = zip(self.reached.watched, self.versions, strict=True)
         moved = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
-        if moved:
-            held = {id(x) for x in self.reached.owned}
-            _set_versions([(x, version) for x, version in moved if id(x) in held])
+        held = {id(x) for x in self.reached.owned}
+        _set_versions([(x, version) for x, version in moved if id(x) in held])
 
     def changed(self, parameters: bool) -> list[str]:
         """The names of tensors that were changed in place since, and cannot be put back."""
@@ -174,7 +174,6 @@ class Snapshot:
         ]
 
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
-        """The name of a watched tensor."""
         return next((name for x, name in self.reached.watched if wanted(x)), None)
 
 
@@ -217,12 +216,22 @@ class Reached:
         return same and kinds <= self.kinds
 
     def versions(self) -> list[int]:
-        """The versions of the watched tensors, as they are now."""
-        return [upstream.version_of(x) for x, _ in self.watched]
+        return [*map(upstream.version_of, self.tensors)]
+
+    def training(self) -> tuple[bool, ...]:
+        return tuple(map(attrgetter("training"), self._modules))
 
     def contents_versions(self) -> list[int]:
-        """Those of the tensors whose contents count."""
         return [0 if x.is_inference() else upstream.version_of(x) for x in self.owned]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The watched tensors."""
+        return [x for x, _ in self.watched]
+
+    @cached_property
+    def _modules(self) -> list[torch.nn.Module]:
+        return [m for m, _ in self.modules.values()]
 
     @cached_property
     def lasts(self) -> bool:
@@ -250,12 +259,11 @@ class Reached:
             and not any(self.empty)
             and [*map(list, maps)] == keys
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
-            and all(_same(_entries(x), kept) for x, kept in self.holders)
-            and all(_got(get) is value for get, _, value in self.places)
+            and (not self.holders or all(_same(_entries(x), kept) for x, kept in self.holders))
+            and (not self.places or all(_got(get) is value for get, _, value in self.places))
         )
 
     def now(self) -> Reached:
-        """The same objects, with what each of them holds now."""
         result = copy(self)
         vars(result).pop("_flat", None)
         result.maps = [(x, dict(x)) for x, _ in self.maps]
@@ -265,7 +273,6 @@ class Reached:
         return result
 
     def restore(self) -> None:
-        """Has everything hold again what it held."""
         for x in self.empty:
             if x:
                 x.clear()
@@ -551,9 +558,7 @@ def _generator(x: Any) -> tuple[Get, Put] | None:
 
 @cache
 def _names(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes that a function's code, and what is in it, may read."""
-    inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
-    return frozenset(code.co_names).union(*inside)
+    return frozenset(names_in(code))
 
 
 def _is_module(x: Any) -> bool:

@@ -81,7 +81,6 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """What an optimiser changes, or what several do together."""
     several = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     groups = []
     for one in several:

@@ -6,7 +6,7 @@ put back. Parameters that f holds and that require grad are differentiated like 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -69,7 +69,7 @@ def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
         tuple(captured),
         held={v: x.detach() for v, x in captured.items()},
         wanted=wanted,
-        run=_with_others(program, [captured[v] for v in wanted]),
+        run=partial(_run_with_others, program, [captured[v] for v in wanted]),
         narrow=recorder.narrow,
     )
 
@@ -78,11 +78,6 @@ def _output(recorder: FormulaRecorder, y: Any) -> Ref:
     if isinstance(y, Tensor):
         return recorder.ref(y)
     return recorder.constant(torch.as_tensor(y))
-
-
-def _with_others(program: LeafProgram, held: Sequence[Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """What the program runs, with other arrays in place of those that it holds."""
-    return partial(_run_with_others, program, held)
 
 
 def _run_with_others(

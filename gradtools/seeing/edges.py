@@ -72,7 +72,19 @@ def base_of(graph: PlainGraph, value: int) -> int:
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
     """What is alive whether it is kept or not: what the program was given, and holds."""
-    return frozenset((*graph.inputs, *graph.captured))
+    return frozenset((*graph.inputs, *_held(graph)))
+
+
+def _held(graph: PlainGraph) -> Iterator[int]:
+    """What a program holds, also where a call in it hands on what its own program holds."""
+    yield from graph.captured
+    for node in graph.nodes:
+        if len(node.bodies) == 1 and not node.bodies[0].carries:
+            inner = node.bodies[0].graph
+            held = set(_held(inner))
+            for value, out in zip(node.outputs, inner.outputs, strict=False):
+                if out in held and inner.values[out].shape == graph.values[value].shape:
+                    yield value
 
 
 def _phases(graph: PlainGraph) -> dict[int, int]:

@@ -97,32 +97,16 @@ def _add_check(commands: Commands) -> None:
     command = _add(
         commands,
         "check",
-        "cli:check",
+        "conformance.checking:check",
         "try every operator on this machine: dtypes, transforms, orders, against NumPy",
         "Exit status 0 if every cell of the matrix held, 1 if one did not, 2 if it could not be "
         "run.",
     )
     command.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
     command.add_argument("--quick", action="store_true", help="a part of it, within a minute")
-    command.add_argument(
-        "--sweep",
-        nargs="?",
-        const="quick",
-        choices=("quick", "whole"),
-        help="in place of the matrix: all that the framework can differentiate, in every way, held "
-        "against the ledger of what is known; quick (default) takes minutes, whole tens of them",
-    )
     command.add_argument("--device", default="auto", help="auto (default), cpu, gpu, tpu, or gpu:1")
     command.add_argument("--filter", default="", metavar="TEXT", help="only cells with this text")
     command.add_argument("--json", action="store_true", help="print every cell as JSON")
-
-
-def check(args: argparse.Namespace) -> int:
-    """The matrix, or the sweep."""
-    from gradtools.conformance.checking import check
-    from gradtools.conformance.sweeps.running import run
-
-    return run(args) if args.sweep else check(args)
 
 
 def _add_crosscheck(commands: Commands) -> None:

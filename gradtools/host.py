@@ -336,14 +336,14 @@ class KernelCall:
             xs = [read_only(x) for x in xs]
         full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs] if batch else xs
         if self.kernel.raw:
-            return self._called(full, expected, batch)
+            return self._held(self._called(full), expected, batch)
         if not batch:
             return self.fresh(xs, expected)
         if self.kernel.vectorized:
             return self.fresh([read_only(x) for x in full], expected, batch)
         ys = [np.empty((*batch, *s.shape), _carrier(s.dtype)) for s in expected.specs]
         for i in np.ndindex(*batch):
-            result = self._called([x[(*i, ...)] for x in full], expected)
+            result = self._held(self._called([x[(*i, ...)] for x in full]), expected)
             for y, one in zip(ys, result, strict=True):
                 y[i] = one
         return ys
@@ -355,16 +355,23 @@ class KernelCall:
 
         What a kernel returns may be its argument, or its own workspace.
         """
-        ys = self._called(xs, expected, batch)
+        return self.owned(self._called(xs), expected, batch)
+
+    def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:
+        """New arrays of what the kernel returned, held to what was expected."""
+        ys = self._held(tree, expected, batch)
+        del tree
         for i, dtype in enumerate(expected.dtypes):
             if not _is_new(ys, i, dtype):
                 ys[i] = np.array(ys[i], dtype, order="C")
         return ys
 
-    def _called(self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()) -> list[Any]:
-        """What the kernel returns, as a flat list, held to what was expected."""
+    def _called(self, xs: Sequence[np.ndarray]) -> Any:
+        return self.kernel.fun(*xs) if self.flat else self.kernel.fun(*self._arguments(xs))
+
+    def _held(self, tree: Any, expected: Results, batch: Shape = ()) -> list[Any]:
+        """What the kernel returned, as a flat list, held to what was expected."""
         kernel = self.kernel
-        tree = kernel.fun(*xs) if self.flat else kernel.fun(*self._arguments(xs))
         if expected.alone and type(tree) is np.ndarray and not kernel.raw:
             ys, tree = [tree], None  # held once
             if not batch and (ys[0].shape, ys[0].dtype) == expected.looks[0]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gradtools.backend import Array, Backend
 from gradtools.calls import as_array
 from gradtools.reductions import Reduction, wide
-from gradtools.rules import Linearized, Rule
+from gradtools.rules import Linearized, Rule, replaced_at
 
 if TYPE_CHECKING:
     from gradtools.tiling import TiledCall
@@ -82,13 +82,6 @@ class Sweep:
 def added(a: Arrays, b: Arrays) -> Arrays:
     """The sums of two tiles' arrays."""
     return [x + y for x, y in zip(a, b, strict=True)]
-
-
-def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Arrays:
-    full = list(xs)
-    for i, x in zip(places, new, strict=True):
-        full[i] = x
-    return full
 
 
 def parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Arrays]:

@@ -54,6 +54,7 @@ from gradtools.calls import (
 from gradtools.chunks import check_verify
 from gradtools.errors import GradtoolsError
 from gradtools.reductions import KINDS, Reduction, wide
+from gradtools.rules import replaced_at
 from gradtools.tile_rules import (
     COLUMNS,
     ROWS,
@@ -67,7 +68,6 @@ from gradtools.tile_rules import (
     moving_inputs,
     parted,
     reduced_second,
-    replaced_at,
 )
 
 Names = int | str | Sequence[int | str]

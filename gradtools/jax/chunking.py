@@ -27,8 +27,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
-from gradtools.jax.manual_axes import varies, varying
 from gradtools.jax.marks import chunk
+from gradtools.jax.shardings import varies, varying
 from gradtools.jax.stateful import (
     again,
     explained,
@@ -38,6 +38,7 @@ from gradtools.jax.stateful import (
     stateful,
 )
 from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
 
 
 @explained_again("chunked")
@@ -186,9 +187,7 @@ class _ChunkProgram:
             places = [i for i, x in enumerate(flat) if is_inexact(x)]
 
             def of_inexact(*xs: Array) -> list[Array]:
-                full = dict(enumerate(flat)) | dict(zip(places, xs, strict=True))
-                values = [full[i] for i in range(len(flat))]
-                n = len(consts)
+                values, n = replaced_at(flat, places, xs), len(consts)
                 return jax.core.eval_jaxpr(self.closed.jaxpr, values[:n], *values[n:])
 
             pullback = jax.vjp(of_inexact, *[flat[i] for i in places])[1]

@@ -22,6 +22,7 @@ from gradtools.jax._upstream import Literal
 from gradtools.jax.flops import bodies, counted, is_call
 from gradtools.jax.jaxprs import Jaxpr, live
 from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
 from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
 
@@ -97,9 +98,7 @@ class _Compiled:
             )
 
         def run(*xs: Any) -> list[Any]:
-            full = list(given)
-            for i, x in zip(places, xs, strict=True):
-                full[i] = x
+            full = replaced_at(given, places, xs)
             inner_args, inner_kwargs = jax.tree.unflatten(treedef, full)
             return [x for x in jax.tree.leaves(f(*inner_args, **inner_kwargs)) if _is_array(x)]
 
@@ -125,10 +124,7 @@ class _Compiled:
 
         def kept(*xs: Any) -> list[Any]:
             def outs(*moved: Any) -> list[Any]:
-                full = list(xs)
-                for i, x in zip(moving, moved, strict=True):
-                    full[i] = x
-                return [y for y in self.run(*full) if is_inexact(y)]
+                return [y for y in self.run(*replaced_at(xs, moving, moved)) if is_inexact(y)]
 
             ys, pull = jax.vjp(outs, *[xs[i] for i in moving])
             pull(ys)  # a loop that cannot be transposed says so now

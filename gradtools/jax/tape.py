@@ -24,6 +24,7 @@ import numpy as np
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal
 from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
 from gradtools.seeing.flow import links_of
 from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph
 
@@ -95,10 +96,7 @@ class _Pull:
 
 def _at_once(op: _Pull, arrays: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
     def fun(*moving: Any) -> list[Any]:
-        full = list(arrays)
-        for i, x in zip(op.wanted, moving, strict=True):
-            full[i] = x
-        outs = op.apply(full)
+        outs = op.apply(replaced_at(arrays, op.wanted, moving))
         return [outs[k] for k in op.given]
 
     result: Sequence[Any] = jax.vjp(fun, *[arrays[i] for i in op.wanted])[1](cts)

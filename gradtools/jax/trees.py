@@ -54,8 +54,7 @@ def conj(x: Any) -> Any:
 def zeros_of(aval: Any) -> Any:
     """Zeros like an abstract array: sharded as it is, varying under shard_map as it does."""
     zeros = shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
-    axes = tuple(sorted(aval.manual_axis_type.varying))
-    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+    return shardings.varying(zeros, shardings.varies(aval))
 
 
 class LinearMap:

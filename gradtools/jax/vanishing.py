@@ -28,6 +28,7 @@ from gradtools.jax import jaxprs
 from gradtools.jax.seeing import Traced, graph_once, trace
 from gradtools.jax.tape import Moving, Tape, TapeStep
 from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
 from gradtools.seeing import extremes
 from gradtools.seeing.flow import joined
 from gradtools.seeing.recording import Run, Vanished
@@ -378,9 +379,7 @@ def _reached_at_once(closed: Any, leaves: Sequence[Any]) -> int:
     inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
 
     def fun(*xs: Any) -> list[Any]:
-        full = list(leaves)
-        for i, x in zip(inexact, xs, strict=True):
-            full[i] = x
+        full = replaced_at(leaves, inexact, xs)
         outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *full)
         return [y for y in outs if is_inexact(y)]
 

@@ -30,8 +30,8 @@ class Kink:
         torch: The function in PyTorch, as an expression in x.
         jax: The same in JAX.
         point: Where the derivative is taken.
-        torch_ops: Beginnings of the names of PyTorch's nodes by which a graph is recognised.
-        jax_ops: Names of JAX's primitives or of its named functions, likewise.
+        torch_ops: Names of operations by which a graph of PyTorch's is recognised.
+        jax_ops: Names of operations or of JAX's own functions, likewise.
     """
 
     name: str
@@ -83,91 +83,90 @@ class Convention:
 
 _TABLE = """
 |x| at 0; [0.0]
-    t.abs(x); n.abs(x); Abs; abs
+    t.abs(x); n.abs(x); abs; abs
 |x| at -0; [-0.0]
-    t.abs(x); n.abs(x); Abs; abs
+    t.abs(x); n.abs(x); abs; abs
 |z| at 0, complex; [0j]
-    t.abs(x); n.abs(x); Abs; abs
+    t.abs(x); n.abs(x); abs; abs
 clip at its lower edge; [0.0]
-    t.clamp(x, 0.0, 1.0); n.clip(x, 0.0, 1.0); Clamp; clip clamp max min
+    t.clamp(x, 0.0, 1.0); n.clip(x, 0.0, 1.0); clip; clip maximum minimum
 clip at its upper edge; [1.0]
-    t.clamp(x, 0.0, 1.0); n.clip(x, 0.0, 1.0); Clamp; clip clamp max min
+    t.clamp(x, 0.0, 1.0); n.clip(x, 0.0, 1.0); clip; clip maximum minimum
 norm at 0; [0.0, 0.0]
-    t.linalg.vector_norm(x); n.linalg.norm(x); LinalgVectorNorm NormBackward Sqrt; norm sqrt
+    t.linalg.vector_norm(x); n.linalg.norm(x); norm sqrt; norm sqrt
 1-norm at 0; [0.0, 2.0]
-    t.linalg.vector_norm(x, 1); n.linalg.norm(x, 1); LinalgVectorNorm NormBackward Sqrt; abs norm
+    t.linalg.vector_norm(x, 1); n.linalg.norm(x, 1); norm sqrt; abs norm
 maximum norm, ties; [1.0, -1.0, 0.0]
-    t.linalg.vector_norm(x, inf); n.linalg.norm(x, inf); LinalgVectorNorm NormBackward Sqrt;
-    reduce_max norm
+    t.linalg.vector_norm(x, inf); n.linalg.norm(x, inf); norm sqrt; max norm
 x**0 at 0 (a number); [0.0]
-    x**0.0; x**0.0; Pow; pow integer_pow
+    x**0.0; x**0.0; power; power
 x**y at x = 0, y = 0 (arrays); [0.0]
-    x ** t.zeros_like(x); x ** n.zeros_like(x); Pow; pow
+    x ** t.zeros_like(x); x ** n.zeros_like(x); power; power
 x**0.5 at 0; [0.0]
-    x**0.5; x**0.5; Pow; pow sqrt
+    x**0.5; x**0.5; power; power sqrt
 sqrt at 0; [0.0]
-    t.sqrt(x); n.sqrt(x); Sqrt; sqrt
+    t.sqrt(x); n.sqrt(x); sqrt; sqrt
 max over an axis, ties; [1.0, 1.0, 0.0]
-    t.amax(x); n.amax(x); Amax Max; reduce_max max
+    t.amax(x); n.amax(x); max; max
 min over an axis, ties; [0.0, 0.0, 1.0]
-    t.amin(x); n.amin(x); Amin Min; reduce_min min
+    t.amin(x); n.amin(x); min; min
 max over axis 0 with its index, ties; [1.0, 1.0, 0.0]
-    t.max(x, 0).values; x.max(0); Max; reduce_max max
+    t.max(x, 0).values; x.max(0); max; max
 maximum(x, y), x = y; [[1.0], [1.0]]
-    t.maximum(x[0], x[1]); n.maximum(x[0], x[1]); Maximum; max maximum
+    t.maximum(x[0], x[1]); n.maximum(x[0], x[1]); maximum; maximum
 minimum(x, y), x = y; [[1.0], [1.0]]
-    t.minimum(x[0], x[1]); n.minimum(x[0], x[1]); Minimum; min minimum
+    t.minimum(x[0], x[1]); n.minimum(x[0], x[1]); minimum; minimum
 median, ties; [1.0, 1.0, 0.0]
-    t.median(x); n.median(x); Median; sort median quantile
+    t.median(x); n.median(x); median; sort median quantile
 median of two (values differ too); [1.0, 2.0]
-    t.median(x); n.median(x); Median; sort median
+    t.median(x); n.median(x); median; sort median
 sort, ties, times 1, 2, 3; [1.0, 1.0, 0.0]
-    t.sort(x).values * t.tensor([1.0, 2.0, 3.0]); n.sort(x) * n.array([1.0, 2.0, 3.0]); Sort; sort
+    t.sort(x).values * t.tensor([1.0, 2.0, 3.0]); n.sort(x) * n.array([1.0, 2.0, 3.0]); sort; sort
 two largest of three, ties; [1.0, 1.0, 1.0]
-    t.topk(x, 2).values * t.tensor([1.0, 2.0]); j.lax.top_k(x, 2)[0] * n.array([1.0, 2.0]); Topk;
-    top_k
+    t.topk(x, 2).values * t.tensor([1.0, 2.0]); j.lax.top_k(x, 2)[0] * n.array([1.0, 2.0]);
+    topk; topk
 cumulative maximum, ties; [1.0, 1.0]
-    t.cummax(x, 0).values; j.lax.cummax(x, 0); Cummax; cummax
+    t.cummax(x, 0).values; j.lax.cummax(x, 0); cummax; cummax
 relu at 0; [0.0]
-    f.relu(x); j.nn.relu(x); Relu; relu max
+    f.relu(x); j.nn.relu(x); relu; relu maximum
 relu6 at 6; [6.0]
-    f.relu6(x); j.nn.relu6(x); Hardtanh; relu6 min max
+    f.relu6(x); j.nn.relu6(x); clip; relu6
 leaky_relu at 0; [0.0]
-    f.leaky_relu(x); j.nn.leaky_relu(x); LeakyRelu; leaky_relu
+    f.leaky_relu(x); j.nn.leaky_relu(x); leaky_relu; leaky_relu
 elu at 0; [0.0]
-    f.elu(x); j.nn.elu(x); Elu; elu
+    f.elu(x); j.nn.elu(x); elu; elu
 hardtanh at 1; [1.0]
-    f.hardtanh(x); j.nn.hard_tanh(x); Hardtanh; hard_tanh min max
+    f.hardtanh(x); j.nn.hard_tanh(x); clip; hard_tanh
 hardsigmoid at 3; [3.0]
-    f.hardsigmoid(x); j.nn.hard_sigmoid(x); Hardsigmoid; hard_sigmoid relu6
+    f.hardsigmoid(x); j.nn.hard_sigmoid(x); hardsigmoid; hard_sigmoid relu6
 hardswish at 3; [3.0]
-    f.hardswish(x); j.nn.hard_swish(x); Hardswish; hard_swish relu6
+    f.hardswish(x); j.nn.hard_swish(x); hardswish; hard_silu relu6
 where(x > 0, x, 0) at 0; [0.0]
-    t.where(x > 0, x, t.zeros_like(x)); n.where(x > 0, x, 0.0); Where; select_n
+    t.where(x > 0, x, t.zeros_like(x)); n.where(x > 0, x, 0.0); where; where
 arctan2 at (0, 0); [[0.0], [0.0]]
-    t.arctan2(x[0], x[1]); n.arctan2(x[0], x[1]); Atan2; atan2
+    t.arctan2(x[0], x[1]); n.arctan2(x[0], x[1]); arctan2; arctan2
 hypot at (0, 0); [[0.0], [0.0]]
-    t.hypot(x[0], x[1]); n.hypot(x[0], x[1]); Hypot; hypot sqrt
+    t.hypot(x[0], x[1]); n.hypot(x[0], x[1]); hypot; hypot sqrt
 remainder of 2 by 1; [[2.0], [1.0]]
-    t.remainder(x[0], x[1]); n.remainder(x[0], x[1]); Remainder; rem remainder
+    t.remainder(x[0], x[1]); n.remainder(x[0], x[1]); remainder; fmod remainder
 logaddexp at (-inf, -inf); [[-inf], [-inf]]
-    t.logaddexp(x[0], x[1]); n.logaddexp(x[0], x[1]); Logaddexp; logaddexp
+    t.logaddexp(x[0], x[1]); n.logaddexp(x[0], x[1]); logaddexp; logaddexp
 logsumexp of -inf alone; [-inf, -inf]
-    t.logsumexp(x, 0); j.scipy.special.logsumexp(x, 0); Logsumexp; logsumexp log exp
+    t.logsumexp(x, 0); j.scipy.special.logsumexp(x, 0); logsumexp; logsumexp log exp
 x log y at x = 0, y = 0; [[0.0], [0.0]]
-    t.xlogy(x[0], x[1]); j.scipy.special.xlogy(x[0], x[1]); Xlogy; xlogy log
+    t.xlogy(x[0], x[1]); j.scipy.special.xlogy(x[0], x[1]); xlogy; xlogy log
 product with one zero; [0.0, 2.0, 3.0]
-    t.prod(x); n.prod(x); Prod; reduce_prod prod
+    t.prod(x); n.prod(x); prod; prod
 sinc at 0; [0.0]
-    t.sinc(x); n.sinc(x); Sinc; sinc
+    t.sinc(x); n.sinc(x); sinc; sinc
 round at 0.5; [0.5]
-    t.round(x); n.round(x); Round; round
+    t.round(x); n.round(x); round; round
 standard deviation of equal numbers; [1.0, 1.0]
-    t.std(x, unbiased=False); n.std(x); Std; std sqrt _std
+    t.std(x, unbiased=False); n.std(x); deviation; std sqrt _std
 pullback of z**2 at 1 + 2i, native; [1 + 2j]
     x * x; x * x; ;
 """
-"""Name; point, and indented: in PyTorch; in JAX; nodes of PyTorch; primitives of JAX.
+"""Name; point, and indented: in PyTorch; in JAX; operations of PyTorch's graph; of JAX's.
 
 The functions are of x, with t for torch, f for torch.nn.functional, j for jax, n for jax.numpy.
 """
@@ -223,8 +222,8 @@ def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> lis
     """The rows that differ, up to an order, and whose operations both programs hold.
 
     Args:
-        torch_ops: The names of the nodes of PyTorch's graph.
-        jax_ops: The names of JAX's primitives and named functions; None if it was not traced.
+        torch_ops: The names of the operations of PyTorch's program.
+        jax_ops: Those of JAX's, and of its named functions; None if it could not be recorded.
         order: 1 or 2.
     """
     rows = [measured(kink) for kink in KINKS if _holds(kink, torch_ops, jax_ops)]
@@ -232,8 +231,8 @@ def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> lis
 
 
 def _holds(kink: Kink, torch_ops: set[str], jax_ops: set[str] | None) -> bool:
-    in_torch = bool(kink.torch_ops) and any(op.startswith(kink.torch_ops) for op in torch_ops)
-    return in_torch and (jax_ops is None or bool(jax_ops & set(kink.jax_ops)))
+    in_torch = not torch_ops.isdisjoint(kink.torch_ops)
+    return in_torch and (jax_ops is None or not jax_ops.isdisjoint(kink.jax_ops))
 
 
 def convention_table(rows: Sequence[Convention] | None = None, colour: bool = False) -> str:

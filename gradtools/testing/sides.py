@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
+from gradtools.seeing.flow import between
+from gradtools.seeing.nodes import Node
 from gradtools.testing import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction
 
@@ -144,9 +146,17 @@ class Side(FlatFunction):
         return [None if g is None else self.gt.to_numpy(g) for g in pulled]
 
     def operations(self, leaves: Arrays) -> set[str]:
-        """The names of PyTorch's nodes, or of JAX's primitives and named functions."""
-        names = _torch_operations if self.name == "torch" else _jax_operations
-        return names(self.flat, list(self.arrays(leaves)))
+        """The names of the operations, and of the framework's functions, that it differentiates."""
+        names: set[str] = set()
+
+        def seen(node: Node) -> bool:
+            names.update((node.operation, str(node.attributes.get("name", ""))))
+            return not node.bodies
+
+        graph = self.gt.gradient_graph(self.flat, *self.arrays(leaves), order=0)
+        for value in graph.inputs:
+            between(graph, value, seen)
+        return names
 
 
 @dataclass(frozen=True)
@@ -199,31 +209,6 @@ class Inputs:
             return known[i] if i in known else next(moving)
 
         return convert_leaves(self.tree, leaf)
-
-
-def _torch_operations(fun: Callable[..., Any], xs: list[Any]) -> set[str]:
-    seen: set[Any] = set()
-    left = [y.grad_fn for y in fun(*[x.requires_grad_() for x in xs]) if y.grad_fn is not None]
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            left += [n for n, _ in node.next_functions if n is not None]
-    return {node.name() for node in seen}
-
-
-def _jax_operations(fun: Callable[..., Any], xs: list[Any]) -> set[str]:
-    import jax
-
-    names: set[str] = set()
-    left = [jax.make_jaxpr(fun)(*xs).jaxpr]
-    while left:
-        for equation in left.pop().eqns:
-            names |= {equation.primitive.name, str(equation.params.get("name", ""))}
-            for value in jax.tree.leaves(list(equation.params.values())):
-                inner = getattr(value, "jaxpr", value)
-                left += [inner] if hasattr(inner, "eqns") else []
-    return names
 
 
 def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:

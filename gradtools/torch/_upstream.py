@@ -132,7 +132,7 @@ remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
 # --- forward mode ------------------------------------------------------------------------------
 
 
-forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 """The level of forward mode that is open, -1 if none. Gone: `forward_ad.make_dual` raises outside
 of a level."""
 
@@ -635,7 +635,8 @@ def is_of_checkpoint(frame: Any) -> bool:
 def is_summed_by_autograd(node: Any) -> bool:
     """Whether autograd itself adds gradients that meet, and no Python code of a node's backward.
 
-    The module that asks does so in a dispatch mode of its own; its frames do not count.
+    Who asks does so in a dispatch mode of gradtools; its frames do not count. Between a backward of
+    ours and the engine stands PyTorch's own `apply`.
 
     Buys that a sum in a picture is not drawn as a part of the rule before it; costs that, if
     PyTorch renames `_engine_run_backward`, it is.
@@ -643,8 +644,7 @@ def is_summed_by_autograd(node: Any) -> bool:
     if not isinstance(node, function.BackwardCFunction):
         return False
     frame: Any = sys._getframe(1)
-    asking = frame.f_globals
-    while frame is not None and frame.f_globals is asking:
+    while _package(frame) == "gradtools":
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 

@@ -119,7 +119,12 @@ class TorchBackend(Wing):
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.direct import DirectCalls
 
-        return DirectCalls(of).call if DirectCalls.fit(of) else None
+        call = DirectCalls(of).call if DirectCalls.fit(of) else None
+        if not hasattr(of, "kernel"):
+            return call
+        from gradtools.torch.host import KernelCalls
+
+        return KernelCalls(of, call).call
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import repeat
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -29,8 +28,7 @@ from gradtools.shaped import Residuals, Shaped
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import rules
 from gradtools.torch.checking import Question, hold_linear
-from gradtools.torch.compiling import is_compiling
-from gradtools.torch.patches import are_watched
+from gradtools.torch.patches import WATCHING
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import is_alias_of
 from gradtools.torch.transposing import EAGER, HERE, transposing, unpacked
@@ -39,9 +37,12 @@ from gradtools.torch.wrong_gradients import rightly, wrong_nodes
 
 Tensor = torch.Tensor
 _is_tracked = attrgetter("requires_grad")
-_detach, _minus, _version = Tensor.detach, torch.sub, upstream.version_of
+_detach, _version = Tensor.detach, upstream.version_of
+_is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_interpreter_stack
+_forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
+_NO = (None,)
 
 
 @dataclass(eq=False)
@@ -49,7 +50,6 @@ class _Signature:
     """What is known of the calls with tensors of the same shapes, dtypes and devices.
 
     Attributes:
-        called: Of a host function, the call of its kernel and what it returns.
         shaped: The rule for so many tensors.
         looks: The shape, dtype and device of each.
         question: Under what the contract keeps that the forward pass was held to it.
@@ -66,7 +66,6 @@ class _Signature:
     pulled: bool = False
     pushed: bool = False
     valued: bool = False
-    called: Any = None
 
     def __post_init__(self) -> None:
         self.count = len(self.looks)
@@ -75,11 +74,13 @@ class _Signature:
         self.jvp: Any = self.shaped.of.jvp
         self.apply = _apply_of(self)
         self.attach: Any = None
+        self.attached: Any = None  # what that leaves
         self.own = transposing(self.shaped.rule, EAGER)
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.looks]
         pairs = zip(self.looks, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
         self.plan: Any = None  # of the last forward pass, and mostly of the next
+        self.plans: dict[Any, _Saved] = {}
         # The maps of kernels, to be differentiated again, are evaluated at the arguments; a forward
         # rule reads these as well.
         times = 0 if self.shaped.refined is None else 1 if self.jvp is None else 2
@@ -110,7 +111,7 @@ class _Signature:
                 ("the forward rule", looks),
                 ("zero", "tangent", (looks, zero)),
             } <= answered
-        return self.pushed or (self.jvp is None and torch.is_grad_enabled())
+        return self.pushed or (self.jvp is None and _graphs())
 
     def is_ready(self) -> bool:
         """Whether the long way was gone once, and the forward pass is held to f."""
@@ -123,12 +124,6 @@ class DirectCalls:
 
     def __init__(self, of: Any) -> None:
         self.of = of
-        self.of_kernel = hasattr(of, "kernel")
-        if self.of_kernel:
-            from gradtools.torch.host import call_now
-
-            self.call_now: Any = call_now
-        self.with_rule = of.check != "always" and bool(of.bwd or of.jvp)
         self.count = len(of._taken.names)  # 0 where it takes any
         self.signatures: dict[Any, _Signature] = {}
         self.closed = _Closed((of.fun, of.fwd, of.bwd, of.jvp))
@@ -139,33 +134,38 @@ class DirectCalls:
         parameters = of._taken
         if any((*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)):
             return False
-        return hasattr(of, "kernel") or (of.check != "always" and bool(of.bwd or of.jvp))
+        return of.check != "always" and bool(of.bwd or of.jvp)
 
     def call(self, args: tuple[Any, ...]) -> Any:
         """What the rule gives, or NotImplemented."""
-        if torch.compiler.is_dynamo_compiling() or (len(args) != self.count and self.count):
+        if _is_compiling() or (len(args) != self.count and self.count) or _levels() is not None:
             return NotImplemented
+        key: tuple[Any, ...] = ()
         tracked = False
-        for x in args:
-            if type(x) not in _PLAIN or x.layout is not _STRIDED or x.is_nested or is_wrapped(x):
-                return NotImplemented
-            tracked = tracked or x.requires_grad
-        if upstream.peek_interpreter_stack() is not None:
+        try:
+            for x in args:
+                if type(x) not in _PLAIN or x.layout is not _STRIDED or is_wrapped(x):
+                    return NotImplemented
+                key += x.shape, x.dtype, x.device
+                tracked = tracked or x.requires_grad
+        except RuntimeError:  # a nested tensor has no shape
             return NotImplemented
-        key = tuple([(x.shape, x.dtype, x.device) for x in args])
         signature = self.signatures.get(key) or self._signature(key, args)
         if signature is None:
             return NotImplemented
-        if upstream.forward_level() >= 0:
-            return self._push(signature, args, tracked)
-        if not tracked or not torch.is_grad_enabled():
-            if self.of_kernel:
-                call, expected = signature.called or self._called(signature, args)
-                return self.call_now(call, expected, args)
+        if not tracked or not _graphs():
+            if _forward_level() >= 0:
+                return self._push(signature, args)
             return self._value(signature, args, tracked)
-        if not self.with_rule or HERE.running or are_watched():
+        if _forward_level() >= 0 or HERE.running or WATCHING.count:
             return NotImplemented
-        if not (signature.ready or signature.is_ready()) or not self.closed.untracked():
+        if not (signature.ready or signature.is_ready()):
+            return NotImplemented
+        for cell, content in self.closed.cells:
+            if cell.cell_contents is not content:
+                self.closed.search()
+                return NotImplemented
+        if self.closed.unsure and not self.closed.untracked():
             return NotImplemented
         if signature.records:
             out = _recorded(signature, args)
@@ -173,22 +173,21 @@ class DirectCalls:
                 return out
         return _linearized(signature, args)
 
-    def _push(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
+    def _push(self, signature: _Signature, args: tuple[Any, ...]) -> Any:
         if (
-            (tracked and torch.is_grad_enabled())
-            or HERE.running
-            or are_watched()
+            HERE.running
+            or WATCHING.count
             or upstream.count_of_function_modes()  # which may hide that gradients are off
             or not (signature.pushes and signature.is_pushed())
             or not self.closed.untracked()
             or any(map(is_dual, self.closed.tensors))
         ):
             return NotImplemented
-        enabled = torch.is_grad_enabled()
+        enabled = _graphs()
         try:
             return _pushed(signature, args)
         finally:
-            if torch.is_grad_enabled() is not enabled:  # the rule left it so
+            if _graphs() is not enabled:  # the rule left it so
                 upstream.set_grad_enabled(enabled)
 
     def _signature(self, key: Any, args: tuple[Any, ...]) -> _Signature | None:
@@ -197,19 +196,12 @@ class DirectCalls:
         of, backend = self.of, self.of._backend
         shaped = of._shape((), backend.sketch(args)[1], (True,) * len(args), ())
         who = "fwd" if of.bwd is not None else "the forward rule"
-        looks = tuple([(tuple(shape), dtype) for shape, dtype, _ in key])
-        result = self.signatures[key] = _Signature(shaped, key, (who, looks))
+        looks = tuple([(x.shape, x.dtype, x.device) for x in args])
+        question = who, tuple([(tuple(shape), dtype) for shape, dtype, _ in looks])
+        result = self.signatures[key] = _Signature(shaped, looks, question)
         if len(self.signatures) > _MOST:
             del self.signatures[next(iter(self.signatures))]
         return result
-
-    def _called(self, signature: _Signature, args: tuple[Any, ...]) -> Any:
-        """The call of a host function's kernel with tensors like these, and what it returns."""
-        from gradtools.torch.host import results_of
-
-        call, _ = self.of.kernel.bind(self.of._backend, args)
-        signature.called = call, results_of(call, args)
-        return signature.called
 
     def _value(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
         out = self.of.fun(*args)
@@ -237,19 +229,22 @@ class _Closed:
 
     def __init__(self, written: Sequence[Any]) -> None:
         self.written = written
-        self.known = self._search()
+        self.search()
 
     def untracked(self) -> bool:
         """Whether nothing that is held requires grad; False where that is not known."""
         for cell, content in self.cells:
             if cell.cell_contents is not content:
-                self.known = self._search()
+                self.search()
                 return False
         if self.unbound:
-            self.known = self._search()
-        if not self.tensors:
-            return self.known
+            self.search()
         return self.known and not any(x.requires_grad for x in self.tensors)
+
+    def search(self) -> None:
+        """Looks at what is held now."""
+        self.known = self._search()
+        self.unsure = bool(self.tensors) or not self.known  # whether the cells alone do not tell
 
     def _search(self) -> bool:
         self.cells: list[tuple[Any, Any]] = []
@@ -288,12 +283,12 @@ def _is_partial(x: Any) -> bool:
 # --- one call ----------------------------------------------------------------------------
 
 
-def _apply_of(signature: _Signature) -> Callable[..., Any]:
-    """`apply` of the Function of calls of one signature, which need no more than this of autograd.
+# `apply` is here that of the class above `Function`, which does not look for transforms of
+# `torch.func` and what is left of them, as was done before.
 
-    It is that of the class above `Function`, which does not look for transforms of `torch.func`
-    and what is left of them, as was done before.
-    """
+
+def _apply_of(signature: _Signature) -> Callable[..., Any]:
+    """`apply(plan, outs, *inputs)` of the Function of calls of one signature."""
 
     class Direct(torch.autograd.Function):
         """A rule, for autograd alone."""
@@ -304,6 +299,41 @@ def _apply_of(signature: _Signature) -> Callable[..., Any]:
         def backward(ctx: Any, *cts: Any) -> Any:
             return None, None, *_backward(signature, ctx, cts)
 
+    return super(torch.autograd.Function, Direct).apply
+
+
+def _apply_at(signature: _Signature, plan: _Saved) -> Callable[..., Any]:
+    """The same as `apply(outs, *inputs)`, where one output comes and arrays alone are saved."""
+    pulling, alone = plan.pulling, plan.kept is Tensor
+    bwd, saves = signature.bwd, len(plan.places)
+    looks = signature.looks
+
+    class Direct(torch.autograd.Function):
+        """A rule, for autograd alone."""
+
+        @staticmethod
+        def forward(ctx: Any, outs: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
+            ctx.save_for_backward(*map((inputs + outs).__getitem__, pulling))
+            return outs[0]
+
+        @staticmethod
+        def backward(ctx: Any, ct: Any) -> Any:
+            if not signature.pulled or _graphs() or type(ct) is not Tensor:
+                ctx.plan = plan
+                return None, *_the_long_way(ctx, signature, (ct,))
+            saved = ctx.saved_tensors
+            found = bwd(saved[0] if alone else saved[:saves], ct)
+            if type(found) is tuple and len(found) == len(looks):
+                left = iter(looks)
+                for g in found:
+                    shape, dtype, _ = next(left)
+                    if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
+                        break
+                else:
+                    return _NO + found
+            return None, *_checked(signature, found)
+
+    upstream.backward_class(Direct).apply = Direct.backward
     return super(torch.autograd.Function, Direct).apply
 
 
@@ -320,6 +350,7 @@ class _Saved:
         count: How many outputs there are; extras follow.
         likes: What the outputs and extras look like; None: as their cotangents do.
         randomness: As in `rules.Point`.
+        apply: That of `_apply_at`.
     """
 
     kept: Any = tuple
@@ -330,11 +361,10 @@ class _Saved:
     count: int = 1
     likes: Any = None
     randomness: Any = None
+    apply: Any = None
 
-    def kept_so(self, res: Any, known: list[Tensor]) -> bool:
+    def kept_so(self, res: Any, known: Sequence[Tensor]) -> bool:
         """Whether what fwd saved stands where it stood when this was made."""
-        if self.kept is Tensor:
-            return res is known[self.places[0]]
         if type(res) is not tuple or len(res) != len(self.places):
             return False
         return False not in [x is known[i] for x, i in zip(res, self.places, strict=True)]
@@ -345,27 +375,32 @@ def _linearized(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     sure = signature.saves_no_extras or signature.is_sure()
     before = None if sure else Randomness.now(xs)
     plain = tuple(map(_detach, xs))
-    versions = list(map(_version, plain))
+    versions = [*map(_version, plain)]
     result = signature.fwd(*plain)
-    if versions != list(map(_version, plain)):
+    if versions != [*map(_version, plain)]:
         _refuse_written(signature, xs, versions)
-    if not torch.is_grad_enabled():  # fwd left it off
+    if not _graphs():  # fwd left it off
         upstream.set_grad_enabled(True)
     if signature.bwd is None:
-        out, res = result, plain
-    elif type(result) is tuple and len(result) == 2:
-        out, res = result
-    else:
-        out, res = signature.shaped.pair(result, "fwd", "(out, residuals)")
-    drew = signature.bwd is None and before is not None and not before.stands()
-    single = type(out) is Tensor and not drew
-    if single and out.dtype.is_floating_point and not out.requires_grad:
-        known = [*plain, out]
+        return _linearized_any(signature, xs, plain, result, plain, before)
+    if type(result) is not tuple or len(result) != 2:
+        result = signature.shaped.pair(result, "fwd", "(out, residuals)")
+    out, res = result
+    if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
+        known = plain + (out,)
         plan = signature.plan
-        if plan is None or not plan.kept_so(res, known):
+        if plan is None or (
+            res is not known[plan.places[0]]
+            if plan.kept is Tensor
+            else not plan.kept_so(res, known)
+        ):
             plan = _plan_of(signature, res, known)
-        if plan is not None and not any(map(is_alias_of, xs, repeat(out))):
-            return signature.apply(plan, (out,), *xs)
+        if plan is not None:
+            for x in plain:
+                if is_alias_of(x, out):
+                    break
+            else:
+                return plan.apply((out,), *xs)
     return _linearized_any(signature, xs, plain, out, res, before)
 
 
@@ -378,11 +413,11 @@ def _refuse_written(signature: _Signature, xs: Sequence[Tensor], versions: Seque
 
 def _attached(ctx: Any, plan: _Saved, outs: Sequence[Tensor], *inputs: Tensor) -> Any:
     """The forward pass of the Functions here: it is done, and gets its node."""
-    ctx.plan = plan
     if plan.likes is not None:
         outs = _outputs(ctx, plan, outs, inputs)
+    ctx.plan = plan
     known = (*inputs, *outs)
-    ctx.save_for_backward(*map(known.__getitem__, plan.pulling))
+    ctx.save_for_backward(*[known[i] for i in plan.pulling])
     return outs[0] if len(outs) == 1 else outs
 
 
@@ -396,7 +431,7 @@ def _outputs(ctx: Any, plan: _Saved, outs: Any, xs: Any) -> tuple[Tensor, ...]:
     return result
 
 
-def _plan_of(signature: _Signature, res: Any, known: list[Tensor]) -> _Saved | None:
+def _plan_of(signature: _Signature, res: Any, known: Sequence[Tensor]) -> _Saved | None:
     """Where fwd saved arguments and the output alone, in no tree."""
     kept, leaves = (Tensor, (res,)) if type(res) is Tensor else (tuple, res)
     if type(leaves) is not tuple:
@@ -404,11 +439,15 @@ def _plan_of(signature: _Signature, res: Any, known: list[Tensor]) -> _Saved | N
     places = tuple([_place(x, known) for x in leaves])
     if -1 in places:
         return None
-    plan = signature.plan = _Saved(kept, places, (*places, *signature.again))
+    plan = signature.plans.get((kept, places))
+    if plan is None:
+        plan = signature.plans[kept, places] = _Saved(kept, places, (*places, *signature.again))
+        plan.apply = _apply_at(signature, plan)
+    signature.plan = plan
     return plan
 
 
-def _place(x: Any, known: list[Tensor]) -> int:
+def _place(x: Any, known: Sequence[Tensor]) -> int:
     """Where x stands among these; -1 if it is not one of them."""
     return next((i for i, y in enumerate(known) if x is y), -1)
 
@@ -446,73 +485,66 @@ def _linearized_any(
     )
 
 
-def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Any:
-    plan, ct = ctx.plan, cts[0]
-    kept = plan.kept
+def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Sequence[Any]:
+    plan, kept = ctx.plan, ctx.plan.kept
     if (
-        kept is not Tensor
-        and kept is not tuple
-        and not (plan.single and all(other is None for other in cts[1:]))
-    ) or not (signature.pulled and type(ct) is Tensor and not torch.is_grad_enabled()):
+        not (signature.pulled and plan.single and type(cts[0]) is Tensor)
+        or _graphs()
+        or any(ct is not None for ct in cts[1:])
+    ):
         return _the_long_way(ctx, signature, cts)
-    saved = ctx.saved_tensors
-    if kept is Tensor:
-        res = saved[0]
-    elif kept is tuple:
-        res = saved[: len(plan.places)]
-    else:
-        res = kept.restored(signature.shaped.backend, saved[: len(plan.places)])
-    return _checked(signature, signature.bwd(res, ct))
+    res = kept.restored(signature.shaped.backend, ctx.saved_tensors[: len(plan.places)])
+    return _checked(signature, signature.bwd(res, cts[0]))
 
 
 def _checked(signature: _Signature, found: Any) -> Sequence[Any]:
     """What bwd returned, one for each argument."""
     if type(found) is tuple and len(found) == signature.count:
-        for g, (shape, dtype, _) in zip(found, signature.looks, strict=True):
-            if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
-                break
-        else:
+        pairs = zip(found, signature.looks, strict=True)
+        if all(type(g) is Tensor and (g.shape, g.dtype) == look[:2] for g, look in pairs):
             return found
     return filled(signature.shaped.cotangents(found, signature.expected), signature.likes)
 
 
 # --- a forward rule alone ----------------------------------------------------------------
 #
-# Its tangent map is transposed by autograd where it stands: dx = x - x is zero and has the
-# derivative of x, so the graph of T(x) dx leads a cotangent of T(x) dx on to x.
+# Its tangent map is transposed by autograd where it stands. It is linear, so the graph of T(x) dx
+# is the same at any dx, and at dx = x it leads a cotangent on to x.
 
 
 def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     """The value, by one evaluation of the forward rule; None where it has to go another way."""
-    shaped, plain = signature.shaped, tuple(map(_detach, xs))
+    plain = tuple(map(_detach, xs))
     if signature.attach is None and not _may_record(signature, plain):
         signature.records = False
         return None
-    dxs, versions = tuple(map(_minus, xs, plain)), list(map(_version, plain))
+    versions = [*map(_version, plain)]
     running, own = HERE.running, signature.own
     running.append(own)
     try:
-        result = signature.jvp(plain, dxs)
+        result = signature.jvp(plain, xs)
     except GradtoolsError as error:
         own.explain(error)
         raise
     finally:
         running.pop()
-    if versions != list(map(_version, plain)):
+    if versions != [*map(_version, plain)]:
         _refuse_written(signature, xs, versions)
-    if not torch.is_grad_enabled():  # the rule left it off
+    if not _graphs():  # the rule left it off
         upstream.set_grad_enabled(True)
-    if type(result) is not tuple or len(result) != 2 or not _are_alike(*result):
+    if type(result) is not tuple or len(result) != 2:
         return None
     y, dy = result
+    if not (type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype):
+        return None
     if y.requires_grad:
-        raise rules.closed_over_error(shaped.rule)
+        raise rules.closed_over_error(signature.shaped.rule)
     if not dy.requires_grad:
         return None
     if signature.attach is None:
-        signature.attach, signature.plan = _attach_of(signature)
-    plan = signature.plan
-    for x in xs:
+        signature.attach, signature.attached = _attach_of(signature)
+    plan = signature.attached
+    for x in plain:
         if is_alias_of(x, y):
             plan = _Saved(places=plan.places, pulling=plan.pulling, likes=[like(y)])
     # Detached, for y itself may be held by the graph that it would hold.
@@ -551,7 +583,7 @@ def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
 
     Raises if somebody else holds one, too: its own derivative would be lost.
     """
-    rule, dxs = signature.shaped.rule, [torch.zeros_like(x, requires_grad=True) for x in xs]
+    rule, dxs = signature.shaped.rule, [torch.ones_like(x, requires_grad=True) for x in xs]
     with restored(Randomness.now(xs)), transposing(rule, EAGER):
         dys = signature.shaped.tangent(xs, dxs)
     leaves = [*rules.other_leaves(dys, dxs)]
@@ -577,12 +609,13 @@ def _attach_of(signature: _Signature) -> tuple[Callable[..., Any], _Saved]:
 
         @staticmethod
         def backward(ctx: Any, ct: Tensor) -> Any:
-            if torch.is_grad_enabled():
+            if _graphs():
                 return None, None, *_the_long_way(ctx, signature, (ct,)), None
-            if is_compiling():  # compiled autograd cannot add a tensor to None
+            if _is_compiling():  # compiled autograd cannot add a tensor to None
                 return None, None, *[torch.zeros_like(x) for x in ctx.saved_tensors], ct
             return *nothing, ct
 
+    upstream.backward_class(Attached).apply = Attached.backward
     return super(torch.autograd.Function, Attached).apply, plan
 
 
@@ -616,13 +649,13 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
     """The same by transposing bwd, where it stands."""
     shaped = signature.shaped
     out, res = shaped.pair(signature.fwd(*xs), "fwd", "(out, residuals)")
-    if not torch.is_grad_enabled():  # for what transposes bwd
+    if not _graphs():  # for what transposes bwd
         upstream.set_grad_enabled(True)
     if type(out) is not Tensor or not out.dtype.is_floating_point:
         return NotImplemented
     if not signature.pushed:
         signature.pushed = _may_transpose(signature, xs, out, res)
-    ct = torch.zeros_like(out, requires_grad=True)
+    ct = torch.ones_like(out, requires_grad=True)
     with transposing(shaped.rule, EAGER):
         pulled = _checked(signature, signature.bwd(res, ct))
     pairs = [(g, dx) for g, dx in zip(pulled, dxs, strict=True) if g.requires_grad]
@@ -668,7 +701,7 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     ctx.pulling, ctx.looks, ctx.like_xs = plan.pulling, signature.looks, signature.likes
     result = rules.pulled_back(ctx, cts)
     easy = None not in signature.likes
-    if easy and not torch.is_grad_enabled():
+    if easy and not _graphs():
         signature.pulled = signature.bwd is not None
     return tuple(result)
 

@@ -168,7 +168,7 @@ def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
 
 
 def _node(module: nn.Module, places: dict) -> ModuleNode:
-    shared = {k: v for k, v in vars(module).items() if k not in upstream.SLOTS}
+    shared = {k: v for k, v in dict(vars(module)).items() if k not in upstream.SLOTS}
     shared |= upstream.uncompiled_call(shared)
     relinked = tuple(k for k, v in shared.items() if _refers(v, places))
     _check_closures(module, shared, places)

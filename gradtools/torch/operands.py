@@ -27,12 +27,17 @@ class AtenCall:
     """A call of an operation of aten, its arguments by their names in the schema."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.name = operations.name_of(func.overloadpacket)
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.raw, self.name = func.overloadpacket.__name__, operations.name_of(func.overloadpacket)
         self.outs: list[Tensor] = []
         self.schema = upstream.arguments_of(func)
         self.bound = [*_bound(func, args, kwargs)]
         self.given = {argument.name: value for argument, value in self.bound}
         self.first = next((x for _, value in self.bound for x in tensors_in(value)), None)
+
+    def run(self) -> Any:
+        """What it returns."""
+        return self.func(*self.args, **self.kwargs)
 
     def operands(self) -> list[Any]:
         """Its tensors, and the numbers that stand for tensors, each in its place."""

@@ -54,6 +54,7 @@ from gradtools.torch.wrappers import (
     is_wrapped,
     like,
     may_be_dual,
+    ones,
     unwrapped,
     zeros,
 )
@@ -604,7 +605,7 @@ def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
 
     _refuse_layout(ctx, "cotangent")
     hold_linear(_asked(ctx, "cotangent", result.cotangent, saved, likes))
-    examples = [zeros(*like) for like in likes if like]
+    examples = [ones(*like) for like in likes if like]
     return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
 
 
@@ -637,7 +638,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
     kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
     _refuse_layout(ctx, "tangent")
     hold_linear(_asked(ctx, "tangent", result.tangent, saved, kept))
-    examples = [zeros(*like) for like in kept if like]
+    examples = [ones(*like) for like in kept if like]
     return spread(transposed(rule, run, saved, examples, list(cts)), mask)
 
 

@@ -19,6 +19,7 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -310,12 +311,18 @@ def _entries(x: Any) -> tuple[Any, ...]:
     """The objects in a holder; of dictionaries the keys, then the values."""
     if isinstance(x, FunctionType):
         return x.__code__, x.__defaults__, x.__kwdefaults__
+    if isinstance(x, dict | type):
+        items = _items(x)
+        return (*items, *items.values())
+    return (*_kind_of(x).__iter__(x),)
+
+
+def _items(x: Any) -> dict[Any, Any]:
+    """What a dictionary or a class holds, at one moment: another thread may write to it."""
     if isinstance(x, type):
-        return (*vars(x), *vars(x).values())
-    own = _kind_of(x)
-    if isinstance(x, dict):
-        return (*own.keys(x), *own.values(x))
-    return (*own.__iter__(x),)
+        return vars(x).copy()
+    ordered = isinstance(x, OrderedDict)  # whose order is its own
+    return dict(OrderedDict.items(x)) if ordered else dict.copy(x)
 
 
 def _refill(x: Any, entries: tuple[Any, ...]) -> None:
@@ -332,11 +339,13 @@ def _refill(x: Any, entries: tuple[Any, ...]) -> None:
 
 def _refill_map(x: Any, kept: dict[Any, Any]) -> None:
     """Writes what differs alone: another thread may read it."""
-    own = _kind_of(x)
-    if any(a is not b for a, b in zip(own.__iter__(x), kept, strict=False)):
+    own, now = _kind_of(x), _items(x)
+    if any(a is not b for a, b in zip(now, kept, strict=False)):
         own.clear(x)  # its order may count, too
-    for key in [key for key in own.__iter__(x) if key not in kept]:
-        own.__delitem__(x, key)
+        now = {}
+    for key in now.keys() - kept.keys():
+        with suppress(KeyError):  # another thread did so
+            own.__delitem__(x, key)
     for key, value in kept.items():
         if own.get(x, key, _UNBOUND) is not value:
             own.__setitem__(x, key, value)
@@ -344,7 +353,7 @@ def _refill_map(x: Any, kept: dict[Any, Any]) -> None:
 
 def _refill_class(x: type, kept: dict[str, Any]) -> None:
     """Not the names that Python itself writes."""
-    for key in [key for key in vars(x) if key not in kept and not key.startswith("__")]:
+    for key in [key for key in _items(x) if key not in kept and not key.startswith("__")]:
         delattr(x, key)
     for key, value in kept.items():
         if vars(x).get(key, _UNBOUND) is not value and not hasattr(type, key):
@@ -392,8 +401,9 @@ class _Walk:
             self.visit(value, *visit)
 
     def _holder(self, x: Any) -> tuple[Any, ...]:
-        self.found.holders.append((x, _entries(x)))
-        return _entries(x)
+        entries = _entries(x)
+        self.found.holders.append((x, entries))
+        return entries
 
     def _walk(self, x: Any, name: str, owned: bool) -> None:
         if isinstance(x, Tensor):
@@ -433,7 +443,7 @@ class _Walk:
 
     def _container(self, x: Any, name: str, owned: bool) -> None:
         if isinstance(x, dict):
-            items = dict(_kind_of(x).items(x))
+            items = _items(x)
             if type(x) is dict and set(map(type, items)) <= {str}:
                 self.found.maps.append((x, items))
             else:
@@ -450,8 +460,9 @@ class _Walk:
         """What was set on an object. unset: Whether that counts if there is nothing yet."""
         fields = getattr(x, "__dict__", None)
         if type(fields) is dict and (fields or unset):
-            self.found.maps.append((fields, dict(fields)))
-            for key, value in fields.items():
+            held = dict(fields)
+            self.found.maps.append((fields, held))
+            for key, value in held.items():
                 kind = type(value)
                 if kind in _CONTAINERS and not value:
                     self.found.empty.append(value)
@@ -477,7 +488,7 @@ class _Walk:
         self.found.modules[id(x)] = (x, name)
         self.visit(type(x), type(x).__name__, False)
         for parts in upstream.slots_of(x):
-            for key, part in parts.items() if parts else ():
+            for key, part in [*parts.items()] if parts else ():
                 self.visit(part, f"{name}.{key}", True)
         self._attributes(x, name, True)
         if isinstance(x, torch.jit.ScriptModule):
@@ -523,7 +534,7 @@ class _Walk:
         self.visit(type(x), type(x).__name__, False)
         for kind in type(x).__mro__:
             own = "__slots__" in vars(kind) and _package(kind) not in _STANDARD  # none of C's
-            slots = vars(kind).items() if own else ()
+            slots = _items(kind).items() if own else ()
             for key, slot in slots:
                 if isinstance(slot, MemberDescriptorType):
                     get, put = partial(slot.__get__, x), partial(slot.__set__, x)
@@ -536,7 +547,7 @@ class _Walk:
             if whose(kind) == USER and (kind is x or id(kind) not in self._seen):
                 self._seen[id(kind)] = kind
                 self._holder(kind)
-                for key, part in vars(kind).items():
+                for key, part in _items(kind).items():
                     part = getattr(part, "fget", None) or getattr(part, "__func__", part)
                     if isinstance(part, FunctionType) or not hasattr(type(part), "__get__"):
                         self.visit(part, f"{name}.{key}", False)

@@ -7,10 +7,10 @@ captured tensors with which it cannot.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,32 +27,32 @@ from gradtools.torch.state import Snapshot
 from gradtools.torch.trials import standing_in
 from gradtools.torch.wrappers import is_dual
 
+if TYPE_CHECKING:
+    from gradtools.torch.replay import Forward
+
 Tensor = torch.Tensor
 left_to_python(__name__)
 is_wrapped = upstream.is_wrapped
 
-_here = threading.local()
 REPLAYS = threading.RLock()  # random streams and the leaves' hooks are the process's
 
 
-class Watched(Protocol):
-    """What is seen of a program here.
+class _Noted(threading.local):
+    """What is noted of a thread; defaults of the class, for a miss is slow."""
 
-    Attributes:
-        caller: What the user called.
-        start: What stood behind f when it ran first.
-        tensors: The tensors among its arguments.
-        batches: Of vmap.
-    """
-
-    caller: str
-    start: Snapshot
-    tensors: list[Tensor]
-    batches: tuple[tuple[int, str], ...]
+    replaying = wanted = recorded = plain = False
+    mark = ""
 
 
-def is_replaying() -> bool:
-    return getattr(_here, "replaying", False)
+_here = _Noted()
+is_replaying: Callable[[], bool] = partial(getattr, _here, "replaying")
+"""Whether this thread computes a chunk again."""
+has_asked: Callable[[], bool] = partial(getattr, _here, "wanted")
+"""Whether the user's code has asked that since this thread began to."""
+mark: Callable[[], str] = partial(getattr, _here, "mark")
+"""The operator in whose way this thread computes, or nothing."""
+is_recorded: Callable[[], bool] = partial(getattr, _here, "recorded")
+is_plain: Callable[[], bool] = partial(getattr, _here, "plain")
 
 
 def set_replaying(on: bool) -> None:
@@ -67,11 +67,6 @@ def asks_is_replaying() -> bool:
     return is_replaying()
 
 
-def has_asked() -> bool:
-    """Whether the user's code has asked since this thread began to compute a chunk again."""
-    return getattr(_here, "wanted", False)
-
-
 class marked:
     """Inside runs what `caller` computes in its own way; what it is inside of has its own mark.
 
@@ -82,21 +77,16 @@ class marked:
         self._caller = caller
 
     def __enter__(self) -> None:
-        self._before = mark()
+        self._before = _here.mark
         _here.mark = self._caller and (self._before or self._caller)
 
     def __exit__(self, *error: Any) -> None:
         _here.mark = self._before
 
 
-def mark() -> str:
-    """The operator in whose way this thread computes, or nothing."""
-    return getattr(_here, "mark", "")
-
-
 @contextmanager
 def _noted(name: str) -> Iterator[None]:
-    before = getattr(_here, name, False)
+    before = getattr(_here, name)
     setattr(_here, name, True)
     try:
         yield
@@ -108,14 +98,6 @@ recorded = partial(_noted, "recorded")
 """Inside, each operation is written down, and nothing runs that is not asked for."""
 plainly = partial(_noted, "plain")
 """Inside, what would be computed again is kept, as by the plain loop: f is written down."""
-
-
-def is_recorded() -> bool:
-    return getattr(_here, "recorded", False)
-
-
-def is_plain() -> bool:
-    return getattr(_here, "plain", False)
 
 
 def steps(chunks: Chunks, count: int) -> Iterable[int]:
@@ -131,7 +113,7 @@ def _shown(count: int) -> Iterator[int]:
 
 
 @contextmanager
-def bytes_saved(forward: Watched) -> Iterator[list[int]]:
+def bytes_saved(forward: Forward) -> Iterator[list[int]]:
     """Counts what a graph saves besides inputs, parameters and buffers."""
     known = [*forward.tensors, *(x for x, _ in forward.start.reached.watched)]
     for module, _ in forward.start.reached.modules.values():
@@ -206,7 +188,7 @@ def check_cached(caller: str, start: Snapshot) -> None:
 class Captures(TorchFunctionMode):
     """Refuses what f captured of a transform, which is a constant to it: the zero is silent."""
 
-    def __init__(self, forward: Watched) -> None:
+    def __init__(self, forward: Forward) -> None:
         super().__init__()
         self.forward = forward
         # Under a batch, or a transform of its own, f sees others that are not captured.
@@ -248,7 +230,7 @@ class Substituted(TorchFunctionMode):
         return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)
 
 
-def captured_error(forward: Watched, what: Any) -> GradtoolsError:
+def captured_error(forward: Forward, what: Any) -> GradtoolsError:
     """what: The tensor, or the node that made it; None for one of a transform."""
     name = forward.start.name_of(
         lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
@@ -261,7 +243,7 @@ def captured_error(forward: Watched, what: Any) -> GradtoolsError:
     )
 
 
-def edge_error(forward: Watched, i: int, node: Any) -> GradtoolsError:
+def edge_error(forward: Forward, i: int, node: Any) -> GradtoolsError:
     """node: What an earlier chunk computed, with a derivative, and chunk i goes on from."""
     held = [name for x, name in forward.start.watched_now() if x.grad_fn is node]
     name = repr(held[0]) if held else "something"

@@ -147,6 +147,13 @@ def zeros(shape: Any, dtype: Any, device: Any, inside: _SubclassParts | None = N
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+def ones(shape: Any, dtype: Any, device: Any, inside: _SubclassParts | None = None) -> Tensor:
+    """Where a linear map is traced: a branch of it that skips zeros is not the one to follow."""
+    if inside is not None:
+        return inside.zeros(shape)
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     """`values` with zeros for None, where there is something to be zero."""
     pairs = zip(values, likes, strict=True)

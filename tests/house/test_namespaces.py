@@ -128,7 +128,6 @@ ALONE = {
     ("jax", "primitives.py"): "what a rule is in a jaxpr; in PyTorch it is one Function",
     ("jax", "linearizing.py"): "a rule's maps as a program; PyTorch runs them as they are",
     ("jax", "lifting.py"): "arrays of a trace that a rule would outlive; PyTorch refuses them",
-    ("jax", "manual_axes.py"): "types under shard_map; PyTorch's processes are its user's",
     ("jax", "homogeneous.py"): "what a jaxpr proves of a rule; PyTorch computes it",
     ("jax", "jaxprs.py"): "what a jaxpr's equations run; PyTorch's run is recorded",
     ("torch", "patches.py"): "classes of PyTorch whose calls are seen; JAX's are in the jaxpr",

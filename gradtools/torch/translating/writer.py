@@ -51,10 +51,10 @@ class Ref:
 
 
 class Writer:
-    """A program that is being written."""
+    """A program that is being written; values: of all that is recorded, by number."""
 
-    def __init__(self) -> None:
-        self.values: dict[int, Value] = {}
+    def __init__(self, values: dict[int, Value]) -> None:
+        self.values = values
         self.frames: list[list[Node]] = [[]]
         self.native = ""
 

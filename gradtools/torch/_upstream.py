@@ -206,7 +206,8 @@ def pulled(
     """`torch.autograd.grad` by `run_engine`; None at what is not reached."""
     if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
-    run = run_engine if DYNAMO in sys.modules else engine
+    # A mode that looks on, as where a picture is made, knows autograd's sums by its caller.
+    run = run_engine if DYNAMO in sys.modules or count_of_dispatch_modes() else engine
     ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
     return run(ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False)
 

@@ -295,6 +295,20 @@ def test_the_engine_gives_what_autograd_grad_gives_of_arguments_that_are_right()
     assert found[0].requires_grad and x.grad is None
 
 
+def test_where_a_mode_looks_on_the_engine_is_called_as_by_autograd_grad(monkeypatch):
+    class Watch(upstream.Watching):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    plain = upstream.run_engine
+    monkeypatch.setattr(upstream, "run_engine", lambda *a, **k: seen.append(1) or plain(*a, **k))
+    x = _x()
+    with Watch():
+        (found,) = upstream.pulled([x.sin()], [x], [torch.ones(2)], False, False)
+    assert seen == [1] and torch.equal(found, x.detach().cos())
+
+
 def test_a_function_is_applied_as_by_its_own_apply():
     class Double(torch.autograd.Function):
         @staticmethod

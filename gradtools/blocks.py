@@ -70,14 +70,10 @@ def _columns(
             moving = [unit if i == k else zeros(leaf) for i, leaf in enumerate(leaves)]
             return backend.jvp(fun, leaves, moving)[2]
 
-        pushed = [c[: _size(x)] for c in backend.map_batches(push, [basis], chunk_size)]
+        pushed = [c[: math.prod(x.shape)] for c in backend.map_batches(push, [basis], chunk_size)]
         last = [axis_moved(backend, column, 0, -1) for column in pushed]
         columns.append([c.reshape((*c.shape[:-1], *x.shape)) for c in last])
     return [list(row) for row in zip(*columns, strict=True)]
-
-
-def _size(x: Array) -> int:
-    return math.prod(x.shape)
 
 
 def _is_empty(x: Array) -> bool:

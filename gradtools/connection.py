@@ -19,12 +19,8 @@ from gradtools.errors import DisconnectedInputError, warn
 _WITH_POLICY = ("grad", "value_and_grad")  # which take disconnected_inputs
 
 
-_is_none = partial(operator.is_, None)
-
-
-def is_reached(grads: Sequence[Array | None]) -> bool:
-    """Whether every leaf has a cotangent."""
-    return not any(map(_is_none, grads))
+is_missing = partial(operator.is_, None)
+"""Whether a leaf has no cotangent."""
 
 
 class Connection:

@@ -155,7 +155,7 @@ class CustomRule:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is known of earlier calls."""
-        return {k: x for k, x in self.__dict__.items() if k not in _KNOWN}
+        return {k: x for k, x in dict(self.__dict__).items() if k not in _KNOWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

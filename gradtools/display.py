@@ -1,4 +1,4 @@
-"""HTML forms of reports and tables for notebooks, from the text that a terminal would get.
+"""Tables as aligned text; HTML forms of reports and tables, from the text of a terminal.
 
 The objects have one text, with a terminal's colours if asked for. `coloured` turns the escape
 sequences of ANSI X3.64 into spans, so that what is seen is the same in both places.
@@ -26,6 +26,12 @@ def coloured(text: str) -> str:
     shown = re.sub(r"\x1b\[0m", "</span>", shown)
     shown = re.sub(r"\x1b\[(\d+)m", lambda code: f'<span style="{_STYLES[code[1]]}">', shown)
     return f'<pre style="overflow-x: auto">{shown}</pre>'
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text as lines, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def table(rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:

@@ -104,7 +104,7 @@ class Pairs(Operators):
                 f"{caller}: label_smoothing is {label_smoothing} with sigmoid=True, whose labels "
                 "are those of single pairs; leave one of them out."
             )
-        y = backend.sharded_like(y, x)
+        y = backend.tiles.sharded_like(y, x)
         scale, bias = (
             float(z)  # of Python, exact beside any dtype
             if isinstance(z, int | float)
@@ -117,7 +117,8 @@ class Pairs(Operators):
         own = None if ids is None else as_array(backend, caller, ids, "ids", beside=x)
         spread = lambda z: z
         if apart:
-            spread = lambda z: None if z is None else self._gathered(z, axis_name, group)
+            gathered = partial(backend.uncompiled, backend.gather, axis_name=axis_name, group=group)
+            spread = lambda z: None if z is None else gathered(z)
         # The logits of pairs are taken from the sweep, whose cotangent is then the only one of x.
         positive, mean = logits.positive(x, y) if apart else None, backend.xp.mean
         columns = logits.with_negatives(spread(y), spread(own), negatives)
@@ -188,7 +189,8 @@ class Pairs(Operators):
         xp, shape, classes = backend.xp, tuple(t.shape), w.shape[0]
         h, t = xp.reshape(h, (-1, w.shape[1])), xp.reshape(t, (-1,))
         b = None if bias is None else as_array(backend, caller, bias, "bias", beside=h)
-        entropy = self._over_pairs(
+        entropy = _tiled(
+            backend,
             partial(_class_scores, bool(label_smoothing)),
             {"all": "logsumexp", "own": "take", **({"mean": "mean"} if label_smoothing else {})},
             rows=("h", "t"),
@@ -201,7 +203,7 @@ class Pairs(Operators):
         loss = result["all"] - (1 - label_smoothing) * result["own"]
         if label_smoothing:
             loss = loss - label_smoothing * result["mean"]
-        t = backend.sharded_like(t, loss)
+        t = backend.tiles.sharded_like(t, loss)
         counts, zero = t != ignore_index, backend.zeros_like(loss)
         loss = xp.where((t >= 0) & (t < classes), loss, zero + float("nan"))
         loss = xp.where(counts, loss, zero)
@@ -282,12 +284,6 @@ class Pairs(Operators):
         call = _Attention(self._backend, heads, is_causal, scale, tile_size)
         out = call.run(q, k, v, mask)
         return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
-
-    def _over_pairs(self, f: Any, *args: Any, **options: Any) -> Callable[..., Any]:
-        return _tiled(self._backend, f, *args, **options)
-
-    def _gathered(self, x: Any, axis_name: Any, group: Any) -> Any:
-        return self._backend.uncompiled(self._backend.gather, x, axis_name, group)
 
 
 def _tiled(backend: Backend, f: Any, reduce: Any, **options: Any) -> Callable[..., Any]:
@@ -450,7 +446,6 @@ class _Heads:
 
     @classmethod
     def of(cls, caller: str, q: Array, k: Array, v: Array) -> _Heads:
-        """The shapes, where they fit."""
         *qs, n, d = q.shape
         *ks, m, e = k.shape
         fits = tuple(v.shape[:-1]) == (*ks, m) and d == e and len(qs) == len(ks)

@@ -146,7 +146,6 @@ class _Weighted(Reduction):
     real = True
 
     def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
-        """The weights at a tile."""
         raise NotImplementedError
 
     def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
@@ -223,7 +222,7 @@ class _LogSumExp(_Weighted):
 
     def _exponentials(self, x: Array, base: Array) -> Array:
         """e to the scores relative to a base for each row."""
-        own, behind = self.backend.of_own, self._behind(base)
+        own, behind = self.backend.tiles.of_own, self._behind(base)
         return own("exp", own("subtract", x, behind) if self.owned else x - behind)
 
     def _finite(self, m: Array) -> Array:
@@ -362,7 +361,7 @@ class _Softmax(_LogSumExp):
 
     def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
         w = self.weights(tile[0], stats)
-        slope, own = self._behind(cts[0]), self.backend.of_own
+        slope, own = self._behind(cts[0]), self.backend.tiles.of_own
         for v, g in zip(tile[1:], cts[1:], strict=True):
             slope = own("add", self._along(g, v), slope)
         values = [self._spread(w, g, v) for v, g in zip(tile[1:], cts[1:], strict=True)]
@@ -389,14 +388,14 @@ class _Take(Reduction):
 
     def lift(self, tile: Arrays) -> Arrays:
         x, at, index = tile
-        return [self.backend.taken(wide(self.backend, x), at, index)]
+        return [self.backend.tiles.taken(wide(self.backend, x), at, index)]
 
     def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
         return self.lift([moved[0], *tile[1:]])
 
     def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
         x, at, index = tile
-        return [self._like(self.backend.put(cts[0], at, index), x), None]
+        return [self._like(self.backend.tiles.put(cts[0], at, index), x), None]
 
 
 KINDS: dict[str, type[Reduction]] = {

@@ -399,5 +399,15 @@ def _mapped(linear: Any, backend: Any, x_axes: Entries, v_axes: Entries, size: i
 
 def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
     """`values` at the places where mask is true, None elsewhere."""
+    if len(values) == len(mask):
+        return list(values)
     left = iter(values)
     return [next(left) if m else None for m in mask]
+
+
+def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """xs with new entries at some places."""
+    full = list(xs)
+    for i, x in zip(places, new, strict=True):
+        full[i] = x
+    return full

@@ -116,7 +116,6 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _same(p: Any, q: Any) -> bool:
-    """Whether two parameters of operations are the same."""
     if p is q:
         return True
     if type(p) is not type(q):

@@ -16,7 +16,6 @@ from gradtools.jax.rules import apply_rule, attempt
 from gradtools.jax.stateful import checkpointed, explained, stateful
 from gradtools.jax.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap, is_inexact
-from gradtools.rules import Rule
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
@@ -29,7 +28,7 @@ class JaxBackend(Wing):
     programs never ask for, so that an import of gradtools stays light.
     """
 
-    name = "jax"
+    name, rooms = "jax", "gradtools.jax"
     hvp_mode = "forward_over_reverse"
     xp = jnp
 
@@ -53,9 +52,7 @@ class JaxBackend(Wing):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    key = staticmethod(arrays.key)
-    split = staticmethod(arrays.split)
-    fold_in = staticmethod(arrays.fold_in)
+    key, split = staticmethod(arrays.key), staticmethod(arrays.split)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
         """Weakly typed for a Python number; an integer stays what it is."""
@@ -109,9 +106,7 @@ class JaxBackend(Wing):
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         return LinearMap(run, native)
 
-    def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        return apply_rule(rule, *xs)
-
+    apply_rule = staticmethod(apply_rule)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
@@ -128,7 +123,9 @@ class JaxBackend(Wing):
         except jax.errors.TracerArrayConversionError:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), like)
             return jax.pure_callback(
-                lambda a: jax.tree.map(lambda y, s: np.asarray(y, s.dtype), f(_numpy(a)), shapes),
+                lambda a: jax.tree.map(
+                    lambda y, s: np.asarray(y, s.dtype), f(jax.tree.map(np.asarray, a)), shapes
+                ),
                 shapes,
                 args,
                 vmap_method="sequential",
@@ -173,13 +170,6 @@ class JaxBackend(Wing):
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 
-    explicit = Lazily("tiling")
-
-    def sharded_like(self, x: Array, other: Array) -> Array:
-        from gradtools.jax import shardings
-
-        return shardings.like(x, other) if any(shardings.entries(other)) else x
-
     frozen_uses = Lazily("freezing")
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
@@ -195,7 +185,3 @@ class JaxBackend(Wing):
             return run(leaves)  # JAX keeps no state that it could change
         with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
             return run(leaves)
-
-
-def _numpy(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)

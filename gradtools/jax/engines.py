@@ -90,7 +90,6 @@ def _pulled(outs: Sequence[Array], caller: str) -> Callable[..., list[Array]]:
 def jvp(
     fun: Fun, leaves: list[Array], tangents: list[Array]
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    """`(outs, extras, pushed)`."""
     _note_derivative()
     caller = getattr(fun, "caller", "jvp")
     _refuse_signs(fun, leaves)

@@ -19,8 +19,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradtools.jax._upstream import Literal
-from gradtools.jax.jaxprs import CALLS, RULED, Eqn, HeldJaxpr, Jaxpr, live, programs, scan_counts
+from gradtools.jax.jaxprs import (
+    CALLS,
+    RULED,
+    Eqn,
+    HeldJaxpr,
+    Jaxpr,
+    bound,
+    live,
+    programs,
+    read,
+    scan_counts,
+)
 from gradtools.jax.lifetimes import LIFE, remembered
 from gradtools.seeing import measures as costs
 
@@ -29,7 +39,6 @@ Runs = dict[Path, Any]
 
 
 def counted(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[Any]) -> Count:
-    """The operations of a program at these values."""
     runs: Runs = {}
     if any(True for _ in _sites(jaxpr, ())):
         result = jax.jit(lambda c, x: _interpreted(jaxpr, c, x, ())[1])
@@ -104,15 +113,11 @@ def _interpreted(
     env.update(zip(jaxpr.invars, args, strict=True))
     runs: Runs = {}
     for i, eqn in enumerate(jaxpr.eqns):
-        xs = [_read(env, v) for v in eqn.invars]
+        xs = [read(env, v) for v in eqn.invars]
         outs, inside = _ran(eqn, xs, (*path, i))
         runs.update(inside)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [_read(env, v) for v in jaxpr.outvars], runs
-
-
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return atom.val if isinstance(atom, Literal) else env[atom]
+    return [read(env, v) for v in jaxpr.outvars], runs
 
 
 def _ran(eqn: Eqn, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
@@ -127,12 +132,7 @@ def _ran(eqn: Eqn, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
         return _interpreted(result[0].jaxpr, result[0].consts, xs, (*path, 0))
     if name == "scan" and any(inside):
         return _ran_scan(eqn, result[0], xs, path)
-    return _bound(eqn, xs), {}
-
-
-def _bound(eqn: Eqn, xs: list[Any]) -> list[Any]:
-    result = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(result) if eqn.primitive.multiple_results else [result]
+    return bound(eqn, xs), {}
 
 
 def _ran_scan(eqn: Eqn, body: HeldJaxpr, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
@@ -273,57 +273,30 @@ def _trips(eqn: Eqn) -> int:
     return eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
 
 
+_OTHERS = """
+    rem max min abs sign floor ceil round nextafter exp exp2 expm1 log log1p logistic sqrt rsqrt
+    cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erf_inv
+    lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad
+    regularized_incomplete_beta bessel_i0e bessel_i1e mul_no_nan
+""".split()
 # Each gives one operation for each element, by what it is called in `costs.weight`.
 _ELEMENTWISE = {
     **dict.fromkeys(("add", "add_any"), "add"),
     **{name: name for name in ("sub", "mul", "div", "neg", "square")},
-    **dict.fromkeys(
-        (
-            *("rem", "max", "min", "abs", "sign", "floor", "ceil", "round", "nextafter"),
-            *("exp", "exp2", "expm1", "log", "log1p", "logistic", "sqrt", "rsqrt", "cbrt", "pow"),
-            *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-            *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
-            *("erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta"),
-            *(
-                "igamma",
-                "igammac",
-                "igamma_grad_a",
-                "random_gamma_grad",
-                "regularized_incomplete_beta",
-            ),
-            *("bessel_i0e", "bessel_i1e", "mul_no_nan"),
-        ),
-        "other",
-    ),
+    **dict.fromkeys(_OTHERS, "other"),
 }
-_REDUCTIONS = {
-    "reduce_sum": "sum",
-    "reduce_prod": "prod",
-    "reduce_max": "max",
-    "reduce_min": "max",
-    "cumsum": "sum",
-    "cumprod": "prod",
-    "cummax": "max",
-    "cummin": "max",
-}
-_FREE = {
-    *("reshape", "broadcast_in_dim", "transpose", "slice", "dynamic_slice", "squeeze", "rev"),
-    *(
-        "dynamic_update_slice",
-        "gather",
-        "scatter",
-        "concatenate",
-        "pad",
-        "select_n",
-        "copy",
-        "iota",
-    ),
-    *("convert_element_type", "reduce_precision", "bitcast_convert_type", "stop_gradient", "split"),
-    *("real", "imag", "complex", "conj", "sort", "top_k", "expand_dims", "empty"),
-    *("device_put", "optimization_barrier", "pvary", "pcast", "sharding_constraint", "reshard"),
-    *("layout_constraint", "name", "debug_callback", "tile", "unstack", "approx_top_k"),
-    *("broadcast", "rng_bit_generator", "random_unwrap", "random_wrap", "unvary", "axis_index"),
-}
+_REDUCTIONS = {"reduce_sum": "sum", "reduce_prod": "prod", "reduce_max": "max", "reduce_min": "max"}
+_REDUCTIONS |= {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "max"}
+_FREE = frozenset(
+    """
+    reshape broadcast_in_dim transpose slice dynamic_slice squeeze rev dynamic_update_slice
+    gather scatter concatenate pad select_n copy iota convert_element_type reduce_precision
+    bitcast_convert_type stop_gradient split real imag complex conj sort top_k expand_dims empty
+    device_put optimization_barrier pvary pcast sharding_constraint reshard layout_constraint
+    name debug_callback tile unstack approx_top_k broadcast rng_bit_generator random_unwrap
+    random_wrap unvary axis_index
+    """.split()
+)
 
 
 def _cost(eqn: Eqn) -> int | None:
@@ -402,10 +375,6 @@ def _power(eqn: Eqn) -> int:
     return out.size * costs.whole_power(eqn.params["y"], _complex(out))
 
 
-def _clamp(eqn: Eqn) -> int:
-    return 2 * eqn.outvars[0].aval.size
-
-
 def _one_minus_square(eqn: Eqn) -> int:
     out = eqn.outvars[0].aval
     return out.size * (costs.weight("mul", _complex(out)) + costs.weight("sub", _complex(out)))
@@ -436,7 +405,7 @@ _RULES: dict[str, Callable[[Eqn], int]] = {
     "select_and_scatter_add": lambda eqn: eqn.invars[0].aval.size,
     **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul", "scatter-mul"), _scattered),
     "integer_pow": _power,
-    "clamp": _clamp,
+    "clamp": lambda eqn: 2 * eqn.outvars[0].aval.size,
     "one_minus_square": _one_minus_square,
     "fft": _fft,
     "cholesky": partial(_by_matrix, costs.cholesky),

@@ -335,7 +335,6 @@ def _is_of_library(eqn: Eqn) -> bool:
 
 
 def _function(eqn: Eqn) -> str:
-    """The name of the function that an equation calls."""
     name = next(map(function_name, jaxprs.sub_jaxprs(eqn.params)), "")
     return name.lstrip("_") or eqn.primitive.name
 

@@ -63,13 +63,9 @@ def _outputs(jaxpr: Any, zero: Mask, consts: Mask = ()) -> list[bool]:
         return _is_zero(atom.val) if isinstance(atom, Literal) else env.get(atom, False)
 
     for eqn in jaxpr.eqns:
-        if not _has_refs(eqn):
+        if len(jaxprs.targets(eqn)) == len(eqn.outvars):  # it is given no references
             env.update(zip(eqn.outvars, _step(eqn, [read(v) for v in eqn.invars]), strict=True))
     return [read(v) for v in jaxpr.outvars]
-
-
-def _has_refs(eqn: Any) -> bool:
-    return len(jaxprs.targets(eqn)) != len(eqn.outvars)
 
 
 def _is_zero(value: Any) -> bool:
@@ -188,7 +184,6 @@ def _runs_kernel(closed: Any) -> bool:
 
 
 def _program(eqn: Any) -> Any:
-    """What a primitive of ours computes, as a jaxpr."""
     return getattr(eqn.primitive, "gradtools_program", lambda _: None)(eqn)
 
 

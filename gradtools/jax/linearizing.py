@@ -26,8 +26,8 @@ from gradtools.jax.checking import (
     would_lose,
 )
 from gradtools.jax.lifetimes import remembered
-from gradtools.jax.manual_axes import varies
 from gradtools.jax.primitives import READS_A_VALUE, LinearizedRule, Mask, in_words
+from gradtools.jax.shardings import varies
 from gradtools.jax.transposing import NOT_LINEAR, transpose_map
 from gradtools.jax.trees import conj, filled, likes_of, struct_of, without_none, zeros_of
 from gradtools.rules import Entries, Linearized, Rule, spread
@@ -42,7 +42,6 @@ def local_list(what: str) -> list[Any]:
 
 @contextmanager
 def pushed_on(stack: list[Any], entry: Any) -> Iterator[None]:
-    """Inside, the entry stands on the stack."""
     stack.append(entry)
     try:
         yield

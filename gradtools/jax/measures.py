@@ -22,6 +22,7 @@ from gradtools.jax._upstream import Literal
 from gradtools.jax.flops import bodies, counted, is_call
 from gradtools.jax.jaxprs import Jaxpr, live
 from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
 from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
 
@@ -33,7 +34,6 @@ _NO_JIT = (
 
 
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
-    """See ``gradtools.seeing.measures``."""
     program = _Compiled.of(f, args, kwargs)
     compiled = jax.jit(program.evaluated).lower(program.consts, program.leaves).compile()
     run = partial(compiled, program.consts, program.leaves)
@@ -98,9 +98,7 @@ class _Compiled:
             )
 
         def run(*xs: Any) -> list[Any]:
-            full = list(given)
-            for i, x in zip(places, xs, strict=True):
-                full[i] = x
+            full = replaced_at(given, places, xs)
             inner_args, inner_kwargs = jax.tree.unflatten(treedef, full)
             return [x for x in jax.tree.leaves(f(*inner_args, **inner_kwargs)) if _is_array(x)]
 
@@ -126,10 +124,7 @@ class _Compiled:
 
         def kept(*xs: Any) -> list[Any]:
             def outs(*moved: Any) -> list[Any]:
-                full = list(xs)
-                for i, x in zip(moving, moved, strict=True):
-                    full[i] = x
-                return [y for y in self.run(*full) if is_inexact(y)]
+                return [y for y in self.run(*replaced_at(xs, moving, moved)) if is_inexact(y)]
 
             ys, pull = jax.vjp(outs, *[xs[i] for i in moving])
             pull(ys)  # a loop that cannot be transposed says so now
@@ -142,7 +137,7 @@ class _Compiled:
             first = str(error).strip().partition("\n")[0]
             return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
         made = [var for origin, var in own.items() if not isinstance(origin, int)]
-        return sum(_nbytes(var.aval) for var in made), []
+        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in made), []
 
 
 def _origins(jaxpr: Jaxpr) -> list[Any]:
@@ -172,7 +167,3 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) or (
         isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
     )
-
-
-def _nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize

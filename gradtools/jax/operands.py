@@ -16,7 +16,6 @@ import numpy as np
 
 from gradtools.jax import jaxprs
 from gradtools.jax.jaxprs import Eqn
-from gradtools.jax.translating.tables import LOGIC, RELATIONS, SAME
 
 Attributes = dict[str, Any]
 
@@ -28,9 +27,12 @@ def name_of(eqn: Eqn) -> str:
         return "matmul" if _is_matmul(eqn) else "einsum"
     if name == "select_n" and not _is_choice(eqn):
         return "select"
+    if name == "fft":
+        kind = eqn.params["fft_type"]
+        return str(getattr(kind, "name", kind)).lower()
     if name in LOGIC and eqn.outvars[0].aval.dtype == np.bool_:
         return LOGIC[name]
-    return _NAMES.get(name) or SAME.get(name, name)
+    return _NAMES.get(name, name)
 
 
 def order_of(eqn: Eqn) -> tuple[int, ...]:
@@ -51,8 +53,9 @@ def attributes_of(eqn: Eqn) -> Attributes:
     name = eqn.primitive.name
     form = _FORMS.get(name)
     if form is not None:
-        result = form(eqn.params, eqn)
-    elif name in _NAMED:
+        told = form(eqn.params, eqn)
+        return {key: _plain(value) for key, value in told.items() if value is not None}
+    if name in _NAMED:
         result = {"name": eqn.params["name"]} if "name" in eqn.params else {}
     else:
         result = {key: value for key, value in eqn.params.items() if key not in _UNSAID}
@@ -179,13 +182,33 @@ def _pooled(p: Any, eqn: Eqn) -> Attributes:
     """Of the last axes, from the first on along which there is a window."""
     window, stride = _ints(p["window_dimensions"]), _ints(p["window_strides"])
     padding = tuple(_ints(pair) for pair in p["padding"])
-    along = zip(window, stride, padding, strict=True)
-    first = next((i for i, axis in enumerate(along) if axis != (1, 1, (0, 0))), 0)
+    dilation, inner = _ints(p["window_dilation"]), _ints(p["base_dilation"])
+    along = zip(window, stride, padding, dilation, inner, strict=True)
+    first = next((i for i, axis in enumerate(along) if axis != (1, 1, (0, 0), 1, 1)), 0)
     result: dict[str, Any] = {"window": window[first:], "stride": stride[first:]}
     result["padding"] = padding[first:]
-    none = ((0, 0),) * len(result["window"])
-    usual = {"stride": result["window"], "padding": none}
+    result |= {"dilation": dilation[first:], "input_dilation": inner[first:]}
+    ones, none = (1,) * len(result["window"]), ((0, 0),) * len(result["window"])
+    usual = {"stride": result["window"], "padding": none, "dilation": ones, "input_dilation": ones}
     return {key: value for key, value in result.items() if value != usual.get(key)}
+
+
+def _transformed(p: Any, eqn: Eqn) -> Attributes:
+    """Along the last axes; of the inverse to real numbers the length of the last."""
+    lengths, rank = _ints(p["fft_lengths"]), len(_shape(eqn.invars[0]))
+    axes = tuple(range(rank - len(lengths), rank))
+    return {"axes": axes, "length": lengths[-1] if name_of(eqn) == "irfft" else None}
+
+
+def _of_triangle(p: Any, eqn: Eqn) -> Attributes:
+    """What is not lower, from the left, and the matrix itself."""
+    return {
+        "lower": _unless(True, bool(p["lower"])),
+        "left": _unless(True, bool(p["left_side"])),
+        "unit": _unless(False, bool(p["unit_diagonal"])),
+        "transpose": _unless(False, bool(p["transpose_a"])),
+        "conjugate": _unless(False, bool(p["conjugate_a"])),
+    }
 
 
 def _gathered(p: Any, eqn: Eqn) -> Attributes:
@@ -233,6 +256,10 @@ def _bounds(mode: Any) -> str | None:
     return None if name in ("fill_or_drop", "promise_in_bounds", None) else str(name)
 
 
+RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+RELATIONS |= {"eq_to": "==", "lt_to": "<", "le_to": "<="}  # the total order of a sort
+LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
+_MOVES = ["copy", "copy_p", "device_put", "pvary", "pbroadcast", "gradtools_reverse_only"]
 _REDUCTIONS = ["reduce_sum", "reduce_prod", "reduce_max", "reduce_min"]
 _REDUCTIONS += ["reduce_and", "reduce_or", "reduce_xor"]
 _RUNNING = ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"]
@@ -242,7 +269,7 @@ _SCATTERS += [name.replace("-", "_") for name in _SCATTERS[1:]]
 _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     **dict.fromkeys(_REDUCTIONS, _reduced),
     **dict.fromkeys(("argmax", "argmin"), lambda p, e: {"axis": _ints(p["axes"])[0]}),
-    **dict.fromkeys(_RUNNING, lambda p, e: {"axis": p["axis"], "reverse": p["reverse"]}),
+    **dict.fromkeys(_RUNNING, lambda p, e: {"axis": p["axis"], "reverse": p["reverse"] or None}),
     **dict.fromkeys(_WINDOWS, _pooled),
     **dict.fromkeys(_SCATTERS, _scattered),
     **dict.fromkeys(RELATIONS, lambda p, e: {"relation": RELATIONS[e.primitive.name]}),
@@ -261,14 +288,30 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
     "iota": lambda p, e: {"axis": p["dimension"]},
     "integer_pow": lambda p, e: {},
-    "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"]},
+    "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"] or None},
+    "top_k": lambda p, e: {"k": p["k"], "axis": p["axis"] % len(_shape(e.invars[0]))},
+    "round": lambda p, e: {
+        "rounding_method": _unless("to_nearest_even", _plain(p["rounding_method"]))
+    },
+    "fft": _transformed,
+    "triangular_solve": _of_triangle,
+    **dict.fromkeys(_MOVES, lambda p, e: {}),
 }
 # What is said of these is their name alone; of a composite its own attributes, too.
 _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
 # Where an array lies and how precisely it may be computed; what a program inside is called by.
 _UNSAID = frozenset(
     ["accuracy", "sharding", "out_sharding", "out_dtype", "preferred_element_type", "precision"]
-    + ["weak_type", "dimensions", "index_dtype", "rule", "linear", "unroll", "debug_info"]
+    + [
+        "weak_type",
+        "dimensions",
+        "input_dtype",
+        "index_dtype",
+        "rule",
+        "linear",
+        "unroll",
+        "debug_info",
+    ]
     + ["in_tree", "out_tree", "ctx_mesh", "inline", "keep_unused", "update_consts"]
     + ["indices_are_sorted", "unique_indices", "is_stable", "_split_transpose", "backend"]
     + ["num_consts", "num_carry", "cond_nconsts", "body_nconsts", "symbolic_zeros"]
@@ -277,9 +320,25 @@ _UNSAID = frozenset(
 _NAMES = {
     native: line.split()[0]
     for line in """
+        identity        copy copy_p pvary pbroadcast device_put gradtools_reverse_only
+        stop            stop_gradient
+        negate          neg
+        arcsin          asin
+        arccos          acos
+        arctan          atan
+        arcsinh         asinh
+        arccosh         acosh
+        arctanh         atanh
+        sigmoid         logistic
+        erfinv          erf_inv
         add             add_any
+        subtract        sub
+        multiply        mul
+        power           pow integer_pow
+        maximum         max
+        minimum         min
+        arctan2         atan2
         divide          div
-        power           integer_pow
         fmod            rem
         clip            clamp
         where           select_n
@@ -289,6 +348,8 @@ _NAMES = {
         max             reduce_max pmax
         min             reduce_min pmin
         max_pool        reduce_window_max
+        min_pool        reduce_window_min
+        unbind          unstack
         all             reduce_and
         any             reduce_or
         compare         eq ne lt le gt ge eq_to lt_to le_to
@@ -308,5 +369,4 @@ _NAMES = {
     """.strip().splitlines()
     for native in line.split()[1:]
 }
-
 __all__ = ["attributes_of", "exponent_of", "name_of", "order_of", "subscripts"]

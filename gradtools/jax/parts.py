@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import jax
@@ -78,12 +79,7 @@ def module_kinds() -> tuple[type, ...]:
     return tuple([*result, nnx.Pytree] if nnx is not None else result)
 
 
-def _is_a(kinds: tuple[type, ...]) -> Callable[[Any], bool]:
-    return lambda x: isinstance(x, kinds)
-
-
 def _modules(kinds: tuple[type, ...], tree: Any) -> list[Any]:
-    """The outermost modules in a tree."""
     if isinstance(tree, jax.Array):
         return []
     return [x for x in _flattened(kinds, tree)[0] if isinstance(x, kinds)]
@@ -91,7 +87,7 @@ def _modules(kinds: tuple[type, ...], tree: Any) -> list[Any]:
 
 def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
     """The leaves, modules among them, and the structure."""
-    is_module = _is_a(kinds)
+    is_module = lambda x: isinstance(x, kinds)
     containers = Containers(
         partial(jax.tree.flatten, is_leaf=is_module),
         jax.tree.unflatten,
@@ -137,7 +133,6 @@ class Opened:
         self.args = [self._parted(x) if i in argnums else x for i, x in enumerate(args)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """f at modules of these parts."""
         graphs = self._graphs
         rests, args = self._rests, tuple(args)
         if graphs is None:
@@ -270,11 +265,9 @@ class _Graphs:
         return len({id(x) for x in moving}) < len(moving)
 
     def has(self, x: Any) -> bool:
-        """Whether x is one of the modules."""
         return id(x) in self._numbers
 
     def number(self, x: Any) -> int:
-        """Which of the modules x is."""
         return self._numbers[id(x)]
 
     def merged(self, states: dict[int, Any]) -> dict[int, Any]:
@@ -296,14 +289,13 @@ class _Graphs:
                 continue
             leaves, form = jax.tree.flatten(now)
             before = jax.tree.leaves(self._known[path])
-            if len(leaves) != len(before) or any(map(_differ, leaves, before)):
+            if len(leaves) != len(before) or any(map(is_not, leaves, before)):
                 paths.append(path)
                 forms.append(form)
                 result += leaves
         return paths, forms, result
 
     def write(self, paths: list[Any], forms: list[Any], leaves: list[Array]) -> None:
-        """Gives the caller's modules what changed."""
         left = iter(leaves)
         new = [
             (path, jax.tree.unflatten(form, [next(left) for _ in range(form.num_leaves)]))
@@ -321,7 +313,3 @@ class _Graphs:
                         "the differentiated arguments, so that its gradient belongs to both. Pass "
                         "the modules in one argument, as a tuple or a dict."
                     )
-
-
-def _differ(a: Any, b: Any) -> bool:
-    return a is not b

@@ -77,7 +77,6 @@ def is_own(jaxpr: Any) -> bool | None:
 
 
 def is_gradtools(jaxpr: Any) -> bool:
-    """Whether the function behind a jaxpr is gradtools'."""
     return is_ours(file_of(jaxpr))
 
 

@@ -20,7 +20,7 @@ from gradtools.errors import refusal
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Primitive, prints_as
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, recalled, remembered
-from gradtools.jax.manual_axes import varies, with_varying_tangent
+from gradtools.jax.shardings import varies, with_varying_tangent
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Linearized, Rule, spread
 

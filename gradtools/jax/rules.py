@@ -44,7 +44,6 @@ from gradtools.jax.lifting import (
     lift_value,
 )
 from gradtools.jax.linearizing import evaluated_now, linearized_rule, local_list, plain_maps
-from gradtools.jax.manual_axes import varies, varying, varying_alike
 from gradtools.jax.primitives import (
     LinearizedRule,
     Mask,
@@ -64,6 +63,7 @@ from gradtools.jax.primitives import (
     value_p,
     without_the_rest,
 )
+from gradtools.jax.shardings import varies, varying, varying_alike
 from gradtools.jax.trees import (
     all_known,
     conj,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -78,7 +79,7 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
     if owner is None:
         return _trace(run, leaves)
     known, traced = _traces.get(owner, ([], None))
-    if traced is None or len(known) != len(leaves) or not all(map(_is, known, leaves)):
+    if traced is None or len(known) != len(leaves) or not all(map(is_, known, leaves)):
         traced = _trace(run, leaves)
         _traces[owner] = list(leaves), traced
     return traced
@@ -99,10 +100,6 @@ def graph_once(traced: Traced) -> PlainGraph:
 
 
 _graphs: WeakKeyDictionary[Traced, PlainGraph] = WeakKeyDictionary()
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
 
 
 def _trace(run: Run, leaves: Sequence[Any]) -> Traced:

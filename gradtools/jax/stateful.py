@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from gradtools.errors import GradtoolsError, said_by
 from gradtools.jax import jaxprs, tracing
 from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.alike import derived
+from gradtools.lines import names_in
 
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
@@ -172,7 +173,7 @@ class Stateful:
         copies = {id(old): new for old, new in zip(self._own, own, strict=True)}
         with self.explained():
             self.nnx.update(given, of_given)
-            out = _with_copies(self.f, copies)(*args, **kwargs)
+            out = _Copies(copies).of(self.f)(*args, **kwargs)
         result = self._kept(self._state(own), 0), self._kept(self._state(given), 1)
         self.after = jax.tree.leaves(result)
         pairs = zip(self.changed, self.after, self.now, strict=True)
@@ -180,7 +181,6 @@ class Stateful:
         return out
 
     def write(self, leaves: Sequence[Array]) -> None:
-        """Gives the caller's modules what changed."""
         if not any(self.changed):
             return
         numbered = jax.tree.unflatten(self._treedef, list(range(len(leaves))))
@@ -204,7 +204,6 @@ class Stateful:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """flax's refusal in our words."""
         with explained(self.caller):
             yield
 
@@ -274,17 +273,7 @@ def _cells(f: FunctionType) -> dict[str, Any]:
 
 def _named(f: FunctionType) -> dict[str, Any]:
     """The globals that a function and the functions in it name."""
-    todo, names = [f.__code__], set[str]()
-    while todo:
-        code = todo.pop()
-        names.update(code.co_names)
-        todo += [c for c in code.co_consts if isinstance(c, CodeType)]
-    return {name: f.__globals__[name] for name in names if name in f.__globals__}
-
-
-def _with_copies(x: Any, copies: dict[int, Any]) -> Any:
-    """A function or container in which copies stand in the modules' place."""
-    return _Copies(copies).of(x)
+    return {name: f.__globals__[name] for name in names_in(f.__code__) if name in f.__globals__}
 
 
 class _Copies:

@@ -24,6 +24,7 @@ import numpy as np
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal
 from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
 from gradtools.seeing.flow import links_of
 from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph
 
@@ -95,10 +96,7 @@ class _Pull:
 
 def _at_once(op: _Pull, arrays: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
     def fun(*moving: Any) -> list[Any]:
-        full = list(arrays)
-        for i, x in zip(op.wanted, moving, strict=True):
-            full[i] = x
-        outs = op.apply(full)
+        outs = op.apply(replaced_at(arrays, op.wanted, moving))
         return [outs[k] for k in op.given]
 
     result: Sequence[Any] = jax.vjp(fun, *[arrays[i] for i in op.wanted])[1](cts)
@@ -116,11 +114,9 @@ class Tape:
     _count: int = 0
 
     def run(self, closed: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
-        """The results of a jaxpr for these arguments."""
         return self._jaxpr(closed.jaxpr, graph, [*map(Moving, closed.consts), *args])
 
     def moving(self, array: Any, leaves: int) -> Moving:
-        """An array with a number, if it can carry a derivative; a reference carries none here."""
         if not leaves or not is_inexact(array) or isinstance(array, jax.Ref):
             return Moving(array)
         self._count += 1
@@ -141,7 +137,7 @@ class Tape:
     def _operation(
         self, eqn: Any, node: Node, operands: Sequence[Moving], links: Links
     ) -> list[Moving]:
-        apply = partial(_bind, eqn)
+        apply = partial(jaxprs.bound, eqn)
         leaves = [_leaves(row, operands) for row in links]
         return self._step(apply, operands, leaves, node, key=_key(eqn), context=eqn.ctx)
 
@@ -229,12 +225,6 @@ def _read(env: dict[Any, Moving], atom: Any) -> Moving:
         return env[atom]
     aval: Any = atom.aval
     return Moving(np.asarray(atom.val, aval.dtype))
-
-
-def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    with eqn.ctx.manager:
-        outs = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
-    return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
 def _key(eqn: Any) -> Hashable:

@@ -103,10 +103,6 @@ def _union(mask: int, bits: Sequence[int]) -> int:
     return total
 
 
-def _units(eqn: Eqn) -> list[int]:
-    return [1 << i for i in range(len(eqn.invars))]
-
-
 def _any(bits: Sequence[int]) -> int:
     total = 0
     for item in bits:
@@ -181,7 +177,7 @@ def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
         keys = (1 << eqn.params["num_keys"]) - 1 if raw else 0
         return [1 << i | keys for i in range(len(eqn.invars))]
     if name in ONE_TO_ONE and len(eqn.invars) == len(eqn.outvars):
-        return _units(eqn)
+        return [1 << i for i in range(len(eqn.invars))]
     return None
 
 
@@ -295,7 +291,6 @@ class _CutOutside(Flow):
         self.made = made
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-        """As there, and inside of these equations any flow."""
         return self.uncut.step(eqn, bits) if self.made(eqn) else super().step(eqn, bits)
 
 

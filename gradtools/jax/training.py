@@ -156,7 +156,11 @@ def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(tx.update(ones, state, part)[0])
     moved = {id(x): _moves(u) for x, u in zip(leaves, updates, strict=True)}
-    raw = {id(x) for x, u in zip(leaves, updates, strict=True) if moved[id(x)] and _is_one(u)}
+    raw = {
+        id(x)
+        for x, u in zip(leaves, updates, strict=True)
+        if moved[id(x)] and bool(jnp.all(u == 1))
+    }
     if not any(moved.values()):  # a schedule that starts at zero
         return Optimised(lambda one: None)
     as_is = raw if len(raw) < len(leaves) else set()
@@ -172,10 +176,6 @@ def _probed(tx: Any, state: Any, part: Any) -> Optimised:
 
 def _moves(update: Any) -> bool:
     return update is not None and hasattr(update, "dtype") and bool(jnp.any(update != 0))
-
-
-def _is_one(update: Any) -> bool:
-    return bool(jnp.all(update == 1))
 
 
 def _strangers(state: Any, expected: Any) -> list[tuple[str, str]]:

@@ -12,8 +12,8 @@ import numpy as np
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.jax import tracing
 from gradtools.jax.checking import check_linear
-from gradtools.jax.manual_axes import varies, varying
 from gradtools.jax.primitives import READS_A_VALUE, primal_p
+from gradtools.jax.shardings import varies, varying
 from gradtools.jax.trees import conj, struct_of, without_none, zeros_of
 from gradtools.rules import Rule
 

@@ -28,6 +28,7 @@ from gradtools.jax import jaxprs
 from gradtools.jax.seeing import Traced, graph_once, trace
 from gradtools.jax.tape import Moving, Tape, TapeStep
 from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
 from gradtools.seeing import extremes
 from gradtools.seeing.flow import joined
 from gradtools.seeing.recording import Run, Vanished
@@ -102,7 +103,9 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
         if noise := _noise(tape.steps, ys, args, grads):
             result = _without_noise(result, ys, [args[k] for k in noise])
         result.extremes = _extremes(result, args, ys, {k: grads[k] for k in grads.keys() - noise})
-        if _holds_references(closed):  # what goes through one is on no tape
+        if jaxprs.uses_primitive(
+            closed, lambda e: jaxprs.targets(e) != list(e.outvars)
+        ):  # what goes through one is on no tape
             result.reached |= _reached_at_once(closed, leaves)
         else:
             result.reached |= _not_connected(args, outs)
@@ -213,7 +216,6 @@ def _noise(
     args: Sequence[Moving],
     grads: Mapping[int, Any],
 ) -> set[int]:
-    """The leaves, by position, whose gradients are rounding noise."""
     left = set(grads)
     for draw in range(extremes.DRAWS):
         if left:
@@ -223,7 +225,6 @@ def _noise(
 
 
 def _without_noise(found: _Returned, outs: Sequence[Moving], leaves: Sequence[Moving]) -> _Returned:
-    """The same, where noise counts as zero."""
     steps, plain, other = found.steps, _Kept(), _Kept()
     _Back(_Returned(steps), outs, plain)
     _Back(_Returned(steps), outs, other, draw=0)
@@ -373,18 +374,12 @@ def _numbers(xs: Mapping[int, Moving]) -> list[int]:
 # --- references --------------------------------------------------------------------------
 
 
-def _holds_references(closed: Any) -> bool:
-    return jaxprs.uses_primitive(closed, lambda eqn: jaxprs.targets(eqn) != list(eqn.outvars))
-
-
 def _reached_at_once(closed: Any, leaves: Sequence[Any]) -> int:
     """The leaves that have a gradient, by JAX's own reverse mode of the whole program."""
     inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
 
     def fun(*xs: Any) -> list[Any]:
-        full = list(leaves)
-        for i, x in zip(inexact, xs, strict=True):
-            full[i] = x
+        full = replaced_at(leaves, inexact, xs)
         outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *full)
         return [y for y in outs if is_inexact(y)]
 

@@ -28,7 +28,7 @@ from gradtools.jax._upstream import Literal
 from gradtools.jax.translating import calls
 from gradtools.jax.translating.folding import folded, is_foldable
 from gradtools.jax.translating.indexing import INDEXING
-from gradtools.jax.translating.tables import TABLE
+from gradtools.jax.translating.tables import TABLE, as_said
 from gradtools.jax.translating.writing import Entry, Known, Writer
 from gradtools.seeing.formula.recorded import Recorded
 from gradtools.seeing.program import LeafProgram
@@ -108,7 +108,10 @@ class _JaxprTranslator(Writer):
 
     def _translated(self, eqn: Any, xs: list[int]) -> list[int]:
         translation = _LEAVES.get(eqn.primitive.name)
-        result = translation(self, eqn.params, *xs) if translation else None
+        if translation is None:
+            result = as_said(self, eqn, xs)
+        else:
+            result = translation(self, eqn.params, *xs)
         if result is None:
             return self.marked(eqn, calls.native_name(eqn), xs)
         return list(result) if isinstance(result, (list, tuple)) else [result]

@@ -28,24 +28,18 @@ ARRANGING = frozenset(
     | {"identity", "copy", "call", "optimization_barrier", "constant", "iota"}
 )
 NAMES = {
-    "dot_general": "matmul",
-    "einsum": "matmul",
-    "linear": "matmul",
-    "addmm": "matmul",
-    "relu": "maximum",
-    "square": "power",
-    "cube": "power",
-    "select": "where",
-    "stop_gradient": "stop",
-    "embedding": "index",
-    "take": "index",
-    "gather": "index",
-    "slice": "index",
-    "take_along": "index",
-    "scatter_add": "scatter",
-    "scatter_along": "scatter",
-    "dynamic_slice": "index",
-    "conv_general_dilated": "convolution",
+    name: common
+    for common, names in {
+        "matmul": "dot_general einsum linear addmm",
+        "maximum": "relu",
+        "power": "square cube",
+        "where": "select",
+        "stop": "stop_gradient",
+        "index": "embedding take gather slice take_along dynamic_slice",
+        "scatter": "scatter_add scatter_along",
+        "convolution": "conv_general_dilated",
+    }.items()
+    for name in names.split()
 }
 _MEAN = "sum divide multiply"
 _NORM = f"mean variance {_MEAN} subtract power add rsqrt sqrt reciprocal maximum stop compare where"
@@ -466,21 +460,3 @@ def forward_alone(graph: PlainGraph) -> PlainGraph:
     return replace(
         graph, nodes=tuple(nodes), inputs=inputs, outputs=tuple(outputs), captured=captured
     )
-
-
-def share(alignment: Alignment) -> float:
-    """How much of both programs is paired, from 0 to 1."""
-    total = len(alignment.first) + len(alignment.second)
-    paired = sum(len(one) + len(two) for one, two in alignment.pairs)
-    return paired / total if total else 1.0
-
-
-__all__ = [
-    "Alignment",
-    "AlignedStep",
-    "aligned",
-    "common_name",
-    "forward_alone",
-    "share",
-    "steps_of",
-]

@@ -12,7 +12,7 @@ import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gradtools.seeing.outline import Block, Box, value_text
+from gradtools.seeing.outline import Block, Box
 
 TITLE, LINE = 13.0, 11.0
 _ADVANCE = 0.615  # of a letter, in units of its size: DejaVu Sans Mono has 0.602
@@ -127,16 +127,3 @@ def shown(text: str) -> str:
         letter if unicodedata.category(letter) not in ("Cc", "Cs", "Cf", "Co", "Cn") else "·"
         for letter in text
     )
-
-
-__all__ = [
-    "Card",
-    "Row",
-    "broken",
-    "card_of",
-    "short",
-    "shown",
-    "size_of",
-    "text_width",
-    "value_text",
-]

@@ -107,7 +107,6 @@ def _box(flat: FlatGraph, unit: Unit, letters: Letters) -> Box:
     lines += [f"and {len(unit.outputs) - 2} more"] if len(unit.outputs) > 2 else []
     return Box(
         *(unit.key, unit.kind, node.operation, tuple(lines), node.phase, mark_text(node), alert),
-        node=unit.position,
         tint=unit.note[0],
         note=unit.note[1],
         hint=_hint(node),

@@ -203,20 +203,7 @@ class GraphDifference:
 
 
 def graph_diff(a: Any, b: Any, names: tuple[str, str] = ("first", "second")) -> GraphDifference:
-    """Two graphs aligned, with what differs.
-
-    Args:
-        a: A `Graph`, such as `gradient_graph` of a model in one framework.
-        b: Another, such as that of the same model in the other framework.
-        names: What they are called.
-
-    Returns:
-        A `GraphDifference`: false where nothing differs. ``str()`` lists what does, ``to_svg()``
-        and ``to_html()`` draw both beside each other; ``matched, changed, only_a, only_b`` hold it.
-
-    Raises:
-        GradtoolsError: a or b is no `Graph`.
-    """
+    """Two graphs aligned, with what differs; what `gt.graph_diff` returns."""
     for name, graph in (("a", a), ("b", b)):
         if not isinstance(graph, PlainGraph):
             raise GradtoolsError(
@@ -408,6 +395,3 @@ def _shifted(block: Block, shift: int) -> Block:
 def _moved(arrow: Arrow, shift: int, values: int) -> Arrow:
     moved = frozenset(value + values for value in arrow.values)
     return replace(arrow, source=arrow.source + shift, target=arrow.target + shift, values=moved)
-
-
-__all__ = ["Change", "GraphDifference", "graph_diff"]

@@ -288,6 +288,3 @@ def _in_turn(graph: PlainGraph, values: Sequence[int]) -> list[int]:
     for node in graph.nodes:
         read.update(dict.fromkeys(v for v in node.inputs if v in wanted))
     return [*read, *(v for v in wanted if v not in read)]
-
-
-__all__ = ["ELSE", "GraphPair"]

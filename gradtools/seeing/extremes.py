@@ -91,6 +91,3 @@ def is_noise(gradient: float, change: float, eps: float) -> bool:
             alone come to a quarter.
     """
     return 0 < gradient < math.inf and change >= gradient * (1.0 if eps > _HALF else 0.125)
-
-
-__all__ = ["DRAWS", "Handed", "extreme", "is_noise", "places", "shaken"]

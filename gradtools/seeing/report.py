@@ -50,10 +50,7 @@ class DependenceTable:
         return display.table(self._rows())
 
     def __str__(self) -> str:
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join(lines)
+        return "\n".join(display.aligned(self._rows()))
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing import numeric, tolerances
+from gradtools.testing.flat import Arrays
 from gradtools.testing.patterns import ArrayPair
 from gradtools.testing.precision import at_precision
 from gradtools.testing.probe import (
     FIRST,
     MODES,
     SECOND,
-    Arrays,
     Probe,
     backend_name,
     inner,

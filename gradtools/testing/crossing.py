@@ -15,6 +15,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
+from gradtools.testing.flat import Arrays
 from gradtools.testing.pairing import Pairing, pair_parameters
 from gradtools.testing.probe import no_such_mode
 from gradtools.testing.report import (
@@ -26,7 +27,7 @@ from gradtools.testing.report import (
     mismatch,
     widened,
 )
-from gradtools.testing.sides import Arrays, Inputs, Output, Side, is_inexact, narrowed
+from gradtools.testing.sides import Inputs, Output, Side, is_inexact, narrowed
 
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 ROUNDING = 64  # differences below this many epsilons of the largest number are looked at twice
@@ -79,7 +80,8 @@ class CrossCheck:
         self.sides = (first, second)
         self.inputs, self.seed, self.tolerance = inputs, seed, tolerance
         self.pairing: Pairing = pair_parameters(first, second, mapping)
-        self.programs = [side.bind(inputs, kwargs) for side in self.sides]
+        for side in self.sides:
+            side.bind(inputs, kwargs)
         moving = list(inputs.moving.values())
         self.leaves: list[Arrays] = [[*s.free_params.values(), *moving] for s in self.sides]
         self.paths = [*self.pairing.paths, *inputs.moving]
@@ -162,8 +164,8 @@ class CrossCheck:
             ),
         ]
         for mode in MODES if order == 2 else ():
-            ask = lambda k, x, mode=mode: self.sides[k].hessian_product(
-                self.programs[k], x, twice[k], self._in_order(k, self.weights), mode
+            ask = lambda k, x, mode=mode: self.sides[k].product(
+                mode, x, twice[k], self._in_order(k, self.weights)
             )
             probes.append(Quantity(f"hvp, {mode.replace('_', ' ')}", 2, ask, self.paths))
         for probe in probes:
@@ -313,7 +315,7 @@ class CrossCheck:
     def value(self, k: int, leaves: Arrays) -> Output:
         """One side's output; an exception says which side it came from."""
         try:
-            return self.sides[k].value(self.programs[k], leaves)
+            return self.sides[k].value(leaves)
         except Exception as error:
             error.add_note(f"cross_check: raised by the {self.sides[k].name} program.")
             held = {x.dtype.name for x in self.sides[k].params.values()}
@@ -330,10 +332,10 @@ class CrossCheck:
         return [named.get(path) for path in paths]
 
     def _pullback(self, k: int, leaves: Arrays, cts: Arrays) -> Found:
-        return self.sides[k].pullback(self.programs[k], leaves, self._in_order(k, cts))
+        return self.sides[k].pullback(leaves, self._in_order(k, cts))
 
     def _pushforward(self, k: int, leaves: Arrays, tangents: Arrays) -> Arrays:
-        pushed = self.sides[k].pushforward(self.programs[k], leaves, tangents)
+        pushed = self.sides[k].forward(leaves, tangents)
         own = list(self.outputs[k].inexact())
         return [pushed[own.index(path)] for path in self.out_paths]
 
@@ -363,7 +365,7 @@ class CrossCheck:
     def operations(self, k: int) -> set[str] | None:
         """The names of the operations in one side's program, None if it cannot be traced."""
         try:
-            return self.sides[k].operations(self.programs[k], self.leaves[k])
+            return self.sides[k].operations(self.leaves[k])
         except Exception:
             return None
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gradtools.testing.crossing import Answer, CrossCheck, Found
+from gradtools.testing.flat import Arrays
 from gradtools.testing.report import widened
-from gradtools.testing.sides import Arrays
 
 Pairs = list[tuple[float, float]]  # a directional derivative, and its finite difference
 

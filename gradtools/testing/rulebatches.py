@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from gradtools.testing.checks import DerivativeCheck
-from gradtools.testing.probe import Arrays, Probe, wide
+from gradtools.testing.flat import Arrays
+from gradtools.testing.probe import Probe, wide
 
 _POINTS = 1.0, 1.0625, 0.9375  # near enough to be in f's domain
 _CAUSE = "the examples of a batch are mixed, or its axes are taken for an example's"
@@ -46,7 +47,7 @@ def _compare(
     run: Callable[..., Any],
     moved: Arrays,
 ) -> None:
-    array, numpy = probe.gt.asarray, probe._numpy
+    array, numpy = probe.array, probe.numpy
     extra = tuple([array(m) for m in moved])
     try:
         single = [numpy(run(tuple([array(x) for x in xs]), extra)) for xs in points]

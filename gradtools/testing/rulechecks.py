@@ -209,10 +209,8 @@ class RuleCheck:
     def _residuals(self) -> None:
         """Each residual's derivative against its own values."""
         residuals = lambda *args: self._fwd(*args)[1]
-        result = residuals(
-            *self._rebuilt(self.values._arrays(self.values.leaves, self.values.leaves))
-        )
-        if not any(map(self.values._differentiable, self.waist.flatten(result)[0])):
+        result = residuals(*self.values.rebuilt(self._moving()))
+        if not any(map(self.values.differentiable, self.waist.flatten(result)[0])):
             return  # nothing that has a derivative
         probe = Probe(ASKED, residuals, self.args, self.backend)
         check = DerivativeCheck(probe, None, seed=self.seed)
@@ -301,13 +299,13 @@ class RuleCheck:
 
     def _cotangents(self, moving: Sequence[Any], vs: list[Any]) -> list[Any]:
         """bwd's entries for the differentiable leaves, checked; zeros for None."""
-        args = self._rebuilt(moving)
+        args = self.values.rebuilt(moving)
         return self._pulled(args, *self._fwd(*args), vs)
 
     def _pulled(self, args: tuple[Any, ...], out: Any, residuals: Any, vs: list[Any]) -> list[Any]:
         leaves, tree = self.waist.flatten(out)
         left = iter(vs)
-        full = [next(left) if self.values._differentiable(y) else None for y in leaves]
+        full = [next(left) if self.values.differentiable(y) else None for y in leaves]
         assert self.rule.bwd is not None
         static = [args[i] for i in self.rule.static]
         result = self.rule.bwd(*static, residuals, self.waist.unflatten(tree, full))
@@ -331,7 +329,7 @@ class RuleCheck:
         """The cotangents of the differentiable leaves of argument i."""
         leaves = self.waist.flatten(arg)[0]
         given = [None] * len(leaves) if entry is None else self.waist.flatten(entry)[0]
-        moving = [k for k, x in enumerate(leaves) if self.values._differentiable(x)]
+        moving = [k for k, x in enumerate(leaves) if self.values.differentiable(x)]
         if len(given) != len(leaves):
             given = self._without_integers(i, given, leaves, moving)
         result: list[Any] = []
@@ -364,12 +362,12 @@ class RuleCheck:
         return full
 
     def _tangents(self, moving: Sequence[Any], us: list[np.ndarray]) -> list[Any]:
-        return self._pushed(self._rebuilt(moving), us)
+        return self._pushed(self.values.rebuilt(moving), us)
 
     def _pushed(self, args: tuple[Any, ...], us: list[np.ndarray]) -> list[Any]:
         out, pushed = self._jvp(args, us)
         likes = self.waist.flatten(out)[0]
-        kept = [y for y in likes if self.values._differentiable(y)]
+        kept = [y for y in likes if self.values.differentiable(y)]
         self.none_pushed = pushed is None
         if pushed is None:
             return [self.waist.zeros_like(y) for y in kept]
@@ -380,7 +378,7 @@ class RuleCheck:
             )
         if len(given) == len(likes):
             pairs = zip(likes, given, strict=True)
-            given = [t for y, t in pairs if self.values._differentiable(y)]
+            given = [t for y, t in pairs if self.values.differentiable(y)]
         pairs = zip(self.values.out_paths, kept, given, strict=True)
         return [self._like_output(path, y, t) for path, y, t in pairs]
 
@@ -400,11 +398,11 @@ class RuleCheck:
     def _jvp(self, args: tuple[Any, ...], us: list[np.ndarray]) -> tuple[Any, Any]:
         assert self.rule.jvp is not None
         free = [a for i, a in enumerate(args) if i not in self.rule.static]
-        left = iter(self.values._arrays(us, self.values.leaves))
+        left = iter(self.values.arrays(us))
         tangents = []
         for a in free:
             leaves, tree = self.waist.flatten(a)
-            moved = [next(left) if self.values._differentiable(x) else None for x in leaves]
+            moved = [next(left) if self.values.differentiable(x) else None for x in leaves]
             none = not any(m is not None for m in moved)
             tangents.append(None if none else self.waist.unflatten(tree, moved))
         static = [args[i] for i in self.rule.static]
@@ -416,23 +414,17 @@ class RuleCheck:
         return result
 
     def _pull(self, vs: list[np.ndarray]) -> list[np.ndarray]:
-        cts = list(self.values._arrays(vs, self.values.out))
-        return self.values._numpy(self._cotangents(self._moving(), cts))
+        cts = list(self.values.arrays(vs))
+        return self.values.numpy(self._cotangents(self._moving(), cts))
 
     def _push(self, us: list[np.ndarray]) -> list[np.ndarray]:
-        return self.values._numpy(self._tangents(self._moving(), us))
+        return self.values.numpy(self._tangents(self._moving(), us))
 
     def _moving(self) -> Sequence[Any]:
-        return self.values._arrays(self.values.leaves, self.values.leaves)
+        return self.values.arrays(self.values.leaves)
 
     def _vs_arrays(self) -> list[Any]:
-        return list(self.values._arrays(self.check.vs, self.values.out))
+        return list(self.values.arrays(self.check.vs))
 
     def _zeros(self) -> list[np.ndarray]:
         return [np.zeros_like(x) for x in self.values.leaves]
-
-    def _rebuilt(self, moving: Sequence[Any]) -> tuple[Any, ...]:
-        full = list(self.values._all)
-        for i, x in zip(self.values._moving, moving, strict=True):
-            full[i] = x
-        return self.waist.unflatten(self.values._tree, full)

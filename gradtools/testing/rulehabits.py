@@ -36,34 +36,34 @@ class Habits:
 
     def _reverse(self) -> None:
         of = self.of
-        args, cts = of._rebuilt(of._moving()), of._vs_arrays()
+        args, cts = of.values.rebuilt(of._moving()), of._vs_arrays()
         given = self._copies(args)
         out, residuals = of._fwd(*args)
         self._unchanged("fwd", "argument ", args, given)
         saved, came = self._copies(residuals), self._copies(cts)
-        pull = lambda: of.values._numpy(of._pulled(args, out, residuals, cts))
+        pull = lambda: of.values.numpy(of._pulled(args, out, residuals, cts))
         first = pull()
         self._unchanged("bwd", "the cotangent of output", cts, came)
         self._unchanged("bwd", "the residual ", residuals, saved)
         self._alike(first, pull(), "bwd", of.values.paths, _DRAWN.format("bwd"))
         try:
-            of._fwd(*of._rebuilt(self._elsewhere()))
+            of._fwd(*of.values.rebuilt(self._elsewhere()))
         except Exception:  # it leaves f's domain: no other point, and nothing to be told
             return
         self._alike(first, pull(), "bwd", of.values.paths, _STALE)
 
     def _forward(self) -> None:
         of = self.of
-        args = of._rebuilt(of._moving())
+        args = of.values.rebuilt(of._moving())
         given, us = self._copies(args), of.check._everywhere().us
-        push = lambda: of.values._numpy(of._pushed(args, us))
+        push = lambda: of.values.numpy(of._pushed(args, us))
         first = push()
         self._unchanged("jvp", "argument ", args, given)
         self._alike(first, push(), "jvp", of.values.out_paths, _DRAWN.format("jvp"))
 
     def _elsewhere(self) -> Sequence[Any]:
         leaves = self.of.values.leaves
-        return self.of.values._arrays([(x * _BESIDE).astype(x.dtype) for x in leaves], leaves)
+        return self.of.values.arrays([(x * _BESIDE).astype(x.dtype) for x in leaves])
 
     # --- before and after
 

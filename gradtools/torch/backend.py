@@ -22,7 +22,6 @@ from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
-    from gradtools.rules import Rule
 
 Tensor = torch.Tensor
 
@@ -41,7 +40,7 @@ class TorchBackend(Wing):
     programs never ask for, so that an import of gradtools stays light.
     """
 
-    name = "torch"
+    name, rooms = "torch", "gradtools.torch"
 
     @property
     def xp(self) -> Any:
@@ -72,9 +71,7 @@ class TorchBackend(Wing):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    key = staticmethod(arrays.key)
-    split = staticmethod(arrays.split)
-    fold_in = staticmethod(arrays.fold_in)
+    key, split = staticmethod(arrays.key), staticmethod(arrays.split)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
         # NumPy's float64 and complex128 are Python's numbers too, and weak as these.
@@ -139,9 +136,7 @@ class TorchBackend(Wing):
 
     compiling = staticmethod(is_compiling)
 
-    def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        return apply_rule(rule, *xs)
-
+    apply_rule = staticmethod(apply_rule)
     scaled = staticmethod(scaled)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
@@ -218,10 +213,6 @@ class TorchBackend(Wing):
 
     uncompiled = staticmethod(uncompiled)
 
-    as_now = Lazily("tiling")
-    of_own = Lazily("tiling")
-    taken = Lazily("tiling")
-    put = Lazily("tiling")
     is_replaying = Lazily("watching", "asks_is_replaying")
     frozen_uses = Lazily("freezing", "Uses")
 

@@ -59,7 +59,7 @@ class Question:
         if not any(x is None for x in at):
             return self.run, [x.clone() for x in at], False
         if not self.looks or not any(None in _sizes(shape) for shape, _, _ in self.looks):
-            return self.run, [_wave(_look(x), 0.5, 1.0) for x in self.at], True
+            return self.run, [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in self.at], True
         xs = [_wave(look, 0.5, 1.0) for look in self.looks]
         result = self.rule.at(*xs)
         everything = [*xs, *result.ys, *result.extras]
@@ -69,8 +69,8 @@ class Question:
 
     @property
     def signature(self) -> Any:
-        """The shapes and dtypes of what it is asked at."""
-        return tuple([(_sizes(x.shape), x.dtype) for x in self.at]), _sketch(self.likes)
+        likes = [like and (_sizes(like[0]), like[1]) for like in self.likes]
+        return tuple([(_sizes(x.shape), x.dtype) for x in self.at]), tuple(likes)
 
 
 # --- is it zero at zero? -----------------------------------------------------------------
@@ -217,11 +217,15 @@ def sketch_values(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
         try:
             if mode is not None:
                 with mode:
-                    fun(*[_empty_like(x) for x in xs])
+                    fun(*[torch.empty_like(x) if not is_plain(x) else _empty(x) for x in xs])
             elif not any(x is None for x in values):
                 _run_on_copies(fun, values)
         except Exception:  # a function that does not run says nothing of its rule
             return
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _run_on_copies(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor]) -> None:
@@ -232,24 +236,12 @@ def _run_on_copies(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor]) -> No
         fun(*[torch.empty_like(x, device="meta") for x in xs])
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    return (
-        torch.empty_like(x)
-        if not is_plain(x)
-        else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    )
-
-
 # --- numbers -----------------------------------------------------------------------------
 
 
 def _sizes(shape: Sequence[Any]) -> tuple[Any, ...]:
     """The lengths of axes; those that PyTorch's compiler keeps open look alike, unhashable."""
     return tuple([n if isinstance(n, int) else None for n in shape])
-
-
-def _sketch(likes: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([like and (_sizes(like[0]), like[1]) for like in likes])
 
 
 def _concrete(like: Any) -> Any:
@@ -282,10 +274,6 @@ def value_of(x: Any) -> Any:
         batched_at = upstream.maybe_get_bdim(x)
         x = inner if batched_at < 0 else inner.select(batched_at, 0)
     return x.detach() if is_plain(x) else None
-
-
-def _look(x: Tensor) -> Any:
-    return x.shape, x.dtype, x.device
 
 
 def _wave(look: Any, shift: float, around: float) -> Any:

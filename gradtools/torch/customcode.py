@@ -33,8 +33,8 @@ from gradtools.torch.surveying import (
     TORCHSCRIPT_LOSES,
     Survey,
     all_behind,
-    being_evaluated,
     graph_of,
+    here,
     is_cpp_function,
     is_spent,
     is_torchscript,
@@ -60,7 +60,7 @@ def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
     own = {id(x) for x in aliases}
     leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
     result = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
-    for x in (*aliases, *(x for opened in being_evaluated() for x in opened.aliases)):
+    for x in (*aliases, *(x for opened in here.opened for x in opened.aliases)):
         if x.grad_fn is not None and x.grad_fn in nodes:
             result[id(x)] = x
     return list(result.values())
@@ -134,7 +134,6 @@ class _Gating(NamedTuple):
     aliases: Sequence[Tensor]
 
     def hook(self, node: Any) -> Callable[[Any, Any], Any]:
-        """What is registered with the node."""
         parents = [parent for parent, _ in node.next_functions]
 
         def hook(given: Any, cts: Any) -> Any:
@@ -275,7 +274,6 @@ class _Calls(TorchFunctionMode):
         self.caller = caller
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function; a custom one gets a hook on its node."""
         out = fun(*args, **(kwargs or {}))
         if fun is upstream.custom_function_call and not args[0].__module__.startswith(OWN):
             self._note(args[0], args[1:], out)
@@ -339,7 +337,6 @@ class _Key:
 
     @property
     def name(self) -> str:
-        """What an author calls it."""
         if isinstance(self.kind, _CppFunction):
             return f"the C++ torch::autograd::Function {self.kind.name}"
         name = self.kind.__name__
@@ -364,7 +361,6 @@ class _Key:
         return _SEEN.get(self.kind, {}).get((self.needs, forward))
 
     def note(self, fine: bool, forward: bool) -> None:
-        """Remembers that."""
         _SEEN.setdefault(self.kind, {})[self.needs, forward] = fine
 
 
@@ -456,7 +452,6 @@ class _OperatorCalls(TorchFunctionMode):
         self.key, self.tried = key, tried
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function; an operator that holds the class is tried."""
         out = fun(*args, **(kwargs or {}))
         if isinstance(self.key.kind, _CppFunction) and isinstance(fun, _OPERATORS):
             flat, treedef = upstream.tree_flatten((args, kwargs or {}))

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import has_torch_function
 
 from gradtools.backend import Evaluation, Fun
 from gradtools.connection import refuse_cut
@@ -44,11 +43,10 @@ from gradtools.torch.refusals import explain, explained
 from gradtools.torch.rules import evaluated_to_push
 from gradtools.torch.stopping import Stops
 from gradtools.torch.surveying import (
-    SPENT,
     OpenDerivative,
     begun,
-    being_evaluated,
     guarded,
+    here,
     is_spent,
     nodes_made,
     note_taken,
@@ -149,19 +147,20 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             raise
         if again:
             grads = guarded_gradients(asked_of(fun), ys, grads)
-        if being_evaluated():
+        if here.opened:
             note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
             grads = _freed(grads)
-        return inside.filled(grads, outs)
+        return inside.filled(grads, outs) if inside.entered or inside.constant else list(grads)
 
     def where_lost(i: int) -> list[str]:
         from gradtools.torch.seeing import where_lost
 
         return where_lost(fun, leaves, i)
 
+    as_they_are = attached or not getattr(fun, "hands_out", True)
     return Evaluation(
-        outs if attached else _freed(outs),
+        outs if as_they_are else _freed(outs),
         extras if attached or not extras else _freed(extras),
         pullback,
         cut=lambda grads: inside.cut(grads, outs),
@@ -178,7 +177,7 @@ def _pulled(
     spent: list[bool],
     guard: AbstractContextManager[None] | None = None,
 ) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad`, whose look at its arguments takes as long as a small backward pass.
+    """`torch.autograd.grad`.
 
     spent: Of aliases that are not spent in the meantime: a checkpoint computes again what must be
         attached as before. That is not inside of inference mode, where nothing is attached.
@@ -188,12 +187,7 @@ def _pulled(
     try:
         if guard is not None or is_in_inference():
             return _pulled_within(guard, ys, xs, cts, retain, create)
-        if has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
-            return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
-        ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
-        return upstream.run_engine(
-            ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False
-        )
+        return upstream.pulled(ys, xs, cts, retain, create)
     finally:
         spent[0] = True
 
@@ -254,11 +248,16 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
-    around = being_evaluated()
-    aliases = [_alias(x, keep) for x in leaves]
+    around = here.opened
+    # Of most nobody asks why they are cut off.
+    plain = on and not upstream.count_of_dispatch_modes() and upstream.forward_level() < 0
+    aliases = [
+        x.detach().requires_grad_()
+        if plain and not (x.requires_grad or x.is_inference())
+        else _alias(x, keep)
+        for x in leaves
+    ]
     inside = begun(aliases, around)
-    for alias in aliases:
-        setattr(alias, SPENT, inside.spent)
     around.append(inside)
     try:
         if on:
@@ -525,7 +524,9 @@ def _untracked(x: Any) -> Any:
 
 def _unshared(x: Tensor) -> Tensor:
     """x, or a copy if its entries share memory: PyTorch lays the tangents out as it lies."""
-    if is_compiling() or all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
+    if is_compiling() or x.is_contiguous():
+        return x
+    if all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

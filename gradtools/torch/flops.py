@@ -56,7 +56,6 @@ class Flops(upstream.Watching):
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation's cost depends on."""
     leaves, spec = upstream.tree_flatten((args, kwargs))
     return func, spec, tuple([_sketch(x) for x in leaves])
 
@@ -180,60 +179,23 @@ _ELEMENTARY = (
 _REDUCTIONS = {"sum": "sum", "prod": "prod", "amax": "max", "amin": "max", "max": "max"}
 _REDUCTIONS |= {"min": "max", "nansum": "sum"}
 _RUNNING = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "max"}
-_FREE = {
-    *("clone", "copy", "_to_copy", "to", "contiguous", "alias", "detach", "lift_fresh", "lift"),
-    *("where", "masked_fill", "masked_scatter", "fill", "zero", "conj_physical", "real", "imag"),
-    *(
-        "view_as_complex",
-        "view_as_real",
-        "complex",
-        "resolve_conj",
-        "resolve_neg",
-        "constant_pad_nd",
-    ),
-    *("cat", "stack", "index", "index_select", "gather", "embedding", "take", "masked_select"),
-    *("scatter", "index_copy", "index_fill", "slice_scatter", "select_scatter", "as_strided"),
-    *(
-        "slice_backward",
-        "select_backward",
-        "roll",
-        "flip",
-        "tril",
-        "triu",
-        "repeat",
-        "sort",
-        "topk",
-    ),
-    *("set", "resize", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like"),
-    *("randn_like", "bernoulli", "uniform", "normal", "random", "exponential", "multinomial"),
-    *("convert_element_type", "broadcast_in_dim", "device_put", "copy_to", "diag_embed", "dropout"),
-    *("_reshape_alias", "_unsafe_view", "_local_scalar_dense", "threshold_backward", "median"),
-    *(
-        "new_zeros",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "split_with_sizes_copy",
-        "diagonal_backward",
-    ),
-    *(
-        "_pin_memory",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "slice_inverse",
-        "maximum_value",
-        "hardtanh_backward",
-    ),
-    *("permute_copy", "kthvalue", "mode", "_pack_padded_sequence", "triu_indices", "tril_indices"),
-    *("nanmedian", "randint", "randint_like", "_unique", "_unique2", "unique_consecutive"),
-    *("unique_dim", "as_strided_scatter", "resize_as", "lu_unpack"),
-    *(
-        "_unsafe_masked_index",
-        "_unsafe_index",
-        "_fill_mem_eff_dropout_mask",
-        "_cudnn_init_dropout_state",
-    ),
-}
+_FREE = frozenset(
+    """
+    clone copy _to_copy to contiguous alias detach lift_fresh lift where masked_fill
+    masked_scatter fill zero conj_physical real imag view_as_complex view_as_real complex
+    resolve_conj resolve_neg constant_pad_nd cat stack index index_select gather embedding take
+    masked_select scatter index_copy index_fill slice_scatter select_scatter as_strided
+    slice_backward select_backward roll flip tril triu repeat sort topk set resize empty_like
+    zeros_like ones_like full_like rand_like randn_like bernoulli uniform normal random
+    exponential multinomial convert_element_type broadcast_in_dim device_put copy_to diag_embed
+    dropout _reshape_alias _unsafe_view _local_scalar_dense threshold_backward median new_zeros
+    new_empty new_full new_ones split_with_sizes_copy diagonal_backward _pin_memory
+    pixel_shuffle pixel_unshuffle slice_inverse maximum_value hardtanh_backward permute_copy
+    kthvalue mode _pack_padded_sequence triu_indices tril_indices nanmedian randint randint_like
+    _unique _unique2 unique_consecutive unique_dim as_strided_scatter resize_as lu_unpack
+    _unsafe_masked_index _unsafe_index _fill_mem_eff_dropout_mask _cudnn_init_dropout_state
+    """.split()
+)
 
 
 def _elementwise(kind: str) -> Rule:
@@ -253,10 +215,6 @@ def _power(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     whole = not isinstance(exponent, Tensor) and float(exponent).is_integer()
     each = costs.whole_power(int(exponent), x.is_complex()) if whole else 1
     return x.numel() * each if _is_inexact(x) else 0
-
-
-def _square(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    return _elements(out) * costs.whole_power(2, _first(out).is_complex())
 
 
 def _clamped(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -473,7 +431,12 @@ def _rules() -> dict[str, Rule]:
     rules |= dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm"), _product)
     rules |= dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), _added_product)
     rules |= dict.fromkeys(("pow", "float_power"), _power)
-    rules |= {"square": _square, "addr": _outer, "mean": _mean, "clamp": _clamped}
+    rules |= {
+        "square": lambda func, args, kwargs, out: _power(func, (args[0], 2), kwargs, out),
+        "addr": _outer,
+        "mean": _mean,
+        "clamp": _clamped,
+    }
     rules |= dict.fromkeys(("var", "var_mean", "std", "std_mean"), _variance)
     rules |= dict.fromkeys(("convolution", "_convolution"), _convolution)
     rules["convolution_backward"] = _convolution_backward

@@ -71,49 +71,24 @@ def layer_norm(
     return _scaled(_normalised(input, dims, eps), weight, bias)
 
 
-def batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
+def batch_norm(input: Tensor, *args: Any) -> Tensor:
     """The same over the batch; the running statistics move as PyTorch's."""
-    with torch.no_grad():  # which moves the running statistics
-        value = value_of(input)
-        torch.batch_norm(
-            value, None, None, running_mean, running_var, True, momentum, eps, cudnn_enabled
-        )
-    dims = (0, *range(2, input.dim()))
-    shape = (-1, *[1] * (input.dim() - 2))
-    reshaped = [None if x is None else x.reshape(shape) for x in (weight, bias)]
-    return _scaled(_normalised(input, dims, eps), *reshaped)
+    return _over_statistics(torch.batch_norm, (0, *range(2, input.dim())), input, *args)
 
 
-def instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
+def instance_norm(input: Tensor, *args: Any) -> Tensor:
     """The same over each example's own axes."""
-    with torch.no_grad():
-        value = value_of(input)
-        torch.instance_norm(
-            value, None, None, running_mean, running_var, True, momentum, eps, cudnn_enabled
-        )
+    return _over_statistics(torch.instance_norm, tuple(range(2, input.dim())), input, *args)
+
+
+def _over_statistics(
+    plain: Any, dims: Any, input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *how: Any
+) -> Tensor:
+    with torch.no_grad():  # which moves the running statistics
+        plain(value_of(input), None, None, mean, var, True, *how[1:])
     shape = (-1, *[1] * (input.dim() - 2))
     reshaped = [None if x is None else x.reshape(shape) for x in (weight, bias)]
-    return _scaled(_normalised(input, tuple(range(2, input.dim())), eps), *reshaped)
+    return _scaled(_normalised(input, dims, how[2]), *reshaped)
 
 
 def group_norm(

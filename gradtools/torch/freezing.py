@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
@@ -192,7 +191,7 @@ class _Use(Forward):
                 None if g is None else detached(g, CHUNK) for g in known[1]
             ]  # in no graph of its own
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
-        caller = _PullbackInputs.apply(back, tuple(cts), *zs)
+        caller = upstream.applied(_PullbackInputs, back, tuple(cts), *zs)
         _, grads = node_of(back, rows, caller, known)
         return self.guarded(grads)
 
@@ -285,9 +284,9 @@ class _Use(Forward):
 
     def _pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         use = self.with_modes(self.modes.without_fast_path())
-        fixed = [x for x, _ in self.start.reached.watched]
+        fixed = self.start.reached.tensors
         use.within = lambda: OneTangent(fixed)
-        with use.replaying(), dual_level(), torch.no_grad():
+        with use.replaying(), dual_level():  # where nothing is differentiated
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             ys, _ = use.one(0, [], duals)
             return [_tangent(y) for y in ys]
@@ -344,7 +343,7 @@ class _FrozenBackward(Backward):
         cts = self.split(0, rows[0], shared)[2]
         tracked = [y for y in outs if isinstance(y, Tensor)]
         if not use.holds or any(self.vectors_only) or surveyed(tracked).custom:
-            sums.add(self.pulled(outs, own, cts, len(own), False, False))
+            sums.add(self.pulled(outs, own, cts, len(own), False, False, use.is_right))
             return {0}
         with torch.enable_grad():
             vs = [None if ct is None else alias_of(ct) for ct in cts]
@@ -547,7 +546,10 @@ _CONSTANTS = (
 
 def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
     z = detached(z, CHUNK)
-    return z if dz is None else forward_ad.make_dual(_unshared(z), detached(dz, CHUNK))
+    if dz is None:
+        return z
+    level = upstream.forward_level()
+    return upstream.make_dual(_unshared(z), detached(dz, CHUNK), level=level)
 
 
 def _tangent(y: Any) -> Tensor | None:

@@ -122,7 +122,6 @@ class PlainWhereLive(TorchFunctionMode):
         self.levels = levels
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The function, by the kernel that can be differentiated as often as is asked."""
         kwargs = kwargs or {}
         if getattr(fun, "__name__", "") not in _ATTENDING or not self._is_live(args, kwargs):
             return fun(*args, **kwargs)

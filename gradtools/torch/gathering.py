@@ -68,7 +68,6 @@ def _of_all(value: Any, group: Any) -> list[Any]:
 
 
 def _all_rows_of(x: Tensor, group: Any) -> Tensor:
-    """All processes' rows."""
     return _linear(_all_rows, _all_rows_of, _own_rows_of, x, group)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
-from gradtools.errors import is_of, warn
+from gradtools.errors import is_of, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import asked_of, jvp
@@ -31,7 +31,6 @@ _CHOSEN_BY_SWITCHES = frozenset(
     + ("lstm", "gru", "rnn_tanh", "rnn_relu")
 )
 _LACKING = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
-_TOLD: set[tuple[str, str]] = set()
 
 
 def jvps(
@@ -87,14 +86,10 @@ class _ByAnyKernel(TorchFunctionMode):
         streams.restore()
         with Modes.now(kinds).by_other_kernels().again():
             result = fun(*args, **kwargs)
-        _tell(self.caller, lacking.group(1) if lacking else fun.__name__)
+        kernel = lacking.group(1) if lacking else fun.__name__
+        warn_once(
+            (self.caller, kernel),
+            f"{self.caller}: {kernel} has no forward mode; there PyTorch's own alternative takes "
+            "its place.",
+        )
         return result
-
-
-def _tell(caller: str, kernel: str) -> None:
-    if (caller, kernel) in _TOLD:
-        return
-    _TOLD.add((caller, kernel))
-    warn(
-        f"{caller}: {kernel} has no forward mode; there PyTorch's own alternative takes its place."
-    )

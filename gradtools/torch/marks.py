@@ -43,7 +43,6 @@ def detached(x: Tensor, reason: str) -> Tensor:
 
 
 def data_of(x: Tensor, reason: str) -> Tensor:
-    """`x.data`, in the same way."""
     before, _here.reason = _here.reason, reason
     try:
         return x.data

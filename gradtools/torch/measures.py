@@ -28,13 +28,12 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.flops import Flops, inside_of
 from gradtools.torch.operands import written
 from gradtools.torch.recording.undo import Undo
-from gradtools.torch.state import Snapshot
+from gradtools.torch.state import Snapshot, contents_of
 
 Tensor = torch.Tensor
 
 
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
-    """See ``gradtools.seeing.measures``."""
     given = [x for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     _check(given)
     before = _Before.of(f, args, kwargs, given)
@@ -75,7 +74,6 @@ def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[st
 
 
 def _finished(found: Any) -> Any:
-    """What was computed, once it is."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized()):
         torch.accelerator.synchronize()
@@ -112,22 +110,14 @@ def _is_compiled(f: Any) -> bool:
     """Whether f is compiled code, or a function that names some, over a few steps."""
     near = [f]
     for _ in range(3):
-        if any(map(_is_compilers, near)):
+        if any(map(upstream.is_compiled, near)):
             return True
         near = [x for g in near for x in _named_by(g) if callable(x)]
     return False
 
 
-def _is_compilers(f: Any) -> bool:
-    return upstream.is_compiled(f)
-
-
 def _named_by(f: Any) -> Iterator[Any]:
-    for cell in getattr(f, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
+    yield from map(contents_of, getattr(f, "__closure__", None) or ())
     code, space = getattr(f, "__code__", None), getattr(f, "__globals__", {})
     yield from (space[name] for name in getattr(code, "co_names", ()) if name in space)
 
@@ -167,7 +157,6 @@ class LiveBytes(upstream.Watching):
         return None if result is None else result[0]
 
     def bytes_of(self, x: Tensor) -> int:
-        """The bytes of a storage that was made inside."""
         return self._known[_key(x)][1]
 
     def _note(self, storage: Any, given: set[int]) -> None:
@@ -201,17 +190,24 @@ def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
     return live.peak, result
 
 
+@contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Inside, a collection looks at what is made inside alone: all else may be millions."""
+    mine = gc.get_freeze_count() == 0
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
+
+
+@_only_new_garbage()
 def _saved(
     before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int | None, list[str]]:
     """The bytes kept for backward, and why none are if f cannot be differentiated."""
-    with _only_new_garbage():
-        return _saved_bytes(before, f, args, kwargs)
-
-
-def _saved_bytes(
-    before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[int | None, list[str]]:
     live = LiveBytes()
     pack = lambda x: x.detach()  # x itself may hold the graph that holds it
     with torch.inference_mode(False), torch.enable_grad():
@@ -234,21 +230,7 @@ def _saved_bytes(
     return with_graph - live.now, []
 
 
-@contextmanager
-def _only_new_garbage() -> Iterator[None]:
-    """Inside, a collection looks at what is made inside alone: all else may be millions."""
-    mine = gc.get_freeze_count() == 0
-    if mine:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if mine:
-            gc.unfreeze()
-
-
 def _tracked(x: Any) -> Any:
-    """An argument that a derivative is taken along."""
     if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
         return x
     return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
@@ -278,7 +260,6 @@ class _Before:
         return cls(Undo(Snapshot.of(roots, given)), [(x, x.grad) for x in leaves])
 
     def restore(self) -> None:
-        """Puts everything back."""
         self.undo.put_back()
         for leaf, grad in self.grads:
             if leaf.grad is not grad:

@@ -21,7 +21,8 @@ import torch
 from torch.nn import functional
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.stopping import Stops
+from gradtools.torch.stopping import Stops, graphs
+from gradtools.torch.upstream_bugs import pushed_by_pytorch
 from gradtools.torch.zeros import NoProductsOfZero
 
 Tensor = torch.Tensor
@@ -46,7 +47,21 @@ class OneTangent(Stops):
     def __init__(self, fixed: Iterable[Tensor] = ()) -> None:
         super().__init__(hidden=True)
         self._held = [*fixed]  # so that their ids are theirs
-        self._versions = {id(x): upstream.version_of(x) for x in self._held}
+        versions = map(upstream.version_of, self._held)
+        self._versions = dict(zip(map(id, self._held), versions, strict=True))
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function; one that stands in the table at once, where f has switched nothing."""
+        rule = _RULES.get(fun) if self._hidden and torch.is_grad_enabled() else None
+        if rule is None or upstream.peek_interpreter_stack() is not None:
+            return super().__torch_function__(fun, types, args, kwargs)
+        kwargs = kwargs or {}
+        graphs(False)
+        try:
+            result = rule(self, fun, args, kwargs)
+            return super().flowing(fun, types, args, kwargs) if result is None else result
+        finally:
+            graphs(True)
 
     def ruled(self, fun: Any) -> bool:
         """Whether it stands in the table."""
@@ -85,6 +100,11 @@ class OneTangent(Stops):
 
 
 # --- rules: the result, or None where PyTorch's own way is taken --------------------------------
+
+
+def _as_it_is(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """PyTorch's own rule: it makes no symbolic zero, and nothing is known to be wrong with it."""
+    return pushed_by_pytorch(fun, args, kwargs)
 
 
 def _layer(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -325,6 +345,11 @@ _FUSED = (
 )
 
 _ALIKE: dict[Any, tuple[Any, ...]] = {
+    _as_it_is: (
+        *(torch.tanh, Tensor.tanh, torch.sigmoid, Tensor.sigmoid, torch.relu, Tensor.relu),
+        *(functional.gelu, torch.exp, Tensor.exp, torch.sin, torch.cos),
+        *(Tensor.reshape, Tensor.view, Tensor.transpose, Tensor.contiguous),
+    ),
     _layer: (
         *(functional.linear, functional.conv1d, functional.conv2d, functional.conv3d),
         functional.conv_transpose1d,

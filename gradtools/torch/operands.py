@@ -27,12 +27,17 @@ class AtenCall:
     """A call of an operation of aten, its arguments by their names in the schema."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.name = operations.name_of(func.overloadpacket)
-        self.out: Tensor | None = None
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.raw, self.name = func.overloadpacket.__name__, operations.name_of(func.overloadpacket)
+        self.outs: list[Tensor] = []
         self.schema = upstream.arguments_of(func)
         self.bound = [*_bound(func, args, kwargs)]
         self.given = {argument.name: value for argument, value in self.bound}
         self.first = next((x for _, value in self.bound for x in tensors_in(value)), None)
+
+    def run(self) -> Any:
+        """What it returns."""
+        return self.func(*self.args, **self.kwargs)
 
     def operands(self) -> list[Any]:
         """Its tensors, and the numbers that stand for tensors, each in its place."""
@@ -55,13 +60,23 @@ class AtenCall:
 
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
         """Its neutral name and its attributes; `out`: what it returned."""
-        self.out = next(iter(tensors_in(out)), None)
+        self.outs = [*tensors_in(out)]
         operation = _NAMES.get(self.name) or operations.neutral(self.name)
         form = _FORMS.get(self.name) or _FORMS.get(operation)
         attributes = self._attributes()
         if form is not None:
             operation, attributes = form(self, operation, attributes)
         return operation, MappingProxyType(attributes)
+
+    def usual(self) -> dict[str, Any]:
+        """What is no tensor, by its name in the schema, also where it is as it is by default."""
+        plain = {name: _plain(value) for name, value in self.arguments() if value is not None}
+        return {k: x for k, x in plain.items() if not any(True for _ in tensors_in(x))}
+
+    @property
+    def out(self) -> Tensor | None:
+        """Its first result."""
+        return self.outs[0] if self.outs else None
 
     @property
     def rank(self) -> int:
@@ -124,9 +139,12 @@ def _is_operand(argument: Any, value: Any) -> bool:
 
 def _is_number(argument: Any, value: Any) -> bool:
     """Whether it is a number that stands for a tensor."""
-    number = isinstance(value, int | float | complex) and not isinstance(value, bool)
     needed = not argument.has_default_value()
-    return number and needed and str(argument.type) in ("Tensor", "number")
+    return _number(value) and needed and str(argument.type) in ("Tensor", "number")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -163,10 +181,11 @@ SAME = frozenset({"alias", "detach", "lift", "lift_fresh"})
 _UNSAID = frozenset(
     ["layout", "device", "pin_memory", "non_blocking", "memory_format", "copy", "half_to_float"]
     + ["input_dtype", "implicit", "output_mask", "generator", "is_coalesced", "requires_size_one"]
+    + ["compute_mode", "compute_log_sumexp", "return_debug_mask", "check_errors"]
 )
 _OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", "min"])
 _OWN = """
-fmod addmm baddbmm addmv addbmm addr block_diag as_strided eye unbind
+fmod addmm baddbmm addmv addbmm addr vdot block_diag as_strided eye unbind
 linspace logspace diagonal_scatter fill_diagonal
 """  # what `recording/operations.py` calls by the word of something near
 _NAMES = {name: name for name in _OWN.split()} | {
@@ -180,7 +199,17 @@ _NAMES = {name: name for name in _OWN.split()} | {
     "convolution_overrideable": "convolution",
     "native_layer_norm": "layer_norm",
     "log_sigmoid_forward": "log_sigmoid",
+    "mkldnn_convolution": "convolution",
+    "max_pool3d_with_indices": "max_pool",
+    "adaptive_max_pool3d": "max_pool",
+    "adaptive_avg_pool3d": "avg_pool",
     "linalg_inv_ex": "inverse",
+    "linalg_det": "det",
+    "linalg_slogdet": "slogdet",
+    "linalg_cholesky_ex": "cholesky",
+    "linalg_matrix_exp": "expm",
+    "linalg_solve_triangular": "triangular_solve",
+    "cholesky_solve_helper": "cholesky_solve",
     "linalg_solve_ex": "solve",
     "native_group_norm": "group_norm",
     "native_batch_norm": "batch_norm",
@@ -201,10 +230,23 @@ _NAMES = {name: name for name in _OWN.split()} | {
     "new_full": "constant",
     "scalar_tensor": "constant",
     "lift_fresh": "constant",
+    "expand_copy": "broadcast",
+    "prelu_kernel": "prelu",
+    **{f"reflection_pad{n}d": "reflection_pad" for n in (1, 2, 3)},
+    **{f"replication_pad{n}d": "replication_pad" for n in (1, 2, 3)},
+    **dict.fromkeys(("split_with_sizes", "unsafe_split_with_sizes"), "split"),
+    "cdist_forward": "cdist",
+    "view_as_real_copy": "view_as_real",
+    "view_as_complex_copy": "view_as_complex",
+    "euclidean_dist": "cdist",
+    "linalg_cross": "cross",
+    "ger": "outer",
 }
 _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
-    "rsub": lambda xs: [xs[1], xs[0], *xs[2:]],
+    **dict.fromkeys(("rsub", "triangular_solve"), lambda xs: [xs[1], xs[0], *xs[2:]]),
     "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
+    "polygamma": lambda xs: xs[-1:],
+    **dict.fromkeys(("clamp_min", "clamp_max"), lambda xs: [x for x in xs if not _number(x)]),
 }
 _Form = Callable[[AtenCall, str, dict[str, Any]], tuple[str, dict[str, Any]]]
 
@@ -215,13 +257,21 @@ def _out_shape(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[s
 
 def _permuted(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     order = [*range(call.rank)]
-    if call.name in ("permute", "movedim", "moveaxis"):
+    if call.name in ("movedim", "moveaxis"):
+        ends = [x if isinstance(x, list | tuple) else [x] for x in map(call.given.get, _ENDS)]
+        moved = {to % call.rank: a % call.rank for a, to in zip(*ends, strict=True)}
+        left = iter([a for a in order if a not in moved.values()])
+        order = [moved[p] if p in moved else next(left) for p in order]
+    elif call.name == "permute":
         order = [a % call.rank for a in call.given["dims"]]
     elif call.rank > 1:
         default = (-2, -1) if call.name in ("mT", "mH", "adjoint") else (0, 1)
         a, b = call.given.get("dim0", default[0]), call.given.get("dim1", default[1])
         order[a], order[b] = order[b], order[a]
     return operation, {"permutation": tuple(order)}
+
+
+_ENDS = ("source", "destination")  # of movedim
 
 
 def _sliced(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -267,9 +317,7 @@ _RELATIONS = {
 
 
 def _convolved(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    if call.name.endswith("backward"):
-        return operation, _convolution(found)
-    if found.get("transposed"):
+    if found.get("transposed") and not call.name.endswith("backward"):
         operation = "convolution_transposed"
     return operation, _convolution(found)
 
@@ -277,25 +325,31 @@ def _convolved(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[s
 def _convolution(found: dict[str, Any]) -> dict[str, Any]:
     """Stride, padding and dilation, where they are not what one means without them."""
     usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
-    kept = {"transposed": found["transposed"]} if found.get("transposed") else {}
+    kept: dict[str, Any] = {}
     for name, default in usual.items():
         value = found.get(name, default)
         values = value if isinstance(value, tuple) else (value,)
         if any(n != default for n in values):
             kept[name] = tuple((n, n) for n in values) if name == "padding" else value
-    kept.pop("transposed", None)
     return kept
 
 
 def _pooled(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Along the last axes; where windows of one size fit, one that adapts says which."""
     found = dict(found)
+    count = int(next(letter for letter in call.name if letter.isdigit()))
+    each = lambda values: values * count if len(values) == 1 else values
     if "kernel_size" in found:
-        window = found["window"] = found.pop("kernel_size")
-        if found.get("stride") in (window, ()):
-            found.pop("stride")
-        padding = found.pop("padding", ())
-        if any(padding if isinstance(padding, tuple) else (padding,)):
+        window = found["window"] = each(found.pop("kernel_size"))
+        if each(found.get("stride", ())) in (window, ()):
+            found.pop("stride", None)
+        padding = each(found.pop("padding", ()))
+        if any(padding):
             found["padding"] = tuple((n, n) for n in padding)
+    elif call.out is not None and call.first is not None:
+        sizes = [*zip(call.first.shape[-count:], call.out.shape[-count:], strict=True)]
+        if not any(n % m for n, m in sizes):
+            found = {"window": tuple(n // m for n, m in sizes)}
     return operation, found
 
 
@@ -308,12 +362,16 @@ def _normed(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str,
 
 
 def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Of one array as a bound its place does not tell which of the two it is: its word does."""
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
     known = limits.get(call.name, {})
-    bounds = [a.name for a, x in call.bound if a.name in ends and _is_operand(a, x)]
-    if len(bounds) == 1:  # which of them is not told by its place
-        operation = "minimum" if bounds == ["max"] else "maximum"
+    bounds = {a.name: x for a, x in call.bound if a.name in ends and _is_operand(a, x)}
+    if len(bounds) == 1:
+        ((name, bound),) = bounds.items()
+        if not isinstance(bound, Tensor):
+            return operation, {ends[name]: bound}
+        operation = "minimum" if name == "max" else "maximum"
         found = {key: value for key, value in found.items() if key != "without"}
     return operation, known | {ends.get(key, key): value for key, value in found.items()}
 
@@ -326,6 +384,29 @@ def _padded(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str,
     value = call.given.get("value", 0) or 0
     told = {"low": tuple(low), "high": tuple(high)}
     return operation, told | ({"value": value} if value else {})
+
+
+def _parted(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Consecutive parts along an axis, by their sizes."""
+    axis = found["axis"]
+    return operation, {"sizes": tuple(y.shape[axis] for y in call.outs), "axis": axis}
+
+
+def _on_diagonal(
+    call: AtenCall, operation: str, found: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Along two axes, where these are not the last ones."""
+    rank = call.rank + (operation == "diagonal_matrix")
+    given = dict(call.arguments())
+    axes = tuple(given[name] % rank for name in ("dim1", "dim2"))
+    told = {"axes": axes} if axes != (rank - 2, rank - 1) else {}
+    return operation, told | ({"offset": given["offset"]} if given["offset"] else {})
+
+
+def _bits(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Of booleans a logical operation, of whole numbers one of their bits."""
+    of_truth = call.first is not None and call.first.dtype == torch.bool
+    return (operation if of_truth else call.name), found
 
 
 def _triangle(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -343,6 +424,40 @@ def _indexed(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
     if found.pop("accumulate", False):
         found["mode"] = "add"
     return operation, found
+
+
+def _of_triangle(
+    call: AtenCall, operation: str, found: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Which triangle of the matrix is meant; on which side it stands."""
+    given = dict(call.arguments())
+    told = {"lower": not given["upper"], "left": given.get("left", True)}
+    told = {key: False for key, value in told.items() if not value}
+    told |= {"unit": True} if given["unitriangular"] else {}
+    return operation, told | ({"transpose": True} if given.get("transpose") else {})
+
+
+def _factored(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A reduced factorisation of a matrix with as many rows as columns or more."""
+    assert call.first is not None
+    rows, columns = call.first.shape[-2:]
+    plain = rows >= columns and (found.get("mode", "reduced") == "reduced" or rows == columns)
+    return ("qr", {}) if plain else (operation, found)
+
+
+def _transformed(
+    call: AtenCall, operation: str, found: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Its direction, the axes, and what it is divided by: nothing, the root of n, or n."""
+    given = call.given
+    halved = call.name == "fft_r2c" and given["onesided"]
+    forward = call.name == "fft_r2c" or bool(given.get("forward"))
+    operation = "irfft" if call.name == "fft_c2r" else "r" * halved + "i" * (not forward) + "fft"
+    divisor = given["normalization"] if forward else 2 - given["normalization"]
+    norm = ("backward", "ortho", "forward")[divisor]
+    told = {"axes": tuple(a % call.rank for a in given["dim"])}
+    told |= {"length": given["last_dim_size"]} if call.name == "fft_c2r" else {}
+    return operation, told | ({"norm": norm} if norm != "backward" else {})
 
 
 def _norm(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -396,6 +511,13 @@ _FORMS: Mapping[str, _Form] = {
     **dict.fromkeys(("avg_pool2d_backward",), _pooled),
     **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm_backward"), _normed),
     "clip": _clipped,
+    "split": _parted,
+    **dict.fromkeys(("diagonal", "diagonal_matrix"), _on_diagonal),
+    "triangular_solve": _of_triangle,
+    "linalg_qr": _factored,
+    **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), _transformed),
+    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"), _bits),
+    "polygamma": lambda call, operation, found: (operation, {"order": call.given["n"]}),
     "pad": _padded,
     "triangle": _triangle,
     **dict.fromkeys(("index", "scatter"), _indexed),

@@ -57,7 +57,10 @@ def _is_module(x: Any) -> bool:
 
 def part_of(tree: Any) -> Any:
     """The tree with the parameters that are differentiated in the place of each module."""
-    return with_parts(tree, _part)
+    return with_parts(
+        tree,
+        lambda m: {name: _alias(p) for name, p in m.named_parameters() if p.requires_grad},
+    )
 
 
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
@@ -71,10 +74,6 @@ def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
 def _flattened(tree: Any) -> tuple[list[Any], Any]:
     """The leaves, modules among them, and the structure."""
     return trees.WITH_MODULES.opened(*trees.WITH_MODULES.flatten(tree))
-
-
-def _part(module: nn.Module) -> dict[str, Tensor]:
-    return {name: _alias(p) for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _alias(p: Tensor) -> Tensor:

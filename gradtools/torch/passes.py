@@ -1,9 +1,9 @@
 """A PyTorch program with its backward passes, as a graph of aten's operations.
 
-f runs once beneath a `TorchDispatchMode`, which sees each operation that is really computed; then
-autograd runs, beneath the same mode, once or twice. Autograd numbers its nodes in the order in
-which the forward pass made them, and says which of them is running: so each operation of a later
-pass knows the line, the modules and the mark of what it is the derivative of.
+f runs once, and each operation that is really computed is recorded; then autograd runs, recorded
+alike, once or twice. Autograd numbers its nodes in the order in which the forward pass made them,
+and says which of them is running: so each operation of a later pass knows the line, the modules and
+the mark of what it is the derivative of.
 
 A tensor is known again by its identity, else by the memory that it shows. What is written in place
 has another number from then on, and so has every view of it when it is read the next time.
@@ -12,21 +12,18 @@ has another number from then on, and so has every view of it when it is read the
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
 from gradtools.seeing.attributes import number_text
 from gradtools.seeing.crossing import opened
-from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph, Source, Value, needed
+from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -47,16 +44,15 @@ from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
 from gradtools.torch.operands import SAME, AtenCall
-from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import copied, recording
-from gradtools.torch.recording.places import Scopes, place
+from gradtools.torch.recording.recorder import Origin, Recorder
 from gradtools.torch.recording.undo import Undo
-from gradtools.torch.recording.values import TensorTable, like, numbers_in, shows_all_of, slice_of
+from gradtools.torch.recording.values import Write, numbers_in, shows_all_of, slice_of
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.watching import mark as mark_of_running
-from gradtools.torch.watching import marked, recorded
+from gradtools.torch.watching import marked
 from gradtools.torch.wrappers import is_inexact, tensors_in
 
 Tensor = torch.Tensor
@@ -126,8 +122,7 @@ def _recorded(request: Differentiated, recorder: _PassRecorder) -> PlainGraph:
     active = set(program.wrt)
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
     inputs = [recorder.introduced(x, name) for x, name in zip(xs, program.names, strict=True)]
-    with recorder.watching(FORWARD):
-        ys = _execute(program.run, xs)
+    ys = recorder.run_pass(FORWARD, lambda: [*program.run(xs)])
     names = [request.output(k) for k in range(len(ys))]
     ends = _Ends(inputs, [recorder.number_of(y) for y in ys], names)
     outs = {name: y for name, y in zip(names, ys, strict=True) if _is_tracked(y)}
@@ -162,9 +157,17 @@ def _differentiated(
         return {}, {}
     cts = {cotangent_of(name): torch.ones_like(y, requires_grad=again) for name, y in outs.items()}
     ends.inputs += [recorder.introduced(ct, name) for name, ct in cts.items()]
-    with recorder.watching(phase):
-        given = list(outs.values()), list(leaves.values()), list(cts.values())
-        grads = _execute_backward(*given, again)
+    grads = recorder.run_pass(
+        phase,
+        lambda: torch.autograd.grad(
+            list(outs.values()),
+            list(leaves.values()),
+            list(cts.values()),
+            create_graph=again,
+            retain_graph=True,
+            allow_unused=True,
+        ),
+    )
     named = gradient_of if phase < SECOND else second_gradient_of
     result = {named(x): g for x, g in zip(leaves, grads, strict=True) if g is not None}
     ends.outputs += [recorder.number_of(g) for g in result.values()]
@@ -172,35 +175,11 @@ def _differentiated(
     return result, cts
 
 
-def _execute(run: Any, xs: Sequence[Any]) -> list[Any]:
-    with marked(""), recorded():
-        return list(run(xs))
-
-
-def _execute_backward(
-    outs: Sequence[Tensor], leaves: Sequence[Tensor], cts: Sequence[Tensor], again: bool
-) -> Sequence[Tensor | None]:
-    with marked(""), recorded():
-        return torch.autograd.grad(
-            outs, leaves, cts, create_graph=again, retain_graph=True, allow_unused=True
-        )
-
-
 def _is_tracked(y: Any) -> bool:
     return isinstance(y, Tensor) and y.requires_grad and is_inexact(y)
 
 
 # --- what runs ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Where an operation comes from."""
-
-    source: Source | None = None
-    scope: tuple[str, ...] = ()
-    mark: str = ""
-    rule: str = ""
 
 
 @dataclass
@@ -213,87 +192,63 @@ class _Made:
     inner: bool = False  # whether it is of a derivative that f takes itself
 
 
-class _PassRecorder(upstream.Watching):
-    """Writes down the operations that run beneath it.
+class _PassRecorder(Recorder[int]):
+    """Writes down the operations that are computed, pass by pass.
 
     Args:
-        undo: Keeps what f is about to change.
+        undo: As in `Recorder`.
         hooked: Whether autograd is asked what it saves.
     """
 
+    caller = "gradient_graph"
+
     def __init__(self, undo: Undo, hooked: bool) -> None:
-        super().__init__()
-        self.values: dict[int, Value] = {}
-        self.captured: dict[int, Tensor | None] = {}
+        super().__init__(undo)
         self.made: list[_Made] = []
-        self.scopes = Scopes()
-        self._known, self._undo, self._hooked = undo.names(), undo, hooked
-        self._phase, self._quiet = FORWARD, False
-        self._rules: list[tuple[str, str]] = []  # of the rules that run, outermost first
+        self.levels = "rules", *(["saved"] if hooked else []), "operations"
+        self._phase = FORWARD
         self._untracked: set[int] = set()  # what backward reads without its graph
-        self._origins: dict[int, _Origin] = {}
+        self._origins: dict[int, Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
-        self._held = TensorTable[int]()
         self._makers: dict[int, tuple[Any, tuple[str, ...]]] = {}  # autograd's node, the modules
-        self._written: dict[int, tuple[Tensor, _Origin]] = {}  # in place, by its number then
 
-    # --- the mode
+    # --- what runs
 
-    @contextmanager
-    def watching(self, phase: int) -> Iterator[None]:
-        """Inside, all operations are written down, in this pass."""
+    def run_pass(self, phase: int, fun: Callable[[], Any]) -> Any:
+        """`fun()`, of which all operations are written down in this pass."""
         self._phase = phase
-        hooks: AbstractContextManager[Any] = nullcontext()
-        if self._hooked:
-            me = weakref.proxy(self)  # autograd's nodes hold the hooks, and this holds the nodes
-            hooks = saved_tensors_hooks(lambda x: me._pack(x), _unpack)
-        with self.scopes.watching(), functions_applied(self._ruled), hooks, self:
-            yield
+        with marked(""):
+            return self.run(fun)
 
-    @contextmanager
-    def _silent(self) -> Iterator[None]:
-        before, self._quiet = self._quiet, True
-        try:
-            yield
-        finally:
-            self._quiet = before
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._quiet:
-            return func(*args, **kwargs)
-        name, call = func.overloadpacket.__name__, AtenCall(func, args, kwargs)
-        if name == "lift_fresh" and args[0].shape:  # what f makes of numbers of Python's
-            out = func(*args, **kwargs)
-            self._write(func, call, (), [out], ())
+    def operated(self, call: AtenCall) -> Any:
+        """An operation."""
+        if call.raw == "lift_fresh" and call.args[0].shape:  # what f makes of numbers of Python's
+            out = call.run()
+            self._write(call, (), [out], ())
             return out
-        written = [*call.written()]
-        for x in written:
-            self._number(x)  # met now for the first time, it was there before
-            self._undo.keep(x)
+        written = self.keep_written(call)
         given = call.operands()
-        numbers = [self._operand(x) for x in given]
-        out = func(*args, **kwargs)
+        numbers = [self.number_of(x) for x in given]
+        out = call.run()
         outs = [*written, *(y for y in tensors_in(out) if all(y is not x for x in written))]
-        if name in SAME and not self._stops(name, given[0]):
+        if call.raw in SAME and not self._stops(call.raw, given[0]):
             self.hold(outs[0], numbers[0])
         elif outs or isinstance(out, bool | int | float | complex):
             if self._phase == BACKWARD:
                 pairs = zip(given, numbers, strict=True)
                 self._untracked |= {n for x, n in pairs if not getattr(x, "requires_grad", True)}
-            self._write(func, call, numbers, outs if outs else [out], written)
+            self._write(call, numbers, outs if outs else [out], written)
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
         """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
-        if name != "detach" or self._phase or self._rules or not x.requires_grad:
+        if name != "detach" or self._phase or self.rules or not x.requires_grad:
             return False
         return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _write(
         self,
-        func: Any,
         call: AtenCall,
         numbers: Sequence[int],
         outs: Sequence[Any],
@@ -304,7 +259,7 @@ class _PassRecorder(upstream.Watching):
             numbers = numbers[len(written) :]
         if name in operations.NO_DATA:
             numbers = ()
-        sequence, origin = upstream.nodes_made() - 1, self._origin()  # type: ignore[attr-defined]
+        sequence, origin = upstream.nodes_made() - 1, self.origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
         origin = self._where_gradients_meet(name, numbers, origin)
@@ -312,46 +267,34 @@ class _PassRecorder(upstream.Watching):
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
             attributes = MappingProxyType({**attributes, "rule": origin.rule})
-        node = Node(
-            operation,
-            tuple(numbers),
-            tuple(made),
-            f"aten.{func.overloadpacket.__name__}",
-            attributes=attributes,
-            source=origin.source,
-            scope=origin.scope,
-            phase=self._phase,
-            mark=origin.mark,
-        )
+        native, told = f"aten.{call.raw}", {"attributes": attributes, "phase": self._phase}
+        node = self.node(operation, native, numbers, made, origin, **told)
         inner = not self._phase and upstream.current_node() is not None
         self.made.append(_Made(node, sequence, torch.is_grad_enabled(), inner))
         for y, number in zip(outs, made, strict=True):
             if isinstance(y, Tensor):
-                if any(y is x for x in written) and (memory := self._held.memory(y)) is not None:
-                    memory.written.append(number)
-                    self._written[number] = y, origin
+                if any(y is x for x in written):
+                    self.table.write(y, number, origin)
                 self.hold(y, number)
 
-    def _origin(self) -> _Origin:
+    def origin(self) -> Origin:
         """The line, modules and mark of what runs: in later passes those of the forward pass."""
-        end = _execute_backward if self._phase else _execute
-        source, result = place(end)
-        managed = mark_of_running()
-        rule, own = next((known for known in self._rules if known[1]), ("", ""))
-        mark = managed or own or result
+        here, managed = super().origin(), mark_of_running()
+        rule, own = next((known for known in self.rules if known[1]), ("", ""))
+        source, mark = here.source, managed or own or here.mark
         running = upstream.current_node()
-        of = self._origins.get(-1 if running is None else upstream.sequence_of(running), _Origin())
+        of = self._origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
         if not self._phase:  # in a derivative that f takes itself its own lines come first
-            return _Origin(source or of.source, self.scopes.path, mark, rule)
+            return Origin(source or of.source, here.scope, mark, rule)
         summed = upstream.is_summed_by_autograd(running)
         inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
         if managed and of.mark:  # a frozen function is a chunk to gradtools
             mark = of.mark
-        return _Origin(source, self.scopes.path or of.scope, mark or inherited, rule)
+        return Origin(source, here.scope or of.scope, mark or inherited, rule)
 
-    def _where_gradients_meet(self, name: str, numbers: Sequence[int], origin: _Origin) -> _Origin:
+    def _where_gradients_meet(self, name: str, numbers: Sequence[int], origin: Origin) -> Origin:
         """Autograd sums what comes over two paths as the last that it does for the second of them.
 
         The sum belongs to the modules around both.
@@ -361,7 +304,7 @@ class _PassRecorder(upstream.Watching):
         if not self._phase or name != "add" or len(makers) != 2 or running is None:
             return origin
         nodes = [node for node, _ in makers]
-        if None in nodes or nodes.count(running) != 1 or self._rules:
+        if None in nodes or nodes.count(running) != 1 or self.rules:
             return origin
         (one, two), shared = (scope for _, scope in makers), origin.scope[:0]
         for a, b in zip(one, two, strict=False):
@@ -370,32 +313,41 @@ class _PassRecorder(upstream.Watching):
             shared = (*shared, a)
         return replace(origin, scope=shared)
 
-    def _ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+    def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """A function with a rule of its own: what it computes is marked."""
-        self._rules.append(name_and_mark(kind, args))
-        try:
+        with self.within(*name_and_mark(kind, args)):
             out = apply(*args, **kwargs)
             self._note_origin(out)
             return out
-        finally:
-            self._rules.pop()
 
     def _note_origin(self, out: Any) -> None:
         """A rule may compute nothing in its forward pass, and something backward."""
         for y in tensors_in(out):
             if y.grad_fn is not None:
-                self._origins.setdefault(upstream.sequence_of(y.grad_fn), self._origin())
+                self._origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
 
     # --- what is saved
 
-    def _pack(self, x: Tensor) -> Any:
-        with self._silent(), torch.no_grad():
-            number = self._number(x)
-            kept = x.detach()  # x itself may hold the graph that holds it
+    def saves(self, x: Tensor) -> tuple[Tensor, int]:
+        """The tensor alone, for x itself may hold the graph that holds it; and its version."""
+        with self.silent(), torch.no_grad():
+            number = self.of(x)
+            kept = x.detach()
             sequence = upstream.nodes_made() - 1  # type: ignore[attr-defined]
             self._packed.append((sequence, number, self._phase))
             self.hold(kept, number)
             return kept, upstream.version_of(kept)
+
+    @staticmethod
+    def read_saved(kept: tuple[Tensor, int]) -> Tensor:
+        """The tensor, if nobody wrote to it in the meantime."""
+        x, version = kept
+        if upstream.version_of(x) != version:
+            raise RuntimeRefusal(
+                "a tensor that is needed for the gradient was modified in place after it was "
+                f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
+            )
+        return x
 
     def _saved(self, order: int) -> dict[int, tuple[int, ...]]:
         """For nodes, by position, what they keep for a pass that there is."""
@@ -416,82 +368,45 @@ class _PassRecorder(upstream.Watching):
 
     # --- numbers of tensors
 
-    def new(self, x: Any, name: str = "") -> int:
-        """A number for something new."""
-        number = len(self.values)
-        if isinstance(x, Tensor):
-            value = Value(*like(x), name)
-        else:
-            value = Value((), type(x).__name__, name)
-        self.values[number] = value
-        return number
-
-    def introduced(self, x: Any, name: str) -> int:
-        """The number of something that goes in."""
-        number = self.new(x, name)
-        if isinstance(x, Tensor):
-            self.hold(x, number)
-        return number
+    def hold(self, x: Tensor, value: int) -> None:
+        """From now on x has this number, and shows the memory of what was there first."""
+        super().hold(x, value)
+        memory = self.table.memory(x)
+        if memory is not None and memory.value != value:
+            self.values[value] = replace(self.values[value], base=memory.value)
 
     def number_of(self, y: Any) -> int:
-        """The number of something that came out."""
-        with self._silent():
-            return self._number(y) if isinstance(y, Tensor) else self._literal(y)
-
-    def hold(self, x: Tensor, number: int) -> None:
-        """From now on x has this number."""
-        self._held.hold(x, number)
-        memory = self._held.memory(x)
-        if memory is not None and memory.value != number:
-            self.values[number] = replace(self.values[number], base=memory.value)
-
-    def _operand(self, x: Any) -> int:
-        return self._number(x) if isinstance(x, Tensor) else self._literal(x)
-
-    def _literal(self, x: Any) -> int:
-        number = self.new(x, number_text(x) if isinstance(x, int | float | complex) else "")
+        """The number of a tensor, or of a number."""
+        if isinstance(y, Tensor):
+            return self.of(y)
+        number = self.new(y, number_text(y) if isinstance(y, int | float | complex) else "")
         self.captured[number] = None
         return number
 
-    def _number(self, x: Tensor) -> int:
-        known = self._held.find(x)
-        if known is None:
-            number = self.new(x, self._known.get(id(x)) or numbers_in(x))
-            self.captured[number] = x
-            self._undo.watch(x)
-            self.hold(x, number)
-        elif written := self._held.since(known):
-            number = self._updated(x, known.value, written)
-        else:
-            number = known.value
-        return self._read(x, number)
-
-    def _read(self, x: Tensor, number: int) -> int:
+    def of(self, x: Tensor) -> int:
+        """The number of a tensor; of the forward pass it is noted whether a derivative flows."""
+        number = super().of(x)
         if not self._phase:
             self._tracked[number] = self._tracked.get(number, False) or x.requires_grad
         return number
 
-    def _updated(self, x: Tensor, before: int, written: Sequence[int]) -> int:
-        """x after others wrote to its memory: one step for each of them."""
-        for value in written:
-            by, origin = self._written[value]
+    def met(self, x: Tensor) -> int:
+        """The number of what f holds."""
+        number = self.new(x, self.names.get(id(x)) or numbers_in(x))
+        self.capture(x, number)
+        return number
+
+    def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
+        """One step for each write."""
+        for write in writes:
             number = self.new(x)
-            operation, inputs, attributes = _effect_of(by, x)
-            node = Node(
-                operation,
-                (before, value)[inputs:],
-                (number,),
-                "update",
-                attributes=MappingProxyType(attributes),
-                source=origin.source,
-                scope=origin.scope,
-                phase=self._phase,
-                mark=origin.mark,
-            )
+            operation, inputs, attributes = _effect_of(write.tensor, x)
+            given, told = (before, write.value)[inputs:], MappingProxyType(attributes)
+            more = {"attributes": told, "phase": self._phase}
+            node = self.node(operation, "update", given, [number], write.by, **more)
             self.made.append(_Made(node, -1, torch.is_grad_enabled()))
             before = number
-        self.hold(x, number)
-        return number
+        return before
 
     # --- what f holds
 
@@ -500,7 +415,7 @@ class _PassRecorder(upstream.Watching):
         own = {id(x) for x in given}
         result: dict[str, tuple[int, Tensor]] = {}
         for x in reversed(list(leaves_of(list(outs)))):
-            known = self._held.get(x)
+            known = self.table.get(x)
             if id(x) not in own and known is not None:
                 value = self.values[known.value]
                 name = value.name or f"captured tensor {len(result)}"
@@ -588,16 +503,6 @@ class _PassRecorder(upstream.Watching):
         return tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
 
 
-def _unpack(packed: tuple[Tensor, int]) -> Tensor:
-    x, version = packed
-    if upstream.version_of(x) != version:
-        raise RuntimeRefusal(
-            "a tensor that is needed for the gradient was modified in place after it was "
-            f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
-        )
-    return x
-
-
 def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
     """What a write makes of a tensor that shows the same memory.
 
@@ -611,9 +516,6 @@ def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
     if whole is not None:  # all of x was written
         return "slice", 1, whole
     return "update", 0, part or {}
-
-
-# --- aten's operations -------------------------------------------------------------------
 
 
 __all__ = ["gradient_graph"]

@@ -31,7 +31,6 @@ class _Patch:
 
     @contextmanager
     def by(self, around: Around) -> Iterator[None]:
-        """A block."""
         blocks = self._blocks()
         with self._lock:
             self._count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.marks import CHUNK, data_of, detached
-from gradtools.torch.watching import (
-    is_wrapped,
-)
+from gradtools.torch.watching import is_wrapped
 from gradtools.torch.wrappers import is_dual, is_inexact
 
 left_to_python(__name__)
@@ -25,15 +24,18 @@ Rows = list[list[Any]]  # one for each chunk
 
 
 def flattened(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """The entries of all rows."""
-    return [x for row in rows for x in row]
+    return [*chain.from_iterable(rows)]
 
 
 def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
     """Rows of these widths, then a row of what is left."""
-    left = iter(flat)
-    rows = [[next(left) for _ in range(width)] for width in widths]
-    return [*rows, list(left)]
+    rows: Rows = []
+    at = 0
+    for width in widths:
+        rows.append([*flat[at : at + width]])
+        at += width
+    rows.append([*flat[at:]])
+    return rows
 
 
 def pieces_of(chunks: Chunks) -> list[list[Any]]:
@@ -71,7 +73,6 @@ def _apart(x: Any) -> Any:
 
 
 def tensors_of(xs: Entries) -> list[Tensor]:
-    """The tensors among them."""
     return [x for x in xs if isinstance(x, Tensor)]
 
 
@@ -91,7 +92,6 @@ def cut_off(y: Any) -> Any:
 
 
 def aliases_of(xs: Entries) -> list[Any]:
-    """The same numbers as leaves of a graph of their own."""
     return [alias_of(x) for x in xs]
 
 

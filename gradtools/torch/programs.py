@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, refuse_lost
 from gradtools.torch.customcode import gate_compiled, gated_calls
-from gradtools.torch.joining import Joint, join, joint_of
 from gradtools.torch.pieces import (
     Entries,
     Rows,
@@ -35,17 +34,11 @@ from gradtools.torch.pieces import (
 )
 from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import apply_rule, reverse_only_at
-from gradtools.torch.summing import Sums, adding_leaves
+from gradtools.torch.summing import Joint, Sums, adding_leaves, join, joint_of
 from gradtools.torch.terms import guarded_gradients
-from gradtools.torch.watching import (
-    marked,
-    steps,
-)
+from gradtools.torch.watching import marked, steps
 from gradtools.torch.wrappers import alive, is_dual, is_inexact
 from gradtools.torch.wrong_gradients import rightly, wrong_nodes
-
-if TYPE_CHECKING:
-    from gradtools.torch.replay import Forward
 
 left_to_python(__name__)
 
@@ -55,10 +48,7 @@ class ChunkProgram:
 
     leaves: list[Tensor]  # what it reaches by itself
 
-    @property
-    def forward(self) -> Forward:
-        """What runs f. None holds itself: what is let go of is freed at once, and not by gc."""
-        raise NotImplementedError
+    forward: Any  # the `Forward` that runs f, which does not hold itself: no cycle keeps tensors
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
@@ -89,7 +79,6 @@ class ChunkProgram:
         return outputs_of(Backward(self, widths, width, there, joint), rows, shared)
 
     def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
-        """Tangents of the outputs."""
         return outputs_of(Pushed(self, widths, width, there), rows, shared)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
@@ -118,16 +107,12 @@ class _Derived(ChunkProgram):
         there: list[list[bool]],
         joint: Joint | None = None,
     ) -> None:
-        self.of, self.leaves, self.joint = of, of.leaves, joint
+        self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, of.forward
         self.widths, self.shared_width, self.there = widths, shared_width, there
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
         self.sums: Sums | None = None  # while it is evaluated, chunk after chunk
-
-    @property
-    def forward(self) -> Forward:
-        return self.of.forward
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result, widths = copy.copy(self), [*self.widths, self.shared_width]
@@ -137,6 +122,7 @@ class _Derived(ChunkProgram):
         wanted = own
         if not alone:
             result.of, wanted = self.of.batched(size, own, randomness, True)
+            result.forward = result.of.forward
         vectors = zip(wanted, on, widths, strict=True)
         return result, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
 
@@ -188,10 +174,11 @@ class _Derived(ChunkProgram):
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         count, sums = len(rows), self._begun()
-        rows, shared = [[primal_of(x) for x in xs] for xs in rows], [primal_of(x) for x in shared]
+        if upstream.forward_level() >= 0:
+            rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [self.nothing(i) for i in range(count)]
         self.forward.check_storages()
-        with self.forward.without_hooks(), torch.no_grad():
+        with self.forward.without_hooks(), torch.set_grad_enabled(False):
             had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
@@ -255,11 +242,9 @@ class Backward(_Derived):
         return any(self.there[i]) or any(self.there[-1])
 
     def nothing(self, i: int) -> list[Any]:
-        """A zero for each input."""
         return [None] * self.widths[i]
 
     def nothing_summed(self) -> list[Any]:
-        """A zero for each shared input and each leaf."""
         return [None] * (self.shared_width + len(self.leaves))
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
@@ -288,8 +273,8 @@ class Backward(_Derived):
         return grads
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
-        """All chunks whose graphs were kept, in one pass."""
-        retained = self.forward.retained if self.of is self.forward else {}
+        forward = self.forward
+        retained = forward.retained if self.of.forward is self.of else {}
         if not retained:
             return set()
         keep = upstream.keeps_graph()
@@ -299,14 +284,14 @@ class Backward(_Derived):
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
         inputs += own
-        forward = self.forward
         reading = forward.reading
         reading[0] = True
         once = nullcontext() if forward.hooked else forward.going_back()
         inputs, width = [*inputs, *self.leaves], len(inputs)
         try:
             with self.explained(), once:
-                grads = self._pulled_adding(sums, outs, inputs, cts, width, keep, False)
+                how = keep, False, forward.is_right
+                grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
         finally:
             reading[0] = False
         had, left = set(retained), iter(grads)
@@ -340,11 +325,9 @@ class Pushed(_Derived):
         return []
 
     def nothing_summed(self) -> list[Any]:
-        """As many of sums."""
         return []
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
-        """Tangents of the chunk's outputs and of its terms."""
         create = torch.is_grad_enabled()
         xs, shared, dxs, dshared = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
@@ -361,9 +344,12 @@ class Pushed(_Derived):
 
 
 def pulled_back(
-    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool
+    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool, is_right: bool = False
 ) -> list[Any]:
-    """Cotangents of outs to cotangents of inputs, where there is a way."""
+    """Cotangents of outs to cotangents of inputs, where there is a way.
+
+    is_right: Whether PyTorch is known to have all gradients right there.
+    """
     pairs = [
         (y, ct)
         for y, ct in zip(outs, cts, strict=True)
@@ -372,17 +358,12 @@ def pulled_back(
     caller = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
     if not pairs or not any(caller):
         return [None] * len(inputs)
-    with rightly(wrong_nodes([y for y, _ in pairs])):
-        grads = torch.autograd.grad(
-            [y for y, _ in pairs],
-            [x for x, a in zip(inputs, caller, strict=True) if a],
-            [ct for _, ct in pairs],
-            retain_graph=keep,
-            create_graph=create,
-            allow_unused=True,
-        )
+    ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
+    wrong = [] if is_right else wrong_nodes(ys)
+    with rightly(wrong) if wrong else nullcontext():
+        grads: Any = upstream.pulled(ys, xs, [ct for _, ct in pairs], keep, create)
     if create:
-        grads = guarded_gradients("chunked or frozen", [y for y, _ in pairs], grads)
+        grads = guarded_gradients("chunked or frozen", ys, grads)
     return spread(grads, caller)
 
 
@@ -414,12 +395,12 @@ def node_of(
         eager = not dual and not is_compiling()
     maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
     if eager:
-        results = list(_ProgramNode.apply(maps, outs, *inputs))
+        results = upstream.applied(_ProgramNode, maps, outs, *inputs)
     else:
         results = apply_rule(_rule(maps, known and outs), *inputs)
     counts, there = shape
     flat = spread(results, there)
-    if known is not None:
+    if known is not None and not all(there):
         everything = [*flattened(known[0]), *known[1]]
         flat = [y if t else e for y, t, e in zip(flat, there, everything, strict=True)]
     parts = cut_up(flat, counts)
@@ -428,13 +409,15 @@ def node_of(
 
 def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
     """The outputs and sums that are the node's outputs; shape tells afterwards which."""
-    outs = [
-        (y, isinstance(y, Tensor) and (not known or program.attaches(i, k)))
-        for i, ys in enumerate([*found[0], found[1]])
-        for k, y in enumerate(ys)
-    ]
-    shape[:] = [[len(ys) for ys in found[0]], [there for _, there in outs]]
-    return [y for y, there in outs if there]
+    outs: list[Tensor] = []
+    there: list[bool] = []
+    for i, ys in enumerate([*found[0], found[1]]):
+        for k, y in enumerate(ys):
+            there.append(isinstance(y, Tensor) and (not known or program.attaches(i, k)))
+            if there[-1]:
+                outs.append(y)
+    shape[:] = [list(map(len, found[0])), there]
+    return outs
 
 
 @dataclass(frozen=True)
@@ -447,7 +430,6 @@ class _Maps:
     shape: list[Any]  # as `_chosen` says it
 
     def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
-        """One for each input and leaf."""
         counts, there = self.shape
         full = spread(cts, there)
         if self.program is self.program.forward:  # its sums are carries
@@ -457,7 +439,6 @@ class _Maps:
             return self.program.pull(self.widths, self.width, result[2], *result[:2], joint)
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
-        """One for each output."""
         result = self._vectors(saved, dxs, self.widths)
         with marked(self.program.forward.caller):
             pushed = self.program.push(self.widths, self.width, result[2], *result[:2])

@@ -58,8 +58,11 @@ from gradtools.torch.watching import (
     steps,
 )
 from gradtools.torch.wrappers import is_dual, is_inexact
+from gradtools.torch.wrong_gradients import WRONG
 
 left_to_python(__name__)
+_PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
+_grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
 
 
 class Forward(ChunkProgram):
@@ -108,19 +111,18 @@ class Forward(ChunkProgram):
         self.drawn: Randomness | None = None
         self.once: str | None = None  # a Function in f's graph that has no second derivative
         self.edit: str | None = None  # a rule there that has a reverse rule only
+        self.is_right = True  # whether PyTorch has all gradients there right
         self.functions: set[Any] = set()  # the autograd.Functions there
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
     @property
     def forward(self) -> Forward:
-        """Itself."""
         return self
 
     def _check_modules(self) -> None:
         check_modules(self.caller, self.start, self.chunks.f)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
-        """The same for a batch of all its tensors."""
         result = copy.copy(self)
         # What was drawn before there was a batch is drawn again once for all of it.
         randomness = randomness if any(map(any, on)) else "same"
@@ -156,7 +158,6 @@ class Forward(ChunkProgram):
         return [k for k, x in tensors if x.requires_grad or is_dual(x)]
 
     def attaches(self, i: int, k: int) -> bool:
-        """As the first pass saw it."""
         return self.attached[i][k]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
@@ -178,10 +179,11 @@ class Forward(ChunkProgram):
         check = self.verification
         watched = check.watching(i) if check else nullcontext()
         with again, without_cached_weights() as weights, watched as seen:
-            hooks = upstream.hooks_made(), hook_count()
+            hooks = None if self.is_again else (upstream.hooks_made(), hook_count())
             outs, carry = self._called(i, pieces, own)
-            check_cached(self.caller, self.start, weights)
-            if not self.is_again:
+            if weights:
+                check_cached(self.caller, self.start)
+            if hooks is not None:
                 self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
@@ -249,19 +251,22 @@ class Forward(ChunkProgram):
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         """The first pass. Notes leaves, and keeps the last chunks' graphs."""
         before = self._grads()
+        keep = torch.is_grad_enabled()
         try:
-            with torch.set_grad_enabled(self.modes.grad):
-                result = self._first_pass(rows, shared)
+            upstream.set_grad_enabled(self.modes.grad)
+            result = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
             raise
+        finally:
+            upstream.set_grad_enabled(keep)
         self.accumulates = self._grads() != before
         return result, self.carry if self.beneath else []
 
     def _grads(self) -> list[tuple[int, int]]:
-        """Which `.grad` each leaf has, and in which version."""
-        grads = [x.grad for x, _ in self.start.reached.watched if x.is_leaf]
-        return [(id(g), 0 if g is None else upstream.version_of(g)) for g in grads]
+        """The `.grad` of leaves, and in which version they are."""
+        grads = map(_grad_of, filter(_is_leaf, self.start.reached.tensors))
+        return [(id(g), upstream.version_of(g)) for g in grads if g is not None]
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         grad, budget = self.modes.grad, self.chunks.options.memory_budget
@@ -383,7 +388,6 @@ class Forward(ChunkProgram):
         self.begun.clear()
 
     def _kept(self) -> int:
-        """How many of the last chunks keep their graph."""
         packed = upstream.saved_tensors_hooks_on(False) is not None
         if packed or self.beneath or not self.modes.grad:
             return 0  # what a checkpoint or an offload packs is unpacked once, in its own way
@@ -438,7 +442,7 @@ class Forward(ChunkProgram):
             if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
                 raise captured_error(self, None)
         ends, stop = {id(x) for x in own}, {x.grad_fn for x in own if x.grad_fn is not None}
-        nodes = list(nodes_of(tensors_of(outs), stop))
+        nodes = nodes_of(tensors_of(outs), stop)
         if self.captured:
             self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
             self.begun |= {y.grad_fn for y in tensors_of(outs)}
@@ -446,14 +450,20 @@ class Forward(ChunkProgram):
             self.verification.kinds[i] = kinds_of(nodes)
         for node in nodes:
             kind: Any = type(node)
-            if kind.__name__ == "AccumulateGrad":
+            if kind is upstream.AccumulateGrad:
                 if id(node.variable) not in ends:
                     leaves[id(node.variable)] = node.variable
                 continue
             if upstream.sequence_of(node) < began[-1] and not _is_cast_of_leaf(node):
                 of_pass = upstream.sequence_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)
-            if issubclass(kind, BackwardCFunction):
+            if kind in _PLAIN:
+                continue
+            if kind.__name__ in WRONG:
+                self.is_right = False
+            elif not issubclass(kind, BackwardCFunction):
+                _PLAIN.add(kind)
+            else:
                 if upstream.is_once_differentiable(kind):
                     self.once = kind.__name__.removesuffix("Backward")
                 self.edit = reverse_only_at(node) or self.edit

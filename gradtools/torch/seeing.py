@@ -19,6 +19,7 @@ from gradtools.torch.recording.following import copies, follow
 from gradtools.torch.recording.observing import copied, observed, put_back, watchable
 
 Tensor = torch.Tensor
+_NUMBERS = (np.ndarray, np.generic, bool, int, float, complex)
 __all__ = ["record", "rerun", "watchable", "where_lost"]
 
 
@@ -28,14 +29,16 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         if seen.refusal is not None:
             return Recording(seen.graph([]), seen.refusal)
         outputs = [seen.output(y) for y in seen.outs]
-        hosts = tuple([k for k, y in enumerate(seen.outs) if _is_number(y)])
+        hosts = tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)])
         before = copies(seen.outs)
     follow(run, seen, outputs, before)
     return Recording(
         seen.graph(outputs),
         host_outputs=hosts,
         stand_ins=seen.stand_ins(),
-        wanted=tuple([k for k, x in enumerate(leaves) if _wanted(x)]),
+        wanted=tuple(
+            [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        ),
         parameters=seen.parameters(),
         held=seen.held(),
         reads=seen.reads(),
@@ -79,11 +82,3 @@ def rerun(run: Run, leaves: Sequence[Any]) -> list[Any]:
     with put_back(run, leaves), torch.inference_mode(False), torch.enable_grad():
         outs = run([copied(x) for x in leaves])
         return [x.detach() if isinstance(x, Tensor) else x for x in outs]
-
-
-def _is_number(y: Any) -> bool:
-    return isinstance(y, np.ndarray | np.generic | bool | int | float | complex)
-
-
-def _wanted(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad

@@ -28,7 +28,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
 _is_wrapped = upstream.is_wrapped
-_graphs: Callable[[bool], None] = upstream.set_grad_enabled  # type: ignore[attr-defined]
+graphs: Callable[[bool], None] = upstream.set_grad_enabled  # type: ignore[attr-defined]
 _tangents: Callable[[bool], None] = upstream.set_forward_mode_enabled
 _is_excluded: Callable[[Any], bool] = upstream.is_dispatch_key_excluded
 _AUTOGRAD = upstream.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
@@ -76,9 +76,8 @@ class Stops(TorchFunctionMode):
         return _unpack(x, level=self._level)[1] is not None
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, as this mode lets it run."""
         kwargs = kwargs or {}
-        if fun is _graphs:
+        if fun is graphs:
             return self._switched(*args)
         if fun is torch.autograd.grad:
             return self._pulled(fun, args, kwargs)
@@ -92,11 +91,11 @@ class Stops(TorchFunctionMode):
             return self._within(fun, args, kwargs)  # which sees gradients on, as f does
         if not (self._hidden and torch.is_grad_enabled()):
             return self.flowing(fun, types, args, kwargs)
-        _graphs(False)
+        graphs(False)
         try:
             return self.flowing(fun, types, args, kwargs)
         finally:
-            _graphs(True)
+            graphs(True)
 
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """The function, in the caller's modes; of one in Python, its operations are seen."""
@@ -141,7 +140,7 @@ class Stops(TorchFunctionMode):
         Transforms of torch.func switch them on inside, whatever was before.
         """
         depth = len(upstream.get_interpreter_stack() or ())
-        _graphs(on)
+        graphs(on)
         if not on:
             self._stopped = depth if self._stopped is None else self._stopped
         elif self._stopped is None or depth <= self._stopped:

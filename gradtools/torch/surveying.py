@@ -59,14 +59,17 @@ _PLAIN: set[type] = set()  # PyTorch's own nodes
 def surveyed(outs: Sequence[Tensor]) -> Survey:
     """The graph of outs."""
     result, plain, accumulates = Survey([], [], [], [], []), _PLAIN, upstream.AccumulateGrad
-    todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
+    todo: list[Any] = []
+    for y in outs:
+        if y.requires_grad:
+            todo.append(y.grad_fn or get_gradient_edge(y).node)
     seen = set(todo)
-    while todo:  # as `nodes_of`, at every derivative
-        node = todo.pop()
+    for node in todo:  # as `nodes_of`, at every derivative
         kind = type(node)
-        if kind is accumulates:
-            result.leaves.append(node.variable)
-        elif kind not in plain:
+        if kind not in plain:
+            if kind is accumulates:
+                result.leaves.append(node.variable)
+                continue
             _note(result, node, kind)
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
@@ -167,11 +170,13 @@ _UNSPENT = [False]
 
 
 class _OpenDerivatives(threading.local):
+    """The derivatives of this thread whose functions are being evaluated, the innermost last."""
+
     def __init__(self) -> None:
         self.opened: list[OpenDerivative] = []
 
 
-_here = _OpenDerivatives()
+here = _OpenDerivatives()
 
 
 def is_spent(x: Tensor) -> bool:
@@ -224,21 +229,18 @@ class OpenDerivative(NamedTuple):
         ]
 
 
-def being_evaluated() -> list[OpenDerivative]:
-    """The derivatives of this thread whose functions are being evaluated, the innermost last."""
-    return _here.opened
-
-
 def begun(aliases: Sequence[Tensor], around: Sequence[OpenDerivative]) -> OpenDerivative:
     """A derivative whose function is about to be evaluated, inside of others."""
-    before = [set(each.entered) for each in around] if around else []
-    return OpenDerivative(aliases, set(), set(), before, [False])
+    before, spent = [set(each.entered) for each in around] if around else [], [False]
+    for alias in aliases:
+        setattr(alias, SPENT, spent)
+    return OpenDerivative(aliases, set(), set(), before, spent)
 
 
 @contextmanager
 def opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
     """Inside, a function is evaluated at the aliases."""
-    around = being_evaluated()
+    around = here.opened
     around.append(begun(aliases, around))
     try:
         yield around[-1]
@@ -262,7 +264,7 @@ def note_taken(
     inside: The evaluation of outs: what entered a derivative there, of which this one is constant,
         is not cut.
     """
-    around = _here.opened
+    around = here.opened
     if not around:
         return
     befores = inside.before if inside is not None else []

@@ -56,7 +56,7 @@ def _of_module(module: nn.Module, before: str) -> Iterator[HeldArray]:
             yield HeldArray(before + name, b, TABLE)
     listed = {id(part) for part in module.modules()}
     for path, part in module.named_modules():
-        for name, value in vars(part).items():
+        for name, value in dict(vars(part)).items():
             if name not in upstream.SLOTS:
                 here = f"{before}{path}.{name}" if path else before + name
                 yield from _hidden(value, here, listed, _DEPTH)
@@ -81,7 +81,6 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """What an optimiser changes, or what several do together."""
     several = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     groups = []
     for one in several:

@@ -25,8 +25,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.rules import apply_rule
 from gradtools.torch.surveying import guarded, surveyed
-from gradtools.torch.transposing import vjp_of_inexact
-from gradtools.torch.trials import kept_as_it_is
+from gradtools.torch.transposing import unpacked, vjp_of_inexact
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
@@ -101,7 +100,7 @@ def _linear(name: str, linear: Any, xs: Entries, vs: Entries, opaque: bool) -> l
 def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
     """The pullback of cts; None where x cannot be differentiated."""
     mask = [is_inexact(x) for x in xs]
-    with kept_as_it_is():
+    with unpacked():
         ys, pull = _evaluated(name, fun, xs, mask, opaque)
         result = pull(_filled(ys, cts), _is_tracked([*xs, *cts]))
     return spread(_filled([x for x, m in zip(xs, mask, strict=True) if m], result), mask)
@@ -111,7 +110,7 @@ def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entri
     """The pushforward of dxs; None where y cannot be differentiated."""
     mask = [dx is not None for dx in dxs]
     try:
-        with torch.enable_grad(), kept_as_it_is():
+        with torch.enable_grad(), unpacked():
             ys, pull = _evaluated(name, fun, xs, mask, opaque)
             carried = [is_inexact(y) for y in ys]
 

@@ -11,19 +11,18 @@ and the same in ct. What is lost, and who is refused, is said in customcode.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd import function
-from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import is_of
-from gradtools.torch import _upstream as upstream
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.transposing import unpacked
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -46,12 +45,6 @@ def standing_in(call: Callable[[Any, Any, Args], Any]) -> Iterator[None]:
 
     with functions_applied(around, of_rules=False):
         yield
-
-
-def kept_as_it_is() -> AbstractContextManager[Any]:
-    """Around a graph that ends inside: a checkpoint would take what it saves for its own."""
-    hooks = upstream.saved_tensors_hooks_on(False)
-    return nullcontext() if hooks is None else saved_tensors_hooks(*(lambda x: x,) * 2)
 
 
 class Untried(Exception):
@@ -99,7 +92,7 @@ class Trial:
         errors: list[Exception] = []
         for shift in (0.0, 0.1):
             try:
-                with restored(self.randomness), torch.inference_mode(False), kept_as_it_is():
+                with restored(self.randomness), torch.inference_mode(False), unpacked():
                     xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
                     result = (result or set()) | self._lost_at(xs, forward)
             except Exception as error:
@@ -178,7 +171,7 @@ class Trial:
     def _called(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Arguments that are differentiated, and outputs."""
         self_args = [x.clone() if isinstance(x, Tensor) else x for x in self.args]
-        tracked = [x if x.requires_grad else x.requires_grad_() for x in map(_alias, xs)]
+        tracked = [x if x.requires_grad else x.requires_grad_() for x in (x.view_as(x) for x in xs)]
         for k, x in zip(self.moving, tracked, strict=True):
             self_args[k] = x.clone()  # no leaf nor a view of one, which it may not change in place
         if self.randomness is not None:
@@ -202,10 +195,6 @@ class Trial:
 def told(error: BaseException) -> str:
     """An error's type and text, on one line."""
     return f"{type(error).__name__}: {error}".replace("\n", " ").rstrip(" :")
-
-
-def _alias(x: Tensor) -> Tensor:
-    return x.view_as(x)
 
 
 def _wave(x: Tensor, shift: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Workarounds for derivatives that PyTorch has wrong, as data.
 
-Found by sweeping all of PyTorch's own table of operators (`gradtools.conformance.sweeps`). A `Bug`
-names the operation, what is wrong, upstream's issue, and what is done in its place while gradtools
+Found by sweeping all of PyTorch's own table of operators (`tests/support/sweeps`). A `Bug` names
+the operation, what is wrong, upstream's issue, and what is done in its place while gradtools
 pushes a tangent: mostly the transpose of reverse mode (`transposed.py`), else a formula of plain
 operations. A custom operator is never trusted with forward mode: PyTorch drops its tangent in
 silence wherever only a backward is registered. `docs/upstream-bugs.md` is written from this table.
@@ -25,6 +25,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
+from gradtools.rules import replaced_at
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import formulas
 from gradtools.torch.compiling import is_compiling
@@ -69,7 +70,6 @@ class Bug:
 
     @property
     def name(self) -> str:
-        """The last part of its name."""
         return self.operation.rpartition(".")[2]
 
 
@@ -82,10 +82,6 @@ def _refused(*args: Any, **kwargs: Any) -> Any:
         "once more, of whose forward-mode rule PyTorch then leaves a term out (torch#196699, "
         "torch#196700). Call it by torch.nn.functional, which goes another way."
     )
-
-
-def _is_product(*args: Any, **kwargs: Any) -> bool:
-    return "prod" in (*args[4:5], kwargs.get("reduce"))
 
 
 def _is_real(*args: Any, **kwargs: Any) -> bool:
@@ -104,241 +100,103 @@ def _trains(*args: Any, **kwargs: Any) -> bool:
     return bool(args[5])
 
 
-def _has_options(*args: Any, **kwargs: Any) -> bool:
-    return kwargs.get("options") is not None
-
-
-def _lies_otherwise(input: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return not input.is_contiguous()
-
-
 # --- the table ---------------------------------------------------------------------------------
 
+_F = "nn.functional."
 _SPD = "x @ x.mT + torch.eye(3, dtype=x.dtype)"
+_OTHER = "another number"
+_LOGICAL = tuple([f"logical_{name}_" for name in ("not", "and", "or", "xor")])
+_OF_PRODUCTS = lambda *args, **kwargs: "prod" in (*args[4:5], kwargs.get("reduce"))
+_OF_OPTIONS = lambda *args, **kwargs: kwargs.get("options") is not None
+_LIES_OTHERWISE = lambda input, *args, **kwargs: not input.is_contiguous()
 
-BUGS = (
-    Bug(
-        "logcumsumexp",
-        TANGENT,
-        "NaN, or another number",
-        "torch#196705",
-        formulas.logcumsumexp,
-        example="torch.logcumsumexp(1000 * x, 0).sum()",
-    ),
-    Bug(
-        "scatter_reduce",
-        TANGENT,
-        "another number",
-        "torch#196702",
-        when=_is_product,
-        example="x.scatter_reduce(0, torch.tensor([[0, 0, 1]]), x[1:2] + 2, 'prod').sum()",
-    ),
-    Bug(
-        "triangular_solve",
-        TANGENT,
-        "another number",
-        "torch#196707",
-        example="torch.triangular_solve(x, x + 3, unitriangular=True)[0].sum()",
-    ),
-    Bug(
-        "cholesky_inverse",
-        TANGENT,
-        "another number",
-        "torch#196682",
-        formulas.cholesky_inverse,
-        example="torch.cholesky_inverse(x.tril()).sum()",
-    ),
-    Bug(
-        "cholesky_solve",
-        TANGENT,
-        "another number",
-        "torch#196694",
-        formulas.cholesky_solve,
-    ),
-    Bug(
-        "ldexp",
-        TANGENT,
-        "another number",
-        "torch#186556",
-        formulas.ldexp,
-        _by_integers,
-        example="torch.ldexp(x, torch.tensor([1, -1, -2])).sum()",
-    ),
-    Bug(
-        "ldexp_",
-        TANGENT,
-        "another number",
-        "torch#186556",
-        formulas.in_place(formulas.ldexp),
-        _by_integers,
-    ),
-    Bug(
-        "nn.functional.silu",
-        TANGENT,
-        "another number",
-        instead=formulas.silu,
-        when=_is_complex,
-        example="torch.nn.functional.silu(torch.complex(x, 1 - x)).abs().sum()",
-    ),
-    Bug("silu_", TANGENT, "another number", "", formulas.in_place(formulas.silu), _is_complex),
+# The operation, what is wrong, what PyTorch gives, its issue, what stands for it, and when.
+_ROWS: tuple[tuple[Any, ...], ...] = (
+    ("logcumsumexp", TANGENT, f"NaN, or {_OTHER}", "torch#196705", formulas.logcumsumexp),
+    ("scatter_reduce", TANGENT, _OTHER, "torch#196702", None, _OF_PRODUCTS),
+    ("triangular_solve", TANGENT, _OTHER, "torch#196707"),
+    ("cholesky_inverse", TANGENT, _OTHER, "torch#196682", formulas.cholesky_inverse),
+    ("cholesky_solve", TANGENT, _OTHER, "torch#196694", formulas.cholesky_solve),
+    ("ldexp", TANGENT, _OTHER, "torch#186556", formulas.ldexp, _by_integers),
+    ("ldexp_", TANGENT, _OTHER, "torch#186556", formulas.in_place(formulas.ldexp), _by_integers),
+    (f"{_F}silu", TANGENT, _OTHER, "", formulas.silu, _is_complex),
+    ("silu_", TANGENT, _OTHER, "", formulas.in_place(formulas.silu), _is_complex),
     *[
-        Bug(
-            f"{operation}_",
-            TANGENT,
-            "another number",
-            instead=formulas.in_place(getattr(torch, operation)),
-            example=example,
-        )
-        for operation, example in (
-            ("logical_not", "(1 * x).logical_not_().sum()"),
-            ("logical_and", "(1 * x).logical_and_(x).sum()"),
-            ("logical_or", "(1 * x).logical_or_(x).sum()"),
-            ("logical_xor", "(1 * x).logical_xor_(x).sum()"),
+        (name, TANGENT, _OTHER, "", formulas.in_place(getattr(torch, name[:-1])))
+        for name in _LOGICAL
+    ],
+    (f"{_F}linear_cross_entropy", TANGENT, "zero", "", None, _OF_OPTIONS),
+    ("linalg.det", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
+    ("logdet", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
+    ("linalg.slogdet", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
+    ("linalg.solve", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
+    ("linalg.solve_ex", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
+    ("linalg.tensorsolve", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
+    ("linalg.householder_product", TANGENT_AGAIN, _OTHER, "torch#198017"),
+    ("linalg.eigh", TANGENT_AGAIN, "NaN", "", None, _is_real),
+    ("orgqr", TANGENT_AGAIN, _OTHER, "torch#198017"),
+    ("cumprod", TANGENT_AGAIN, "NaN at a zero factor"),
+    (f"{_F}layer_norm", TANGENT_AGAIN, _OTHER, "torch#196700", formulas.layer_norm),
+    (f"{_F}batch_norm", TANGENT_AGAIN, _OTHER, "torch#196699", formulas.batch_norm, _trains),
+    (f"{_F}instance_norm", TANGENT_AGAIN, _OTHER, "torch#196699", formulas.instance_norm, _trains),
+    ("native_batch_norm", TANGENT_AGAIN, _OTHER, "torch#196699", _refused),
+    ("_native_batch_norm_legit", TANGENT_AGAIN, _OTHER, "torch#196699", _refused),
+    ("_batch_norm_with_update", TANGENT_AGAIN, _OTHER, "torch#196699", _refused),
+    ("native_layer_norm", TANGENT_AGAIN, _OTHER, "torch#196700", _refused),
+    *[
+        (name, TANGENT_AGAIN, "an error")
+        for name in (
+            *("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "logsumexp"),
+            *("cross_entropy_loss", f"{_F}glu", "aminmax", "renorm", "linalg.norm"),
+            *("linalg.vector_norm", "linalg.matrix_norm", "norm"),
         )
     ],
-    Bug(
-        "nn.functional.linear_cross_entropy",
-        TANGENT,
-        "zero",
-        when=_has_options,
-    ),
-    *[
-        Bug(
-            name,
-            TANGENT_AGAIN,
-            "another number, or zero",
-            "torch#192540",
-            example=example,
-        )
-        for name, example in (
-            ("linalg.det", "torch.linalg.det(x)"),
-            ("logdet", f"torch.logdet({_SPD})"),
-            ("linalg.slogdet", "torch.linalg.slogdet(x)[1]"),
-            ("linalg.solve", "torch.linalg.solve(x + 3, x).sum()"),
-            ("linalg.solve_ex", ""),
-            ("linalg.tensorsolve", ""),
-        )
-    ],
-    Bug(
-        "linalg.householder_product",
-        TANGENT_AGAIN,
-        "another number",
-        "torch#198017",
-        example="torch.linalg.householder_product(x, x[0]).sum()",
-    ),
-    Bug(
-        "linalg.eigh",
-        TANGENT_AGAIN,
-        "NaN",
-        when=_is_real,
-        example="(torch.linalg.eigh(x + x.mT)[1].abs() * x).sum()",
-    ),
-    Bug("orgqr", TANGENT_AGAIN, "another number", "torch#198017"),
-    Bug(
-        "cumprod",
-        TANGENT_AGAIN,
-        "NaN at a zero factor",
-        example="torch.cumprod(x * torch.tensor([[1.0], [0.0], [1.0]], dtype=x.dtype), 0).sum()",
-    ),
-    Bug(
-        "nn.functional.layer_norm",
-        TANGENT_AGAIN,
-        "another number",
-        "torch#196700",
-        formulas.layer_norm,
-        example="(torch.nn.functional.layer_norm(x, (3,)) ** 2 * x).sum()",
-    ),
-    Bug(
-        "nn.functional.batch_norm",
-        TANGENT_AGAIN,
-        "another number",
-        "torch#196699",
-        formulas.batch_norm,
-        _trains,
-        example="(torch.nn.functional.batch_norm(x, None, None, training=True) ** 2 * x).sum()",
-    ),
-    Bug(
-        "nn.functional.instance_norm",
-        TANGENT_AGAIN,
-        "another number",
-        "torch#196699",
-        formulas.instance_norm,
-        _trains,
-        example="(torch.nn.functional.instance_norm(x[None]) ** 2 * x).sum()",
-    ),
-    *[
-        Bug(name, TANGENT_AGAIN, "another number", "torch#196699", _refused)
-        for name in ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
-    ],
-    Bug("native_layer_norm", TANGENT_AGAIN, "another number", "torch#196700", _refused),
-    *[
-        Bug(name, TANGENT_AGAIN, "an error", example=example)
-        for name, example in (
-            ("softmax", "(torch.softmax(x, 0) * x).sum()"),
-            ("log_softmax", "(torch.log_softmax(x, 0) * x).sum()"),
-            ("_softmax", ""),
-            ("_log_softmax", ""),
-            ("_safe_softmax", ""),
-            ("logsumexp", "torch.logsumexp(x, 0).sum()"),
-            ("cross_entropy_loss", ""),
-            ("nn.functional.glu", "torch.nn.functional.glu(x[:, :2], 1).sum()"),
-            ("aminmax", ""),
-            ("renorm", ""),
-            ("linalg.norm", ""),
-            ("linalg.vector_norm", ""),
-            ("linalg.matrix_norm", ""),
-            ("norm", ""),
-        )
-    ],
-    Bug(
-        "nn.functional.group_norm",
-        TANGENT,
-        "an error",
-        "",
-        formulas.group_norm,
-        _lies_otherwise,
-        "torch.nn.functional.group_norm(torch.stack((x, x**2))[None]"
-        ".to(memory_format=torch.channels_last), 1).pow(3).sum()",
-    ),
-    Bug(
-        "nn.functional.scaled_dot_product_attention",
-        TANGENT_AGAIN,
-        "an error",
-        "",
-        formulas.attention,
-        example="torch.nn.functional.scaled_dot_product_attention(x, 2 * x, x).sum()",
-    ),
-    *[
-        Bug(f"nn.functional.{name}", TANGENT_OF_GRADIENT, "an error", issue, example=example)
-        for name, issue, example in (
-            ("mse_loss", "torch#123996", "torch.nn.functional.mse_loss(x, torch.ones_like(x))"),
-            ("soft_margin_loss", "", "torch.nn.functional.soft_margin_loss(x, torch.ones_like(x))"),
-            ("huber_loss", "", "torch.nn.functional.huber_loss(x, torch.ones_like(x))"),
-        )
-    ],
-    Bug(
-        "nn.functional.hardsigmoid",
-        GRADIENT_AGAIN,
-        "an error",
-        instead=formulas.hardsigmoid,
-        example="(torch.nn.functional.hardsigmoid(x) ** 2).sum()",
-    ),
-    Bug(
-        "cdist",
-        GRADIENT_AGAIN,
-        "an error",
-        instead=formulas.cdist,
-        example="torch.cdist(x, 1 - 2 * x).sum()",
-    ),
-    Bug(
-        "nn.functional.pdist",
-        GRADIENT_AGAIN,
-        "an error",
-        instead=formulas.pdist,
-        example="torch.nn.functional.pdist(x**3).sum()",
-    ),
+    (f"{_F}group_norm", TANGENT, "an error", "", formulas.group_norm, _LIES_OTHERWISE),
+    (f"{_F}scaled_dot_product_attention", TANGENT_AGAIN, "an error", "", formulas.attention),
+    (f"{_F}mse_loss", TANGENT_OF_GRADIENT, "an error", "torch#123996"),
+    (f"{_F}soft_margin_loss", TANGENT_OF_GRADIENT, "an error"),
+    (f"{_F}huber_loss", TANGENT_OF_GRADIENT, "an error"),
+    (f"{_F}hardsigmoid", GRADIENT_AGAIN, "an error", "", formulas.hardsigmoid),
+    ("cdist", GRADIENT_AGAIN, "an error", "", formulas.cdist),
+    (f"{_F}pdist", GRADIENT_AGAIN, "an error", "", formulas.pdist),
 )
-
+_EXAMPLES = {
+    "logcumsumexp": "torch.logcumsumexp(1000 * x, 0).sum()",
+    "scatter_reduce": "x.scatter_reduce(0, torch.tensor([[0, 0, 1]]), x[1:2] + 2, 'prod').sum()",
+    "triangular_solve": "torch.triangular_solve(x, x + 3, unitriangular=True)[0].sum()",
+    "cholesky_inverse": "torch.cholesky_inverse(x.tril()).sum()",
+    "ldexp": "torch.ldexp(x, torch.tensor([1, -1, -2])).sum()",
+    f"{_F}silu": f"torch.{_F}silu(torch.complex(x, 1 - x)).abs().sum()",
+    "logical_not_": "(1 * x).logical_not_().sum()",
+    "logical_and_": "(1 * x).logical_and_(x).sum()",
+    "logical_or_": "(1 * x).logical_or_(x).sum()",
+    "logical_xor_": "(1 * x).logical_xor_(x).sum()",
+    "linalg.det": "torch.linalg.det(x)",
+    "logdet": f"torch.logdet({_SPD})",
+    "linalg.slogdet": "torch.linalg.slogdet(x)[1]",
+    "linalg.solve": "torch.linalg.solve(x + 3, x).sum()",
+    "linalg.householder_product": "torch.linalg.householder_product(x, x[0]).sum()",
+    "linalg.eigh": "(torch.linalg.eigh(x + x.mT)[1].abs() * x).sum()",
+    "cumprod": "torch.cumprod(x * torch.tensor([[1.0], [0.0], [1.0]], dtype=x.dtype), 0).sum()",
+    f"{_F}layer_norm": f"(torch.{_F}layer_norm(x, (3,)) ** 2 * x).sum()",
+    f"{_F}batch_norm": f"(torch.{_F}batch_norm(x, None, None, training=True) ** 2 * x).sum()",
+    f"{_F}instance_norm": f"(torch.{_F}instance_norm(x[None]) ** 2 * x).sum()",
+    "softmax": "(torch.softmax(x, 0) * x).sum()",
+    "log_softmax": "(torch.log_softmax(x, 0) * x).sum()",
+    "logsumexp": "torch.logsumexp(x, 0).sum()",
+    f"{_F}glu": f"torch.{_F}glu(x[:, :2], 1).sum()",
+    f"{_F}group_norm": f"torch.{_F}group_norm(torch.stack((x, x**2))[None]"
+    ".to(memory_format=torch.channels_last), 1).pow(3).sum()",
+    f"{_F}scaled_dot_product_attention": f"torch.{_F}scaled_dot_product_attention(x, 2 * x, x)"
+    ".sum()",
+    f"{_F}mse_loss": f"torch.{_F}mse_loss(x, torch.ones_like(x))",
+    f"{_F}soft_margin_loss": f"torch.{_F}soft_margin_loss(x, torch.ones_like(x))",
+    f"{_F}huber_loss": f"torch.{_F}huber_loss(x, torch.ones_like(x))",
+    f"{_F}hardsigmoid": f"(torch.{_F}hardsigmoid(x) ** 2).sum()",
+    "cdist": "torch.cdist(x, 1 - 2 * x).sum()",
+    f"{_F}pdist": f"torch.{_F}pdist(x**3).sum()",
+}
+BUGS = tuple([replace(Bug(*row), example=_EXAMPLES.get(row[0], "")) for row in _ROWS])
 _BY_NAME = {bug.name: bug for bug in BUGS}
 
 
@@ -353,7 +211,6 @@ def bug_of(fun: Any) -> Bug | None:
 
 
 def is_wrong_at(fun: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Whether something is wrong with a function of PyTorch's at these arguments."""
     bug = bug_of(fun)
     return bug is not None and (bug.when is None or bug.when(*args, **kwargs))
 
@@ -379,7 +236,7 @@ def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
     if another is _UNKNOWN:
         another = _ANOTHER_WAY[fun] = _another_way(fun)
     if another is None:
-        return _pushed_by_pytorch(fun, args, kwargs)
+        return pushed_by_pytorch(fun, args, kwargs)
     return another(fun, args, kwargs, again)
 
 
@@ -403,11 +260,11 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
         again = again and not _is_in_place(fun)
         is_moved = _is_moved_again if again or bug.wrong != TANGENT_AGAIN else _never
     if "out" in kwargs or not _is_differentiated_here() or not is_moved(args, kwargs):
-        return _pushed_by_pytorch(fun, args, kwargs)
+        return pushed_by_pytorch(fun, args, kwargs)
     if bug is None:
         return _transposed(fun, args, kwargs, opaque=True)
     if bug.when is not None and not bug.when(*args, **kwargs):
-        return _pushed_by_pytorch(fun, args, kwargs)
+        return pushed_by_pytorch(fun, args, kwargs)
     if bug.instead is None:
         return _transposed(fun, args, kwargs, opaque=fun is _LINEAR_CROSS_ENTROPY)
     return bug.instead(*args, **kwargs)
@@ -418,7 +275,7 @@ def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any
     if is_compiling():  # dynamo looks in; it comes here again when what it made runs
         return fun(*args, **kwargs)
     if not _is_differentiated_here() or not _is_moved(args, kwargs):
-        return _pushed_by_pytorch(fun, args, kwargs)
+        return pushed_by_pytorch(fun, args, kwargs)
     plain = _plain_kernel(fun)
     if plain is None:
         raise GradtoolsError(
@@ -438,7 +295,7 @@ def _is_differentiated_here() -> bool:
     return upstream.is_forward_mode_enabled() and not below
 
 
-def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
+def pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """PyTorch's own forward mode; where it has none, the transpose of its reverse mode."""
     try:
         return fun(*args, **kwargs) if kwargs else fun(*args)
@@ -460,7 +317,6 @@ class TwiceByPlainOperations(TorchFunctionMode):
     """While f is evaluated for `linearize`, which differentiates the backward pass."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, or the formula that stands for it."""
         bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
         kwargs = kwargs or {}
         if not isinstance(fun, _ORDINARY) and isinstance(fun, upstream.HigherOrderOperator):
@@ -473,7 +329,6 @@ class TwiceByPlainOperations(TorchFunctionMode):
 
 # What is no operator of functions; to be asked of that class itself costs four times as much.
 _ORDINARY = (BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType)
-_LOGICAL = tuple([f"logical_{name}_" for name in ("not", "and", "or", "xor")])
 _WRONG_IN_REVERSE_TOO = ("logcumsumexp", "ldexp", "ldexp_", "silu", "silu_", *_LOGICAL)
 _BY_FORMULA = {
     name: bug
@@ -534,10 +389,7 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     shape: list[Any] = []
 
     def flat(*xs: Tensor) -> list[Tensor]:
-        filled = list(leaves)
-        for i, x in zip(places, xs, strict=True):
-            filled[i] = x
-        again, named = upstream.tree_unflatten(filled, treedef)
+        again, named = upstream.tree_unflatten(replaced_at(leaves, places, xs), treedef)
         result = fun(again[0].clone(), *again[1:], **named) if in_place else fun(*again, **named)
         outs, outdef = upstream.tree_flatten(result)
         shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
@@ -577,7 +429,6 @@ class RightTangents(TorchFunctionMode):
     """While dynamo traces what is pushed: functions that are not to be trusted go another way."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, or what runs in its place."""
         kwargs = kwargs or {}
         if fun in _TRACED:
             return _traced(_TRACED[fun], fun, args, kwargs)
@@ -593,7 +444,6 @@ class RightGradients(TorchFunctionMode):
     """While dynamo traces what is pulled back: operations whose gradient is wrong."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """The function, or what runs in its place."""
         kwargs = kwargs or {}
         if fun in _TRACED_BACK:
             return _traced(_TRACED_BACK[fun], fun, args, kwargs)
@@ -619,11 +469,8 @@ def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     shape: list[Any] = []
 
     def run(*xs: Tensor) -> Any:
-        filled = list(leaves)
-        for dual, i in zip(duals, places, strict=True):
-            filled[i] = dual.primal
-        for k, x in zip(moved, xs, strict=True):
-            filled[places[k]] = x
+        primals = replaced_at([dual.primal for dual in duals], moved, xs)
+        filled = replaced_at(leaves, places, primals)
         again, named = upstream.tree_unflatten(filled, treedef)
         outs, outdef = upstream.tree_flatten(fun(*again, **named))
         carried = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
@@ -651,48 +498,33 @@ def _traced_functions() -> dict[Any, Bug]:
         for space in spaces
         if bug.wrong in (TANGENT, TANGENT_AGAIN) and hasattr(space, bug.name)
     }
-    for name, instead in (("batch_norm", _f_batch_norm), ("instance_norm", _f_instance_norm)):
+    for name, default in (("batch_norm", False), ("instance_norm", True)):
         fun = getattr(torch.nn.functional, name)
+        instead = partial(_traced_norm, fun, getattr(formulas, name), default)
         result[fun] = replace(result[fun], instead=instead, when=None)
     return result
 
 
-def _f_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not training:
-        return torch.nn.functional.batch_norm(
-            input, running_mean, running_var, weight, bias, training, momentum, eps
-        )
-    return formulas.batch_norm(
-        input, weight, bias, running_mean, running_var, True, momentum, eps, True
-    )
-
-
-def _f_instance_norm(
+def _traced_norm(
+    plain: Any,
+    formula: Any,
+    default: bool,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    use_input_stats: bool = True,
+    training: bool | None = None,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    use_input_stats: bool | None = None,
 ) -> Tensor:
-    if not use_input_stats:
-        return torch.nn.functional.instance_norm(
-            input, running_mean, running_var, weight, bias, False, momentum, eps
-        )
-    return formulas.instance_norm(
-        input, weight, bias, running_mean, running_var, True, momentum, eps, True
-    )
+    """Of torch.nn.functional; by the statistics of its input, in two words, or by running ones."""
+    training = use_input_stats if training is None else training
+    running = running_mean, running_var
+    if not (default if training is None else training):
+        return plain(input, *running, weight, bias, False, momentum, eps)
+    return formula(input, weight, bias, *running, True, momentum, eps, True)
 
 
 _TRACED = _traced_functions()

@@ -28,8 +28,8 @@ from gradtools.seeing.recording import Run, Vanished
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.recording import operations
+from gradtools.torch.recording.calls import CallRecorder
 from gradtools.torch.recording.observing import observed
-from gradtools.torch.recording.recorder import Recorder
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
@@ -93,11 +93,11 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
         return result
 
 
-def _stops(recorder: Recorder, back: _Back, leaf: Tensor) -> list[Vanished]:
+def _stops(recorder: CallRecorder, back: _Back, leaf: Tensor) -> list[Vanished]:
     """The nodes at which what goes to one leaf becomes zero, in the order of the program."""
     leading = back.leading_to(leaf)
     result = _cancelled(recorder, leading, back)
-    made = recorder.numbering.made
+    made = recorder.made
     for node in back.stopping:
         at = back.passed[node]
         path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
@@ -116,10 +116,10 @@ def _stops(recorder: Recorder, back: _Back, leaf: Tensor) -> list[Vanished]:
 
 
 def _cancelled(
-    recorder: Recorder, leading: Mapping[Any, None], back: _Back
+    recorder: CallRecorder, leading: Mapping[Any, None], back: _Back
 ) -> list[tuple[int, Vanished]]:
     """The calls at which the paths come together of what adds up to zero, by position."""
-    made, result = recorder.numbering.made, []
+    made, result = recorder.made, []
     for (to, slot), nodes in back.summed.items():
         cancels = to not in back.passed or not back.passed[to].moves[slot]
         if to in leading and cancels:
@@ -204,7 +204,7 @@ def _shaken(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
 
 
 def _with_extremes(
-    recorder: Recorder,
+    recorder: CallRecorder,
     outs: Sequence[Tensor],
     xs: Sequence[Any],
     grads: Mapping[int, Tensor],
@@ -231,7 +231,7 @@ def _with_extremes(
     with _hooked(outs, watch):
         _gradients(outs, [xs[k] for k in odd])
     back = _Back.of(outs, {})
-    made = recorder.numbering.made
+    made = recorder.made
     for k, kind in odd.items():
         leading = back.leading_to(xs[k])
         handed = []
@@ -378,10 +378,10 @@ def _moves(ct: Any) -> bool:
     return bool(ct.ne(0).any())
 
 
-def _named(recorder: Recorder, node: Any) -> Node:
+def _named(recorder: CallRecorder, node: Any) -> Node:
     """The recorded node that made a node of autograd, by that one's neutral name."""
     operation = operations.neutral_of_node(node)
-    at = recorder.numbering.made.get(node)
+    at = recorder.made.get(node)
     if at is None:
         return Node(operation, (), (), type(node).__name__)
     recorded = recorder.nodes[at]

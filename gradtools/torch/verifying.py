@@ -70,8 +70,8 @@ class Way:
         return Way(self._known, (what, self._key))
 
     def is_known(self) -> bool:
-        """Whether nobody needs to look."""
-        return self._known.get(self._key, _none)() is not None
+        known = self._known.get(self._key)
+        return known is not None and known() is not None
 
     def wait_for(self, looking: Any) -> None:
         """Notes that an object looks at the second run: while it lives, none else needs to."""
@@ -84,11 +84,9 @@ class Way:
         known[self._key] = weakref.ref(looking)
 
     def is_right(self) -> None:
-        """Notes that a second run in this way was right."""
-        self._known[self._key] = _seen
+        self._known[self._key] = lambda: True
 
     def is_wrong(self) -> None:
-        """Notes that it is to be looked at again."""
         self._known.pop(self._key, None)
 
 
@@ -132,7 +130,6 @@ class Verification:
             self.way.is_right()
 
     def wrong(self) -> None:
-        """Notes that this way is to be looked at again."""
         if self.way is not None:
             self.way.is_wrong()
 
@@ -198,7 +195,6 @@ class Verification:
         return len(old) == len(new) and all(same)
 
     def _where(self, i: int, modules: Any) -> str:
-        """The first module that gives something else."""
         pairs = zip(self.modules[i], modules, strict=False)
         for old, new in pairs:
             if not self._same_modules([old], [new]):
@@ -223,7 +219,7 @@ class Verification:
     def _compare_leaves(self, i: int, outs: Any, own: Any) -> None:
         ends = {id(x) for x in own}
         stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
-        nodes = list(nodes_of([y for y in outs if isinstance(y, Tensor)], stop))
+        nodes = nodes_of([y for y in outs if isinstance(y, Tensor)], stop)
         result = {
             id(node.variable): node.variable
             for node in nodes
@@ -298,17 +294,14 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
 
 
 def _is_compiled(forward: Forward) -> bool:
-    """Whether f reaches compiled code."""
     modules = (m for m, _ in forward.start.reached.modules.values())
     functions = (f for f, _ in forward.start.reached.holders)
     return any(map(upstream.is_compiled, (forward.chunks.f, *functions, *modules)))
 
 
 def _way(forward: Forward) -> Way:
-    """That of a call."""
     shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
-    training = tuple([m.training for m, _ in forward.start.reached.modules.values()])
-    modes = forward.modes
+    training, modes = forward.start.reached.training(), forward.modes
     key = forward.caller, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
     return Way.of(forward.chunks.f, *key)
 
@@ -385,14 +378,6 @@ def _verified(f: Callable[..., Any]) -> dict[Any, Callable[[], Any]]:
         return _VERIFIED.setdefault(f, {})
     except TypeError:  # it cannot be referred to weakly, or has no hash
         return {}
-
-
-def _seen() -> bool:
-    return True
-
-
-def _none() -> None:
-    return None
 
 
 def _is_shown(x: Tensor) -> bool:

@@ -6,7 +6,7 @@ put back. Parameters that f holds and that require grad are differentiated like 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,17 +21,16 @@ from gradtools.torch.recording.observing import copied, put_back, recording
 from gradtools.torch.translating.arrays import ARRAYS
 from gradtools.torch.translating.composites import FUNCTIONS, PLAIN
 from gradtools.torch.translating.control import followed
-from gradtools.torch.translating.elementwise import ELEMENTWISE
 from gradtools.torch.translating.layers import LAYERS
 from gradtools.torch.translating.precision import origin_of, reading
-from gradtools.torch.translating.recorder import FormulaRecorder, Functions, Operations
-from gradtools.torch.translating.rules import watched
+from gradtools.torch.translating.recorder import FormulaRecorder
+from gradtools.torch.translating.rules import write_rule
 from gradtools.torch.translating.writer import Ref
 from gradtools.torch.watching import plainly
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
-OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}
+OPERATIONS = {**ARRAYS, **LAYERS}  # all others are said as the graph says them
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
@@ -45,7 +44,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def _recorded(program: LeafProgram, functions: Mapping[Any, Any]) -> tuple[Recorded, bool]:
     """One run, and whether a derivative inside of f was lost."""
     with recording(f"{program.caller}: a program", program.run, program.leaves) as undo:
-        recorder = FormulaRecorder(OPERATIONS, functions, undo.names(), origin_of)
+        recorder = FormulaRecorder(undo, OPERATIONS, functions, write_rule, origin_of)
         return _written(program, recorder), recorder.lost
 
 
@@ -53,10 +52,9 @@ def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
     active = set(program.wrt)
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
     pairs = zip(xs, program.names, strict=True)
-    inputs = [recorder.introduce(x, name) for x, name in pairs]
-    with followed(), plainly(), watched(recorder), Functions(recorder), Operations(recorder):
-        ys = list(program.run(xs))
-        outputs = [_output(recorder, y) for y in ys]
+    inputs = [recorder.introduced(x, name) for x, name in pairs]
+    with followed(), plainly():  # control flow runs in Python, and nothing again
+        outputs = recorder.run(lambda: [_output(recorder, y) for y in program.run(xs)])
     captured = recorder.captured
     wanted = tuple(v for v, x in captured.items() if x.requires_grad and is_inexact(x))
     nodes = recorder.writer.frames[0]
@@ -70,20 +68,15 @@ def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
         tuple(captured),
         held={v: x.detach() for v, x in captured.items()},
         wanted=wanted,
-        run=_with_others(program, [captured[v] for v in wanted]),
+        run=partial(_run_with_others, program, [captured[v] for v in wanted]),
         narrow=recorder.narrow,
     )
 
 
 def _output(recorder: FormulaRecorder, y: Any) -> Ref:
     if isinstance(y, Tensor):
-        return recorder.ref(y)
+        return recorder.of(y)
     return recorder.constant(torch.as_tensor(y))
-
-
-def _with_others(program: LeafProgram, held: Sequence[Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """What the program runs, with other arrays in place of those that it holds."""
-    return partial(_run_with_others, program, held)
 
 
 def _run_with_others(

@@ -7,17 +7,18 @@ captured tensors with which it cannot.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
-from gradtools.chunks import Chunks, progress_bar
-from gradtools.errors import GradtoolsError, warn
+from gradtools.chunks import Chunks, progress_bar, warn_of_batch_norm
+from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
@@ -26,37 +27,35 @@ from gradtools.torch.state import Snapshot
 from gradtools.torch.trials import standing_in
 from gradtools.torch.wrappers import is_dual
 
+if TYPE_CHECKING:
+    from gradtools.torch.replay import Forward
+
 Tensor = torch.Tensor
 left_to_python(__name__)
 is_wrapped = upstream.is_wrapped
 
-_here = threading.local()
 REPLAYS = threading.RLock()  # random streams and the leaves' hooks are the process's
 
 
-class Watched(Protocol):
-    """What is seen of a program here.
+class _Noted(threading.local):
+    """What is noted of a thread; defaults of the class, for a miss is slow."""
 
-    Attributes:
-        caller: What the user called.
-        start: What stood behind f when it ran first.
-        tensors: The tensors among its arguments.
-        batches: Of vmap.
-    """
-
-    caller: str
-    start: Snapshot
-    tensors: list[Tensor]
-    batches: tuple[tuple[int, str], ...]
+    replaying = wanted = recorded = plain = False
+    mark = ""
 
 
-def is_replaying() -> bool:
-    """Whether this thread computes a chunk again."""
-    return getattr(_here, "replaying", False)
+_here = _Noted()
+is_replaying: Callable[[], bool] = partial(getattr, _here, "replaying")
+"""Whether this thread computes a chunk again."""
+has_asked: Callable[[], bool] = partial(getattr, _here, "wanted")
+"""Whether the user's code has asked that since this thread began to."""
+mark: Callable[[], str] = partial(getattr, _here, "mark")
+"""The operator in whose way this thread computes, or nothing."""
+is_recorded: Callable[[], bool] = partial(getattr, _here, "recorded")
+is_plain: Callable[[], bool] = partial(getattr, _here, "plain")
 
 
 def set_replaying(on: bool) -> None:
-    """Notes whether this thread does so."""
     _here.replaying = on
     if on:
         _here.wanted = False
@@ -68,33 +67,26 @@ def asks_is_replaying() -> bool:
     return is_replaying()
 
 
-def has_asked() -> bool:
-    """Whether the user's code has asked since this thread began to compute a chunk again."""
-    return getattr(_here, "wanted", False)
-
-
-@contextmanager
-def marked(caller: str) -> Iterator[None]:
+class marked:
     """Inside runs what `caller` computes in its own way; what it is inside of has its own mark.
 
     An empty mark: what runs inside is the user's, whoever runs it.
     """
-    before = mark()
-    _here.mark = caller and (before or caller)
-    try:
-        yield
-    finally:
-        _here.mark = before
 
+    def __init__(self, caller: str) -> None:
+        self._caller = caller
 
-def mark() -> str:
-    """The operator in whose way this thread computes, or nothing."""
-    return getattr(_here, "mark", "")
+    def __enter__(self) -> None:
+        self._before = _here.mark
+        _here.mark = self._caller and (self._before or self._caller)
+
+    def __exit__(self, *error: Any) -> None:
+        _here.mark = self._before
 
 
 @contextmanager
 def _noted(name: str) -> Iterator[None]:
-    before = getattr(_here, name, False)
+    before = getattr(_here, name)
     setattr(_here, name, True)
     try:
         yield
@@ -102,45 +94,26 @@ def _noted(name: str) -> Iterator[None]:
         setattr(_here, name, before)
 
 
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Inside, each operation is written down, and nothing runs that is not asked for."""
-    with _noted("recorded"):
-        yield
+recorded = partial(_noted, "recorded")
+"""Inside, each operation is written down, and nothing runs that is not asked for."""
+plainly = partial(_noted, "plain")
+"""Inside, what would be computed again is kept, as by the plain loop: f is written down."""
 
 
-def is_recorded() -> bool:
-    """Whether this thread's operations are written down."""
-    return getattr(_here, "recorded", False)
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """Inside, what would be computed again is kept, as by the plain loop: f is written down."""
-    with _noted("plain"):
-        yield
-
-
-def is_plain() -> bool:
-    """Whether this thread computes nothing again."""
-    return getattr(_here, "plain", False)
-
-
-def steps(chunks: Chunks, count: int) -> Iterator[int]:
+def steps(chunks: Chunks, count: int) -> Iterable[int]:
     """The numbers of chunks, with a progress bar if one is asked for."""
-    bar = progress_bar(count) if chunks.options.progress and count > 1 else None
-    try:
+    return _shown(count) if chunks.options.progress and count > 1 else range(count)
+
+
+def _shown(count: int) -> Iterator[int]:
+    with progress_bar(count) as bar:
         for i in range(count):
             yield i
-            if bar is not None:
-                bar.update()
-    finally:
-        if bar is not None:
-            bar.close()
+            bar.update()
 
 
 @contextmanager
-def bytes_saved(forward: Watched) -> Iterator[list[int]]:
+def bytes_saved(forward: Forward) -> Iterator[list[int]]:
     """Counts what a graph saves besides inputs, parameters and buffers."""
     known = [*forward.tensors, *(x for x, _ in forward.start.reached.watched)]
     for module, _ in forward.start.reached.modules.values():
@@ -180,7 +153,6 @@ _OWN_WRAPPERS = {
     "DataParallel": "Its replicas are made anew at each call; use DistributedDataParallel around a "
     "module whose forward calls chunked.",
 }
-_TOLD: set[str] = set()
 
 
 def own_wrapper(module: Any) -> str | None:
@@ -197,13 +169,15 @@ def check_modules(caller: str, start: Snapshot, f: Any) -> None:
             raise GradtoolsError(f"{caller}: {name} is a {kind}. {_OWN_WRAPPERS[kind]}")
         normalises = isinstance(module, upstream.BatchNorm)
         if caller == "chunked" and normalises and module.training:
-            _tell(f, name)
+            warn_of_batch_norm(
+                ("torch", getattr(f, "__name__", type(f).__name__)), f"chunked: {name} is"
+            )
 
 
-def check_cached(caller: str, start: Snapshot, kept: Any) -> None:
+def check_cached(caller: str, start: Snapshot) -> None:
     """Raises where `parametrize.cached` would have computed a weight once that changes state."""
     for module, name in start.reached.modules.values():
-        if kept and isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
+        if isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
             raise GradtoolsError(
                 f"{caller}: {name} computes a weight by a parametrization with buffers, inside of "
                 "parametrize.cached, which computes it once; here it is computed for each chunk, "
@@ -211,22 +185,10 @@ def check_cached(caller: str, start: Snapshot, kept: Any) -> None:
             )
 
 
-def _tell(f: Any, name: str) -> None:
-    called = getattr(f, "__name__", type(f).__name__)
-    if called in _TOLD:
-        return
-    _TOLD.add(called)
-    warn(
-        f"chunked: {name} is a batch normalisation in training mode. It normalises each chunk by "
-        "that chunk's own statistics, as the plain loop over chunks does, so the result is not "
-        "the full batch's. For that use evaluation mode, or a normalisation of single examples."
-    )
-
-
 class Captures(TorchFunctionMode):
     """Refuses what f captured of a transform, which is a constant to it: the zero is silent."""
 
-    def __init__(self, forward: Watched) -> None:
+    def __init__(self, forward: Forward) -> None:
         super().__init__()
         self.forward = forward
         # Under a batch, or a transform of its own, f sees others that are not captured.
@@ -265,11 +227,10 @@ class Substituted(TorchFunctionMode):
         self._functions.__exit__(*error)
 
     def within(self, tree: Any) -> Any:
-        """A tree of the others."""
         return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)
 
 
-def captured_error(forward: Watched, what: Any) -> GradtoolsError:
+def captured_error(forward: Forward, what: Any) -> GradtoolsError:
     """what: The tensor, or the node that made it; None for one of a transform."""
     name = forward.start.name_of(
         lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
@@ -282,7 +243,7 @@ def captured_error(forward: Watched, what: Any) -> GradtoolsError:
     )
 
 
-def edge_error(forward: Watched, i: int, node: Any) -> GradtoolsError:
+def edge_error(forward: Forward, i: int, node: Any) -> GradtoolsError:
     """node: What an earlier chunk computed, with a derivative, and chunk i goes on from."""
     held = [name for x, name in forward.start.watched_now() if x.grad_fn is node]
     name = repr(held[0]) if held else "something"

@@ -49,7 +49,6 @@ def is_mapped(x: Tensor) -> bool:
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
-    """The tensors among arguments or results."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, list | tuple):
@@ -74,7 +73,6 @@ _ENDED = -2
 
 
 def is_dual(x: Any) -> bool:
-    """Whether x is a tensor with a tangent."""
     if upstream.forward_level() < 0 or not isinstance(x, Tensor) or not may_be_dual(x):
         return False
     x = unwrapped(x)
@@ -89,7 +87,6 @@ def may_be_dual(x: Tensor) -> bool:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether x has a floating or complex dtype."""
     return x.is_floating_point() or x.is_complex()
 
 
@@ -145,7 +142,6 @@ class _SubclassParts:
 
 
 def zeros(shape: Any, dtype: Any, device: Any, inside: _SubclassParts | None = None) -> Tensor:
-    """Zeros of what `like` says."""
     if inside is not None:
         return inside.zeros(shape)
     return torch.zeros(shape, dtype=dtype, device=device)

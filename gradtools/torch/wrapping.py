@@ -38,12 +38,10 @@ class Transformed(upstream.ModuleLike):
         return super().__call__(*args, **kwargs) if hooked else self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed call."""
         return self._call(*args, **kwargs)
 
     @property
     def training(self) -> bool:
-        """The module's own mode."""
         return self._own.training
 
     @training.setter
@@ -71,19 +69,15 @@ class Transformed(upstream.ModuleLike):
     # --- what a module may define for itself
 
     def train(self, mode: bool = True) -> Transformed:
-        """Sets the module's mode."""
         self._own.train(mode)
         return self
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Transformed:  # type: ignore[override]
-        """Applies fn to the module and what it holds."""
         self._own.apply(fn)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
         return self._own.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
         return self._own.load_state_dict(*args, **kwargs)

@@ -9,8 +9,8 @@ graph; there the operations are exchanged (`upstream_bugs.RightGradients`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ class WrongGradient:
         node: The type of its nodes in a graph.
         wrong: "gradient", or "derivative of the gradient" alone.
         gives: What plain PyTorch gives in its place.
-        issue: Upstream's; empty where no report was found.
         right: Of the node, what it gave and what it was given: what it should have given.
+        issue: Upstream's; empty where no report was found.
         when: Whether it is wrong at a node.
         example: As in `upstream_bugs.Bug`.
     """
@@ -44,10 +44,10 @@ class WrongGradient:
     node: str
     wrong: str
     gives: str
-    issue: str
     right: Callable[[Any, Given, Given], Any]
-    when: Callable[[Any], bool]
-    example: str
+    issue: str = ""
+    when: Callable[[Any], bool] = lambda node: True
+    example: str = ""
 
 
 def _ldexp(node: Any, given: Given, cts: Given) -> Any:
@@ -139,89 +139,56 @@ def _attention(node: Any, given: Given, cts: Given) -> Any:
     return tuple(differentiable(node, given, cts[0]))
 
 
-_FUSED = ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
-_ATTENDING = "torch.nn.functional.scaled_dot_product_attention(*[x[None, None] ** 2] * 3).sum()"
+_OTHER = "another number"
+_KERNELS = ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
+_FUSED = tuple([f"ScaledDotProduct{kernel}Backward0" for kernel in _KERNELS])
+_IS_COMPLEX = lambda node: upstream.saved(node, "self").is_complex()
+_LIES_OTHERWISE = lambda node: not all(x is None or x.is_contiguous() for x in _statistics(node))
+_WITHOUT_WEIGHT = lambda node: (
+    upstream.saved(node, "weight") is None and upstream.saved(node, "bias") is not None
+)
+_WITHOUT_MASK = lambda node: not upstream.saved(node, "dropout_p")  # no formula draws it again
 
-WRONG_GRADIENTS = (
-    WrongGradient(
-        "ldexp",
-        "LdexpBackward0",
-        GRADIENT,
-        "zero",
-        "torch#186556",
-        _ldexp,
-        _by_integers,
-        "torch.ldexp(x, torch.tensor([-1, -1, -2])).sum()",
+# The operation, its nodes, what is wrong, what PyTorch gives, what is right, its issue, and when.
+_ROWS: tuple[tuple[Any, ...], ...] = (
+    ("ldexp", "LdexpBackward0", GRADIENT, "zero", _ldexp, "torch#186556", _by_integers),
+    ("nn.functional.silu", "SiluBackward0", GRADIENT, _OTHER, _silu, "", _IS_COMPLEX),
+    (
+        *("logcumsumexp", "LogcumsumexpBackward0", GRADIENT_AGAIN, "NaN at a cotangent of zero"),
+        *(_logcumsumexp, "torch#196705"),
     ),
-    WrongGradient(
-        "nn.functional.silu",
-        "SiluBackward0",
-        GRADIENT,
-        "another number",
-        "",
-        _silu,
-        lambda node: upstream.saved(node, "self").is_complex(),
-        "torch.nn.functional.silu(torch.complex(x, 1 - x), inplace=True).abs().sum()",
+    (
+        *("sparse_coo_tensor", "SparseCooTensorWithDimsAndTensorsBackward0", GRADIENT_AGAIN),
+        *(f"{_OTHER}, or an error", _sparse),
     ),
-    WrongGradient(
-        "logcumsumexp",
-        "LogcumsumexpBackward0",
-        GRADIENT_AGAIN,
-        "NaN at a cotangent of zero",
-        "torch#196705",
-        _logcumsumexp,
-        lambda node: True,
-        "(0 * x * torch.logcumsumexp(x, 0) + x**3).sum()",
+    (
+        *("nn.functional.batch_norm", "NativeBatchNormBackward0", GRADIENT, _OTHER),
+        *(_batch_norm, "", _LIES_OTHERWISE),
     ),
-    WrongGradient(
-        "sparse_coo_tensor",
-        "SparseCooTensorWithDimsAndTensorsBackward0",
-        GRADIENT_AGAIN,
-        "another number, or an error",
-        "",
-        _sparse,
-        lambda node: True,
-        "(torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 0, 2]]), x[0] ** 2, (3, 3))"
-        ".to_dense() ** 2).sum()",
-    ),
-    WrongGradient(
-        "nn.functional.batch_norm",
-        "NativeBatchNormBackward0",
-        GRADIENT,
-        "another number",
-        "",
-        _batch_norm,
-        lambda node: not all(x is None or x.is_contiguous() for x in _statistics(node)),
-        "torch.nn.functional.batch_norm(x**2, None, None, torch.arange(6).to(x)[::2], None, True)"
-        ".mul(x).sum()",
-    ),
-    WrongGradient(
-        "nn.functional.layer_norm",
-        "NativeLayerNormBackward0",
-        GRADIENT_AGAIN,
-        "zero, or an error",
-        "",
-        _layer_norm,
-        lambda node: (
-            upstream.saved(node, "weight") is None and upstream.saved(node, "bias") is not None
-        ),
-        "",
+    (
+        *("nn.functional.layer_norm", "NativeLayerNormBackward0", GRADIENT_AGAIN),
+        *("zero, or an error", _layer_norm, "", _WITHOUT_WEIGHT),
     ),
     *[
-        WrongGradient(
-            "nn.functional.scaled_dot_product_attention",
-            f"ScaledDotProduct{kernel}Backward0",
-            GRADIENT_AGAIN,
-            "an error",
-            "",
-            _attention,
-            lambda node: (
-                not upstream.saved(node, "dropout_p")
-            ),  # whose mask no formula can draw again
-            _ATTENDING if kernel == _FUSED[0] else "",
+        (
+            *("nn.functional.scaled_dot_product_attention", node, GRADIENT_AGAIN, "an error"),
+            *(_attention, "", _WITHOUT_MASK),
         )
-        for kernel in _FUSED
+        for node in _FUSED
     ],
+)
+_EXAMPLES = {
+    "LdexpBackward0": "torch.ldexp(x, torch.tensor([-1, -1, -2])).sum()",
+    "SiluBackward0": "torch.nn.functional.silu(torch.complex(x, 1 - x), inplace=True).abs().sum()",
+    "LogcumsumexpBackward0": "(0 * x * torch.logcumsumexp(x, 0) + x**3).sum()",
+    "SparseCooTensorWithDimsAndTensorsBackward0": "(torch.sparse_coo_tensor(torch.tensor("
+    "[[0, 1, 2], [1, 0, 2]]), x[0] ** 2, (3, 3)).to_dense() ** 2).sum()",
+    "NativeBatchNormBackward0": "torch.nn.functional.batch_norm(x**2, None, None, "
+    "torch.arange(6).to(x)[::2], None, True).mul(x).sum()",
+    _FUSED[0]: "torch.nn.functional.scaled_dot_product_attention(*[x[None, None] ** 2] * 3).sum()",
+}
+WRONG_GRADIENTS = tuple(
+    [replace(WrongGradient(*row), example=_EXAMPLES.get(row[1], "")) for row in _ROWS]
 )
 _BY_NODE = {wrong.node: wrong for wrong in WRONG_GRADIENTS}
 WRONG = frozenset(_BY_NODE)
@@ -229,14 +196,17 @@ WRONG = frozenset(_BY_NODE)
 
 
 def is_wrong(node: Any) -> bool:
-    """Whether the gradient that a node of a graph gives is wrong."""
     result = _BY_NODE.get(type(node).__name__)
     return result is not None and result.when(node)
 
 
-@contextmanager
-def rightly(nodes: Sequence[Any]) -> Iterator[None]:
+def rightly(nodes: Sequence[Any]) -> AbstractContextManager[None]:
     """Inside, a pullback runs: what these nodes give is right."""
+    return _rightly(nodes) if nodes else nullcontext()
+
+
+@contextmanager
+def _rightly(nodes: Sequence[Any]) -> Iterator[None]:
     handles = [node.register_hook(_hook(node)) for node in nodes]
     try:
         yield
@@ -251,8 +221,8 @@ def _hook(node: Any) -> Callable[[Given, Given], Any]:
 
 
 def wrong_nodes(outs: Sequence[Any]) -> list[Any]:
-    """The nodes in the graph of outs whose gradients are wrong."""
-    return [node for node in nodes_of([y for y in outs if y.requires_grad]) if is_wrong(node)]
+    nodes = nodes_of([y for y in outs if y.requires_grad])
+    return [node for node in nodes if type(node).__name__ in WRONG and is_wrong(node)]
 
 
 def right_vjp(fun: Callable[..., Any], *xs: Tensor, has_aux: bool = False) -> Any:

@@ -42,7 +42,6 @@ class NoProductsOfZero(upstream.TorchDispatchMode):
         self._refuses_complex = refuses_complex
 
     def __torch_dispatch__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation, or the zero that it gives."""
         if fun is _SYMBOLIC_ZERO and (kwargs or {}).get("layout") in (None, torch.strided):
             return _zero(args[0], **(kwargs or {}))
         shape_of = _PRODUCTS.get(fun)

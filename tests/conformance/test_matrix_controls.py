@@ -483,7 +483,8 @@ def widened(patch, gt):
 
 
 def shared_key(patch, gt):
-    patch.setattr(type(gt._api._backend), "fold_in", staticmethod(lambda key, index: key))
+    arrays = gt._api._backend.room("arrays", "key_argnums")
+    patch.setattr(arrays, "fold_in", lambda key, index: key)
 
 
 def unrestored(patch, gt):

@@ -41,7 +41,6 @@ BACK = {
     "torch.customcode": {"torch.seeing"},
     "torch.surveying": {"torch.customcode"},
     "jax.wrapping": {"jax.equinox", "jax.nnx"},  # classes for users, made of the wing
-    "testing.strategies_program": {"testing.strategies_reference"},
 }
 
 

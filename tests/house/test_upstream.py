@@ -142,7 +142,7 @@ _WORD = (
         "jax/modules.py",
         "jax/stateful.py",
     ),
-    *("testing/probe.py", "conformance/sweeps/in_jax.py"),
+    "testing/probe.py",
 )
 
 

@@ -8,15 +8,21 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from scenes import picture_of
 from seeing_graphs import SHAPES, Builder, transformer
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing import align
-from gradtools.seeing.align import aligned, share
+from gradtools.seeing.align import Alignment, aligned
 from gradtools.seeing.difference import graph_diff
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.layout import picture_of
 from gradtools.seeing.nodes import Body, Dependence
+
+
+def share(alignment: Alignment) -> float:
+    """How much of both programs is paired, from 0 to 1."""
+    paired = sum(len(one) + len(two) for one, two in alignment.pairs)
+    return paired / (len(alignment.first) + len(alignment.second))
 
 
 def short_words(**change) -> Graph:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError, GradtoolsWarning
-from gradtools.torch import verifying, watching
+from gradtools import GradtoolsError, GradtoolsWarning, errors
+from gradtools.torch import verifying
 
 
 def mlp(*more):
@@ -234,7 +234,7 @@ def test_three_sums_are_kept_for_each_output_and_no_output():
 
 
 def test_batch_norm_is_told_of_once(monkeypatch):
-    monkeypatch.setattr(watching, "_TOLD", set())
+    monkeypatch.setattr(errors, "SAID", set())
     f = gt.chunked(mlp(nn.BatchNorm1d(4)), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

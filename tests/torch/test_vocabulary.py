@@ -573,13 +573,5 @@ def test_operations_at_the_edge_of_their_shapes_have_formulas(name):
     assert found.check is not None and found.check.given
 
 
-def test_what_is_said_as_the_graph_says_it_is_a_word_of_the_vocabulary():
-    from gradtools.seeing.formula.vocabulary import OPERATIONS
-    from gradtools.torch import operands
-    from gradtools.torch.recording import operations
-    from gradtools.torch.translating.writer import as_said
-
-    said = [name for name, made in vocabulary.OPERATIONS.items() if made is as_said]
-    named = {n: operands._NAMES.get(n.strip("_")) or operations.neutral(n.strip("_")) for n in said}
-    assert len(said) > 100
-    assert not {name: word for name, word in named.items() if word not in OPERATIONS}
+def test_few_operations_have_a_translation_of_their_own():
+    assert len(vocabulary.OPERATIONS) < 60  # all others are said as the graph says them

@@ -178,7 +178,7 @@ def _elu(w: Any, jaxpr: Any, x: Entry, *alpha: Entry) -> int | None:
 
 def _leaky_relu(w: Any, jaxpr: Any, x: Entry, *slope: Entry) -> int | None:
     a = w.scalar(w.number(slope[0])) if slope else 0.01
-    return None if a is None else w("leaky_relu", w.number(x), slope=float(a))
+    return None if a is None else w("leaky_relu", w.number(x), negative_slope=float(a))
 
 
 def _clip(w: Any, jaxpr: Any, *entries: Entry) -> int | None:
@@ -195,11 +195,6 @@ def _logaddexp(w: Any, jaxpr: Any, a: Entry, b: Entry) -> int:
     if w.is_zero(y):
         return w("softplus", x)
     return w("softplus", y) if w.is_zero(x) else w("logaddexp", x, y)
-
-
-def _hypotenuse(w: Any, jaxpr: Any, a: Entry, b: Entry) -> int:
-    """The root of the sum of squares, without the care for great numbers."""
-    return w("sqrt", w("add", *(w("square", w.number(x)) for x in (a, b))))
 
 
 def _one_hot(w: Any, jaxpr: Any, i: Entry) -> int | None:
@@ -294,18 +289,13 @@ def _eigh(w: Any, jaxpr: Any, a: Entry) -> Any:
 
 
 def _solve(w: Any, jaxpr: Any, *entries: Entry) -> int | None:
+    """Of one vector, or as many matrices as there are of a."""
     if len(entries) != 2:
         return None
     a, b = map(w.number, entries)
     out, left, right = jaxpr.outvars[0].aval.shape, w.shape(a), w.shape(b)
-    if out != right:
-        return None
-    if len(right) == len(left) and right[:-1] == left[:-1]:
-        return w("solve", a, b)
-    if right != left[:-1]:
-        return None
-    column = w("reshape", b, shape=(*right, 1))
-    return w("reshape", w("solve", a, column), shape=right)
+    fits = right[:-1] == left[:-1] if len(right) == len(left) else right == left[:-1]
+    return w("solve", a, b) if out == right and fits else None
 
 
 def _searched(w: Any, jaxpr: Any, ordered: Entry, values: Entry) -> int | None:
@@ -331,7 +321,7 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "leaky_relu": _leaky_relu,
     "clip": _clip,
     "logaddexp": _logaddexp,
-    "hypot": _hypotenuse,
+    "hypot": _binary("hypot"),
     "remainder": _binary("remainder"),
     "floor_divide": _binary("floor_divide"),
     "one_hot": _one_hot,

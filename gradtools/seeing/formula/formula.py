@@ -699,6 +699,3 @@ def _latex_row(line: Statement) -> str:
     if line.left is None:
         return rf"&{indent}{line.right.latex}"
     return rf"&{indent}{line.left.latex} = {line.right.latex}"
-
-
-__all__ = ["Agreement", "Check", "Formula", "Values", "derive"]

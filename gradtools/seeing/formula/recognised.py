@@ -26,5 +26,3 @@ DEFINITIONS = {
         [cell.strip() for cell in row.split(" | ")] for row in _TABLE.strip().splitlines()
     )
 }
-
-__all__ = ["DEFINITIONS"]

@@ -492,5 +492,3 @@ _PATTERNS: tuple[Pattern, ...] = (
     _standardize,
     _norm,
 )
-
-__all__ = ["recognise"]

@@ -496,6 +496,3 @@ def _apart(coefficient: Any) -> tuple[Any, Written | None]:
         if abs(inverse * up - round(inverse * up)) < 1e-12 * inverse:
             return sign * up, number(float(round(inverse * up)))
     return coefficient, None
-
-
-__all__ = ["NeedsIndices", "ExpressionWriter"]

@@ -20,8 +20,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.flow import forward
 from gradtools.seeing.nodes import Dependence, PlainGraph
 from gradtools.seeing.recording import Run
+from gradtools.torch.recording.calls import CallRecorder, Leaving
 from gradtools.torch.recording.observing import Seen, observed
-from gradtools.torch.recording.recorder import Leaving, Recorder
 
 Tensor = torch.Tensor
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
@@ -50,14 +50,14 @@ def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
             _note_moved(recorder, recorder.leavings[k], moved, seen, outputs)
 
 
-def _note_unknown(recorder: Recorder, which: Sequence[int], outputs: Sequence[int]) -> None:
+def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequence[int]) -> None:
     """What left may be in the result: an argument of which all else is lost is not unused."""
     values = [recorder.leavings[k].value for k in which]
     recorder.outside += [(value, out) for value in values for out in outputs]
 
 
 def _note_moved(
-    recorder: Recorder, leaving: Leaving, moved: Moved, seen: Seen, outputs: list[int]
+    recorder: CallRecorder, leaving: Leaving, moved: Moved, seen: Seen, outputs: list[int]
 ) -> None:
     for node in moved.nodes:
         recorder.enters(leaving, node)
@@ -149,10 +149,10 @@ def _entered(first: Seen, later: Seen) -> list[int]:
 
 def _made_unseen(first: Seen, later: Seen) -> list[int]:
     """The tensors that came from nowhere and are others in the later run."""
-    a, b = ([*seen.recorder.numbering.captured.items()] for seen in (first, later))
+    a, b = ([*seen.recorder.captured.items()] for seen in (first, later))
     if len(a) != len(b):
         return []
-    known = first.recorder.numbering.reachable
+    known = first.recorder.reachable
     pairs = zip(a, b, strict=True)
     return [n for (n, x), (_, y) in pairs if id(x) not in known and not _same(x, y)]
 

@@ -12,7 +12,7 @@ from gradtools.torch.marks import RULE, function_of_ours
 from gradtools.torch.wrappers import tensors_in, unwrapped
 
 if TYPE_CHECKING:
-    from gradtools.torch.recording.recorder import RecordedCall
+    from gradtools.torch.recording.calls import RecordedCall
 
 Tensor = torch.Tensor
 

@@ -18,7 +18,7 @@ from gradtools.torch.recording.values import may_share
 from gradtools.torch.wrappers import is_inexact, unwrapped
 
 if TYPE_CHECKING:
-    from gradtools.torch.recording.recorder import RecordedCall
+    from gradtools.torch.recording.calls import RecordedCall
 
 Tensor = torch.Tensor
 _NONE, _CUT, _ZERO, _FULL = Dependence

@@ -20,8 +20,7 @@ from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.recording import Refusal, Run
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
-from gradtools.torch.patches import functions_applied, parameters_made
-from gradtools.torch.recording.recorder import Recorder, Replace
+from gradtools.torch.recording.calls import CallRecorder, Replace
 from gradtools.torch.recording.undo import Undo
 from gradtools.torch.state import Snapshot
 from gradtools.torch.watching import recorded
@@ -48,16 +47,14 @@ class Seen:
         said: Their names.
         aliases: The copies of them that f was given.
         inputs: Their numbers.
-        names: The names of what f can reach, by id.
         outs: What it returned; empty if PyTorch refused something.
     """
 
-    recorder: Recorder
+    recorder: CallRecorder
     leaves: Sequence[Any]
     said: Sequence[str]
     aliases: list[Any]
     inputs: list[int]
-    names: dict[int, str]
     outs: list[Any]
     refusal: Refusal | None = None
 
@@ -65,41 +62,40 @@ class Seen:
         """The number of something that f returned."""
         with self.recorder.silent():
             if isinstance(y, Tensor):
-                return self.recorder.numbering.of(y)
+                return self.recorder.of(y)
             return self.recorder.come_back(y)
 
     def graph(self, outputs: Sequence[int]) -> PlainGraph:
         """What was written down."""
-        captured = self.recorder.numbering.captured
-        names = {number: self.names.get(id(x), "") for number, x in captured.items()}
-        return self.recorder.graph(self.inputs, outputs, names)
+        return self.recorder.graph(self.inputs, outputs)
 
     def stand_ins(self) -> tuple[str, ...]:
         """For each leaf the name of what was read from outside in its place."""
-        captured = self.recorder.numbering.captured.values()
+        captured = self.recorder.captured.values()
         return tuple([self._stand_in(leaf, captured) for leaf in self.leaves])
 
     def _stand_in(self, leaf: Any, captured: Any) -> str:
         if not isinstance(leaf, Tensor):
             return ""
         result = next((x for x in captured if x is leaf or _same_memory(x, leaf)), None)
-        return "" if result is None else self.names.get(id(result), "a captured tensor")
+        return "" if result is None else self.recorder.names.get(id(result), "a captured tensor")
 
     def parameters(self) -> tuple[tuple[str, int | None], ...]:
         """What f holds that requires grad, and its number if f read it."""
-        numbers = {id(x): number for number, x in self.recorder.numbering.captured.items()}
-        return tuple([(_as_argument(self.names[id(x)]), numbers.get(id(x))) for x in self.held()])
+        numbers = {id(x): number for number, x in self.recorder.captured.items()}
+        names = self.recorder.names
+        return tuple([(_as_argument(names[id(x)]), numbers.get(id(x))) for x in self.held()])
 
     def held(self) -> tuple[Tensor, ...]:
         """What f holds that requires grad."""
         own = {id(x) for x in self.leaves}
-        result = self.recorder.numbering.reachable.values()
+        result = self.recorder.reachable.values()
         return tuple([x for x in result if x.requires_grad and x.is_leaf and id(x) not in own])
 
     def reads(self) -> dict[int, list[int]]:
         """The numbers of what was there before, and of what had been computed from it, by id."""
         result: dict[int, list[int]] = {}
-        for number, x in self.recorder.numbering.captured.items():
+        for number, x in self.recorder.captured.items():
             result.setdefault(id(x), []).append(number)
             for leaf in leaves_of([x]) if x.grad_fn is not None else ():
                 result.setdefault(id(leaf), []).append(number)
@@ -117,7 +113,7 @@ def observed(
 ) -> Iterator[Seen]:
     """A recorded run, and afterwards everything as it was."""
     with recording("a run", run, leaves) as undo:
-        yield _run(Recorder(_execute, undo.watch, replace), undo, run, leaves, names)
+        yield _run(CallRecorder(undo, replace), run, leaves, names)
 
 
 @contextmanager
@@ -171,33 +167,17 @@ def _eagerly() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def _run(
-    recorder: Recorder, undo: Undo, run: Run, leaves: Sequence[Any], names: Sequence[str]
-) -> Seen:
-    recorder.numbering.reachable.update({id(x): x for x, _ in undo.start.reached.watched})
+def _run(recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Seen:
     aliases = [copied(x) for x in leaves]
-    inputs = [_introduced(recorder, x, name) for x, name in zip(aliases, names, strict=True)]
-    seen = Seen(recorder, leaves, names, aliases, inputs, undo.names(), [])
+    inputs = [recorder.introduced(x, name) for x, name in zip(aliases, names, strict=True)]
+    seen = Seen(recorder, leaves, names, aliases, inputs, [])
     try:
-        seen.outs = _execute(recorder, run, aliases)
+        seen.outs = [*recorder.run(run, aliases)]
     except Exception as error:
         if recorder.refusal is None or not _comes_from(error, recorder.refusal[0]):
             raise
         seen.refusal = recorder.refusal[1]
     return seen
-
-
-def _execute(recorder: Recorder, run: Run, aliases: Sequence[Any]) -> list[Any]:
-    functions, parameters = functions_applied(recorder.ruled), parameters_made(recorder.wrapped)
-    with recorder.scopes.watching(), functions, parameters, recorder:
-        return list(run(aliases))
-
-
-def _introduced(recorder: Recorder, x: Any, name: str) -> int:
-    number = recorder.numbering.new(x, name)
-    if isinstance(x, Tensor):
-        recorder.numbering.hold(x, number)
-    return number
 
 
 def copied(x: Any, tracked: bool = True) -> Any:

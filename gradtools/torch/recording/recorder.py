@@ -1,166 +1,113 @@
-"""One run of a PyTorch function, written down as a graph while it happens.
+"""The recorder of a PyTorch run: which modes look on, and which value each tensor stands for.
 
-A `TorchFunctionMode` sees every call of PyTorch that the user's program makes. Each becomes a
-node; a tensor that was changed in place has another number from then on. Whether a call carries
-a derivative is asked of autograd itself: from the output's graph one walks back until known
-tensors are met. So a custom Function, a checkpoint or a transform is one link like any other.
+A `Recorder` is the one class that enters modes. What it sees comes at up to five levels, each to a
+method of its own, which goes on with the call::
 
-What leaves for NumPy or Python is tagged (`tags.py`), so that it is known when it comes back.
+    "rules"        ruled(class, apply, args, kwargs)   a torch.autograd.Function
+    "parameters"   wrapped(class, make, args, kwargs)  a tensor becomes a Parameter or a Buffer
+    "functions"    called(function, args, kwargs)      PyTorch's functions, as the program calls
+    "operations"   operated(call)                      aten's, beneath autograd, in all passes
+    "saved"        saves(x), read_saved(kept)          what autograd keeps for a backward pass
+
+They differ in what can be told there: whether a call carries a derivative, and what left for NumPy,
+at the functions (`calls.py`, for `why_zero`); what is really computed at the operations
+(`passes.py`, for the graph); a formula (`translating/recorder.py`) is written of either, whichever
+reads better. Values, writing in place, the line and the modules that run, and what is put back
+afterwards are the same for all, and stand here.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph
-from gradtools.seeing.recording import Refusal
-from gradtools.seeing.rule_cuts import LOSS
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.nodes import Node, Source, Value
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import leaves_of
-from gradtools.torch.customcode import Called
-from gradtools.torch.marks import CHUNK, function_of_ours, reason_of_detach
-from gradtools.torch.recording import functions, operations
-from gradtools.torch.recording.links import links_of
-from gradtools.torch.recording.numbering import Numbering, version_of
-from gradtools.torch.recording.places import Scopes, line_of_error, place
-from gradtools.torch.recording.refusals import refusal_of
-from gradtools.torch.recording.tags import fingerprint, hosts_in, plain_hosts, tagged, tags_in
-from gradtools.torch.wrappers import tensors_in, unwrapped
+from gradtools.torch.operands import AtenCall
+from gradtools.torch.patches import functions_applied, parameters_made
+from gradtools.torch.recording.places import Scopes, place
+from gradtools.torch.recording.undo import Undo
+from gradtools.torch.recording.values import KnownTensor, TensorTable, Write, like
 
 Tensor = torch.Tensor
-_CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
-Numbers = list[int]
-Replace = tuple[frozenset[int], Callable[[Any], Any]]
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """Data that left for NumPy or Python.
+class Origin:
+    """Where an operation comes from: the user's line, the modules, a rule's mark and its name."""
 
-    Attributes:
-        value: The number of what left, on the other side.
-        read: The number of the tensor that it was taken from.
-        branch: Whether it was a boolean, on which the program may branch.
-    """
-
-    value: int
-    read: int
-    branch: bool
-
-
-@dataclass
-class RecordedCall:
-    """A call of PyTorch, and what it was given, as that stood before it.
-
-    Attributes:
-        raw: The function's name as PyTorch spells it.
-        name: That without the marks of its variants.
-        tensors: The tensors among its arguments, beneath transforms.
-        numbers: Their numbers.
-        tracked: Which of them require grad.
-        versions: How often each was changed in place.
-        grad: Whether derivatives were switched on.
-        mark: As in `Node`.
-        unruled: Those inputs to which its own backward pass gives None.
-    """
-
-    raw: str
-    name: str
-    args: Any
-    kwargs: Any
-    tensors: list[Tensor]
-    numbers: Numbers
-    tracked: list[bool]
-    versions: list[int | None]
-    grad: bool
+    source: Source | None = None
+    scope: tuple[str, ...] = ()
     mark: str = ""
-    unruled: set[int] = field(default_factory=set)
-
-    def rewritten(self) -> list[Tensor]:
-        """The tensors with other contents than they had."""
-        if self.name == "set_data":
-            return self.tensors[:1]
-        pairs = zip(self.tensors, self.versions, strict=True)
-        return _unlike([x for x, version in pairs if version != version_of(x)])
-
-    def changed(self, numbering: Numbering) -> list[Tensor]:
-        """Those, and the tensors that have another graph than they had, or none any more."""
-        pairs = zip(self.tensors, self.tracked, strict=True)
-        others = [
-            x for x, tracked in pairs if tracked > x.requires_grad or numbering.was_reconnected(x)
-        ]
-        return _unlike([*self.rewritten(), *others])
-
-    def overwritten(self) -> bool:
-        """Whether what it changed was not read."""
-        if self.raw in operations.OVERWRITES:
-            return True
-        key = self.args[1] if self.raw == "__setitem__" else None
-        return key is Ellipsis or (isinstance(key, slice) and key == slice(None))
+    rule: str = ""
 
 
-class Recorder(TorchFunctionMode):
-    """Writes down what runs inside of it.
+class Recorder(Generic[V]):
+    """What all recordings of a run have in common. V: What stands for a value, such as its number.
 
     Args:
-        end: The function that runs the user's program: there the search for the
-            user's line ends.
-        note_captured: As in `Numbering`.
-        replace: Which leavings, by number, and what makes of their data what is there instead.
+        undo: Keeps what the program is about to change.
 
     Attributes:
-        nodes: The nodes so far.
-        outside: As in `Graph`.
-        leavings: All data that left so far.
-        entries: For nodes after a leaving: which numbers and arrays came in, so that they can be
-            compared with those of another run.
-        refusal: PyTorch's own error, and what it says.
+        caller: What the user called.
+        levels: At which it looks on, outermost first.
+        values: Every value, by number.
+        captured: What was there before the run, by number.
+        names: The names of what the program can reach, by id.
+        scopes: The modules that are running.
+        rules: Name and mark of the Functions that are running, outermost first.
+        table: Which value each tensor stands for.
         quiet: Whether nothing is written down now.
     """
 
-    def __init__(
-        self,
-        end: Callable[..., Any],
-        note_captured: Callable[[Tensor], None],
-        replace: Replace | None = None,
-    ) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-        self.leavings: list[Leaving] = []
-        self.entries: dict[int, list[Any]] = {}
-        self.refusal: tuple[BaseException, Refusal] | None = None
-        self.numbering = Numbering(self.add, note_captured)
-        self.outside = self.numbering.outside
+    caller = ""
+    levels: tuple[str, ...] = ()
+
+    def __init__(self, undo: Undo) -> None:
+        self.values: dict[int, Value] = {}
+        self.captured: dict[int, Any] = {}
+        self.undo, self.names = undo, undo.names()
         self.scopes = Scopes()
-        self._end, self._replace = end, replace
+        self.rules: list[tuple[str, str]] = []
+        self.table = TensorTable[V]()
         self.quiet = False
-        self._gradients: Numbers = []  # what stands in `.grad` after each backward pass
-        self._rules: list[tuple[int, Numbers, Called]] = []  # the node, the inputs, the call
 
-    # --- the mode
+    # --- what looks on
 
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.quiet or _reads_only(fun):
-            return fun(*args, **kwargs)
-        if fun is upstream.custom_function_call:
-            kind, *args = args
-            return self.ruled(kind, partial(fun, kind), args, kwargs)
-        call = self.entering(fun, args, kwargs)
-        with self.silent():  # what it calls in turn belongs to it
-            try:
-                out = fun(*args, **kwargs)
-            except Exception as error:
-                self.note_refusal(call, error)
-                raise
-            return self._done(call, out)
+    def run(self, fun: Callable[..., Any], *args: Any) -> Any:
+        """`fun(*args)`, recorded; the search for a line ends at this call."""
+        with ExitStack() as inside:
+            inside.enter_context(self.scopes.watching())
+            for level in self.levels:
+                inside.enter_context(_LEVELS[level](self))
+            return fun(*args)
+
+    def origin(self) -> Origin:
+        """The line and the modules that are running, and the mark "checkpoint" inside of one."""
+        source, mark = place(Recorder.run)
+        return Origin(source, self.scopes.path, mark)
+
+    def node(
+        self,
+        operation: str,
+        native: str,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        at: Origin,
+        **more: Any,
+    ) -> Node:
+        """A node that comes from there."""
+        more |= {"source": at.source, "scope": at.scope, "mark": at.mark}
+        return Node(operation, tuple(inputs), tuple(outputs), native, **more)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -171,303 +118,123 @@ class Recorder(TorchFunctionMode):
         finally:
             self.quiet = before
 
-    def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-        """A call of a torch.autograd.Function, which is one link whatever it does inside."""
-        if self.quiet:
-            return apply(*args, **kwargs)
-        call = self.entering(kind, (*args, *functions.captured_by(args)), kwargs)
-        call.raw, (call.name, call.mark) = "apply", functions.name_and_mark(kind, args)
-        with self.silent():
-            try:
-                out = apply(*args, **kwargs)
-            except Exception as error:
-                self.note_refusal(call, error)
-                raise
-            call.unruled = functions.unruled(kind, call, out)
-            self.write(call, out)
-            if functions.is_foreign(kind, call) and not (kwargs or function_of_ours(kind)):
-                self._note_rule(call, kind, apply, args, out)
-            return out
+    @contextmanager
+    def within(self, name: str, mark: str = "") -> Iterator[None]:
+        """Inside runs a Function of this name."""
+        self.rules.append((name, mark))
+        try:
+            yield
+        finally:
+            self.rules.pop()
 
-    def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor becomes a Parameter or a Buffer."""
-        if self.quiet:
-            return make(*args, **kwargs)
-        call = self.entering(kind, args, kwargs)
-        call.name = kind.__name__
-        with self.silent():
-            out = make(*args, **kwargs)
-            self.write(call, out)
-            return out
+    # --- values
 
-    def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
-        """What a call is given."""
-        with self.silent():
-            raw, given = getattr(fun, "__name__", ""), list(tensors_in((args, kwargs)))
-            numbers, tensors = [self.numbering.of(x) for x in given], [unwrapped(x) for x in given]
-            self.numbering.refresh(tensors)
-            return RecordedCall(
-                raw,
-                operations.name_of(fun),
-                args,
-                kwargs,
-                tensors,
-                numbers,
-                [x.requires_grad for x in tensors],
-                [version_of(x) for x in tensors],
-                torch.is_grad_enabled(),
-            )
+    def new(self, x: Any, name: str = "") -> V:
+        """A value for something new: here its number."""
+        number = len(self.values)
+        shape, dtype = like(x) if isinstance(x, Tensor) else ((), type(x).__name__)
+        self.values[number] = Value(shape, dtype, name)
+        return cast(V, number)
 
-    def note_refusal(self, call: RecordedCall, error: Exception) -> None:
-        """Keeps PyTorch's own error, if it is about a gradient."""
-        kind = refusal_of(error)
-        if kind is None:
-            return
-        source, _ = place(self._end)
-        message = str(error).strip().partition("\n")[0]
-        result = Refusal(kind, call.name, message, source or line_of_error(error), self.scopes.path)
-        self.refusal = (error, result)
+    def introduced(self, x: Any, name: str) -> V:
+        """The value of something that goes in."""
+        value = self.new(x, name)
+        if isinstance(x, Tensor):
+            self.hold(x, value)
+        return value
 
-    def _done(self, call: RecordedCall, out: Any) -> Any:
-        if call.raw in operations.LEAVES:
-            return self._leaves(call, out)
-        if call.raw in operations.BRANCHES:
-            return self._branches(call, out)
-        if call.raw == "__array_wrap__":
-            self._wraps(call, out)
-        elif call.raw in ("grad", "backward") and call.kwargs.get("create_graph"):
-            self._differentiates(call, out)
-        elif call.raw == "backward":
-            self._goes_back(call)
+    def hold(self, x: Tensor, value: V) -> None:
+        """From now on x has this value."""
+        self.table.hold(x, value)
+
+    def of(self, x: Tensor) -> V:
+        """The value of a tensor as it is now: it may be new here, or written to by another name."""
+        known = self.known(x)
+        if known is None:
+            value = self.met(x)
+        elif writes := self.table.since(known):
+            value = self.rewritten(x, known.value, writes)
         else:
-            self.write(call, out)
-        return out
+            return known.value
+        self.hold(x, value)
+        return value
 
-    # --- nodes
+    def known(self, x: Tensor) -> KnownTensor[V] | None:
+        """What is known of a tensor."""
+        return self.table.find(x)
 
-    def add(
-        self,
-        operation: str,
-        native: str,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        links: Links | None,
-        loss: str | None = None,
-        mark: str = "",
-        overwrites: Sequence[int] = (),
-    ) -> int:
-        """Adds a node at the line that is running."""
-        source, result = place(self._end)
-        node = Node(
-            operation,
-            tuple(inputs),
-            tuple(outputs),
-            native,
-            source=source,
-            scope=self.scopes.path,
-            links=links,
-            loss=loss,
-            mark=mark or result,
-            overwrites=tuple(overwrites),
-        )
-        self.nodes.append(node)
-        return len(self.nodes) - 1
+    def met(self, x: Tensor) -> V:
+        """The value of a tensor that nothing was seen to make."""
+        raise NotImplementedError
 
-    def write(self, call: RecordedCall, out: Any) -> None:
-        """A call that makes or changes tensors."""
-        numbering = self.numbering
-        changed = call.changed(numbering)
-        fresh = [x for x in tensors_in(out) if numbering.find(x) is None]
-        if not (changed or fresh):
-            return
-        outs = [*changed, *_unlike(fresh)]
-        walks = [numbering.walk(unwrapped(y)) for y in outs]
-        dropped = {id(x) for x in changed} if call.overwritten() else set()
-        hosts = self._come_back((call.args, call.kwargs))
-        if call.raw == "__get__" and call.name == "grad":
-            hosts += self._gradients
-        reached = [values for values, _ in walks]
-        managed = call.name in operations.APART and reason_of_detach() == CHUNK
-        result = links_of(call, outs, reached, hosts, dropped, managed)
-        numbers = [numbering.new(y) for y in outs]
-        node = self.add(
-            result.operation,
-            call.name,
-            result.inputs,
-            numbers,
-            result.links,
-            result.loss,
-            call.mark,
-            [call.numbers[k] for k, x in enumerate(call.tensors) if id(x) in dropped],
-        )
-        if self.leavings:
-            self.entries[node] = [fingerprint(x) for x in plain_hosts((call.args, call.kwargs))]
-        for _, nodes in walks:
-            numbering.note_made(nodes, node)
-        for y, number in zip(outs, numbers, strict=True):
-            numbering.hold(y, number)
-        for x in call.rewritten():
-            self._update_beside(call, x, {id(t) for t in changed})
+    def rewritten(self, x: Tensor, before: V, writes: Sequence[Write[V]]) -> V:
+        """The value of a tensor after others wrote to its memory."""
+        raise NotImplementedError
 
-    def _update_beside(self, call: RecordedCall, x: Tensor, changed: set[int]) -> None:
-        """The other tensors that share memory with one that was changed."""
-        for other in self.numbering.sharing(x):
-            if id(other) in changed:
-                continue
-            behind = x.requires_grad and not self.numbering.was_reconnected(other)
-            loss = ("in_place_data" if call.grad else "no_grad") if behind else None
-            inputs = [self.numbering.of(other), self.numbering.of(x)]
-            number = self.numbering.new(other)
-            nodes = self.numbering.walk(other)[1]
-            links = ((_FULL, _CUT if behind else _FULL),)
-            node = self.add("update", call.name, inputs, [number], links, loss)
-            self.numbering.note_made(nodes, node)
-            self.numbering.hold(other, number)
+    def keep_written(self, call: AtenCall) -> list[Tensor]:
+        """The tensors that an operation is about to write to, kept if they were there before."""
+        written = [*call.written()]
+        for x in written:
+            self.of(x)  # met now for the first time, it was there before
+            self.undo.keep(x)
+        return written
 
-    def _goes_back(self, call: RecordedCall) -> None:
-        """What is left in `.grad` depends on the loss, and has no graph."""
-        value = self.numbering.new(0.0)
-        links = ((_CUT,) * len(call.numbers),)
-        self.add("stop", call.name, call.numbers, [value], links, "detached")
-        self._gradients.append(value)
-
-    # --- derivatives that have a graph
-
-    def _note_rule(self, call: RecordedCall, kind: Any, apply: Any, args: Any, out: Any) -> None:
-        """Keeps the call that was written last, of a function with its own rule."""
-        nodes = [y.grad_fn for y in tensors_in(out) if y.grad_fn is not None]
-        if nodes and upstream.peek_interpreter_stack() is None:
-            called = Called(nodes[0], kind, apply, args)
-            self._rules.append((len(self.nodes) - 1, call.numbers, called))
-
-    def _differentiates(self, call: RecordedCall, out: Any) -> None:
-        """A derivative inside f, with what custom code loses of its own derivative."""
-        outs = list(tensors_in(call.args[:1]))
-        if call.raw == "grad":
-            pairs = list(zip(call.args[1], out, strict=True))
-        else:
-            leaves = call.kwargs.get("inputs") or leaves_of(outs)
-            pairs = [(x, x.grad) for x in leaves]
-        self.write(call, [g for _, g in pairs])
-        for x, g in pairs:
-            if g is not None:
-                self._add_missing(g, [rule for rule in self._rules if rule[2].loses(outs, x)])
-
-    def _add_missing(self, gradient: Tensor, rules: Sequence[tuple[int, Numbers, Called]]) -> None:
-        """Adds to a gradient the terms that rules lose: data flows there, no derivative does."""
-        terms = []
-        for at, inputs, _ in rules:
-            terms.append(self.numbering.new(gradient))
-            links = ((_CUT,) * len(inputs),)
-            self.nodes.append(
-                replace(
-                    self.nodes[at],
-                    operation="missing",
-                    inputs=tuple(inputs),
-                    outputs=(terms[-1],),
-                    links=links,
-                    loss=LOSS,
-                )
-            )
-        if terms:
-            whole = [self.numbering.of(gradient), *terms]
-            number = self.numbering.new(gradient)
-            self.add("add", "grad", whole, [number], ((_FULL,) * len(whole),))
-            self.numbering.hold(gradient, number)
-
-    # --- what leaves, and what comes back
-
-    def _leaves(self, call: RecordedCall, out: Any) -> Any:
-        read = call.numbers[0]
-        loss = "left_framework" if call.tensors[0].is_floating_point() else None
-        value = self.numbering.new(out if not isinstance(out, list) else call.tensors[0])
-        self.add("leave", call.name, [read], [value], ((_CUT,),), loss or "left_framework")
-        # python turns what __float__ gives into a plain float, and complains of a subclass
-        return self._out(Leaving(value, read, False), out, tag=call.raw in operations.TAGGED)
-
-    def _branches(self, call: RecordedCall, out: Any) -> Any:
-        value = self.numbering.new(out)
-        links = ((_CUT,) * len(call.numbers),)
-        self.add("branch", call.name, call.numbers, [value], links, "discrete")
-        for read in call.numbers[:1]:
-            return self._out(Leaving(value, read, True), out)
-        return out
-
-    def _out(self, leaving: Leaving, out: Any, tag: bool = False) -> Any:
-        self.leavings.append(leaving)
-        if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
-            out = self._replace[1](out)
-        return tagged(out, frozenset({leaving.value})) if tag else out
-
-    def _come_back(self, args: Any) -> Numbers:
-        """The numbers of tagged arrays and numbers among arguments, as the framework sees them."""
-        return [self.come_back(host) for host in hosts_in(args) if tags_in(host)]
-
-    def come_back(self, host: Any) -> int:
-        """The number of one, or of what f returned outside of the framework."""
-        number = self.numbering.new(host)
-        self.outside += [(tag, number) for tag in sorted(tags_in(host))]
-        return number
-
-    def _wraps(self, call: RecordedCall, out: Any) -> None:
-        """What a ufunc of NumPy made of a tensor comes back as a tensor."""
-        left = [leaving.value for leaving in self.leavings if leaving.read == call.numbers[0]]
-        number = self.numbering.new(out)
-        self.outside += [(value, number) for value in left[-1:]]
-        if isinstance(out, Tensor):
-            self.numbering.hold(out, number)
-
-    def enters(self, leaving: Leaving, node: int) -> None:
-        """What left is known to have come back in at a node, by a way that carries no tags."""
-        number = self.numbering.new(0.0)
-        self.outside.append((leaving.value, number))
-        old = self.nodes[node]
-        assert old.links is not None
-        links = tuple([(*row, _FULL) for row in old.links])
-        self.nodes[node] = replace(old, inputs=(*old.inputs, number), links=links)
-
-    # --- the whole
-
-    def graph(
-        self, inputs: Sequence[int], outputs: Sequence[int], names: dict[int, str]
-    ) -> PlainGraph:
-        """What was written down. names: Those of captured tensors."""
-        values = dict(self.numbering.values)
-        for number, name in names.items():
-            values[number] = replace(values[number], name=name)
-        captured = tuple(self.numbering.captured)
-        return PlainGraph(
-            tuple(self.nodes), values, tuple(inputs), tuple(outputs), captured, tuple(self.outside)
-        )
+    def capture(self, x: Tensor, number: int) -> None:
+        """x was there before."""
+        self.captured[number] = x
+        self.undo.watch(x)
 
 
-_READS = frozenset(
-    {
-        "dim",
-        "size",
-        "numel",
-        "stride",
-        "storage_offset",
-        "is_floating_point",
-        "is_complex",
-        "__len__",
-    }
-    | {"is_contiguous", "element_size", "nelement", "ndimension", "get_device", "data_ptr"}
-    | {"untyped_storage", "storage", "__repr__", "__format__", "__hash__", "register_hook"}
-    | {"_set_grad_enabled", "is_inference", "is_signed", "is_conj", "is_neg", "retain_grad"}
-    | {"is_tensor", "result_type", "can_cast", "register_post_accumulate_grad_hook", "__dir__"}
-)
-_TENSORS_OF = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "grad"})
+class _Functions(TorchFunctionMode):
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recorder.quiet:
+            return fun(*args, **(kwargs or {}))
+        return self.recorder.called(fun, args, kwargs or {})
 
 
-def _reads_only(fun: Any) -> bool:
-    name = getattr(fun, "__name__", "")
-    if name in ("__get__", "__set__"):
-        of = fun.__self__.__name__
-        return of not in _TENSORS_OF if name == "__get__" else of not in ("data", "requires_grad")
-    return name in _READS
+class Operations(upstream.Watching):
+    """The level of operations, which a recorder enters again to record what one is made of."""
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recorder.quiet:
+            return fun(*args, **(kwargs or {}))
+        if not hasattr(fun, "overloadpacket"):
+            raise GradtoolsError(f"{self.recorder.caller}: {fun} has no translation.")
+        return self.recorder.operated(AtenCall(fun, args, kwargs or {}))
 
 
-def _unlike(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Each once."""
-    return list({id(unwrapped(x)): x for x in xs}.values())
+def _rules(recorder: Any) -> Any:
+    return functions_applied(_unless_quiet(recorder, recorder.ruled))
+
+
+def _parameters(recorder: Any) -> Any:
+    return parameters_made(_unless_quiet(recorder, recorder.wrapped))
+
+
+def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+    def call(owner: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
+        return beneath(*args, **kwargs) if recorder.quiet else around(owner, beneath, args, kwargs)
+
+    return call
+
+
+def _saved(recorder: Any) -> Any:
+    me = weakref.proxy(recorder)  # autograd's nodes hold the hooks, and this holds the nodes
+    return saved_tensors_hooks(lambda x: me.saves(x), recorder.read_saved)
+
+
+_LEVELS: dict[str, Callable[[Any], Any]] = {
+    "rules": _rules,
+    "parameters": _parameters,
+    "functions": _Functions,
+    "operations": Operations,
+    "saved": _saved,
+}

@@ -2,7 +2,7 @@
 
 A tensor is known by its identity; else as one that shows the same elements of the same memory as a
 tensor that is known. Memory keeps what was written to it, so that each tensor that shows some of it
-can be asked what was written since it got its value.
+can be asked what was written there since it got its value.
 """
 
 from __future__ import annotations
@@ -32,6 +32,15 @@ class KnownTensor(Generic[V]):
     writes: int
 
 
+@dataclass(frozen=True)
+class Write(Generic[V]):
+    """Something that was written in place: to which tensor, the value of that since, by whom."""
+
+    tensor: Tensor
+    value: V
+    by: Any
+
+
 @dataclass
 class Memory(Generic[V]):
     """A piece of memory.
@@ -41,14 +50,14 @@ class Memory(Generic[V]):
         root: The tensor that was met first.
         value: What that one is now.
         tensors: All that show some of it.
-        written: The values that were written to it.
+        written: What was written to it, in order.
     """
 
     owner: Any
     root: Tensor
     value: V
     tensors: list[Tensor] = field(default_factory=list)
-    written: list[V] = field(default_factory=list)
+    written: list[Write[V]] = field(default_factory=list)
 
 
 class TensorTable(Generic[V]):
@@ -90,9 +99,16 @@ class TensorTable(Generic[V]):
         """The memory that x shows, if anything is known of it."""
         return self._memories.get(memory_of(x))
 
-    def since(self, known: KnownTensor[V]) -> Sequence[V]:
-        """What was written to a tensor's memory since it got its value."""
-        return self._memories[known.memory].written[known.writes :]
+    def write(self, x: Tensor, value: V, by: Any = None) -> None:
+        """x was written to, and has this value now; by: As in `Write`."""
+        if (memory := self.memory(x)) is not None:
+            memory.written.append(Write(x, value, by))
+        self.hold(x, value)
+
+    def since(self, known: KnownTensor[V]) -> list[Write[V]]:
+        """What was written to the elements that a tensor shows since it got its value."""
+        written = self._memories[known.memory].written[known.writes :]
+        return [write for write in written if _overlap(write.tensor, known.tensor)]
 
     def sharing(self, x: Tensor) -> Iterator[Tensor]:
         """The known tensors, other than x, whose memory overlaps with that of x."""
@@ -235,12 +251,17 @@ _EXACT = 1 << 16  # entries up to which overlap is decided entry by entry
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one piece of memory show some element of it both."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return True
     if a.numel() == 0 or b.numel() == 0 or a.itemsize != b.itemsize:
         return a.numel() > 0 and b.numel() > 0
     (a_low, a_high), (b_low, b_high) = _span(a), _span(b)
     if a_high < b_low or b_high < a_low:
         return False
-    dense = a_high - a_low < a.numel() or b_high - b_low < b.numel()
+    # An end of one lies in the other, which has no gaps, unless it reaches beyond on both sides.
+    dense = a_high - a_low < a.numel() and not (b_low < a_low and a_high < b_high)
+    dense = dense or (b_high - b_low < b.numel() and not (a_low < b_low and b_high < a_high))
     if dense or max(a_high, b_high) > _EXACT:
         return True
     return bool(np.isin(offsets(a), offsets(b)).any())

@@ -1,160 +1,62 @@
-"""Aten's shapes, indexing, reductions and sources of numbers, in the vocabulary of the formula."""
+"""Aten's operations on arrays that the graph's word does not say all of.
+
+All others are said as the graph says them (`as_said`). A translation is given the writer and the
+call's arguments by aten's own names. Linear algebra, normalisation and losses stand in `layers.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from gradtools.torch.translating.recorder import DRAWN
-from gradtools.torch.translating.writer import Ref, Writer, as_said, axes_of
+from gradtools.torch.translating.writer import Ref, Translation, Writer, as_said, axes_of, entering
 
-Translation = Callable[[Writer, Any], Any]
 ARRAYS: dict[str, Translation] = {}
-
-
-def operation(*names: str) -> Callable[[Translation], Translation]:
-    """Enters a translation under aten's names."""
-
-    def enter(translation: Translation) -> Translation:
-        ARRAYS.update(dict.fromkeys(names, translation))
-        return translation
-
-    return enter
+operation = entering(ARRAYS)
 
 
 # --- where numbers come from -------------------------------------------------------------
 
-_HELD = """
-    zeros ones full empty arange linspace logspace eye zeros_like ones_like full_like empty_like
-    new_zeros new_ones new_full new_empty scalar_tensor tril_indices triu_indices empty_strided
-    new_empty_strided nonzero _efficientzerotensor bincount histc searchsorted bucketize
-    hann_window empty_permuted isinf isneginf isposinf signbit local_scalar_dense
-"""
 
-
+@operation("histc", "linspace", "logspace", "bincount", "searchsorted", "bucketize")
 def _held(w: Writer, o: Any) -> Any:
     """What it gave, as a constant."""
     return [o.recorder.constant(y) for y in o.outs]
 
 
-def _draw(w: Writer, o: Any) -> Any:
-    """A draw, with the value that was drawn."""
-    drawn = o.recorder.constant(o.outs[0])
-    value = o.recorder.writer.frames[0].pop().attributes["value"]
-    shape, dtype = drawn.shape, o.likes[0][1]
-    name = "m" if "bernoulli" in w.native else "ε"
-    return w("random", shape=shape, dtype=dtype, name=name, value=value)
+# --- elementwise -------------------------------------------------------------------------
 
 
-ARRAYS |= dict.fromkeys(_HELD.split(), _held)
-ARRAYS |= dict.fromkeys(DRAWN, _draw)
-
-
-# --- shapes ------------------------------------------------------------------------------
-
-# These are said as the graph says them.
-_WORDS = """
-    view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten _reshape_copy view_copy
-    t transpose permute expand slice select flip triu tril constant_pad_nd
-    sum mean prod logsumexp any all amax amin cumsum cumprod logcumsumexp var std gather
-"""
-ARRAYS |= dict.fromkeys(_WORDS.split(), as_said)
-
-
-@operation("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
-def _split(w: Writer, o: Any) -> Any:
-    axis = o.dim % o.self.ndim
-    result, place = [], 0
-    for shape, _ in o.likes:
-        result.append(w.cut(o.self, axis, place, place + shape[axis]))
-        place += shape[axis]
-    return result
-
-
-@operation("unbind")
-def _unbind(w: Writer, o: Any) -> Any:
-    axis = o.dim % o.self.ndim
-    return [w.reshape(w.cut(o.self, axis, k, k + 1), shape) for k, (shape, _) in enumerate(o.likes)]
-
-
-@operation("cat", "concatenate")
-def _cat(w: Writer, o: Any) -> Ref:
+@operation("copy", "fill", "zero")
+def _copied(w: Writer, o: Any) -> Ref:
+    """What is written into an array, in its dtype and shape."""
     shape, dtype = o.likes[0]
-    parts = [x for x in o.tensors if x.shape != (0,) or len(shape) == 1]
-    parts = [w.cast(x, dtype) for x in parts]
-    return w("concatenate", *parts, shape=shape, dtype=dtype, axis=o.dim % len(shape))
+    x = w.ref(getattr(o, "src", getattr(o, "value", 0.0)))
+    return w.cast(w.broadcast(x, shape), dtype)
 
 
-@operation("stack")
-def _stack(w: Writer, o: Any) -> Ref:
-    shape, dtype = o.likes[0]
-    parts = [w.cast(x, dtype) for x in o.tensors]
-    return w("stack", *parts, shape=shape, dtype=dtype, axis=o.dim % len(shape))
+@operation("rrelu_with_noise", "rrelu_with_noise_functional")
+def _rrelu(w: Writer, o: Any) -> Ref | None:
+    """Training draws the slopes below zero, which are what they were."""
+    if not o.training:
+        return w("leaky_relu", o.self, negative_slope=float(o.lower + o.upper) / 2)
+    slopes = o.writes[0] if o.writes else o.outs[1]
+    return w.mul(o.self, o.recorder.constant(slopes))
 
 
-@operation("roll")
-def _roll(w: Writer, o: Any) -> Ref | None:
-    if not o.dims:
-        flat = w.reshape(o.self, (o.self.size,))
-        return w.reshape(w("roll", flat, shifts=tuple(o.shifts), axes=(0,)), o.self.shape)
+@operation("log_sigmoid_forward")
+def _log_sigmoid(w: Writer, o: Any) -> Any:
+    return [w("log_sigmoid", o.self), w("exp", w("negate", w("abs", o.self)))]
+
+
+@operation("hardsigmoid")
+def _hardsigmoid(w: Writer, o: Any) -> Any:
+    o.recorder.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
     return as_said(w, o)
 
 
-@operation("diagonal")
-def _diagonal(w: Writer, o: Any) -> Ref:
-    axes = (o.dim1 % o.self.ndim, o.dim2 % o.self.ndim)
-    given: dict[str, Any] = {"offset": o.offset or None, "axes": axes}
-    return w("diagonal", o.self, shape=o.likes[0][0], **given)
-
-
-@operation("diag_embed")
-def _diag_embed(w: Writer, o: Any) -> Ref:
-    rank = o.self.ndim + 1
-    a, b = o.dim1 % rank, o.dim2 % rank
-    n = o.self.shape[-1] + abs(o.offset)
-    shape = (*o.self.shape[:-1], n, n)
-    result = w("diagonal_matrix", o.self, shape=shape, offset=o.offset or None)
-    order: list[Any] = list(range(rank - 2))
-    for place, axis in sorted([(a, rank - 2), (b, rank - 1)]):
-        order.insert(place, axis)
-    return w.permute(result, order)
-
-
-def _padded_by_index(mode: str) -> Translation:
-    def translated(w: Writer, o: Any) -> Ref:
-        x, count = o.self, len(o.padding) // 2
-        for k in range(count):
-            axis = x.ndim - 1 - k
-            low, high = o.padding[2 * k], o.padding[2 * k + 1]  # less than zero: cut off
-            places = np.arange(x.shape[axis])
-            at = np.pad(places, (max(0, low), max(0, high)), mode=mode)  # type: ignore[call-overload]
-            at = at[max(0, -low) : len(at) - max(0, -high)]
-            x = _taken(w, x, axis, w.constant(at))
-        return x
-
-    return translated
-
-
-ARRAYS |= {f"reflection_pad{n}d": _padded_by_index("reflect") for n in (1, 2, 3)}
-ARRAYS |= {f"replication_pad{n}d": _padded_by_index("edge") for n in (1, 2, 3)}
-
-
-def _taken(w: Writer, x: Ref, axis: int, i: Ref) -> Ref:
-    """Entries along one axis; the axes of i stand in its place."""
-    result = w.take(x, i, axes=(axis,))
-    rest = range(i.ndim, i.ndim + axis)
-    return w.permute(result, (*rest, *range(i.ndim), *range(i.ndim + axis, result.ndim)))
-
-
-@operation("repeat")
-def _repeat(w: Writer, o: Any) -> Ref:
-    shape = (1,) * (len(o.repeats) - o.self.ndim) + o.self.shape
-    once = w.reshape(o.self, [n for m in shape for n in (1, m)])
-    pairs = zip(o.repeats, shape, strict=True)
-    wide = w.broadcast(once, [n for r, m in pairs for n in (r, m)])
-    return w.reshape(wide, o.likes[0][0])
+# --- shapes ------------------------------------------------------------------------------
 
 
 @operation("as_strided")
@@ -174,17 +76,11 @@ def _picked(w: Writer, o: Any) -> Ref:
     return w.take(more, w.constant(np.where(places < 0, o.self.size, places)), axes=(0,))
 
 
-@operation("view_as_real", "view_as_real_copy")
-def _view_as_real(w: Writer, o: Any) -> Ref:
-    parts = w("real", o.self, dtype="float64"), w("imag", o.self, dtype="float64")
-    return w("stack", *parts, shape=o.likes[0][0], axis=o.self.ndim)
-
-
-@operation("view_as_complex", "view_as_complex_copy")
-def _view_as_complex(w: Writer, o: Any) -> Ref:
-    last, shape = o.self.ndim - 1, o.likes[0][0]
-    parts = [w.reshape(w.cut(o.self, last, k, k + 1), shape) for k in (0, 1)]
-    return w("complex", *parts, dtype="complex128")
+def _taken(w: Writer, x: Ref, axis: int, i: Ref) -> Ref:
+    """Entries along one axis; the axes of i stand in its place."""
+    result = w.take(x, i, axes=(axis,))
+    rest = range(i.ndim, i.ndim + axis)
+    return w.permute(result, (*rest, *range(i.ndim), *range(i.ndim + axis, result.ndim)))
 
 
 # --- indexing ----------------------------------------------------------------------------
@@ -290,58 +186,6 @@ ARRAYS["index_copy"] = _placed("set", "source")
 ARRAYS["index_fill"] = _placed("set", "value")
 
 
-@operation("embedding")
-def _embedding(w: Writer, o: Any) -> Ref:
-    return w("embedding", o.weight, o.indices, shape=o.likes[0][0], dtype=o.weight.dtype)
-
-
-@operation("sort", "msort")
-def _sort(w: Writer, o: Any) -> Any:
-    return _sorted(w, o.self, getattr(o, "dim", 0), o.likes, bool(getattr(o, "descending", False)))
-
-
-def _sorted(w: Writer, x: Ref, dim: int, likes: Any, descending: bool) -> list[Ref]:
-    axis = dim % max(1, x.ndim)
-    outs = [(x.shape, x.dtype), (x.shape, "int64")]
-    result = w.node("sort", [x], outs, axis=axis, descending=descending or None)
-    return result[: len(likes)]
-
-
-@operation("argsort")
-def _argsort(w: Writer, o: Any) -> Ref:
-    outs = [None, None]
-    return _sorted(w, o.self, o.dim, outs, bool(o.descending))[1]
-
-
-@operation("topk")
-def _topk(w: Writer, o: Any) -> Any:
-    largest, axis = None if o.largest else False, o.dim % max(1, o.self.ndim)
-    return w.node("topk", [o.self], o.likes, k=o.k, axis=axis, largest=largest)
-
-
-@operation("kthvalue")
-def _kthvalue(w: Writer, o: Any) -> Any:
-    return _at_rank(w, o.self, o.dim % max(1, o.self.ndim), o.k - 1, o.likes)
-
-
-@operation("median")
-def _median(w: Writer, o: Any) -> Any:
-    if len(o.likes) == 1:
-        flat = w.reshape(o.self, (o.self.size,))
-        return _at_rank(w, flat, 0, (o.self.size - 1) // 2, o.likes)[:1]
-    axis = o.dim % max(1, o.self.ndim)
-    size = o.self.shape[axis] if o.self.ndim else 1
-    return _at_rank(w, o.self, axis, (size - 1) // 2, o.likes)
-
-
-def _at_rank(w: Writer, x: Ref, axis: int, k: int, likes: Any) -> list[Ref]:
-    """The entry that stands at a place of the sorted ones, and where it stood."""
-    both = _sorted(w, x, axis, [None, None], False)
-    if not x.ndim:
-        return both
-    return [w.reshape(w.cut(y, axis, k, k + 1), likes[0][0]) for y in both]
-
-
 # --- reductions --------------------------------------------------------------------------
 
 
@@ -372,57 +216,11 @@ def _kept_shape(x: Ref, axis: int) -> list[int]:
 ARRAYS["max"], ARRAYS["min"] = _extreme("max"), _extreme("min")
 
 
-def _argument(word: str) -> Translation:
-    def translated(w: Writer, o: Any) -> Ref:
-        x = o.self
-        axis = 0 if o.dim is None else o.dim % max(1, x.ndim)
-        if o.dim is None or not x.ndim:
-            x = w.reshape(x, (x.size,))
-        kept: dict[str, Any] = {"shape": _kept_shape(x, axis), "keep": True}
-        if o.dim is None or not o.keepdim:
-            kept = {"shape": [n for a, n in enumerate(x.shape) if a != axis]}
-        result = w(word, x, dtype="int64", axis=axis, **kept)
-        return w.reshape(result, o.likes[0][0])
-
-    return translated
-
-
-ARRAYS["argmax"], ARRAYS["argmin"] = _argument("argmax"), _argument("argmin")
-
-
 @operation("var_mean", "std_mean")
 def _moment_and_mean(w: Writer, o: Any) -> Any:
     keep = bool(getattr(o, "keepdim", False))
-    return [as_said(w, o), w.mean(o.self, getattr(o, "dim", None), keep)]
-
-
-@operation("linalg_vector_norm", "norm")
-def _norm(w: Writer, o: Any) -> Ref | None:
-    order = getattr(o, "ord", getattr(o, "p", 2))
-    keep, dim = bool(getattr(o, "keepdim", False)), getattr(o, "dim", None)
-    if order == 0:
-        return w.total(w.cast(w.compare(o.self, "!=", 0.0), "float64"), dim, keep)
-    if order == float("-inf"):
-        return w.reduce("min", w("abs", o.self, dtype="float64"), dim, keep)
-    return as_said(w, o)
-
-
-def _cumulative_extreme(word: str) -> Translation:
-    def translated(w: Writer, o: Any) -> Any:
-        values = w(word, o.self, axis=o.dim % max(1, o.self.ndim))
-        return [values, o.recorder.constant(o.outs[1])]
-
-    return translated
-
-
-ARRAYS["cummax"], ARRAYS["cummin"] = _cumulative_extreme("cummax"), _cumulative_extreme("cummin")
-ARRAYS["_cummax_helper"] = ARRAYS["_cummin_helper"] = lambda w, o: None
-
-
-@operation("count_nonzero")
-def _count_nonzero(w: Writer, o: Any) -> Ref:
-    there = w.cast(w.compare(o.self, "!=", 0), "int64")
-    return w.total(there, getattr(o, "dim", None))
+    (moment, *_) = as_said(w, o) or [None]
+    return [moment, w.mean(o.self, getattr(o, "dim", None), keep)]
 
 
 __all__ = ["ARRAYS", "axes_of"]

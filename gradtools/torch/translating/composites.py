@@ -179,7 +179,7 @@ def _is_plain_attention(o: Any) -> bool:
 def _attention(w: Writer, o: Any) -> Ref:
     a = _attention_arguments(o)
     mask = [] if a["attn_mask"] is None else [a["attn_mask"]]
-    given = {"causal": True if a["is_causal"] else None, "scale": a["scale"]}
+    given = {"is_causal": True if a["is_causal"] else None, "scale": a["scale"]}
     return w("attention", a["query"], a["key"], a["value"], *mask, shape=o.likes[0][0], **given)
 
 

@@ -1,23 +1,20 @@
 """One run of a PyTorch program, written down in the vocabulary of the formula.
 
-Two modes watch. Functions that are read better as a whole (an einsum, a cross-entropy) are written
-down as PyTorch's Python functions are called; all others when aten's operations run, beneath
-autograd. What has no translation is run once more by PyTorch's own decomposition of it, of which
-each step has one; what has no decomposition either keeps its name. Writing in place is made
-functional (`memory.py`); functions with rules of their own stand in `rules.py`.
+Functions that are read better as a whole (an einsum, a cross-entropy) are written down as
+PyTorch's Python functions are called; all others when aten's operations run, beneath autograd. What
+has no translation is run once more by PyTorch's own decomposition of it, of which each step has
+one; what has no decomposition either keeps its name. Writing in place is made functional
+(`memory.py`); functions with rules of their own stand in `rules.py`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
 from gradtools.host import _BY_KEY
@@ -26,9 +23,12 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.flops import inside_of
 from gradtools.torch.operands import SAME, AtenCall
-from gradtools.torch.recording.values import TensorTable, view_of
+from gradtools.torch.recording.operations import NO_DATA
+from gradtools.torch.recording.recorder import Operations, Recorder
+from gradtools.torch.recording.undo import Undo
+from gradtools.torch.recording.values import Write, view_of
 from gradtools.torch.translating import memory
-from gradtools.torch.translating.writer import Ref, Writer, like
+from gradtools.torch.translating.writer import Ref, Writer, as_said, drawn, like
 from gradtools.torch.wrappers import is_inexact, tensors_in
 
 Tensor = torch.Tensor
@@ -39,88 +39,100 @@ _DRAWN = """
     normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_
 """
 DRAWN = frozenset(_DRAWN.split())
+_DEEPEST = 2  # a formula is of second order at most
 
 
-class FormulaRecorder:
+class FormulaRecorder(Recorder[Ref]):
     """What a run computes, and which tensor stands for which value.
 
     Args:
+        undo: As in `Recorder`.
         operations: Translations of aten's operations, by name.
         functions: Translations of functions as they are called.
-        names: Names of the tensors that f holds, by id.
-        origin: What was cast, and the cast, of a tensor that shows a cast's memory.
+        rule: Writes down a call of a Function with a rule of its own.
+        cast_of: What was cast, and the cast, of a tensor that shows a cast's memory.
     """
+
+    caller, levels = "formula", ("rules", "functions", "operations")
 
     def __init__(
         self,
+        undo: Undo,
         operations: Mapping[str, Translation],
         functions: Mapping[Any, Translation],
-        names: Mapping[int, str],
-        origin: Callable[[Tensor], tuple[Tensor, Tensor] | None],
+        rule: Callable[..., Any],
+        cast_of: Callable[[Tensor], tuple[Tensor, Tensor] | None],
     ) -> None:
-        self.writer = Writer()
-        self.operations, self.functions, self.names = operations, functions, names
-        self.origin = origin
+        super().__init__(undo)
+        self.writer = Writer(self.values)
+        self.operations, self.functions = operations, functions
+        self.rule, self.cast_of = rule, cast_of
         self.lost = False  # whether a derivative inside of f read what no one saw being made
-        self.captured: dict[int, Tensor] = {}
-        self.quiet = 0
-        self.depth = 0  # inside so many functions with rules of their own
-        self.rule = ""  # the name of the innermost
         self.narrow = ""  # a dtype short of double in which a kernel computes whatever it is given
         self.crossed = 0  # how many calls of another framework's functions were written down
-        self.thread = threading.get_ident()
-        self.held = TensorTable[Ref]()
         self.tensors: dict[int, Tensor] = {}
         self.fixed: set[int] = set()  # values that depend on no argument
 
+    # --- what runs
+
+    def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """A function with a rule of its own."""
+        if len(self.rules) >= _DEEPEST:
+            return apply(*args, **kwargs)
+        return self.rule(self, kind, apply, args, kwargs)
+
+    def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
+        """A function of PyTorch, as a whole if it is read better so."""
+        translation = self.functions.get(fun)
+        if translation is not None and upstream.peek_interpreter_stack() is None:
+            result = self._as_a_whole(translation, fun, args, kwargs)
+            if result is not None:
+                return result[0]
+        return fun(*args, **kwargs)
+
     # --- which tensor stands for which value
 
-    def introduce(self, x: Any, name: str) -> Ref:
-        """A leaf of the arguments."""
-        ref = self.writer.value(like(x), name)
-        self.hold(x, ref)
-        return ref
+    def new(self, x: Any, name: str = "") -> Ref:
+        """A new value."""
+        return self.writer.value(like(x), name)
 
-    def hold(self, x: Tensor, ref: Ref, alone: bool = False) -> None:
+    def hold(self, x: Tensor, value: Ref, alone: bool = False) -> None:
         """From now on x has this value; alone: others that show the same memory have not."""
-        self.held.hold(x, ref, alone)
-        self.tensors[ref.number] = x
+        self.table.hold(x, value, alone)
+        self.tensors[value.number] = x
 
-    def ref(self, x: Tensor) -> Ref:
+    def of(self, x: Tensor) -> Ref:
         """The value of a tensor."""
         with upstream.DisableTorchFunction():  # a mode may give another tensor in its place
-            return self._ref(x)
+            return super().of(x)
 
-    def _ref(self, x: Tensor) -> Ref:
-        known = self.held.find(x)
-        if known is not None and not self.held.since(known):
-            return known.value
-        ref = self.met(x) if known is None else self._read(x)
-        self.hold(x, ref)
-        return ref
+    def rewritten(self, x: Tensor, before: Ref, writes: Sequence[Write[Ref]]) -> Ref:
+        """What it shows now of the memory that was written to."""
+        return self._read(x)
 
     def _read(self, x: Tensor) -> Ref:
         """What a tensor shows of memory that is known."""
-        shown = self.held.memory(x)
+        shown = self.table.memory(x)
         assert shown is not None
         return memory.read(self.writer, shown.value, memory.places(x, shown.root))
 
     def met(self, x: Tensor) -> Ref:
         """A tensor that nothing made before our eyes."""
-        result = self.origin(x)
+        result = self.cast_of(x)
         if result is not None:
             of, cast = result
-            self.hold(cast, Ref(self.ref(of).number, *like(cast)))
-            if (known := self.held.get(x)) is not None:
+            self.hold(cast, Ref(self.of(of).number, *like(cast)))
+            if (known := self.table.get(x)) is not None:
                 return known.value
-        if self.held.memory(x) is not None:  # a view of something known
+        if self.table.memory(x) is not None:  # a view of something known
             return self._read(x)
         if id(x) in self.names or x.requires_grad:
             self.lost = self.lost or id(x) not in self.names
-            ref = self.writer.value(like(x), self.names.get(id(x), ""))
-            self.captured[ref.number] = x
+            ref = self.new(x, self.names.get(id(x), ""))
+            self.capture(x, ref.number)
             return ref
         self.lost = self.lost or upstream.current_node() is not None  # type: ignore[attr-defined]
+        self.undo.watch(x)
         return self.constant(x)
 
     def constant(self, x: Tensor) -> Ref:
@@ -133,6 +145,10 @@ class FormulaRecorder:
         made = self.writer.constant(array, root=True)
         self.fixed.add(made.number)
         return Ref(made.number, made.shape, like(x)[1])
+
+    def noted(self, xs: Sequence[Tensor]) -> list[Ref | None]:
+        """What an operation gives besides: held as it was, for it has no derivative."""
+        return [None if is_inexact(x) else self.constant(x) for x in xs]
 
     def value_of(self, ref: Ref) -> np.ndarray | None:
         """The numbers of an integer or boolean value, if its tensor is known."""
@@ -158,7 +174,7 @@ class FormulaRecorder:
 
     def _written(self, x: Tensor, ref: Ref) -> None:
         """x has a new value, in place."""
-        shown = self.held.memory(x)
+        shown = self.table.memory(x)
         assert shown is not None
         root = shown.root
         if view_of(x) == view_of(root):
@@ -168,48 +184,30 @@ class FormulaRecorder:
         else:
             where = memory.places(x, root)
             shown.value = memory.write(self.writer, shown.value, where, ref)
-        shown.written.append(ref)
+        self.table.write(x, ref)
         self.hold(x, ref)
-        if self.held.get(root) is not None:
+        if self.table.get(root) is not None:
             self.hold(root, shown.value)
 
-    @contextmanager
-    def silent(self) -> Iterator[None]:
-        """Inside, nothing is written down."""
-        self.quiet += 1
-        try:
-            yield
-        finally:
-            self.quiet -= 1
+    # --- operations
 
-    @property
-    def here(self) -> bool:
-        """Whether what runs is to be written down."""
-        return not self.quiet and threading.get_ident() == self.thread
-
-    # --- what runs
-
-    def call(self, func: Any, args: Any, kwargs: Any, again: Callable[[], Any]) -> Any:
+    def operated(self, call: AtenCall) -> Any:
         """An operation of aten."""
-        name = func.overloadpacket.__name__
+        name, args = call.raw, call.args
         if name in SAME:
-            out = func(*args, **kwargs)
-            self.hold(out, self.ref(args[0]))
+            out = call.run()
+            self.hold(out, self.of(args[0]))
             return out
         if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
-            return func(*args, **kwargs)
+            return call.run()
         if name.removeprefix("_foreach_").rstrip("_") in _OF_EACH and name.startswith("_foreach_"):
-            with again():
-                return _each(name, args, kwargs)
-        called = AtenCall(func, args, kwargs)
-        writes = [*called.written()]
-        bound = self._bound(called)
-        translation = self.operations.get(_functional(name, bool(writes)))
-        if translation is None and not writes and bound.given:
-            parts = self._in_parts(func, args, kwargs, again)
-            if parts is not None:
-                return parts[0]
-        out = func(*args, **kwargs)
+            with Operations(self):
+                return _each(name, args, call.kwargs)
+        bound = self._bound(call)
+        writes = self.keep_written(call)
+        usual = drawn if name in DRAWN else as_said
+        translation = self.operations.get(_functional(name, bool(writes)), usual)
+        out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
         for y in made:
             if y.layout is not torch.strided:
@@ -222,33 +220,34 @@ class FormulaRecorder:
         self.writer.native = f"aten.{name}"
         bound.likes = [like(y) for y in outs]
         bound.outs, bound.writes, bound.recorder = outs, writes, self
-        bound.said = lambda: called.said(out)
-        bound.again = lambda *given: func(*given, *args[len(given) :], **kwargs)
-        if name not in DRAWN and all(x.number in self.fixed for x in bound.given):
+        bound.said, bound.usual = lambda: call.said(out), call.usual
+        bound.again = lambda *given: call.func(*given, *args[len(given) :], **call.kwargs)
+        made_anew = name in NO_DATA or all(x.number in self.fixed for x in bound.given)
+        if made_anew and name not in DRAWN:
             self._note(outs, [self.constant(y) for y in outs], not made)
             return out
-        result = None if translation is None else translation(self.writer, bound)
-        if result is None and translation is not None and not writes:
-            parts = self._in_parts(func, args, kwargs, again)
+        result = translation(self.writer, bound)
+        if result is None and not writes:
+            parts = self._in_parts(call)
             if parts is not None:
                 return parts[0]
         if result is None:
-            result = self._unknown(bound, outs, func, args, kwargs)
+            result = self._unknown(bound, outs, call)
         refs = list(result) if isinstance(result, list | tuple) else [result]
         self._note(outs, refs[: len(outs)], not made)
         if made:  # what else is written into, such as running statistics, is what it became
             self._note(writes, [self.constant(x) for x in writes], written=True)
         return out
 
-    def _in_parts(self, func: Any, args: Any, kwargs: Any, again: Any) -> tuple[Any] | None:
+    def _in_parts(self, call: AtenCall) -> tuple[Any] | None:
         """The result of PyTorch's own decomposition, if all parts of it have a translation."""
-        decomposed = _decomposition(func)
+        decomposed = upstream.decompositions().get(call.func)
         if decomposed is None:
             return None
         frame = self.writer.frames[-1]
         before = len(frame)
-        with again():
-            out = decomposed(*args, **kwargs)
+        with Operations(self):
+            out = decomposed(*call.args, **call.kwargs)
         if out is NotImplemented or any(n.operation == "opaque" for n in frame[before:]):
             del frame[before:]
             return None
@@ -272,7 +271,7 @@ class FormulaRecorder:
 
     def _stopped(self, y: Tensor, ref: Ref) -> Ref:
         """Without a derivative where the user switched it off."""
-        off = is_inexact(y) and not self.depth and not torch.is_grad_enabled()
+        off = is_inexact(y) and not self.rules and not torch.is_grad_enabled()
         if not off or ref.number in self.fixed:
             return ref
         return self.writer("stop", ref, shape=ref.shape, dtype=ref.dtype)
@@ -282,21 +281,20 @@ class FormulaRecorder:
         stopped = self._stopped(y, ref)
         if stopped is ref or not y.requires_grad:
             return stopped
-        before = self.ref(y)
+        before = self.of(y)
         moved = self.writer("stop", self.writer.sub(ref, before))
         return Ref(self.writer.add(before, moved).number, ref.shape, ref.dtype)
 
-    def _unknown(
-        self, bound: Any, outs: Sequence[Tensor], func: Any, args: Any, kwargs: Any
-    ) -> list[Ref]:
+    def _unknown(self, bound: Any, outs: Sequence[Tensor], call: AtenCall) -> list[Ref]:
         """An operation without a translation; what it counts or compares is what it was."""
-        if (result := self._across(bound, func, args)) is not None:
+        self.writer.native = f"aten.{call.raw}"
+        if (result := self._across(bound, call.func, call.args)) is not None:
             return result
         if not any(is_inexact(y) for y in outs):
             return [self.constant(y) for y in outs]
-        name = self.rule if func.namespace == "gradtools" and self.rule else self.writer.native
-        self.writer.native = name
-        computing = Computing(func, args, kwargs)
+        if call.func.namespace == "gradtools" and self.rules:
+            self.writer.native = self.rules[-1][0] or self.writer.native
+        computing = Computing(call.func, call.args, call.kwargs)
         more: dict[str, Any] = {"function": computing.value, "adjoint": computing.adjoint}
         some = [like(y) for y in outs if is_inexact(y)]
         made = iter(self.writer.node("opaque", bound.given, some, **more))
@@ -330,13 +328,13 @@ class FormulaRecorder:
 
     def _valued(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            return self.ref(x)
+            return self.of(x)
         if isinstance(x, list | tuple):
             return [self._valued(v) for v in x]
         return x
 
-    def function(self, translation: Translation, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function that is written down as a whole; None if it is better taken apart."""
+    def _as_a_whole(self, translation: Translation, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a function; None if it is better taken apart."""
         bound = SimpleNamespace(
             args=self._valued(tuple(args)),
             kwargs={k: self._valued(v) for k, v in kwargs.items()},
@@ -354,7 +352,7 @@ class FormulaRecorder:
         refs = list(result) if isinstance(result, list | tuple) else [result]
         for y, ref in zip(outs, refs, strict=True):
             ref = self._stopped(y, self._fitted(y, ref))
-            self.hold(y, ref, alone=self.held.is_shown(y))
+            self.hold(y, ref, alone=self.table.is_shown(y))
         return (out,)
 
 
@@ -398,40 +396,6 @@ class Computing:
         return [np.zeros(v.shape) if g is None else g.numpy() for g, v in given_back]
 
 
-class Operations(upstream.TorchDispatchMode):
-    """What aten computes."""
-
-    def __init__(self, recorder: FormulaRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.recorder.here:
-            return func(*args, **kwargs)
-        if not hasattr(func, "overloadpacket"):
-            raise GradtoolsError(f"formula: {func} has no translation.")
-        return self.recorder.call(func, args, kwargs, lambda: self)
-
-
-class Functions(TorchFunctionMode):
-    """What is called in Python."""
-
-    def __init__(self, recorder: FormulaRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        recorder = self.recorder
-        translation = recorder.functions.get(func) if recorder.here else None
-        transformed = upstream.peek_interpreter_stack() is not None
-        if translation is None or transformed:
-            return func(*args, **kwargs)
-        result = recorder.function(translation, func, args, kwargs)
-        return func(*args, **kwargs) if result is None else result[0]
-
-
 _OF_EACH = frozenset(
     ["add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "zero"]
     + ["copy", "lerp", "addcmul", "addcdiv"]
@@ -450,11 +414,6 @@ def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
         for k in range(len(args[0]))
     ]
     return None if base.endswith("_") else result
-
-
-def _decomposition(func: Any) -> Any:
-    """PyTorch's own, if it has one; the table takes a second to be read."""
-    return upstream.decompositions().get(func)
 
 
 def _functional(name: str, writes: bool) -> str:

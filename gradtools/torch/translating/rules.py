@@ -13,7 +13,6 @@ leaves PyTorch on the way, such as a kernel in NumPy, has no translation and is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,25 +21,17 @@ import torch
 from gradtools.errors import is_of
 from gradtools.rules import Rule
 from gradtools.seeing.nodes import Body
-from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.translating.recorder import Computing, FormulaRecorder
 from gradtools.torch.translating.writer import Ref, like
 from gradtools.torch.wrappers import is_inexact, tensors_in
 
 Tensor = torch.Tensor
-_DEEPEST = 2  # a formula is of second order at most
 
 
-def watched(recorder: FormulaRecorder) -> AbstractContextManager[None]:
-    """Inside, functions with rules are written down."""
-
-    def around(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-        if not recorder.here or recorder.depth >= _DEEPEST:
-            return apply(*args, **kwargs)
-        return _Applied(recorder, cls, args).run(apply, kwargs)
-
-    return functions_applied(around)
+def write_rule(recorder: FormulaRecorder, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function with a rule, and writes both down."""
+    return _Applied(recorder, kind, args).run(apply, kwargs)
 
 
 class _Applied:
@@ -51,21 +42,18 @@ class _Applied:
         self.kind, self.args = kind, args
         self.name = name_and_mark(kind, args)[0]
         self.xs = [x for x in tensors_in(list(args)) if is_inexact(x)]
-        self.given = [recorder.ref(x) for x in self.xs]
+        self.given = [recorder.of(x) for x in self.xs]
 
     def run(self, apply: Any, kwargs: Any) -> Any:
         recorder = self.recorder
-        before, outer, calls = len(self.writer.values), recorder.rule, recorder.crossed
-        recorder.depth, recorder.rule = recorder.depth + 1, self.name
-        try:
+        before, calls = len(self.writer.values), recorder.crossed
+        with recorder.within(self.name):
             out = apply(*self.args, **kwargs)
-        finally:
-            recorder.depth, recorder.rule = recorder.depth - 1, outer
         outs = [y for y in tensors_in(out) if is_inexact(y)]
         tracked = [y for y in outs if y.requires_grad and y.grad_fn is not None]
         if not outs:
             return out
-        refs = [recorder.ref(y) for y in outs]
+        refs = [recorder.of(y) for y in outs]
         if self._left(refs, before):
             self._mark(apply, kwargs, outs)
         elif tracked and not (self._crosses() and recorder.crossed > calls):
@@ -99,16 +87,13 @@ class _Applied:
         caller = [x for x in self.xs if x.requires_grad]
         to = [y for y in outs if y.requires_grad]
         first = len(w.values)
-        with recorder.held.apart(), w.frame() as nodes, torch.enable_grad():
+        with recorder.table.apart(), w.frame() as nodes, torch.enable_grad():
             cts = [torch.ones_like(y, requires_grad=True) for y in to]
-            given = [recorder.introduce(ct, "") for ct in cts]
-            recorder.depth += 1
-            try:
+            given = [recorder.introduced(ct, "") for ct in cts]
+            with recorder.within(recorder.rules[-1][0] if recorder.rules else ""):
                 result = torch.autograd.grad(
                     to, caller, cts, create_graph=again, retain_graph=True, allow_unused=True
                 )
-            finally:
-                recorder.depth -= 1
             place = {id(x): g for x, g in zip(caller, result, strict=True)}
             pairs = zip(self.xs, self.given, strict=True)
             results = [self._cotangent(place.get(id(x)), r) for x, r in pairs]
@@ -118,7 +103,7 @@ class _Applied:
             recorder.hold(y, ref, alone=True)
 
     def _cotangent(self, g: Tensor | None, x: Ref) -> Ref:
-        return self.writer.constant(np.zeros(x.shape)) if g is None else self.recorder.ref(g)
+        return self.writer.constant(np.zeros(x.shape)) if g is None else self.recorder.of(g)
 
     def _residuals(self, nodes: Sequence[Any], results: Sequence[Ref], first: int) -> list[Ref]:
         """What the rule reads and does not make."""
@@ -178,7 +163,7 @@ class _Applied:
         w = self.writer
         w.native = self.name
         computing = Computing(apply, self.args, kwargs)
-        given = [self.recorder.ref(x) for x in computing.xs]
+        given = [self.recorder.of(x) for x in computing.xs]
         more: dict[str, Any] = {"function": computing.value, "adjoint": computing.adjoint}
         made = w.node("opaque", given, [like(y) for y in outs], **more)
         for y, ref in zip(outs, made, strict=True):

@@ -7,7 +7,7 @@ nodes are written into frames of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -51,10 +51,10 @@ class Ref:
 
 
 class Writer:
-    """A program that is being written."""
+    """A program that is being written; values: of all that is recorded, by number."""
 
-    def __init__(self) -> None:
-        self.values: dict[int, Value] = {}
+    def __init__(self, values: dict[int, Value]) -> None:
+        self.values = values
         self.frames: list[list[Node]] = [[]]
         self.native = ""
 
@@ -238,35 +238,51 @@ class Writer:
         return self("index", x, *indices, shape=(*lead, *rest), dtype=x.dtype, axes=tuple(axes))
 
 
-def as_said(w: Writer, o: Any) -> Ref | None:
-    """As the graph says it (`operands.py`), where it is a word of the vocabulary in its sense."""
-    operation, attributes = o.said()
-    known = {name.rstrip("?") for name in OPERATIONS[operation].attributes}
+Translation = Callable[[Writer, Any], Any]
+
+
+def entering(table: dict[str, Translation]) -> Callable[..., Callable[[Translation], Translation]]:
+    """A decorator that enters a translation in a table under aten's names."""
+
+    def operation(*names: str) -> Callable[[Translation], Translation]:
+        def enter(translation: Translation) -> Translation:
+            table.update(dict.fromkeys(names, translation))
+            return translation
+
+        return enter
+
+    return operation
+
+
+def as_said(w: Writer, o: Any) -> list[Ref | None] | None:
+    """As the graph says it (`operands.py`), where that is a word of the vocabulary.
+
+    What comes out besides is held as it was if it is whole numbers; a word says all the rest.
+    """
+    operation, said = o.said()
+    word = OPERATIONS.get(operation)
     operands = [w.ref(x) for x in o.operands()]
-    (x, *_), (shape, dtype) = operands, o.likes[0]
-    if _changes_nothing(operation, x, shape, attributes):
-        return x
-    if attributes.keys() - known - {"dtype", "drop"}:
+    if word is None or word.lower is None or not o.likes:
         return None
-    said = {f"{key}_": value for key, value in attributes.items() if key in known}
-    if attributes.get("drop"):
-        return w.reshape(w.window(x, *_window(attributes, x.ndim)), shape)
-    return w(operation, *operands, shape=shape, dtype=dtype, **said)
+    known = {name.rstrip("?") for name in word.attributes}
+    attributes = {key: x for key, x in o.usual().items() if key in known} | dict(said)
+    if "dtype" not in known:
+        attributes.pop("dtype", None)  # that of the result
+    if not word.takes(len(operands), attributes):
+        return None
+    count = len(o.likes) if "*" in word.outputs else len(word.outputs.split()) or 1
+    attributes = {f"{key}_": value for key, value in attributes.items()}
+    made = w.node(operation, operands, o.likes[:count], **attributes)
+    return [*made, *o.recorder.noted(o.outs[count:])]
 
 
-def _changes_nothing(operation: str, x: Ref, shape: Shape, attributes: Mapping[str, Any]) -> bool:
-    if operation in ("reshape", "broadcast", "slice"):
-        return x.shape == shape
-    if operation == "transpose":
-        return attributes["permutation"] == tuple(range(x.ndim))
-    return not x.ndim and operation in _ALONG
-
-
-def _window(attributes: Mapping[str, Any], rank: int) -> tuple[Any, Any, Any]:
-    return attributes["start"], attributes["limit"], attributes.get("stride", (1,) * rank)
-
-
-_ALONG = ("flip", "roll", "cumsum", "cumprod", "logcumsumexp", "take_along")
+def drawn(w: Writer, o: Any) -> Any:
+    """A draw, with the value that was drawn."""
+    held = o.recorder.constant(o.outs[0])
+    value = o.recorder.writer.frames[0].pop().attributes["value"]
+    shape, dtype = held.shape, o.likes[0][1]
+    name = "m" if "bernoulli" in w.native else "ε"
+    return w("random", shape=shape, dtype=dtype, name=name, value=value)
 
 
 def axes_of(x: Ref, axes: Any) -> tuple[int, ...]:

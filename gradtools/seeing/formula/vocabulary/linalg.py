@@ -17,9 +17,11 @@ from gradtools.seeing.formula.algebra import (
     matmul,
     plus,
     real,
+    reshape,
     scale,
     swap,
     times,
+    unsqueeze,
 )
 from gradtools.seeing.formula.expressions import REAL, Expr, expr
 from gradtools.seeing.formula.vocabulary.record import words
@@ -39,6 +41,19 @@ def _slogdet(a: Expr) -> list[Expr]:
     return [_per_matrix("sign_det", a), _logabsdet(a)]
 
 
+def _solve(a: Expr, b: Expr, left: bool = True) -> Expr:
+    if b.rank == a.rank - 1 and (b.rank == 1 or b.shape == a.shape[:-1]):
+        solved = _solve(a, unsqueeze(b, [b.rank]), left)
+        return reshape(solved, solved.shape[:-1])
+    return making.solve(a, b) if left else swap(making.solve(swap(a), swap(b)))
+
+
+def _product_of(factor: Expr, upper: bool) -> Expr:
+    """The matrix whose Cholesky factor this is."""
+    h = adjoint_matrix(factor)
+    return matmul(h, factor) if upper else matmul(factor, h)
+
+
 def _triangular_solve(
     a: Expr,
     b: Expr,
@@ -54,7 +69,7 @@ def _triangular_solve(
         a = plus(a, broadcast(array(np.eye(a.shape[-1])), a.shape))
     a = swap(a) if transpose else a
     a = conj(a) if conjugate else a
-    return making.solve(a, b) if left else swap(making.solve(swap(a), swap(b)))
+    return _solve(a, b, left)
 
 
 def _cholesky(a: Expr, upper: bool = False) -> Expr:
@@ -143,10 +158,12 @@ det           | a       |                | determinant of the last two axes
 slogdet       | a       |                | sign and log abs det | sign logabsdet
 logdet        | a       |                | log det
 inverse       | a       |                | matrix inverse
-solve         | a b     |                | a^-1 b; b is a matrix (or a batch of them)
+solve         | a b     | left?          | a^-1 b of vectors or matrices; left = False: b a^-1
 triangular_solve | a b | lower? unit? transpose? conjugate? left? |
     a^-1 b of the named triangle; transposed or conjugated; left = False: b a^-1
 cholesky      | a       | upper?         | l with l l^H = a (or u with u^H u = a)
+cholesky_solve | b l    | upper?         | (l l^H)^-1 b, l lower; or (l^H l)^-1 b
+cholesky_inverse | l    | upper?         | (l l^H)^-1, or (l^H l)^-1
 matrix_power  | a       | exponent       | an integer
 expm          | a       |                | matrix exponential
 pinv          | a       |                | pseudo-inverse
@@ -166,7 +183,9 @@ LINALG = words(
         "slogdet": _slogdet,
         "logdet": _logabsdet,
         "inverse": making.inverse,
-        "solve": making.solve,
+        "solve": _solve,
+        "cholesky_solve": lambda b, l, upper=False: making.solve(_product_of(l, upper), b),
+        "cholesky_inverse": lambda l, upper=False: making.inverse(_product_of(l, upper)),
         "triangular_solve": _triangular_solve,
         "cholesky": _cholesky,
         "matrix_power": _matrix_power,

@@ -21,7 +21,7 @@ Conventions that hold everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,15 @@ class Operation:
     meaning: str
     outputs: str = ""
     lower: Callable[..., Any] | None = None
+
+    def takes(self, operands: int, attributes: Collection[str]) -> bool:
+        """Whether an operation with so many operands and these attributes is this word."""
+        names = self.operands.split()
+        most = len(names) if "*" not in self.operands else operands
+        least = sum(not name.endswith("?") and not name.startswith("*") for name in names)
+        known = {name.rstrip("?") for name in self.attributes}
+        needed = {name for name in self.attributes if not name.endswith("?")}
+        return least <= operands <= most and needed <= set(attributes) <= known
 
 
 def words(text: str, lower: Mapping[str, Callable[..., Any]]) -> dict[str, Operation]:

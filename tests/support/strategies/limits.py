@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gradtools.testing.strategies_program import REVERSE_ONLY, Composition
+from strategies.program import REVERSE_ONLY, Composition
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The meaning of a random composition, in NumPy alone.
 
 Every derivative, of any order and in any mode, is forward mode through the few lines of
-`strategies_numbers`; a gradient is one push for each entry (two where it is complex). Where a
+`numbers.py`; a gradient is one push for each entry (two where it is complex). Where a
 cotangent is clipped or replaced there is no forward mode, and gradients are pulled back over a
 tape. Nothing here is shared with the operators that it judges: not their pullbacks, not their
 chunks, not their rules.
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.strategies_numbers import (
+from strategies.numbers import (
     Dual,
     Number,
     Taped,
@@ -46,7 +46,7 @@ from gradtools.testing.strategies_numbers import (
     total,
     with_value,
 )
-from gradtools.testing.strategies_program import (
+from strategies.program import (
     REVERSE_ONLY,
     ArrayKind,
     Composition,

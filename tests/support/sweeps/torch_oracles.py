@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.conformance.sweeps import AGREES, DIFFERS, LEFT_OUT
-from gradtools.conformance.sweeps.torch_programs import TableProgram
 from gradtools.testing.numeric import Slope, one_sided, slope
 from gradtools.testing.tolerances import EPSILONS, FINITE_DIFFERENCES, real_name, tolerance
+from sweeps import AGREES, DIFFERS, LEFT_OUT
+from sweeps.torch_programs import TableProgram
 
 Tensors = Sequence[Any]
 REVERSE, TWICE = "reverse mode", "double backward"

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gradtools.conformance.sweeps import LEFT_OUT, SweepOutcome
 from gradtools.errors import GradtoolsError
+from sweeps import LEFT_OUT, SweepOutcome
 
 TABLES = {
     "op_db": "common_methods_invocations",

@@ -105,7 +105,7 @@ class Composition:
         compiled: Whether the whole program is compiled.
 
     Example:
-        >>> from gradtools.testing import strategies
+        >>> import strategies
         >>> program = strategies.example(seed=3)
         >>> program.check("torch")
         >>> "def program(" in program.text("torch")
@@ -131,13 +131,13 @@ class Composition:
         NaN stands where forward mode meets an edit of the cotangent alone: that has no result,
         and the program must be refused.
         """
-        from gradtools.testing.strategies_reference import evaluated
+        from strategies.reference import evaluated
 
         return evaluated(self)[0]
 
     def tolerance(self) -> float:
         """Relative to the largest number that the reference came across."""
-        from gradtools.testing.strategies_reference import evaluated
+        from strategies.reference import evaluated
 
         return 1e-11 * evaluated(self)[1].largest
 

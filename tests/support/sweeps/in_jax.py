@@ -25,7 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradtools.jax as gt
-from gradtools.conformance.sweeps import (
+from gradtools.errors import (
+    GradtoolsError,
+    GradtoolsWarning,
+    NotImplementedRefusal,
+    ValueRefusal,
+)
+from gradtools.seeing.nodes import Dependence
+from gradtools.testing.probe import inner, size
+from gradtools.testing.tolerances import FINITE_DIFFERENCES
+from sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -36,16 +45,7 @@ from gradtools.conformance.sweeps import (
     jax_ledger,
     judged,
 )
-from gradtools.conformance.sweeps.jax_programs import Case, cases, takes_complex, unknown
-from gradtools.errors import (
-    GradtoolsError,
-    GradtoolsWarning,
-    NotImplementedRefusal,
-    ValueRefusal,
-)
-from gradtools.seeing.nodes import Dependence
-from gradtools.testing.probe import inner, size
-from gradtools.testing.tolerances import FINITE_DIFFERENCES
+from sweeps.jax_programs import Case, cases, takes_complex, unknown
 
 Arrays = list[Any]
 

@@ -8,7 +8,9 @@ own transforms into each other. What fails shrinks to a short program, which is 
     def test_any_program_has_the_same_numbers(program):
         program.check("torch")
 
-The package hypothesis is imported when a strategy is asked for.
+`program` is a drawn program as data and as text, `reference` its meaning by the `numbers` of NumPy
+alone, `limits` what the frameworks cannot put together. Another number of programs, drawn anew:
+GRADTOOLS_TEST_EXAMPLES=5000.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing.strategies_program import (
+from strategies.program import (
     CALLS,
     REVERSE_ONLY,
     ArrayKind,
@@ -85,13 +89,12 @@ def compositions(
         A strategy of `Composition`; its `check(backend)` raises with the program in its text.
 
     Raises:
-        GradtoolsError: hypothesis is not installed, or an operator is unknown.
+        GradtoolsError: An operator is unknown.
 
     Example:
-        >>> from gradtools.testing import strategies
+        >>> import strategies
         >>> smooth = strategies.compositions(operators=["gt.vmap", "native.grad"], order=1)
     """
-    hypothesis = _hypothesis()
     unknown = sorted(set(operators) - set(OPERATORS))
     if unknown:
         raise GradtoolsError(
@@ -112,7 +115,6 @@ def compositions(
 
 def example(seed: int = 0, **limits: Any) -> Composition:
     """One program, the same for the same seed; `limits` are those of `compositions`."""
-    hypothesis = _hypothesis()
     result: list[Composition] = []
     everything = list(hypothesis.HealthCheck)
 
@@ -128,18 +130,6 @@ def example(seed: int = 0, **limits: Any) -> Composition:
     return result[-1]
 
 
-def _hypothesis() -> Any:
-    try:
-        import hypothesis
-        import hypothesis.strategies
-    except ImportError as error:
-        raise GradtoolsError(
-            "gradtools.testing.strategies draws programs by the package hypothesis, which is not "
-            "installed. Install it: pip install hypothesis."
-        ) from error
-    return hypothesis
-
-
 def _wanted(name: str, complex: bool, edits: bool) -> bool:
     if not complex and name in (*_COMPLEX, "complex", "turn"):
         return False
@@ -148,7 +138,7 @@ def _wanted(name: str, complex: bool, edits: bool) -> bool:
 
 def _well_placed(program: Composition) -> bool:
     """Numbers of ordinary size, and no switch so near that rounding might decide it."""
-    from gradtools.testing.strategies_reference import evaluated
+    from strategies.reference import evaluated
 
     result, sight = evaluated(program)
     size = abs(result)[~np.isnan(result)].max(initial=0)

@@ -6,7 +6,7 @@ it has, and holds what comes out against an oracle. What does not agree must be 
 a ledger, with its reason; a line that nothing needs any more fails the sweep as well.
 
 The programs and ways stand in `in_torch.py` and `in_jax.py`; here is what a result is, and how a
-ledger judges results. No framework is imported here.
+ledger judges results. `run_sweeps.py` beside this folder runs them from the command line.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gradtools.conformance.sweeps import RAISED, REFUSED, SweepOutcome
-from gradtools.conformance.sweeps.torch_ledger import LEDGER
-from gradtools.conformance.sweeps.torch_oracles import Judgement, Oracles
-from gradtools.conformance.sweeps.torch_programs import (
+from gradtools.errors import GradtoolsError
+from sweeps import RAISED, REFUSED, SweepOutcome
+from sweeps.torch_ledger import LEDGER
+from sweeps.torch_oracles import Judgement, Oracles
+from sweeps.torch_programs import (
     BEYOND,
     EVERY_WAY,
     FUNCTION,
@@ -31,8 +32,7 @@ from gradtools.conformance.sweeps.torch_programs import (
     entries,
     programs,
 )
-from gradtools.conformance.sweeps.torch_ways import WAYS, TorchWay
-from gradtools.errors import GradtoolsError
+from sweeps.torch_ways import WAYS, TorchWay
 
 __all__ = ["LEDGER", "WAYS", "sweep", "swept"]
 

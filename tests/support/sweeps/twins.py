@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools.conformance.sweeps import (
+from sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -37,14 +37,14 @@ from gradtools.conformance.sweeps import (
     SweepOutcome,
     judged,
 )
-from gradtools.conformance.sweeps.in_jax import (
+from sweeps.in_jax import (
     ProgramAtPoint,
     ProgramTrial,
     distance,
     refuses,
     said,
 )
-from gradtools.conformance.sweeps.jax_programs import NAMESPACES, Case, cases, takes_complex
+from sweeps.jax_programs import NAMESPACES, Case, cases, takes_complex
 
 Arrays = list[Any]
 

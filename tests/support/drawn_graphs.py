@@ -1,0 +1,192 @@
+"""What a drawn graph says, computed by PyTorch from its operations, edges and constants alone.
+
+Each operation of the pictures stands here with its meaning, written apart from the recorders: a
+graph that draws an edge to the wrong place computes something else. The graphs of JAX are computed
+by the same table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import Node
+
+aten = torch.ops.aten
+
+
+def _axes(node: Node) -> list[int]:
+    return list(node.attributes.get("axes", ()))
+
+
+def _total(node: Node, x: Tensor, of: Any) -> Tensor:
+    axes = _axes(node) or list(range(x.ndim))
+    return of(x, dim=axes, keepdim=bool(node.attributes.get("keep")))
+
+
+def _slice(node: Node, x: Tensor) -> Tensor:
+    limits = zip(node.attributes["start"], node.attributes["limit"], strict=True)
+    found = x[tuple(slice(a, b) for a, b in limits)]
+    dropped = node.attributes.get("drop", ())
+    return found.reshape([n for k, n in enumerate(found.shape) if k not in dropped])
+
+
+def _broadcast(node: Node, x: Tensor) -> Tensor:
+    """Axis k of x becomes axis `axes[k]`; without axes they are the last ones."""
+    shape = node.attributes["shape"]
+    axes = node.attributes.get("axes", range(len(shape) - x.ndim, len(shape)))
+    return x.reshape([shape[k] if k in axes else 1 for k in range(len(shape))]).expand(shape)
+
+
+def _padding(node: Node) -> list[int]:
+    return [low for low, _ in node.attributes["padding"]]
+
+
+def _convolution_backward(node: Node, g: Tensor, x: Tensor, w: Tensor) -> Any:
+    how = ([0], [1, 1], _padding(node), [1, 1], False, [0, 0], 1)
+    return aten.convolution_backward(g, x, w, *how, [True, True, False])
+
+
+def _select_backward(node: Node, g: Tensor) -> Tensor:
+    sizes, at = node.attributes["input_sizes"], node.attributes
+    return aten.select_backward(g, sizes, at["axis"], at["index"])
+
+
+# What each operation of the graph's vocabulary means, of its operands in their places.
+MEANING: dict[str, Any] = {
+    "add": lambda n, a, b: a + b,
+    "subtract": lambda n, a, b: a - b,
+    "multiply": lambda n, a, b: a * b,
+    "divide": lambda n, a, b: a / b,
+    "power": lambda n, a, b: a**b,
+    "negate": lambda n, a: -a,
+    "exp": lambda n, a: torch.exp(a),
+    "tanh": lambda n, a: torch.tanh(a),
+    "relu": lambda n, a: torch.relu(a),
+    "identity": lambda n, a: a,
+    "matmul": lambda n, a, b: a @ b,
+    "addmm": lambda n, c, a, b: c + a @ b,
+    "transpose": lambda n, a: a.permute(n.attributes["permutation"]),
+    "reshape": lambda n, a: a.reshape(n.attributes["shape"]),
+    "broadcast": _broadcast,
+    "einsum": lambda n, *xs: torch.einsum(n.attributes["subscripts"], *xs),
+    "sqrt": lambda n, a: torch.sqrt(a),
+    "slice": _slice,
+    "split": lambda n, a: torch.split(a, n.attributes["sizes"], n.attributes["axis"]),
+    "concatenate": lambda n, *xs: torch.cat(xs, n.attributes["axis"]),
+    "constant": lambda n: torch.tensor(float(n.attributes.get("value", 0))),
+    "sum": lambda n, a: _total(n, a, torch.sum),
+    "mean": lambda n, a: _total(n, a, torch.mean),
+    "norm": lambda n, a: torch.linalg.vector_norm(a, dim=_axes(n)),
+    "compare": lambda n, a, b: {"==": torch.eq(a, b)}[n.attributes["relation"]],
+    "where": lambda n, c, a, b: torch.where(c.bool(), a, b),
+    "tanh_backward": lambda n, g, y: g * (1 - y**2),
+    "threshold_backward": lambda n, g, x, least: torch.where(x > least, g, 0.0),
+    "convolution": lambda n, x, w: torch.conv2d(x, w, padding=_padding(n)),
+    "convolution_backward": _convolution_backward,
+    "layer_norm": lambda n, x, w, b: aten.native_layer_norm(
+        x, [x.shape[-1]], w, b, n.attributes["eps"]
+    ),
+    "native_layer_norm_backward": lambda n, g, x, mean, scale, w, b: (
+        aten.native_layer_norm_backward(g, x, [x.shape[-1]], mean, scale, w, b, [True] * 3)
+    ),
+    "batch_norm": lambda n, x, w, b, mean, var: aten.native_batch_norm(
+        x, w, b, mean.clone(), var.clone(), True, 0.1, n.attributes["eps"]
+    ),
+    "native_batch_norm_backward": lambda n, g, x, w, *rest: aten.native_batch_norm_backward(
+        g, x, w, *rest, True, n.attributes["eps"], [True] * 3
+    ),
+    "attention": lambda n, q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v),
+    "scaled_dot_product_flash_attention_for_cpu_backward": lambda n, *xs: (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward(*xs, 0.0, False)
+    ),
+    "select_backward": _select_backward,
+}
+
+
+def computed(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The results of a graph, from its operations, edges and constants alone, by their names."""
+    values = values_of(graph, known)
+    return {graph.values[v].name: values[v] for v in graph.outputs if v in values}
+
+
+def values_of(graph: Graph, known: Mapping[str, Tensor]) -> dict[int, Any]:
+    """Every value of a graph, by its number."""
+    values: dict[int, Any] = {}
+    for number in (*graph.inputs, *graph.captured):
+        name = graph.values[number].name  # a number has its own for a name
+        values[number] = known[name].detach() if name in known else torch.tensor(float(name))
+    for node in graph.nodes:
+        if any(v not in values for v in node.inputs) or node.operation == "missing":
+            continue
+        made = MEANING[node.operation](node, *(values[v] for v in node.inputs))
+        found = made if isinstance(made, tuple) else (made,)
+        values.update(zip(node.outputs, found, strict=False))
+    return values
+
+
+def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> set[str]:
+    """The names of which there is no result, or another one."""
+    close = lambda a, b: a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    names = found.keys() | expected.keys()
+    both = found.keys() & expected.keys()
+    return {n for n in names if n not in both or not close(found[n], expected[n].detach())}
+
+
+def edges_without_effect(
+    graph: Graph, known: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> set[tuple[str, int, str]]:
+    """The edges, by operation, place and value, with noise on which no result is another one."""
+    unseen, reaching = set(), _reaching(graph, values_of(graph, known))
+    for at, node in enumerate(graph.nodes):
+        for place, value in enumerate(node.inputs):
+            moved, noise = _with_noise(graph, at, place)
+            if (at, place) in reaching and not differing(
+                computed(moved, {**known, "noise": noise}), expected
+            ):
+                unseen.add((node.operation, place, graph.values[value].name))
+    return unseen
+
+
+def _reaching(graph: Graph, values: Mapping[int, Any]) -> set[tuple[int, int]]:
+    """The edges, by node and place, that lead to a result and are not multiplied by zero."""
+    zero = lambda v: v in values and not torch.as_tensor(values[v]).any()
+    matter, found = set(graph.outputs), set()
+    for at in reversed(range(len(graph.nodes))):
+        node = graph.nodes[at]
+        if not matter.intersection(node.outputs):
+            continue
+        for place, value in enumerate(node.inputs):
+            other = node.inputs[1 - place] if node.operation in _PRODUCTS else None
+            if other is None or not zero(other):
+                found.add((at, place))
+                matter.add(value)
+    return found
+
+
+_PRODUCTS = ("multiply", "tanh_backward")
+
+
+def _with_noise(graph: Graph, at: int, place: int) -> tuple[Graph, Tensor]:
+    """The graph in which one operation reads something else than it read."""
+    node = graph.nodes[at]
+    value = graph.values[node.inputs[place]]
+    step, made = max(graph.values) + 1, max(graph.values) + 2
+    values = {
+        **graph.values,
+        step: dataclasses.replace(value, name="noise", dtype="float32"),
+        made: dataclasses.replace(value, name=""),
+    }
+    added = Node("add", (node.inputs[place], step), (made,))
+    inputs = tuple(made if k == place else v for k, v in enumerate(node.inputs))
+    nodes = [*graph.nodes[:at], added, dataclasses.replace(node, inputs=inputs)]
+    nodes += graph.nodes[at + 1 :]
+    captured = (*graph.captured, step)
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).abs() + 0.5
+    moved = dataclasses.replace(graph, nodes=tuple(nodes), values=values, captured=captured)
+    return moved, noise

@@ -383,6 +383,10 @@ class Programs(Rules):
     def compiling(self) -> bool:
         return False
 
+    def lets_shapes_pass(self) -> bool:
+        """Whether the framework was told not to look at the shapes of a rule's cotangents."""
+        return False
+
     def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
         """A shorter way through the commonest calls of a custom rule, where there is one.
 

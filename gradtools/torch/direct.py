@@ -458,9 +458,9 @@ def _linearized_any(
     """With a tree of outputs, with views, extras, or what else fwd may save."""
     shaped = signature.shaped
     plan = _Saved(single=type(out) is Tensor)
-    if plan.single:
+    if plan.single and signature.bwd is not None:
         ys = [out]
-    else:
+    else:  # what f returns is what the forward rule is held to
         ys = shaped.outputs(plain, out, "it" if signature.bwd is None else "fwd")
         plan.out_def = signature.out_def()
     plan.kept, extras = Residuals.of(shaped.backend, res, plain, ys)

@@ -431,7 +431,7 @@ def of_jax(j: Any) -> dict[str, tuple[Program, Program, str]]:
         "dilated": (
             *(
                 lambda _, x, y, w, d=d: lax.reduce_window(
-                    x.reshape(12)[:5], -p.inf, lax.max, (2,), (2,), "VALID", window_dilation=(d,)
+                    x.reshape(12)[:5], 0.0, lax.add, (2,), (2,), "VALID", window_dilation=(d,)
                 )
                 for d in (1, 2)
             ),

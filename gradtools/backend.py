@@ -524,10 +524,10 @@ class Recomputation(Programs):
 class Seeing(Recomputation):
     """What looks at a run of a program: by default it is refused."""
 
-    record = Lazily("seeing", lacking="why_zero")
+    record = Lazily("seeing.recorded_run", lacking="why_zero")
     """`(run, leaves, names)`: one run of a function of flat leaves, as a graph."""
 
-    vanishing = Lazily("vanishing", lacking="why_zero")
+    vanishing = Lazily("seeing.lost_gradients", lacking="why_zero")
     """`(run, leaves, index, held)`: where the cotangent of a connected leaf becomes zero; None if
     its gradient is not zero. The cotangents of the outputs are random, that of one number is one.
     """
@@ -544,8 +544,8 @@ class Seeing(Recomputation):
         """The model that f is, or holds if the wing looks for one; None if there is none."""
         return None
 
-    held = Lazily("training", lacking="why_zero")
-    optimised = Lazily("training", lacking="why_zero")
+    held = Lazily("seeing.training", lacking="why_zero")
+    optimised = Lazily("seeing.training", lacking="why_zero")
     """The arrays of a model, or of a tree of models and arrays; what an optimiser changes."""
 
     def lifted(
@@ -565,20 +565,20 @@ class Seeing(Recomputation):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         return run(leaves)
 
-    gradient_graph = Lazily("passes")
+    gradient_graph = Lazily("seeing.passes")
     """The passes of a program as one graph; or what is held of results."""
 
-    formula_graph = Lazily("vocabulary", lacking="formula")
+    formula_graph = Lazily("seeing.translating.programs", lacking="formula")
     """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
 
     ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What has no
     word in the vocabulary keeps its native name."""
 
-    trying = Lazily("vocabulary", lacking="formula")
+    trying = Lazily("seeing.translating.programs", lacking="formula")
     """`(program, wide)`: a block in which f runs as if it had never run. wide: Arrays of 64 bits
     may be made, and what f holds is read in float64 and complex128."""
 
-    measure = Lazily("measures")
+    measure = Lazily("seeing.measures")
     """What one call costs, a `seeing.measures.Measurement`."""
 
 

@@ -180,7 +180,7 @@ def _add_wrt(command: argparse.ArgumentParser) -> None:
 
 
 def _add_function(command: argparse.ArgumentParser, json: bool = True) -> None:
-    """One function in one framework, as `gradtools.inputs.Given.by` reads it."""
+    """One function in one framework, as `gradtools.command_inputs.Given.by` reads it."""
     command.add_argument("function", metavar="FUNCTION", help="package.module:name")
     _add_inputs(command, required=False)
     said = "default: what FUNCTION's module imports"

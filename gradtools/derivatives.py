@@ -17,7 +17,6 @@ from typing import Any, Concatenate, Literal, TypeVar, overload
 from gradtools.arguments import Argument, arguments
 from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
 from gradtools.batches import Batch
-from gradtools.blocks import blocks
 from gradtools.calls import (
     Call,
     describe,
@@ -26,8 +25,9 @@ from gradtools.calls import (
     whole_or_none,
     with_article,
 )
-from gradtools.connection import Connection, is_missing, refuse_cut
+from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
 from gradtools.errors import GradtoolsError
+from gradtools.jacobian_blocks import blocks
 
 A = TypeVar("A")
 Argnums = int | Sequence[int]

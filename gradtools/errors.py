@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Hashable
 from types import TracebackType
 
-from gradtools.lines import is_ours, is_the_users
+from gradtools.code_origin import is_ours, is_the_users
 
 
 class GradtoolsError(Exception):

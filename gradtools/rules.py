@@ -11,7 +11,7 @@ outputs like any other, only hidden, and differentiated through the code that ma
 saved intermediate is right at second order.
 
 This module holds what is the same in every framework: the record and the rule under vmap. How
-a rule enters a framework's own differentiation stands in `torch/rules.py` and `jax/rules.py`.
+a rule enters a framework's own differentiation stands in each wing's `rules/installing.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 
 if TYPE_CHECKING:
-    from gradtools.contract import Contract
-    from gradtools.host import Spec
+    from gradtools.host_kernels import Spec
+    from gradtools.rule_contract import Contract
 
 Array = Any
 R = TypeVar("R", bound="Rule")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradtools.backend import Array, Backend
 from gradtools.calls import as_array
-from gradtools.reductions import Reduction, wide
 from gradtools.rules import Linearized, Rule, replaced_at
+from gradtools.tile_reductions import Reduction, wide
 
 if TYPE_CHECKING:
     from gradtools.tiling import TiledCall

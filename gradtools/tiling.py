@@ -15,7 +15,7 @@ since the cotangent of a row is a sum over columns, that of a column over rows, 
 argument over both. So the sum over tiles is a rule whose maps are such rules, which gives every
 order in both modes and all their mixes at the memory of one tile.
 
-A reduction (`reductions.py`) is a rule on top: its value is one sweep in which the states of
+A reduction (`tile_reductions.py`) is a rule on top: its value is one sweep in which the states of
 tiles are merged, and its tangent and cotangent are one T each, with the weights that the results
 say at any tile. With F the work of f on all pairs, a value takes F and a gradient F + 2F more.
 The results, such as a logarithm of a sum, are what the maps read, so their own derivative is
@@ -53,8 +53,8 @@ from gradtools.calls import (
 )
 from gradtools.chunks import check_verify
 from gradtools.errors import GradtoolsError
-from gradtools.reductions import KINDS, Reduction, wide
 from gradtools.rules import replaced_at
+from gradtools.tile_reductions import KINDS, Reduction, wide
 from gradtools.tile_rules import (
     COLUMNS,
     ROWS,

@@ -15,7 +15,7 @@ import numpy as np
 from gradtools.accumulate import TargetLeaf, paired, refuse
 from gradtools.jax import trees
 from gradtools.jax._upstream import get_opaque_trace_state
-from gradtools.jax.parts import part_of
+from gradtools.jax.module_arguments import part_of
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array, Lazily, Wing
-from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
-from gradtools.jax.rules import apply_rule, attempt
-from gradtools.jax.stateful import checkpointed, explained, stateful
-from gradtools.jax.transposing import pull, push, transpose, value_and_push
+from gradtools.jax import arrays, engines, module_arguments, shardings, transformed_modules, trees
+from gradtools.jax.nnx_state import checkpointed, explained, stateful
+from gradtools.jax.rules.installing import apply_rule, attempt
+from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap, is_inexact
 
 if TYPE_CHECKING:
@@ -143,17 +143,17 @@ class JaxBackend(Wing):
 
     # --- the framework's own transforms
 
-    like_module = staticmethod(wrapping.like_module)
-    opened = staticmethod(parts.opened)
-    part_of = staticmethod(parts.part_of)
+    like_module = staticmethod(transformed_modules.like_module)
+    opened = staticmethod(module_arguments.opened)
+    part_of = staticmethod(module_arguments.part_of)
 
-    is_model = staticmethod(parts.is_module)
+    is_model = staticmethod(module_arguments.is_module)
 
     def repeatable(self, caller: str, f: Any) -> Any:
         return stateful(caller, f, ()) or f
 
-    model_of = Lazily("training")
-    lifted = Lazily("training")
+    model_of = Lazily("seeing.training")
+    lifted = Lazily("seeing.training")
 
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)
@@ -178,10 +178,10 @@ class JaxBackend(Wing):
     # --- seeing
 
     def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
-        from gradtools.crossings import noted
-        from gradtools.jax import seeing
+        from gradtools.bridged_calls import noted
+        from gradtools.jax.seeing import recorded_run
 
-        if noted() is None or not seeing.crosses(run, leaves):
+        if noted() is None or not recorded_run.crosses(run, leaves):
             return run(leaves)  # JAX keeps no state that it could change
         with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
             return run(leaves)

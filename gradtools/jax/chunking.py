@@ -27,9 +27,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
-from gradtools.jax.marks import chunk
-from gradtools.jax.shardings import varies, varying
-from gradtools.jax.stateful import (
+from gradtools.jax.nnx_state import (
     again,
     explained,
     explained_again,
@@ -37,6 +35,8 @@ from gradtools.jax.stateful import (
     refuse_to_repeat,
     stateful,
 )
+from gradtools.jax.operation_marks import chunk
+from gradtools.jax.shardings import varies, varying
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 

@@ -1,7 +1,7 @@
 """Jaxprs, read: what an equation runs, what it writes, and which equations are needed.
 
 The one list of the primitives that run jaxprs: calls, loops, branches, and functions with rules of
-JAX's. How data flows is read in `tracing.py`, what an equation costs in `flops.py`.
+JAX's. How data flows is read in `reachability.py`, what an equation costs in `seeing/flops.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from gradtools.jax._upstream import Literal
-from gradtools.jax.lifetimes import LIFE
+from gradtools.jax.rules.kept_alive import LIFE
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
 Eqn = Any

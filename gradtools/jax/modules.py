@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from gradtools import keras_layers
+from gradtools import keras_models
 from gradtools.errors import GradtoolsError, is_of, said_by
 from gradtools.jax.arrays import check_key
-from gradtools.keras_layers import is_keras
+from gradtools.keras_models import is_keras
 
 Apply = Callable[..., tuple[Any, Any]]
 MODES = {
@@ -44,7 +44,7 @@ def functionalize(
     if _is_a("equinox", module):
         return _from_equinox(module, variables, train)
     if is_keras(module):
-        return keras_layers.functionalize(module, variables, train, _KERAS)
+        return keras_models.functionalize(module, variables, train, _KERAS)
     if _is_of_haiku(module):
         return _from_haiku(module, variables, train)
     raise GradtoolsError(
@@ -274,7 +274,7 @@ def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
     ]
 
 
-_KERAS = keras_layers.KerasWing("jax", lambda x: x, lambda x: x, _keras_seeds)
+_KERAS = keras_models.KerasWing("jax", lambda x: x, lambda x: x, _keras_seeds)
 
 
 # Checks

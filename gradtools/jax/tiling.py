@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
-from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
+from gradtools.jax.jaxpr_equality import compiled
 from gradtools.jax.jaxprs import bound, read, uses_primitive
+from gradtools.jax.reachability import within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
-from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import held_by
 from gradtools.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
 

@@ -1,6 +1,6 @@
 """Two graphs compared: the same model in both frameworks, or before and after a change.
 
-`align.py` says which operations belong together; here each pair is held against the other: the
+`alignment.py` says which operations belong together; here each pair is held against the other: the
 name, the size and dtype of what comes out, whether a derivative flows, what it is marked with.
 Layouts, reshapes and how an operation is made of smaller ones are no difference.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.align import AlignedStep, aligned, forward_alone
+from gradtools.seeing.alignment import AlignedStep, aligned, forward_alone
 from gradtools.seeing.attributes import are_numbers
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.edges import kept_anew, reason, strengths_of

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.cards import LINE, shown, text_width
+from gradtools.seeing.box_text import LINE, shown, text_width
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.layout import Picture, fitted, picture_of
 from gradtools.seeing.nodes import PlainGraph

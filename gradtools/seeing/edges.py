@@ -1,9 +1,9 @@
 """The edges of a graph: which value goes from where to where, and what becomes of its derivative.
 
-A value that a later pass reads was *saved* for it. A cut is told with its reason where something
-is lost by it, as `flow.py` finds: a comparison that only makes a mask loses nothing, nor does a
-maximum that is stopped and taken off again, as inside of softmax. Whatever else is stopped on
-purpose is told.
+A value that a later pass reads was *saved* for it. A cut is told with its reason where something is
+lost by it, as `derivative_flow.py` finds: a comparison that only makes a mask loses nothing, nor
+does a maximum that is stopped and taken off again, as inside of softmax. Whatever else is stopped
+on purpose is told.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gradtools.seeing.derivative_flow import links_of, losses_of
 from gradtools.seeing.findings import KINDS
-from gradtools.seeing.flow import links_of, losses_of
 from gradtools.seeing.nodes import Dependence, Edge, Node, PlainGraph, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence

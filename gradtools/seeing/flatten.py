@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradtools.seeing.attributes import are_numbers, is_number, text_of
-from gradtools.seeing.crossing import BRIDGED
+from gradtools.seeing.bridged_calls import BRIDGED
 from gradtools.seeing.edges import alive_anyway, cut_reason, lost_links, reason, strengths_of
 from gradtools.seeing.nodes import Body, Dependence, Node, PlainGraph, Value
 

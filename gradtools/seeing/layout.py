@@ -13,9 +13,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from gradtools.seeing.arrange import arrange
-from gradtools.seeing.data import data_of
 from gradtools.seeing.outline import Block, Box, Outline
+from gradtools.seeing.page_data import data_of
+from gradtools.seeing.row_order import arrange
 
 _SCREEN = 1800.0, 1400.0
 _NEARLY = 1.75  # screens: so large is still better than hardly anything to see

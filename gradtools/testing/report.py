@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from gradtools import display
+from gradtools import notebook_html
 from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
 
@@ -258,7 +258,7 @@ class Report:
         """
         chosen = self._chosen(limit)
         head = ("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")
-        first, *rows = display.aligned([head, *map(self._row, chosen)])
+        first, *rows = notebook_html.aligned([head, *map(self._row, chosen)])
         lines = [self.summary(), first]
         for line, c in zip(rows, chosen, strict=True):
             lines.append(f"\x1b[{_COLOURS[c.status]}m{line}\x1b[0m" if colour else line)
@@ -288,7 +288,7 @@ class Report:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return display.coloured(self.table(colour=True))
+        return notebook_html.coloured(self.table(colour=True))
 
     def print(self, stream: TextIO | None = None) -> None:
         """Prints the table, in colour if the stream is a terminal."""

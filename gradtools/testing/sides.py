@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.flow import between
+from gradtools.seeing.derivative_flow import between
 from gradtools.seeing.nodes import Node
 from gradtools.testing import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction

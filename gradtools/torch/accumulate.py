@@ -18,7 +18,7 @@ from gradtools.accumulate import TargetLeaf, paired, refuse
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.parts import with_parts
+from gradtools.torch.module_arguments import with_parts
 
 _LOCK = threading.RLock()
 

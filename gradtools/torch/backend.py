@@ -11,14 +11,14 @@ import torch
 from gradtools.backend import Array, Lazily, Wing
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import _upstream as upstream
-from gradtools.torch import arrays, engines, parts, trees, wrapping
+from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
+from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
-from gradtools.torch.refusals import explained
-from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
-from gradtools.torch.transposing import pull, push, value_and_push
-from gradtools.torch.wrappers import is_inexact, is_wrapped
+from gradtools.torch.known_errors import explained
+from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key, transpose
+from gradtools.torch.rules.transposing import pull, push, value_and_push
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
@@ -110,14 +110,14 @@ class TorchBackend(Wing):
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
 
-    jvps = Lazily("kernels")
+    jvps = Lazily("forward_mode.plain_kernels")
 
     linearize = staticmethod(engines.linearize)
 
-    sketch_values = Lazily("checking")
+    sketch_values = Lazily("rules.checking")
 
     def direct_calls(self, of: Any) -> Any:
-        from gradtools.torch.direct import DirectCalls
+        from gradtools.torch.rules.fast_path import DirectCalls
 
         call = DirectCalls(of).call if DirectCalls.fit(of) else None
         if not hasattr(of, "kernel"):
@@ -195,10 +195,10 @@ class TorchBackend(Wing):
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         return partial(_checkpointed, self, options, f)
 
-    like_module = staticmethod(wrapping.like_module)
+    like_module = staticmethod(transformed_modules.like_module)
 
-    opened = staticmethod(parts.opened)
-    part_of = staticmethod(parts.part_of)
+    opened = staticmethod(module_arguments.opened)
+    part_of = staticmethod(module_arguments.part_of)
 
     def is_model(self, x: Any) -> bool:
         return isinstance(x, torch.nn.Module)
@@ -213,13 +213,13 @@ class TorchBackend(Wing):
 
     uncompiled = staticmethod(uncompiled)
 
-    is_replaying = Lazily("watching", "asks_is_replaying")
+    is_replaying = Lazily("replaying.guards", "asks_is_replaying")
     frozen_uses = Lazily("freezing", "Uses")
 
     # --- seeing
 
-    watchable = Lazily("seeing")
-    rerun = Lazily("seeing")
+    watchable = Lazily("seeing.recorded_run")
+    rerun = Lazily("seeing.recorded_run")
 
 
 def _checkpointed(

@@ -17,12 +17,12 @@ from gradtools.batches import Batch
 from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition, unlike_outputs
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.pieces import Rows, flattened, pieces_of, untracked
-from gradtools.torch.programs import node_of
-from gradtools.torch.replay import Forward
-from gradtools.torch.summing import Sums
-from gradtools.torch.watching import is_plain, is_replaying, marked
-from gradtools.torch.wrappers import is_dual, unwrapped
+from gradtools.torch.functorch_wrappers import is_dual, unwrapped
+from gradtools.torch.replaying.guards import is_plain, is_replaying, marked
+from gradtools.torch.replaying.nodes import node_of
+from gradtools.torch.replaying.replay import Forward
+from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
+from gradtools.torch.replaying.summing import Sums
 
 Tensor = torch.Tensor
 left_to_python(__name__)

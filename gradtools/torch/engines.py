@@ -25,24 +25,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradtools.backend import Evaluation, Fun
-from gradtools.connection import refuse_cut
+from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo
-from gradtools.torch.gates import gated
-from gradtools.torch.marks import DERIVATIVE, detached
-from gradtools.torch.modes import (
-    LevelTaken,
-    dual_level,
-    forward_mode,
-    is_in_inference,
-    outside_of_inference,
-)
-from gradtools.torch.refusals import explain, explained
-from gradtools.torch.rules import evaluated_to_push
-from gradtools.torch.stopping import Stops
-from gradtools.torch.surveying import (
+from gradtools.torch.autograd_graph import (
     OpenDerivative,
     begun,
     guarded,
@@ -55,7 +42,27 @@ from gradtools.torch.surveying import (
     scripts_refused,
     surveyed,
 )
-from gradtools.torch.terms import (
+from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo
+from gradtools.torch.forward_mode.no_grad import Stops
+from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.known_errors import explain, explained
+from gradtools.torch.modes import (
+    LevelTaken,
+    dual_level,
+    forward_mode,
+    is_in_inference,
+    outside_of_inference,
+)
+from gradtools.torch.nondifferentiable import gated
+from gradtools.torch.operation_marks import DERIVATIVE, detached
+from gradtools.torch.rules.installing import evaluated_to_push
+from gradtools.torch.upstream_bugs.derivatives import (
+    RightGradients,
+    RightTangents,
+    TwiceByPlainOperations,
+)
+from gradtools.torch.upstream_bugs.gradients import rightly
+from gradtools.torch.upstream_bugs.lost_terms import (
     NORMALISATIONS,
     WRONG_IN_BATCHES,
     first_of,
@@ -64,9 +71,6 @@ from gradtools.torch.terms import (
     refuse_in_batches,
     third,
 )
-from gradtools.torch.upstream_bugs import RightGradients, RightTangents, TwiceByPlainOperations
-from gradtools.torch.wrappers import is_inexact
-from gradtools.torch.wrong_gradients import rightly
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -154,7 +158,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         return inside.filled(grads, outs) if inside.entered or inside.constant else list(grads)
 
     def where_lost(i: int) -> list[str]:
-        from gradtools.torch.seeing import where_lost
+        from gradtools.torch.seeing.recorded_run import where_lost
 
         return where_lost(fun, leaves, i)
 
@@ -358,7 +362,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:
     """Where no graph was wanted and nodes were made, by what no mode sees: f is looked at."""
-    from gradtools.torch.seeing import rerun
+    from gradtools.torch.seeing.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -370,7 +374,7 @@ def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -
 
 def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
     """Leaves that are cut after a derivative inside, as reverse mode sees it; f runs once more."""
-    from gradtools.torch.seeing import rerun
+    from gradtools.torch.seeing.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[int]:
         result = _eager_vjp(fun, list(xs), True)
@@ -545,7 +549,7 @@ def _twice_in_trace() -> AbstractContextManager[Any]:
 
 def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
     """Around a function that is pulled back in compiled code, perhaps with a graph."""
-    from gradtools.torch.fused_attention import PlainWhereLive
+    from gradtools.torch.upstream_bugs.fused_attention import PlainWhereLive
 
     if _open_derivatives():
         return _twice_in_trace()
@@ -572,7 +576,7 @@ def _looked_at_twice(caller: str) -> Iterator[None]:
 
 
 def _calls_guarded(caller: str) -> AbstractContextManager[Any]:
-    from gradtools.torch.customcode import calls_guarded
+    from gradtools.torch.double_backward import calls_guarded
 
     return calls_guarded(caller)
 

@@ -22,28 +22,25 @@ from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import nodes_made, scripts_refused, surveyed
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.customcode import (
-    gate_compiled,
-    gated_calls,
-)
+from gradtools.torch.double_backward import gate_compiled, gated_calls
 from gradtools.torch.engines import _unshared
-from gradtools.torch.gates import gated
-from gradtools.torch.marks import CHUNK, detached
+from gradtools.torch.forward_mode.no_grad import Stops
+from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
+from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact
+from gradtools.torch.known_errors import torch_says
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
-from gradtools.torch.onetangent import OneTangent, tangent_of
-from gradtools.torch.pieces import Entries, Rows, alias_of, flattened, primal_of
-from gradtools.torch.programs import Backward, Pushed, node_of, outputs_of, pulled_back
-from gradtools.torch.refusals import torch_says
-from gradtools.torch.replay import Forward
+from gradtools.torch.nondifferentiable import gated
+from gradtools.torch.operation_marks import CHUNK, detached
+from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
+from gradtools.torch.replaying.nodes import Backward, Pushed, node_of, outputs_of, pulled_back
+from gradtools.torch.replaying.replay import Forward
+from gradtools.torch.replaying.slicing import Entries, Rows, alias_of, flattened, primal_of
+from gradtools.torch.replaying.summing import Sums
+from gradtools.torch.rules.transposing import unpacked
 from gradtools.torch.state import Snapshot
-from gradtools.torch.stopping import Stops
-from gradtools.torch.summing import Sums
-from gradtools.torch.surveying import nodes_made, scripts_refused, surveyed
-from gradtools.torch.transposing import unpacked
-from gradtools.torch.watching import bytes_saved, is_plain, marked, own_wrapper
-from gradtools.torch.wrappers import is_dual, is_inexact
-from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
 
 Tensor = torch.Tensor
 left_to_python(__name__)

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.rules import apply_rule
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.rules.installing import apply_rule
 
 Tensor = torch.Tensor
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from gradtools.errors import is_of, refusal
-from gradtools.host import KernelCall, Results, Spec, call_by_key, read_only
+from gradtools.host_kernels import KernelCall, Results, Spec, call_by_key, read_only
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.checking import ASKING, refuse_kernel
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.wrappers import is_dual
+from gradtools.torch.functorch_wrappers import is_dual
+from gradtools.torch.rules.checking import ASKING, refuse_kernel
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)

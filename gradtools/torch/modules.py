@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtools import keras_layers
+from gradtools import keras_models
 from gradtools.arguments import check_names
 from gradtools.errors import GradtoolsError, warn
-from gradtools.keras_layers import is_keras
+from gradtools.keras_models import is_keras
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
@@ -90,7 +90,7 @@ def functionalize(
     frozen_too: Parameters that ask for no gradient are among params as well.
     """
     if is_keras(module):
-        return keras_layers.functionalize(module, variables, train, _KERAS)
+        return keras_models.functionalize(module, variables, train, _KERAS)
     check_module("functionalize", module, variables)
     all_params = {name: p.detach() for name, p in module.named_parameters()}
     free = {name for name, p in module.named_parameters() if p.requires_grad or frozen_too}
@@ -442,4 +442,4 @@ def _keras_drawing(key: Any, arrays: Any) -> Any:
     return _seeded(_seed(key), _devices(arrays))
 
 
-_KERAS = keras_layers.KerasWing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)
+_KERAS = keras_models.KerasWing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)

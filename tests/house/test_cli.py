@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import gradtools
-from gradtools import GradtoolsError, cli, inputs
+from gradtools import GradtoolsError, cli, command_inputs
 from gradtools.conformance import checking
 
 
@@ -66,7 +66,7 @@ def test_a_module_that_raises_is_told_with_its_line(tmp_path, monkeypatch, code,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(GradtoolsError, match=says):
-        inputs.named("broken:f")
+        command_inputs.named("broken:f")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_module_that_raises_is_told_with_its_line(tmp_path, monkeypatch, code,
 )
 def test_shapes_that_cannot_be_drawn_are_told(shapes, says):
     with pytest.raises(GradtoolsError, match=f"^--shapes: {says}"):
-        inputs.arrays(None, shapes, 0)
+        command_inputs.arrays(None, shapes, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"def f(x): return x", b"PK\x03\x04 no archive"])
@@ -87,7 +87,7 @@ def test_a_file_without_arrays_is_told(tmp_path, content):
     path = tmp_path / "x.npz"
     path.write_bytes(content)
     with pytest.raises(GradtoolsError, match="NumPy cannot read it as arrays of numbers"):
-        inputs.arrays(str(path), None, 0)
+        command_inputs.arrays(str(path), None, 0)
 
 
 def test_a_check_that_cannot_be_run_is_status_2(capsys, monkeypatch):

@@ -9,7 +9,7 @@ from formula_table import CASES, ELSEWHERE, cplx, definite, real
 
 from gradtools import GradtoolsError
 from gradtools.seeing.formula.formula import derive
-from gradtools.seeing.formula.recognised import DEFINITIONS
+from gradtools.seeing.formula.legend import DEFINITIONS
 from gradtools.seeing.formula.vocabulary import OPERATIONS
 
 RNG = np.random.default_rng(3)

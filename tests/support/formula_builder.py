@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradtools.seeing.formula import builder
+from gradtools.seeing.formula import graph_builder
 from gradtools.seeing.formula.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.nodes import Body, Node, PlainGraph
 
 
-class Builder(builder.Builder):
+class Builder(graph_builder.Builder):
     """A program that is being written, node by node."""
 
     def unknown(self, native: str, *operands: int, shape: Sequence[int], **attributes: Any) -> int:

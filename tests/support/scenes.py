@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from gradtools.seeing import layout
-from gradtools.seeing.cards import Card, card_of
+from gradtools.seeing.box_text import Card, card_of
 from gradtools.seeing.nodes import Dependence
 from gradtools.seeing.outline import Arrow, Block, Box
 

@@ -20,14 +20,14 @@ from sweeps import DIFFERS, jax_ledger, torch_ledger, twins
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.torch.upstream_bugs import (
+from gradtools.torch.upstream_bugs.derivatives import (
     BUGS,
     TANGENT,
     TANGENT_AGAIN,
     TANGENT_OF_GRADIENT,
     Bug,
 )
-from gradtools.torch.wrong_gradients import (
+from gradtools.torch.upstream_bugs.gradients import (
     GRADIENT,
     GRADIENT_AGAIN,
     WRONG_GRADIENTS,
@@ -161,7 +161,7 @@ sweeps of `tests/support/sweeps` send each through every way of differentiating 
 gradtools has, and hold what comes out against the framework's own reverse mode, its double
 backward, the dot-product test and finite differences. This page is what they found in the
 frameworks. It is written by `python tests/support/upstream_bugs_page.py` from the tables in
-`upstream_bugs.py` and `wrong_gradients.py` in `gradtools/torch` and from the ledgers of the
+`derivatives.py` and `gradients.py` in `gradtools/torch/upstream_bugs` and from the ledgers of the
 sweeps; a test runs each row, and fails when upstream has mended one.
 
 In a checkout, `python tests/support/run_sweeps.py` runs the sweeps on your machine and versions.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools.torch.programs import Backward, ChunkProgram
+from gradtools.torch.replaying.nodes import Backward, ChunkProgram
 
 D = torch.float64
 X = torch.linspace(0.1, 1.2, 12, dtype=D).reshape(4, 3)

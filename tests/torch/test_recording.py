@@ -20,13 +20,13 @@ from torch_lost_gradients import CAUSES
 
 import gradtools.torch as gt
 from gradtools import DisconnectedInputError, GradtoolsError
+from gradtools.seeing.derivative_flow import dependence_matrix
 from gradtools.seeing.findings import KINDS
-from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.nodes import Dependence
 from gradtools.seeing.program import LeafProgram
-from gradtools.torch import vocabulary
 from gradtools.torch.backend import TorchBackend
-from gradtools.torch.recording import refusals
+from gradtools.torch.seeing.recording import refusals
+from gradtools.torch.seeing.translating import programs
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
@@ -494,7 +494,7 @@ def test_the_error_is_told_without_places_inside_a_transform():
 
 
 def test_tags_go_through_numpy_and_arithmetic_and_change_no_numbers():
-    from gradtools.torch.recording.tags import tagged, tags_in
+    from gradtools.torch.seeing.recording.taint import tagged, tags_in
 
     plain = np.arange(6.0).reshape(2, 3) - 1.5
     a = tagged(plain.copy(), frozenset({7}))
@@ -526,13 +526,13 @@ def test_what_is_tagged_needs_no_second_run():
 
 
 def test_tags_are_lost_with_their_arrays():
-    from gradtools.torch.recording import tags
+    from gradtools.torch.seeing.recording import taint
 
-    before = len(tags._LIVING)
-    a = tags.tagged(np.ones(3), frozenset({1}))
-    assert len(tags._LIVING) > before
+    before = len(taint._LIVING)
+    a = taint.tagged(np.ones(3), frozenset({1}))
+    assert len(taint._LIVING) > before
     del a
-    assert len(tags._LIVING) == before
+    assert len(taint._LIVING) == before
 
 
 def test_what_f_caches_is_usable_after_dependence():
@@ -640,6 +640,6 @@ def test_every_recording_knows_alike_what_is_written_through_shared_memory(f):
     program = LeafProgram(BACKEND, "test", f, (X, z), {}, (0, 1))
     calls = BACKEND.record(program.run, program.leaves, program.names).graph
     graph = gt.gradient_graph(f, X, z, wrt=(0, 1), order=0)
-    formula = vocabulary.formula_graph(program)
+    formula = programs.formula_graph(program)
     for recording in (calls, graph, formula):
         assert _reached_in(recording) == [not reached, reached], recording

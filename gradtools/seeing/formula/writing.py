@@ -21,7 +21,7 @@ from gradtools.seeing.formula.axes import Axes, primed
 from gradtools.seeing.formula.expressions import Expr
 from gradtools.seeing.formula.primitives import PRIMITIVES
 from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS
-from gradtools.seeing.formula.products import (
+from gradtools.seeing.formula.product_layout import (
     Defined,
     Factors,
     chain,

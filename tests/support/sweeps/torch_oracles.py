@@ -8,7 +8,7 @@ For a program f at x, with a tangent u and a cotangent v drawn at random:
              operators have a second derivative too: torch.autograd.grad twice, and the slope of
              its first along u
 
-Slopes are central differences in float64, extrapolated to step zero (`gradtools.testing.numeric`).
+Slopes are central differences in float64, extrapolated to step zero (`gradtools.testing.slopes`).
 They decide at second order. Errors are relative to the largest entry of all arrays together.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.numeric import Slope, one_sided, slope
+from gradtools.testing.slopes import Slope, one_sided, slope
 from gradtools.testing.tolerances import EPSILONS, FINITE_DIFFERENCES, real_name, tolerance
 from sweeps import AGREES, DIFFERS, LEFT_OUT
 from sweeps.torch_programs import TableProgram

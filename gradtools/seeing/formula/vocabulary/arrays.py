@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formula import algebra, making, places
+from gradtools.seeing.formula import algebra, constructors, nonnegative_indices
 from gradtools.seeing.formula.algebra import (
     array,
     broadcast,
@@ -48,11 +48,11 @@ def _transpose(x: Expr, permutation: Sequence[int]) -> Expr:
 def _concatenate(*xs: Expr, axis: int) -> Expr:
     """An array of one axis and no entry fits any others."""
     some = [x for x in xs if x.shape != (0,)]
-    return making.concatenate(some if some and some[0].rank > 1 else xs, axis)
+    return constructors.concatenate(some if some and some[0].rank > 1 else xs, axis)
 
 
 def _stack(*xs: Expr, axis: int) -> Expr:
-    return making.concatenate([unsqueeze(x, [axis]) for x in xs], axis)
+    return constructors.concatenate([unsqueeze(x, [axis]) for x in xs], axis)
 
 
 def _split(x: Expr, sizes: Sequence[int], axis: int) -> list[Expr]:
@@ -60,7 +60,7 @@ def _split(x: Expr, sizes: Sequence[int], axis: int) -> list[Expr]:
     for size in sizes:
         start, limit = [0] * x.rank, list(x.shape)
         start[axis], limit[axis] = place, place + size
-        result.append(making.cut(x, start, limit))
+        result.append(constructors.cut(x, start, limit))
         place += size
     return result
 
@@ -68,7 +68,7 @@ def _split(x: Expr, sizes: Sequence[int], axis: int) -> list[Expr]:
 def _slice(x: Expr, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
     limit = [min(b, n) for b, n in zip(limit, x.shape, strict=True)]
     limit = [max(a, b) for a, b in zip(start, limit, strict=True)]
-    part = making.cut(x, start, limit, stride)
+    part = constructors.cut(x, start, limit, stride)
     return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
 
 
@@ -93,8 +93,8 @@ def _tile(x: Expr, reps: Sequence[int]) -> Expr:
 
 def _roll(x: Expr, shifts: Sequence[int], axes: Sequence[int]) -> Expr:
     if x.rank and not axes:
-        return reshape(making.roll(reshape(x, (prod(x.shape),)), shifts, (0,)), x.shape)
-    return making.roll(x, shifts, axes) if x.rank else x
+        return reshape(constructors.roll(reshape(x, (prod(x.shape),)), shifts, (0,)), x.shape)
+    return constructors.roll(x, shifts, axes) if x.rank else x
 
 
 def _padded_by_index(x: Expr, padding: Sequence[int], mode: str) -> Expr:
@@ -117,13 +117,13 @@ def _pad(x: Expr, *number: Expr, low: Any, high: Any, interior: Any = None, valu
     around = number[0] if number else algebra.number(value)
     interior = tuple(interior or (0,) * x.rank)
     grow = lambda ns: [max(n, 0) for n in ns]
-    padded = making.pad(x, grow(low), grow(high), interior)
+    padded = constructors.pad(x, grow(low), grow(high), interior)
     if not algebra.is_zero(around):
         outside = 1 - _where_padded(x, padded, low, interior)
         padded = plus(padded, times(array(outside), around))
     start = [max(-a, 0) for a in low]
     limit = [n - max(-b, 0) for n, b in zip(padded.shape, high, strict=True)]
-    return making.cut(padded, start, limit)
+    return constructors.cut(padded, start, limit)
 
 
 def _where_padded(x: Expr, padded: Expr, low: Any, interior: Any) -> np.ndarray:
@@ -144,18 +144,18 @@ def _diagonal(x: Expr, offset: int = 0, axes: Any = None) -> Expr:
     start, limit = [0] * x.rank, list(x.shape)
     start[first], limit[first] = a, a + length
     start[second], limit[second] = b, b + length
-    square = making.cut(x, start, limit)
+    square = constructors.cut(x, start, limit)
     labels = ["d" if k in (first, second) else k for k in range(x.rank)]
     left = [k for k in range(x.rank) if k not in (first, second)]
     return product([square], [labels], [*left, "d"], [*(x.shape[k] for k in left), length])
 
 
 def _diagonal_matrix(x: Expr, offset: int = 0, axes: Any = None) -> Expr:
-    square, rank = making.diagonal_matrix(x), x.rank + 1
+    square, rank = constructors.diagonal_matrix(x), x.rank + 1
     if offset:
         a, b = max(-offset, 0), max(offset, 0)
         lead = (0,) * (x.rank - 1)
-        square = making.pad(square, (*lead, a, b), (*lead, b, a))
+        square = constructors.pad(square, (*lead, a, b), (*lead, b, a))
     order = [*range(rank - 2)]
     for place, axis in sorted(zip(axes or (rank - 2, rank - 1), (rank - 2, rank - 1), strict=True)):
         order.insert(place, axis)
@@ -163,7 +163,7 @@ def _diagonal_matrix(x: Expr, offset: int = 0, axes: Any = None) -> Expr:
 
 
 def _triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
-    return making.triangle(x, bool(upper), int(offset))
+    return constructors.triangle(x, bool(upper), int(offset))
 
 
 # Indexing.
@@ -171,12 +171,14 @@ def _triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
 
 def _index(x: Expr, *indices: Expr, axes: Sequence[int]) -> Expr:
     axes = tuple(axes)
-    indices = tuple(places.meant(i, x.shape[a]) for i, a in zip(indices, axes, strict=True))
-    for special in (places.of_rows, places.of_known):
+    indices = tuple(
+        nonnegative_indices.meant(i, x.shape[a]) for i, a in zip(indices, axes, strict=True)
+    )
+    for special in (nonnegative_indices.of_rows, nonnegative_indices.of_known):
         result = special(x, indices, axes)
         if result is not None:
             return result
-    return making.index(x, indices, axes)
+    return constructors.index(x, indices, axes)
 
 
 def _take_along(x: Expr, i: Expr, axis: int) -> Expr:
@@ -184,58 +186,60 @@ def _take_along(x: Expr, i: Expr, axis: int) -> Expr:
     if not x.rank:
         return reshape(x, i.shape)
     if axis == x.rank - 1 and i.shape[axis] == 1 and i.shape[:-1] == x.shape[:-1] and x.rank > 1:
-        place = places.meant(reshape(i, i.shape[:-1]), x.shape[axis])
-        return unsqueeze(places.picked(x, place), [axis])
-    i = places.meant(i, x.shape[axis])
-    return making.take_along(_beside(x, i, axis), i, axis)
+        place = nonnegative_indices.meant(reshape(i, i.shape[:-1]), x.shape[axis])
+        return unsqueeze(nonnegative_indices.picked(x, place), [axis])
+    i = nonnegative_indices.meant(i, x.shape[axis])
+    return constructors.take_along(_beside(x, i, axis), i, axis)
 
 
 def _beside(x: Expr, i: Expr, axis: int) -> Expr:
     """X as long as the indices on the other axes."""
     limit = [n if a == axis else m for a, (n, m) in enumerate(zip(x.shape, i.shape, strict=True))]
-    return making.cut(x, [0] * x.rank, limit)
+    return constructors.cut(x, [0] * x.rank, limit)
 
 
 def _scatter(x: Expr, u: Expr, *indices: Expr, axes: Any, mode: str) -> Expr:
     lead = algebra.broadcast_shape(*(i.shape for i in indices))
     rest = tuple(n for a, n in enumerate(x.shape) if a not in axes)
-    indices = tuple(places.meant(i, x.shape[a]) for i, a in zip(indices, axes, strict=True))
+    indices = tuple(
+        nonnegative_indices.meant(i, x.shape[a]) for i, a in zip(indices, axes, strict=True)
+    )
     u = broadcast(u, (*lead, *rest))
     if mode == "add":
-        return plus(x, making.index_add(u, indices, tuple(axes), x.shape))
+        return plus(x, constructors.index_add(u, indices, tuple(axes), x.shape))
     if mode == "set":
-        return making.index_set(x, u, indices, tuple(axes))
+        return constructors.index_set(x, u, indices, tuple(axes))
     raise GradtoolsError(f"formula: scatter knows the modes 'add' and 'set', not {mode!r}")
 
 
 def _scatter_along(x: Expr, i: Expr, u: Expr, axis: int, mode: str) -> Expr:
     if not x.rank:
         return plus(x, u) if mode == "add" else u
-    u, i = broadcast(u, i.shape), places.meant(i, x.shape[axis])
+    u, i = broadcast(u, i.shape), nonnegative_indices.meant(i, x.shape[axis])
     inner = _beside(x, i, axis)
     if mode == "add":
-        added = making.put_along(u, i, axis, x.shape[axis])
+        added = constructors.put_along(u, i, axis, x.shape[axis])
         high = [n - m for n, m in zip(x.shape, added.shape, strict=True)]
-        return plus(x, making.pad(added, [0] * x.rank, high))
+        return plus(x, constructors.pad(added, [0] * x.rank, high))
     if mode != "set":
         raise GradtoolsError(
             f"formula: scatter_along knows the modes 'add' and 'set', not {mode!r}"
         )
-    window = making.along_set(inner, i, u, axis)
+    window = constructors.along_set(inner, i, u, axis)
     if window.shape == x.shape:
         return window
-    return making.dynamic_update(x, window, [algebra.number(0)] * x.rank)
+    return constructors.dynamic_update(x, window, [algebra.number(0)] * x.rank)
 
 
 def _argsort(x: Expr, axis: int, descending: bool = False, stable: bool = False) -> Expr:
-    return making.along("argsort", x, axis, INTEGER, descending=bool(descending))
+    return constructors.along("argsort", x, axis, INTEGER, descending=bool(descending))
 
 
 def _sort(x: Expr, axis: int, descending: bool = False, stable: bool = False) -> list[Expr]:
     if not x.rank:
         return [x, algebra.number(0)]
     i = _argsort(x, axis, descending)
-    return [making.take_along(x, i, axis), i]
+    return [constructors.take_along(x, i, axis), i]
 
 
 def _kth(x: Expr, k: int, axis: int, keep: bool = False) -> list[Expr]:
@@ -259,8 +263,8 @@ def _topk(x: Expr, k: int, axis: int, largest: bool = True, sorted: bool = True)
         return [x, algebra.number(0)]
     i = _argsort(x, axis, largest)
     limit = [k if a == axis else n for a, n in enumerate(x.shape)]
-    i = making.cut(i, [0] * x.rank, limit)
-    return [making.take_along(x, i, axis), i]
+    i = constructors.cut(i, [0] * x.rank, limit)
+    return [constructors.take_along(x, i, axis), i]
 
 
 # Reductions.
@@ -271,7 +275,7 @@ def _reduction(name: str, kind: str | None = None) -> Lowering:
         axes = _all_axes(x, axes)
         if not axes:
             return x
-        return _kept(making.reduced(name, x, axes, kind), axes, keep)
+        return _kept(constructors.reduced(name, x, axes, kind), axes, keep)
 
     return lowered
 
@@ -291,14 +295,14 @@ def _argmax(x: Expr, axis: int | None = None, keep: bool = False) -> Expr:
 
 def _variance(x: Expr, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
     axes = _all_axes(x, axes)
-    return _kept(making.variance(x, axes, float(correction)), axes, keep)
+    return _kept(constructors.variance(x, axes, float(correction)), axes, keep)
 
 
 def _deviation(
     x: Expr, axes: Any = None, correction: float = 0, keep: bool = False, eps: float = 0.0
 ) -> Expr:
     axes = _all_axes(x, axes)
-    return _kept(making.deviation(x, axes, float(eps), float(correction)), axes, keep)
+    return _kept(constructors.deviation(x, axes, float(eps), float(correction)), axes, keep)
 
 
 def _not_zero(x: Expr) -> Expr:
@@ -309,7 +313,7 @@ def _norm(x: Expr, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr:
     axes = _all_axes(x, axes)
     size = apply("abs", x)
     if ord == 2:
-        result = making.norm(x, axes)
+        result = constructors.norm(x, axes)
     elif abs(ord) == np.inf:
         result = _reduction("max" if ord > 0 else "min")(size, axes)
     elif ord == 1:
@@ -323,7 +327,7 @@ def _norm(x: Expr, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr:
 
 def _cumulative(name: str) -> Lowering:
     return lambda x, axis, reverse=False: (
-        making.along(name, x, axis, reverse=bool(reverse)) if x.rank else x
+        constructors.along(name, x, axis, reverse=bool(reverse)) if x.rank else x
     )
 
 
@@ -332,8 +336,8 @@ def _cumulative_extreme(sign: float) -> Lowering:
         if not x.rank:
             return x
         signed = x if sign > 0 else algebra.negate(x)
-        i = making.along("cumargmax", signed, axis, INTEGER, reverse=bool(reverse))
-        return making.take_along(x, i, axis)
+        i = constructors.along("cumargmax", signed, axis, INTEGER, reverse=bool(reverse))
+        return constructors.take_along(x, i, axis)
 
     return lowered
 
@@ -354,14 +358,14 @@ def _cdist(a: Expr, b: Expr, p: float = 2.0) -> Expr:
 def _cross(a: Expr, b: Expr, axis: int) -> Expr:
     shape = algebra.broadcast_shape(a.shape, b.shape)
     a, b = broadcast(a, shape), broadcast(b, shape)
-    turn = lambda x, k: making.roll(x, [k], [axis])
+    turn = lambda x, k: constructors.roll(x, [k], [axis])
     return subtract(times(turn(a, -1), turn(b, -2)), times(turn(a, -2), turn(b, -1)))
 
 
 def _trace(x: Expr) -> Expr:
     batch, least = x.shape[:-2], min(x.shape[-2:])
     axes = tuple(range(len(batch)))
-    square = making.cut(x, [0] * x.rank, [*batch, least, least])
+    square = constructors.cut(x, [0] * x.rank, [*batch, least, least])
     return product([square], [(*axes, "d", "d")], axes, batch)
 
 
@@ -462,7 +466,7 @@ ARRAYS = words(
         "pad": _pad,
         "reflection_pad": lambda x, padding: _padded_by_index(x, padding, "reflect"),
         "replication_pad": lambda x, padding: _padded_by_index(x, padding, "edge"),
-        "flip": lambda x, axes=(): making.flip(x, axes) if x.rank and axes else x,
+        "flip": lambda x, axes=(): constructors.flip(x, axes) if x.rank and axes else x,
         "roll": _roll,
         "triangle": _triangle,
         "diagonal": _diagonal,
@@ -471,9 +475,9 @@ ARRAYS = words(
         "take_along": _take_along,
         "scatter": _scatter,
         "scatter_along": _scatter_along,
-        "dynamic_slice": lambda x, *starts, sizes: making.dynamic_slice(x, starts, sizes),
-        "dynamic_update": lambda x, u, *starts: making.dynamic_update(x, u, starts),
-        "one_hot": lambda i, size: making.one_hot(i, size),
+        "dynamic_slice": lambda x, *starts, sizes: constructors.dynamic_slice(x, starts, sizes),
+        "dynamic_update": lambda x, u, *starts: constructors.dynamic_update(x, u, starts),
+        "one_hot": lambda i, size: constructors.one_hot(i, size),
         "sort": _sort,
         "argsort": _argsort,
         "topk": _topk,

@@ -1,4 +1,4 @@
-"""Lowering of the vocabulary's elementwise operations to those of `functions.py`."""
+"""Lowering of the vocabulary's elementwise operations to primitives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula import algebra, making
+from gradtools.seeing.formula import algebra, constructors
 from gradtools.seeing.formula.algebra import (
     array,
     conj,
@@ -120,7 +120,7 @@ def _glu(x: Expr, axis: int) -> Expr:
     half = x.shape[axis] // 2
     bounds = lambda k: [k * half if a == axis else 0 for a in range(x.rank)]
     limits = lambda k: [k * half if a == axis else n for a, n in enumerate(x.shape)]
-    a, b = (making.cut(x, bounds(k), limits(k + 1)) for k in (0, 1))
+    a, b = (constructors.cut(x, bounds(k), limits(k + 1)) for k in (0, 1))
     return times(a, apply("sigmoid", b))
 
 

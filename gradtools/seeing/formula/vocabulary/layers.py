@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formula import making
+from gradtools.seeing.formula import constructors
 from gradtools.seeing.formula.algebra import (
     array,
     broadcast,
@@ -71,10 +71,10 @@ def _convolution(
         x, w = transpose(x, layout[0]), transpose(w, layout[1])
     n = x.rank - 2
     interior = [d - 1 for d in _each(input_dilation, n, 1)]
-    x = making.pad(x, (0,) * x.rank, (0,) * x.rank, (0, 0, *interior))
+    x = constructors.pad(x, (0,) * x.rank, (0,) * x.rank, (0, 0, *interior))
     x, pairs = _cut_negative(x, _pairs(padding, n))
     stride, dilation = _each(stride, n, 1), _each(dilation, n, 1)
-    result = _shifted(making.convolution(x, w, stride, pairs, dilation, groups), b)
+    result = _shifted(constructors.convolution(x, w, stride, pairs, dilation, groups), b)
     return result if layout is None else transpose(result, tuple(map(int, np.argsort(layout[2]))))
 
 
@@ -87,7 +87,7 @@ def _cut_negative(x: Expr, pairs: Sequence[tuple[int, int]]) -> tuple[Expr, list
     """Negative padding takes away from x."""
     start = [0, 0, *(max(-a, 0) for a, _ in pairs)]
     away = [0, 0, *(max(-b, 0) for _, b in pairs)]
-    x = making.cut(x, start, [n - b for n, b in zip(x.shape, away, strict=True)])
+    x = constructors.cut(x, start, [n - b for n, b in zip(x.shape, away, strict=True)])
     return x, [(max(a, 0), max(b, 0)) for a, b in pairs]
 
 
@@ -113,7 +113,7 @@ def _convolution_transposed(
         )
     ]
     shape = (x.shape[0], w.shape[1] * groups, *space)
-    return _shifted(making.convolution_input(x, w, shape, stride, pairs, dilation, groups), b)
+    return _shifted(constructors.convolution_input(x, w, shape, stride, pairs, dilation, groups), b)
 
 
 def _pooling(x: Expr, window: Any, stride: Any, padding: Any, dilation: Any = None) -> tuple:
@@ -146,7 +146,7 @@ def _max_pool(
     if ceil_mode:
         padding = [*map(_to_the_end, x.shape[x.rank - len(window) :], *pooling.values())]
         shape, pooling = _pooling(x, window, stride, padding, dilation)
-    return making.pooled("max_pool", (x,), shape, pooling)
+    return constructors.pooled("max_pool", (x,), shape, pooling)
 
 
 def _to_the_end(n: int, k: int, s: int, pad: tuple[int, int], d: int) -> tuple[int, int]:
@@ -175,7 +175,7 @@ def _sum_pool(
 ) -> Expr:
     x = _spread_out(x, input_dilation, 0.0)
     shape, pooling = _pooling(x, window, stride, padding)
-    return making.pooled("sum_pool", (x,), shape, pooling)
+    return constructors.pooled("sum_pool", (x,), shape, pooling)
 
 
 def _avg_pool(
@@ -199,16 +199,16 @@ def _avg_pool(
 
 
 def _log_softmax(x: Expr, axis: int) -> Expr:
-    return making.along("log_softmax", x, axis)
+    return constructors.along("log_softmax", x, axis)
 
 
 def _safe_softmax(x: Expr, axis: int) -> Expr:
     if not x.rank:
-        return making.softmax(x, axis)
-    masked = indicator(making.reduced("max", x, (axis,)), "==", number(-math.inf))
+        return constructors.softmax(x, axis)
+    masked = indicator(constructors.reduced("max", x, (axis,)), "==", number(-math.inf))
     masked = broadcast(unsqueeze(masked, [axis]), x.shape)
     safe = apply("where", masked, full(0.0, x.shape), x)
-    return apply("where", masked, full(0.0, x.shape), making.softmax(safe, axis))
+    return apply("where", masked, full(0.0, x.shape), constructors.softmax(safe, axis))
 
 
 def _along(x: Expr, axis: int) -> Expr:
@@ -230,7 +230,7 @@ def _binary_cross_entropy(p: Expr, t: Expr, weight: Expr | None = None, reductio
 
 def _cross_entropy(z: Expr, t: Expr, axis: int, reduction: str = "mean") -> Expr:
     if t.kind in (INTEGER, BOOLEAN) and t.rank == z.rank - 1:
-        t = _moved(making.one_hot(t, z.shape[axis]), axis)
+        t = _moved(constructors.one_hot(t, z.shape[axis]), axis)
     losses = negate(total(times(t, _log_softmax(z, axis)), [axis]))
     if reduction == "none":
         return losses
@@ -256,9 +256,9 @@ def _affine(y: Expr, scale_: Expr | None, shift: Expr | None, axes: Sequence[int
 
 def _standardize(x: Expr, axes: Sequence[int], eps: float = 0.0) -> Expr:
     if x.is_complex:
-        width = spread(making.deviation(x, axes, eps), axes, x.shape)
+        width = spread(constructors.deviation(x, axes, eps), axes, x.shape)
         return divide(subtract(x, mean(x, axes, keep=True)), width)
-    return making.standardize(x, axes, float(eps))
+    return constructors.standardize(x, axes, float(eps))
 
 
 def _layer_norm(
@@ -314,7 +314,7 @@ def _attention(
         scores = apply("where", mask, scores, full(-np.inf, scores.shape))
     elif mask is not None:
         scores = plus(scores, mask)
-    return matmul(making.softmax(scores, scores.rank - 1), v)
+    return matmul(constructors.softmax(scores, scores.rank - 1), v)
 
 
 def _dropout(x: Expr, mask: Expr, rate: float) -> Expr:
@@ -368,7 +368,7 @@ LAYERS = words(
         "min_pool": _min_pool,
         "avg_pool": _avg_pool,
         "sum_pool": _sum_pool,
-        "softmax": making.softmax,
+        "softmax": constructors.softmax,
         "log_softmax": _log_softmax,
         "safe_softmax": _safe_softmax,
         "softmax_backward_data": lambda g, y, axis: subtract(

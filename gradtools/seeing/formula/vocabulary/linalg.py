@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula import making
+from gradtools.seeing.formula import constructors
 from gradtools.seeing.formula.algebra import (
     adjoint_matrix,
     array,
@@ -45,7 +45,7 @@ def _solve(a: Expr, b: Expr, left: bool = True) -> Expr:
     if b.rank == a.rank - 1 and (b.rank == 1 or b.shape == a.shape[:-1]):
         solved = _solve(a, unsqueeze(b, [b.rank]), left)
         return reshape(solved, solved.shape[:-1])
-    return making.solve(a, b) if left else swap(making.solve(swap(a), swap(b)))
+    return constructors.solve(a, b) if left else swap(constructors.solve(swap(a), swap(b)))
 
 
 def _product_of(factor: Expr, upper: bool) -> Expr:
@@ -64,7 +64,7 @@ def _triangular_solve(
     left: bool = True,
 ) -> Expr:
     offset = (-1 if lower else 1) if unit else 0
-    a = making.triangle(a, not lower, offset)
+    a = constructors.triangle(a, not lower, offset)
     if unit:
         a = plus(a, broadcast(array(np.eye(a.shape[-1])), a.shape))
     a = swap(a) if transpose else a
@@ -79,7 +79,7 @@ def _cholesky(a: Expr, upper: bool = False) -> Expr:
 
 def _matrix_power(a: Expr, exponent: int) -> Expr:
     if exponent < 0:
-        return _matrix_power(making.inverse(a), -exponent)
+        return _matrix_power(constructors.inverse(a), -exponent)
     if exponent == 0:
         return broadcast(array(np.eye(a.shape[-1])), a.shape)
     half = _matrix_power(a, exponent // 2) if exponent > 1 else None
@@ -106,7 +106,7 @@ def _factor(n: int, norm: str | None, forward: bool) -> float:
 def _transform(x: Expr, axes: Any, norm: str | None, forward: bool) -> Expr:
     axes = _all_axes(x, axes)
     n = prod(x.shape[a] for a in axes)
-    result = making.fourier(x, axes, -1 if forward else 1)
+    result = constructors.fourier(x, axes, -1 if forward else 1)
     return scale(_factor(n, norm, forward), result)
 
 
@@ -115,7 +115,7 @@ def _rfft(x: Expr, axes: Any = None, norm: str | None = None) -> Expr:
     spectrum = _transform(x, axes, norm, True)
     limit = list(spectrum.shape)
     limit[axes[-1]] = x.shape[axes[-1]] // 2 + 1
-    return making.cut(spectrum, [0] * x.rank, limit)
+    return constructors.cut(spectrum, [0] * x.rank, limit)
 
 
 def _irfft(x: Expr, axes: Any = None, length: int | None = None, norm: str | None = None) -> Expr:
@@ -132,24 +132,24 @@ def _irfft(x: Expr, axes: Any = None, length: int | None = None, norm: str | Non
     shape = [used if a == last else 1 for a in range(x.rank)]
     weighted = times(x, array(weights.reshape(shape)))
     n = length * prod(x.shape[a] for a in axes[:-1])
-    result = making.fourier(_resized(weighted, last, length), axes, 1)
+    result = constructors.fourier(_resized(weighted, last, length), axes, 1)
     return scale(_factor(n, norm, False), real(result))
 
 
 def _resized(x: Expr, axis: int, size: int) -> Expr:
     """Cut or padded with zeros at the end."""
     limit = [min(n, size) if a == axis else n for a, n in enumerate(x.shape)]
-    x = making.cut(x, [0] * x.rank, limit)
+    x = constructors.cut(x, [0] * x.rank, limit)
     high = [size - n if a == axis else 0 for a, n in enumerate(x.shape)]
-    return making.pad(x, [0] * x.rank, high)
+    return constructors.pad(x, [0] * x.rank, high)
 
 
 def _decomposition(name: str) -> Callable[[Expr], Sequence[Expr]]:
-    return lambda a: making.decomposed(name, a)
+    return lambda a: constructors.decomposed(name, a)
 
 
 def _svd(a: Expr) -> list[Expr]:
-    left, values, right = making.decomposed("svd", a)
+    left, values, right = constructors.decomposed("svd", a)
     return [left, values, adjoint_matrix(right)]
 
 
@@ -182,15 +182,15 @@ LINALG = words(
         "det": lambda a: _per_matrix("det", a),
         "slogdet": _slogdet,
         "logdet": _logabsdet,
-        "inverse": making.inverse,
+        "inverse": constructors.inverse,
         "solve": _solve,
-        "cholesky_solve": lambda b, l, upper=False: making.solve(_product_of(l, upper), b),
-        "cholesky_inverse": lambda l, upper=False: making.inverse(_product_of(l, upper)),
+        "cholesky_solve": lambda b, l, upper=False: constructors.solve(_product_of(l, upper), b),
+        "cholesky_inverse": lambda l, upper=False: constructors.inverse(_product_of(l, upper)),
         "triangular_solve": _triangular_solve,
         "cholesky": _cholesky,
         "matrix_power": _matrix_power,
         "expm": lambda a: expr("expm", (a,), a.shape, a.kind),
-        "pinv": making.pseudoinverse,
+        "pinv": constructors.pseudoinverse,
         "eigh": _decomposition("eigh"),
         "svd": _svd,
         "qr": _decomposition("qr"),

@@ -37,7 +37,7 @@ class Operation:
         meaning: The result, in mathematics or in NumPy's words.
         outputs: What comes out, where it is more than one array.
         lower: The result as expressions, of the operands and the attributes; None where it takes
-            more than these, such as a program inside (`lowering.py`).
+            more than these, such as a program inside (`../lowering.py`).
     """
 
     name: str

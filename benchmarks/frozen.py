@@ -43,7 +43,7 @@ from torch.utils.flop_counter import flop_registry
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools.jax.primitives import cotangent_p, primal_p, tangent_p, value_p
+from gradtools.jax.rules.primitives import cotangent_p, primal_p, tangent_p, value_p
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))

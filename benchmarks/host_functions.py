@@ -22,7 +22,7 @@ import torch
 import gradtools.jax as gj
 import gradtools.torch as gt
 
-SIZES, ROUNDS = (8, 64, 256), 7
+SIZES, ROUNDS = (8, 64, 256), 25
 Variants = dict[str, Callable[[], Any]]
 
 

@@ -1,6 +1,6 @@
 """What one eager call of an own rule costs in PyTorch, beside a bare torch.autograd.Function.
 
-8 x 8 numbers, so that all is overhead. Minima of many short rounds taken in turns, which a busy
+8 x 8 numbers, so that all is overhead. Least processor times of short rounds in turns, which a busy
 machine changes less than medians; `own_rules.py` has the larger sizes, and JAX.
 """
 
@@ -28,10 +28,10 @@ def minima(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
             run()
     for _ in range(ROUNDS):
         for name, run in variants.items():
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(CALLS):
                 run()
-            best[name] = min(best[name], (time.perf_counter() - start) / CALLS * 1e6)
+            best[name] = min(best[name], (time.process_time() - start) / CALLS * 1e6)
     return best
 
 
@@ -62,8 +62,8 @@ def main() -> None:
         f"# A call of an own rule, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {torch.__version__}, one CPU thread",
         "",
-        f"The rule of exp, 8 x 8, float32. Minima of {ROUNDS} rounds of {CALLS} calls, in turns. "
-        "By hand is the first of each kind; the first two have no forward mode.",
+        f"The rule of exp, 8 x 8, float32. Least processor time of {ROUNDS} rounds of {CALLS} "
+        "calls, in turns. By hand is the first of each kind; the first two have no forward mode.",
         "",
         "| what | variant | microseconds | times by hand |",
         "|---|---|---|---|",

@@ -1,7 +1,7 @@
 """The API reference from the docstrings: a hook of MkDocs (see mkdocs.yml).
 
 A line ``::: gradtools.torch.grad`` on a page becomes the function's signature and docstring;
-``::: gradtools.custom.CustomRule defvjp defjvp`` shows these members of a class as well, and
+``::: gradtools.custom_rules.CustomRule defvjp defjvp`` shows these members of a class as well, and
 ``::: gradtools.testing.Report *`` all that have docstrings; ``::: $ gradtools check`` is what that
 command says of itself. What is shown is what `help()` sees:
 the object itself, imported, so a bound method appears as it is called.

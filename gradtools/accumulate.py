@@ -15,10 +15,10 @@ Neumaier's variant of Kahan's summation (ZAMM 54, 1974).
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 from gradtools.backend import Operators
 from gradtools.errors import GradtoolsError
@@ -102,7 +102,8 @@ class Accumulation(Operators):
             >>> float(getattr(buffer["x1"], "grad", buffer["x1"]))
             12.0
         """
-        return self._backend.accumulation.write_gradients(target, grads, add=True)
+        room = self._backend.room("accumulate", "accumulate_gradients")
+        return room.write_gradients(target, grads, add=True)
 
     def assign_gradients(self, target: Any, grads: Any) -> Any:
         """Sets a buffer to gradients, in place of what it held.
@@ -131,7 +132,8 @@ class Accumulation(Operators):
             >>> float(getattr(buffer["x"], "grad", buffer["x"]))
             8.0
         """
-        return self._backend.accumulation.write_gradients(target, grads, add=False)
+        room = self._backend.room("accumulate", "assign_gradients")
+        return room.write_gradients(target, grads, add=False)
 
 
 # --- which gradient belongs to which buffer ----------------------------------------------
@@ -152,23 +154,11 @@ class TargetLeaf:
     grad: Any
 
 
-@dataclass(frozen=True)
-class Trees:
-    """A framework's pytrees.
+def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:
+    """One entry for each leaf of target, in the order in which it flattens.
 
-    Attributes:
-        flatten: A tree to its leaves and its structure.
-        unflatten: A structure and leaves to a tree.
-        leaf_paths: A tree to its leaves' paths.
+    trees: A wing's room of pytrees.
     """
-
-    flatten: Callable[[Any], tuple[list[Any], Any]]
-    unflatten: Callable[[Any, list[Any]], Any]
-    leaf_paths: Callable[[Any], list[str]]
-
-
-def paired(trees: Trees, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:
-    """One entry for each leaf of target, in the order in which it flattens."""
     leaves, treedef = trees.flatten(target)
     numbered = trees.unflatten(treedef, list(range(len(leaves))))
     given = dict(_TargetWalk(trees, caller).pairs(numbered, grads, ""))
@@ -183,7 +173,7 @@ def paired(trees: Trees, caller: str, target: Any, grads: Any) -> list[TargetLea
 class _TargetWalk:
     """Walks the target, its leaves replaced by their numbers, and the gradients side by side."""
 
-    trees: Trees
+    trees: Any
     caller: str
 
     def pairs(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
@@ -280,31 +270,6 @@ class _State:
     weight: Any
 
 
-class AccumulationWing(Protocol):
-    """What a wing's `accumulate.py` provides: the backend's `accumulation`."""
-
-    def write_gradients(self, target: Any, grads: Any, *, add: bool) -> Any:
-        """Adds grads to target, or sets it to them: what the public operators return."""
-
-    def detached(self, x: Any) -> Any | None:
-        """The array outside of every derivative; None if x is no array."""
-
-    def copied(self, x: Any) -> Any:
-        """The same numbers in memory of their own."""
-
-    def corrected(self, total: Any, error: Any) -> Any:
-        """The sum of both; where total is not finite, total."""
-
-    def as_number(self, x: Any) -> Any:
-        """A Python number where x holds a known one, x where it is traced, else None."""
-
-    def current_trace(self) -> Any:
-        """What tells one trace from another."""
-
-    def spec(self, x: Any) -> str:
-        """Dtype and shape, in words."""
-
-
 class GradientAccumulator:
     """A running weighted sum of gradients; made by `gt.GradientAccumulator`.
 
@@ -319,10 +284,12 @@ class GradientAccumulator:
         self._backend = backend
         self._precision = _precision(dtype)
         self._compensated = compensated
-        self._wing: AccumulationWing = backend.accumulation
-        self._trace = self._wing.current_trace()
-        self._lock = Lock()
         self._state: _State | None = None
+        self._open()
+
+    def _open(self) -> None:
+        self._wing: Any = self._backend.room("accumulate", "GradientAccumulator")
+        self._trace, self._lock = self._wing.current_trace(), Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -330,8 +297,7 @@ class GradientAccumulator:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._wing = self._backend.accumulation
-        self._trace, self._lock = self._wing.current_trace(), Lock()
+        self._open()
 
     def add(self, grads: Any, weight: Any = 1) -> None:
         """Adds weight times grads. An error leaves the accumulator as it was.
@@ -350,7 +316,10 @@ class GradientAccumulator:
         term = self._term(grads, self._weight(weight))
         with self._lock:
             old = self._state
-            self._state = self._owned(term) if old is None else self._joined(old, term)
+            if old is None:
+                self._state = replace(term, totals=tuple(map(self._wing.copied, term.totals)))
+            else:
+                self._state = self._joined(old, term)
 
     def sum(self) -> Any:
         """The sum of weight times gradient, in the precision of `dtype`.
@@ -392,7 +361,7 @@ class GradientAccumulator:
         leaves, treedef = self._backend.flatten(grads)
         paths = tuple(self._backend.leaf_paths(grads))
         arrays = [self._array(path, x) for path, x in zip(paths, leaves, strict=True)]
-        specs = tuple(map(self._spec, arrays))
+        specs = tuple(map(self._wing.spec, arrays))
         totals = [self._weighted(path, x, weight) for path, x in zip(paths, arrays, strict=True)]
         return _State(treedef, paths, specs, tuple(totals), self._no_errors(totals), weight)
 
@@ -400,15 +369,15 @@ class GradientAccumulator:
         """A leaf of grads, detached."""
         array = self._wing.detached(x)
         if array is None or not self._name(array).startswith(("float", "bfloat", "complex")):
-            result = f"a {type(x).__name__}" if array is None else self._spec(array)
+            result = f"a {type(x).__name__}" if array is None else self._wing.spec(array)
             raise GradtoolsError(
                 f"GradientAccumulator.add: grads{path} is {result}; expected a floating or complex "
                 "array. Differentiate with respect to floating arguments only, or put None there."
             )
-        if self._compensated and self._spec(array).startswith("sparse"):
+        if self._compensated and self._wing.spec(array).startswith("sparse"):
             raise GradtoolsError(
-                f"GradientAccumulator.add: grads{path} is {self._spec(array)}; a compensated sum "
-                "needs dense arrays. Use compensated=False, or give a dense gradient."
+                f"GradientAccumulator.add: grads{path} is {self._wing.spec(array)}; a compensated "
+                "sum needs dense arrays. Use compensated=False, or give a dense gradient."
             )
         return array
 
@@ -461,13 +430,10 @@ class GradientAccumulator:
 
     # --- what it is made of
 
-    def _owned(self, state: _State) -> _State:
-        return replace(state, totals=tuple(map(self._copied, state.totals)))
-
     def _total(self, state: _State, i: int) -> Any:
         total = state.totals[i]
         if not self._compensated:
-            return self._copied(total)
+            return self._wing.copied(total)
         return self._wing.corrected(total, state.errors[i])
 
     def _no_errors(self, totals: list[Any]) -> tuple[Any, ...]:
@@ -513,14 +479,13 @@ class GradientAccumulator:
             "buffer = accumulate_gradients(buffer, grads)."
         )
 
-    def _copied(self, x: Any) -> Any:
-        return self._wing.copied(x)
-
-    def _spec(self, x: Any) -> str:
-        return self._wing.spec(x)
-
     def _name(self, x: Any) -> str:
         return self._backend.dtype_name(x)
+
+
+def refuse(caller: str, came: str, expected: str, mend: str) -> NoReturn:
+    """Raises for a parameter, a buffer or a gradient that does not fit."""
+    raise GradtoolsError(f"{caller}: {came}; expected {expected}. {mend}")
 
 
 def _check_alike(state: _State, term: _State) -> None:

@@ -20,12 +20,12 @@ _ROOMS = {
         "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "
         "known_gradient straight_through"
     ),
-    "custom:CustomRules": "custom_rule",
+    "custom_rules:CustomRules": "custom_rule",
     "host_functions:HostFunctions": "host_function Spec",
     "freezing:Freezing": "frozen",
     "chunking:Chunking": "chunked microbatched gather is_replaying",
     "tiling:Tiling": "tiled",
-    "pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
+    "all_pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
     "seeing.operators:SeeingOperators": "dependence why_zero guard_gradients",

@@ -34,7 +34,6 @@ class Argument(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
         kind = "argument" if isinstance(self.key, int) else "keyword argument"
         return f"{kind} {self.key}"
 
@@ -150,7 +149,6 @@ def _parameters(f: Callable[..., Any]) -> list[Parameter]:
 
 
 def _spread(caller: str, name: str, axes: Any, keys: list[int | str]) -> dict[int | str, Any]:
-    """The axes of what a variadic parameter gets."""
     if axes is None or isinstance(axes, int):
         return dict.fromkeys(keys, axes)
     if type(axes) is dict and axes.keys() <= set(keys):

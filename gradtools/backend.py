@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +29,7 @@ from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions, Chunks
-    from gradtools.host import KernelCall
-    from gradtools.seeing.nodes import PlainGraph
-    from gradtools.seeing.passes import Differentiated, Live
-    from gradtools.seeing.program import LeafProgram
-    from gradtools.seeing.recording import Recording, Run, Vanished
-    from gradtools.seeing.training import HeldArray, Optimised
-    from gradtools.tiles import Sweep
+    from gradtools.seeing.recording import Run
 
 Array = Any
 P = ParamSpec("P")
@@ -87,6 +80,28 @@ class Staged:
     cut: Callable[[], list[int]] = list
 
 
+class Lazily:
+    """A member that one of a wing's rooms holds, which is imported when it is first asked for.
+
+    So an import of gradtools stays light. A backend without rooms refuses it by the name of what
+    the user called, `lacking`, by default the member's own. An empty name means the room itself.
+    """
+
+    def __init__(self, room: str, name: str | None = None, *, lacking: str | None = None) -> None:
+        self._room, self._name, self._lacking = room, name, lacking
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._member = name
+
+    def __get__(self, backend: Any, owner: type) -> Any:
+        if backend is None:
+            return self
+        room = backend.room(self._room, self._lacking or self._member)
+        name = self._member if self._name is None else self._name
+        result = getattr(room, name) if name else room
+        return backend.__dict__.setdefault(self._member, result)
+
+
 # --- what a backend must give ------------------------------------------------------------------
 
 
@@ -94,6 +109,13 @@ class Arrays(ABC):
     """Arrays and pytrees: the abstract members, and the others in terms of `xp`."""
 
     name: str  # the module whose `_api` is made of it; of a wing, what follows "gradtools."
+    rooms: str | None = None  # the package whose modules hold members
+
+    def room(self, name: str, caller: str) -> Any:
+        """A module of a wing, for what a user called."""
+        if self.rooms is None:
+            raise GradtoolsError(f"{caller}: the backend {self.name!r} does not provide it.")
+        return import_module(f"{self.rooms}.{name}")
 
     @property
     @abstractmethod
@@ -361,6 +383,10 @@ class Programs(Rules):
     def compiling(self) -> bool:
         return False
 
+    def lets_shapes_pass(self) -> bool:
+        """Whether the framework was told not to look at the shapes of a rule's cotangents."""
+        return False
+
     def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
         """A shorter way through the commonest calls of a custom rule, where there is one.
 
@@ -384,11 +410,7 @@ class Programs(Rules):
         """`fun(*args, **kwargs)`, that the framework's compiler does not look into."""
         return fun(*args, **kwargs)
 
-    def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
-        return self._lacks("compile")
-
-    def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
-        return self._lacks("vmap")
+    compile, vmap = Lazily("", lacking="compile"), Lazily("", lacking="vmap")
 
     def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
         """`make(f)`, and where f is a module of the framework a module that calls it."""
@@ -397,39 +419,15 @@ class Programs(Rules):
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         return f(args)
 
-    def call_kernel(self, call: KernelCall, xs: Sequence[Array]) -> list[Array]:
-        """The results of a host kernel, inside the framework's program; without a derivative."""
-        return self._lacks("host_function")
+    call_kernel = Lazily("host", lacking="host_function")
+    """The results of a host kernel, inside the framework's program; without a derivative."""
 
-    def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
-        return self._lacks("gather")
-
-    def functionalize(
-        self, module: Any, *, variables: Any, train: bool | None, rng_names: tuple[str, ...]
-    ) -> tuple[Callable[..., Any], Any, Any]:
-        return self._lacks("functionalize")
-
-    def key(self, seed: int) -> Array:
-        return self._lacks("key")
-
-    def split(self, key: Array, n: int = 2) -> Array:
-        return self._lacks("split")
-
-    def fold_in(self, key: Array, index: Any) -> Array:
-        """The key of one of many, by an index that may be traced."""
-        return self._lacks("key_argnums")
-
-    @property
-    def accumulation(self) -> Any:
-        """The wing's room for what writes gradients."""
-        return self._lacks("accumulate_gradients")
+    gather = Lazily("gathering")
+    key, split = Lazily("arrays"), Lazily("arrays")
 
     def as_number(self, x: Any) -> Any:
         """A Python number where x holds a known one, x itself where it is traced, else None."""
         return self.to_numpy(x).item() if self.is_array(x) and tuple(x.shape) == () else x
-
-    def _lacks(self, caller: str) -> Any:
-        raise GradtoolsError(f"{caller}: the backend {self.name!r} does not provide it.")
 
 
 class Recomputation(Programs):
@@ -508,6 +506,9 @@ class Recomputation(Programs):
             for rows, lists in zip(chunks.cut.rows, chunks.lists, strict=True)
         ]
 
+    tiles = Lazily("tiling", "", lacking="tiled")
+    """A wing's room for reductions over all pairs of rows: `sweep`, `fold` and what they need."""
+
     def frozen_uses(self, budget: int | None) -> Any:
         """What the uses of one frozen function share."""
         return None
@@ -520,77 +521,16 @@ class Recomputation(Programs):
         return False
 
 
-class Tiles(Recomputation):
-    """Reductions over all pairs of rows."""
-
-    def explicit(
-        self, caller: str, fun: Any, own: Sequence[Any], xs: Sequence[Array], sides: Sequence[Any]
-    ) -> tuple[Callable[[list[Array]], Any], list[Array]]:
-        """A function of a tile and of what it closes over, and that.
-
-        fun: Of a list of arrays, those of a tile.
-        own: The user's other functions, which must close over no array of a running trace.
-        sides: The length of each array's first axis (None: as it is), for each kind of tile.
-        """
-        return fun, []
-
-    def as_now(self, fun: Callable[..., Any], xs: Sequence[Array]) -> Callable[..., Any]:
-        """fun, which later computes in the modes that hold now, for arrays like xs."""
-        return fun
-
-    def sweep(self, sweep: Sweep, xs: Sequence[Array]) -> list[list[Array]]:
-        """The merged states of all tiles, group by group; blocks of rows and columns joined."""
-        return self._lacks("tiled")
-
-    def fold(self, step: Any, state: list[Array], xs: Sequence[Array], count: int) -> list[Array]:
-        """`state = step(state, block)` over so many blocks of the arrays' first axis."""
-        return self._lacks("linear_cross_entropy")
-
-    def of_own(self, name: str, x: Array, *others: Array) -> Array:
-        """`xp.name(x, *others)` of an array x that nothing else holds, in its memory if it fits."""
-        return getattr(self.xp, name)(x, *others)
-
-    def taken(self, x: Array, at: Array, index: Array) -> Array:
-        """Of each row of x the entry whose column has the index `at`; 0 where there is none."""
-        here = self._is_at(at, index)
-        return self.xp.sum(self.xp.where(here, x, self.zeros_like(x)), axis=1)
-
-    def put(self, v: Array, at: Array, index: Array) -> Array:
-        """The transpose: a matrix of v at these places, and zeros.
-
-        index: Of all columns, without gaps.
-        """
-        here, v = self._is_at(at, index), self.xp.expand_dims(v, axis=1)
-        return self.xp.where(here, v, self.zeros_like(v))
-
-    def _is_at(self, at: Array, index: Array) -> Array:
-        wider = at if at.dtype.itemsize > index.dtype.itemsize else index
-        return self.cast(index, wider) == self.xp.expand_dims(self.cast(at, wider), axis=1)
-
-    def sharded_like(self, x: Array, other: Array) -> Array:
-        """x, over a mesh of devices as another array of its shape, if that is over one."""
-        return x
-
-    def tile_bytes(self, fun: Any, xs: Sequence[Array], sides: Sequence[int | None]) -> int:
-        """The peak of `fun` at arrays like xs, with another length of the first axis or None."""
-        return self._lacks("tiled")
-
-
-class Seeing(Tiles):
+class Seeing(Recomputation):
     """What looks at a run of a program: by default it is refused."""
 
-    def record(self, run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-        """One run of a function of flat leaves, as a graph. Its effects are undone."""
-        return self._lacks("why_zero")
+    record = Lazily("seeing.recorded_run", lacking="why_zero")
+    """`(run, leaves, names)`: one run of a function of flat leaves, as a graph."""
 
-    def vanishing(
-        self, run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
-    ) -> list[Vanished] | None:
-        """Where the cotangent of a connected leaf becomes zero; None if its gradient is not zero.
-
-        The cotangents of the inexact outputs are random, that of a single number is one.
-        """
-        return self._lacks("why_zero")
+    vanishing = Lazily("seeing.lost_gradients", lacking="why_zero")
+    """`(run, leaves, index, held)`: where the cotangent of a connected leaf becomes zero; None if
+    its gradient is not zero. The cotangents of the outputs are random, that of one number is one.
+    """
 
     def repeatable(self, caller: str, f: Any) -> Any:
         """f, which leaves the modules that it holds as they are, where the wing sees to that."""
@@ -604,15 +544,9 @@ class Seeing(Tiles):
         """The model that f is, or holds if the wing looks for one; None if there is none."""
         return None
 
-    def held(self, caller: str, model: Any) -> list[HeldArray]:
-        """The arrays of a model, or of a tree of models and arrays."""
-        return self._lacks(caller)
-
-    def optimised(
-        self, caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
-    ) -> Optimised:
-        """What an optimiser changes."""
-        return self._lacks(caller)
+    held = Lazily("seeing.training", lacking="why_zero")
+    optimised = Lazily("seeing.training", lacking="why_zero")
+    """The arrays of a model, or of a tree of models and arrays; what an optimiser changes."""
 
     def lifted(
         self, caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
@@ -631,28 +565,21 @@ class Seeing(Tiles):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         return run(leaves)
 
-    def gradient_graph(self, request: Differentiated | Live) -> PlainGraph:
-        """The passes of a program as one graph, its effects undone; or what is held of results."""
-        return self._lacks("gradient_graph")
+    gradient_graph = Lazily("seeing.passes")
+    """The passes of a program as one graph; or what is held of results."""
 
-    def formula_graph(self, program: LeafProgram) -> PlainGraph:
-        """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
+    formula_graph = Lazily("seeing.translating.programs", lacking="formula")
+    """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
 
-        ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What
-        has no word in the vocabulary keeps its native name. Its effects are undone.
-        """
-        return self._lacks("formula")
+    ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What has no
+    word in the vocabulary keeps its native name."""
 
-    def trying(self, program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
-        """Inside, f may run as if it had never run: what it changes is undone at the end.
+    trying = Lazily("seeing.translating.programs", lacking="formula")
+    """`(program, wide)`: a block in which f runs as if it had never run. wide: Arrays of 64 bits
+    may be made, and what f holds is read in float64 and complex128."""
 
-        wide: Arrays of 64 bits may be made, and what f holds is read in float64 and complex128.
-        """
-        return self._lacks("formula")
-
-    def measure(self, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What one call costs, a `seeing.measures.Measurement`. Its effects are undone."""
-        return self._lacks("measure")
+    measure = Lazily("seeing.measures")
+    """What one call costs, a `seeing.measures.Measurement`."""
 
 
 class Backend(Seeing):
@@ -664,47 +591,12 @@ class Backend(Seeing):
         return backend_of, (self.name,)
 
 
-class Lazily:
-    """A member of a wing that one of its rooms holds, which is imported when it is first asked for.
-
-    So an import of gradtools stays light.
-    """
-
-    def __init__(self, room: str, name: str | None = None) -> None:
-        self.room, self.name = room, name
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.member = name
-
-    def __get__(self, backend: Any, owner: type) -> Any:
-        if backend is None:
-            return self
-        result = getattr(
-            import_module(f"gradtools.{backend.name}.{self.room}"), self.name or self.member
-        )
-        return backend.__dict__.setdefault(self.member, result)
-
-
 class Wing(Backend):
     """What both wings have in rooms of the same names."""
 
     as_number = Lazily("accumulate")
-    call_kernel = Lazily("host")
-    held, optimised = Lazily("training"), Lazily("training")
-    sweep, fold, tile_bytes = Lazily("tiling"), Lazily("tiling"), Lazily("tiling")
     run_chunks, sum_chunks = Lazily("chunking"), Lazily("chunking")
-    gather = Lazily("gathering")
     run_frozen = Lazily("freezing")
-    record = Lazily("seeing")
-    vanishing = Lazily("vanishing")
-    gradient_graph = Lazily("passes")
-    formula_graph, trying = Lazily("vocabulary"), Lazily("vocabulary")
-    measure = Lazily("measures")
-    functionalize = Lazily("modules")
-
-    @property
-    def accumulation(self) -> Any:
-        return import_module(f"gradtools.{self.name}.accumulate")
 
 
 class Operators:

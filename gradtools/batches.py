@@ -54,12 +54,16 @@ class Batch:
         self.backend, self.caller, self.arguments = backend, caller, arguments
         self.args = tuple([a.value for a in arguments])
         self.keywords = [a.key for a in arguments if isinstance(a.key, str)]
-        flat = [backend.flatten(x) for x in self.args]
-        self.treedefs = [treedef for _, treedef in flat]
-        self.leaves = [leaves for leaves, _ in flat]
+        self.treedefs, self.leaves = [], []
+        for x in self.args:
+            leaves, treedef = backend.flatten(x)
+            self.treedefs.append(treedef)
+            self.leaves.append(leaves)
 
     def parted(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One value for each argument as what `f(*args, **kwargs)` takes."""
+        if not self.keywords:
+            return tuple(values), {}
         count = len(values) - len(self.keywords)
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 

@@ -20,7 +20,13 @@ from gradtools.errors import GradtoolsError
 
 
 class Call:
-    """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`."""
+    """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`.
+
+    Attributes:
+        hands_out: Whether the caller gets f's output, which else may stay in its graph.
+    """
+
+    hands_out = True
 
     def __init__(
         self,
@@ -45,6 +51,8 @@ class Call:
             self.leaves += leaves
             self.treedefs.append(treedef)
             self.counts.append(len(leaves))
+        # The argument itself, mostly: then there is no tree to be built again.
+        self._is_leaf = len(argnums) == 1 and self.counts == [1] and leaves[0] is self.args[i]
         for k, leaf in enumerate(self.leaves):
             if not (backend.is_array(leaf) and backend.is_inexact(leaf)):
                 self.leaves[k] = differentiable_leaf(backend, caller, leaf, self.paths[k])
@@ -74,19 +82,15 @@ class Call:
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
         """f at other leaves: `(outs, extras)`. Remembers the tree of what f returned."""
-        args, backend, start = list(self.args), self.backend, 0
-        for i, treedef, count in zip(self.argnums, self.treedefs, self.counts, strict=True):
-            args[i] = backend.unflatten(treedef, leaves[start : start + count])
-            start += count
+        args, backend = list(self.args), self.backend
+        for i, tree in zip(self.argnums, self.to_trees(leaves), strict=True):
+            args[i] = tree
         result = self.f(*args, **self.kwargs)
         out, aux = self._parted(result) if self.has_aux else (result, None)
         # What is kept of the output is its tree, no array: tracers would leak, memory stay.
-        self._out_is_leaf = not isinstance(out, tuple | list | dict)
+        self._out_is_leaf = not isinstance(out, _TREES)
         out_leaves, self._out_def = backend.flatten(out)
         self._out_count = len(out_leaves)
-        aux_leaves: list[Any] = []
-        if self.has_aux:
-            aux_leaves, self._aux_def = backend.flatten(aux)
         self._inexact: list[bool] = []
         outs: list[Array] = []
         extras: list[Array] = []
@@ -96,9 +100,10 @@ class Call:
             self._inexact.append(inexact)
             (outs if inexact else extras).append(y)
         self._aux_static: list[tuple[Any] | None] = []
-        for x in aux_leaves:
-            self._aux_static.append(None if backend.is_array(x) else (x,))
-            extras += [] if self._aux_static[-1] else [x]
+        if self.has_aux:
+            aux_leaves, self._aux_def = backend.flatten(aux)
+            self._aux_static = [None if backend.is_array(x) else (x,) for x in aux_leaves]
+            extras += [x for x in aux_leaves if backend.is_array(x)]
         return outs, extras if self.opened is None else extras + self.opened.effects()
 
     def _parted(self, result: Any) -> tuple[Any, Any]:
@@ -129,6 +134,8 @@ class Call:
 
     def to_trees(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """One tree for each differentiated argument, with `leaves` in place of its own."""
+        if self._is_leaf:
+            return tuple(leaves)
         trees, start = [], 0
         for treedef, count in zip(self.treedefs, self.counts, strict=True):
             trees.append(self.backend.unflatten(treedef, leaves[start : start + count]))
@@ -314,10 +321,10 @@ def differentiable_leaf(backend: Backend, caller: str, leaf: Any, name: str) -> 
 
 def _converted(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
     if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
-        from gradtools import keras_layers
+        from gradtools import keras_models
 
-        if keras_layers.is_keras(leaf):
-            raise keras_layers.refusal(caller, name, leaf)
+        if keras_models.is_keras(leaf):
+            raise keras_models.refusal(caller, name, leaf)
         raise _not_differentiable(caller, name, f"an object of type {type(leaf).__name__}")
     try:
         return backend.asarray(leaf)
@@ -325,6 +332,7 @@ def _converted(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
         raise GradtoolsError(f"{caller}: {name} cannot be differentiated: {error}") from error
 
 
+_TREES = (tuple, list, dict)
 _ALL = ("vjp", "jvp", "linearize", "hvp", "mixed_partial")  # these differentiate every argument
 _ALONG = ("why_zero", "gradient_graph", "formula")
 

@@ -11,7 +11,7 @@ memory limited setup, 2021, for contrastive losses). With F the work of a forwar
 that of a backward pass, n chunks of which k keep their graph cost 4F - (k/n)F.
 
 Here a call is read; `chunks` cuts it; how the chunks run, and run again, stands in the wings'
-`chunking.py`, in PyTorch in `replay.py` and `programs.py` beneath it.
+`chunking.py`, in PyTorch in `replaying/replay.py` and `replaying/nodes.py` beneath it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any
 from gradtools.backend import Array, Backend
 from gradtools.batches import Batch
 from gradtools.calls import describe, is_numeric, whole_number, whole_or_none, with_article
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, warn_once
 
 SUMMED = object()  # in place of the axes of outputs that are added up and not joined
 _CONTAINERS = (list, dict, tuple)
@@ -71,17 +71,14 @@ class Partition:
 
     @cached_property
     def count(self) -> int:
-        """How many chunks there are."""
         return -(-self.size // self.chunk_size)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """How many examples each chunk holds."""
         return [len(rows) for rows in self.rows]
 
     @cached_property
     def rows(self) -> list[range]:
-        """Which examples each chunk holds."""
         if self.interleaved:
             return [range(i, self.size, self.count) for i in range(self.count)]
         starts = range(0, self.size, self.chunk_size)
@@ -192,7 +189,7 @@ class Chunks:
         args, kwargs = self.batch.parted(values)
         out, new_carry = self._parted(self.f(*args, **kwargs))
         self._check_containers(containers)
-        carry_leaves = self._same("carry", new_carry, number)
+        carry_leaves = self._same("carry", new_carry, number) if self.carried else []
         if self.batch.lists and type(out) is list and len(out) == len(self.cut.rows[number]):
             flat = [self.backend.flatten(x) for x in out]
             self._out_lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
@@ -223,8 +220,8 @@ class Chunks:
 
     def _containers(self, values: list[Any]) -> list[Any]:
         """The lists and dictionaries among shared arguments, with what they hold."""
-        shared = [x for i, x in enumerate(values) if self._is_shared(i)]
-        return [(x, self.backend.flatten(x)) for x in shared if type(x) in _CONTAINERS and x]
+        those = [(i, x) for i, x in enumerate(values) if type(x) in _CONTAINERS and x]
+        return [(x, self.backend.flatten(x)) for i, x in those if self._is_shared(i)]
 
     def _check_containers(self, before: list[Any]) -> None:
         """A list that f adds to is a copy: neither the next chunk nor the caller would see it."""
@@ -253,7 +250,7 @@ class Chunks:
             leaves = [(pieces if n == "split" else sources[n])[k] for n, k in places]
             arg = unflatten(self.batch.treedefs[i], leaves)
             if i in self.keys and arg is not None:
-                arg = self.backend.fold_in(arg, index)
+                arg = self.backend.room("arrays", "key_argnums").fold_in(arg, index)
             values.append(arg)
         return values
 
@@ -270,11 +267,7 @@ class Chunks:
     def _same(self, what: str, tree: Any, number: int) -> list[Any]:
         """The leaves of a tree that has the structure which it had for the other chunks."""
         leaves, treedef = self.backend.flatten(tree)
-        if what == "carry" and self.carried:
-            given = tuple(self.batch.args[i] for i in self.carried)
-            known = self.backend.flatten(given if len(given) > 1 else given[0])[1]
-        else:
-            known = self._treedefs.setdefault(what, treedef)
+        known = self._carry_def if what == "carry" else self._treedefs.setdefault(what, treedef)
         if treedef != known:
             raise GradtoolsError(
                 f"chunked: f's {what} at chunk {number} has the structure {treedef}; expected "
@@ -355,9 +348,12 @@ class Chunks:
             out = backend.unflatten(self._treedefs["output"], self._with_constants(outs))
         if not self.carried:
             return out
+        return out, backend.unflatten(self._carry_def, carry)
+
+    @property
+    def _carry_def(self) -> Any:
         given = tuple(self.batch.args[i] for i in self.carried)
-        treedef = backend.flatten(given if len(given) > 1 else given[0])[1]
-        return out, backend.unflatten(treedef, carry)
+        return self.backend.flatten(given if len(given) > 1 else given[0])[1]
 
     def _with_constants(self, outs: list[Array]) -> list[Any]:
         left = iter(outs)
@@ -366,7 +362,6 @@ class Chunks:
 
 
 def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
-    """The axis of each leaf of f's output."""
     if isinstance(axes, int) and not isinstance(axes, bool):
         return [axes] * len(backend.flatten(out)[0])
     if type(axes) is type(out) and type(out) in (tuple, list, dict) and len(axes) == len(out):
@@ -383,6 +378,26 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
         f"chunked: out_axes holds {axes!r} for {describe(backend, out)}; expected an integer, or "
         "a tree of integers like f's output. An output that is the same for all chunks, or has no "
         "axis for examples, cannot be joined."
+    )
+
+
+def warn_of_batch_norm(f: Hashable, what: str) -> None:
+    """Says once for each function that its batch normalisation sees chunks. what: Its beginning."""
+    warn_once(
+        ("batch norm", f),
+        f"{what} a batch normalisation in training mode. It normalises each chunk by that chunk's "
+        "own statistics, as the plain loop over chunks does, so the result is not the full "
+        "batch's. For that use evaluation mode, or a normalisation of single examples.",
+    )
+
+
+def unlike_outputs(cut: Partition, axis: int, i: int, shape: Any, first: Any) -> GradtoolsError:
+    """An output of chunk i cannot be joined with that of the first."""
+    return GradtoolsError(
+        f"chunked: an output of f has shape {tuple(shape)} for {cut.sizes[i]} examples and "
+        f"{tuple(first)} for {cut.sizes[0]}; they cannot be joined on axis {axis}. Only that axis "
+        "may depend on the size of a chunk; outputs=... leaves out what has another, such as a "
+        "table of all pairs."
     )
 
 

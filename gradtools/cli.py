@@ -9,10 +9,12 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeAlias
 
 import gradtools
 
@@ -23,7 +25,7 @@ _FRAMEWORKS = {
 _DEMO_NEEDS = {
     "both": ("sklearn", "scipy", "matplotlib", "tqdm"),
     "torch": ("torch", "array_api_compat"),
-    "jax": ("jax", "flax", "optax"),
+    "jax": ("jax",),
 }
 
 
@@ -54,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(args.failed)
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradtools",
@@ -62,58 +67,55 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gradtools {gradtools.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_demo(commands)
-    listing = commands.add_parser("backends", help="say what is installed, with versions")
-    listing.set_defaults(run="gradtools.cli:backends", failed=1)
+    _add(commands, "backends", "cli:backends", "say what is installed, with versions", failed=1)
     _add_check(commands)
     _add_crosscheck(commands)
     _add_why_zero(commands)
     _add_graph(commands)
     _add_formula(commands)
     _add_measure(commands)
-    table = commands.add_parser(
-        "conventions", help="how the frameworks differ at kinks and ties, measured here"
-    )
+    said = "how the frameworks differ at kinks and ties, measured here"
+    table = _add(commands, "conventions", "testing.commands:conventions", said, failed=1)
     table.add_argument("containing", nargs="?", default="", help="only rows with this text")
-    table.set_defaults(run="gradtools.testing.commands:conventions", failed=1)
     return parser
 
 
-def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
+def _add(
+    commands: Commands,
+    name: str,
+    run: str,
+    help: str,
+    description: str | None = None,
+    failed: int = 2,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=help, description=description)
+    command.set_defaults(run=f"gradtools.{run}", failed=failed)
+    return command
+
+
+def _add_check(commands: Commands) -> None:
+    command = _add(
+        commands,
         "check",
-        help="try every operator on this machine: dtypes, transforms, orders, against NumPy",
-        description="Exit status 0 if every cell of the matrix held, 1 if one did not, 2 if it "
-        "could not be run.",
+        "conformance.checking:check",
+        "try every operator on this machine: dtypes, transforms, orders, against NumPy",
+        "Exit status 0 if every cell of the matrix held, 1 if one did not, 2 if it could not be "
+        "run.",
     )
     command.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
     command.add_argument("--quick", action="store_true", help="a part of it, within a minute")
-    command.add_argument(
-        "--sweep",
-        nargs="?",
-        const="quick",
-        choices=("quick", "whole"),
-        help="in place of the matrix: all that the framework can differentiate, in every way, held "
-        "against the ledger of what is known; quick (default) takes minutes, whole tens of them",
-    )
     command.add_argument("--device", default="auto", help="auto (default), cpu, gpu, tpu, or gpu:1")
     command.add_argument("--filter", default="", metavar="TEXT", help="only cells with this text")
     command.add_argument("--json", action="store_true", help="print every cell as JSON")
-    command.set_defaults(run="gradtools.cli:check", failed=2)
 
 
-def check(args: argparse.Namespace) -> int:
-    """The matrix, or the sweep."""
-    from gradtools.conformance.checking import check
-    from gradtools.conformance.sweeps.running import run
-
-    return run(args) if args.sweep else check(args)
-
-
-def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    check = commands.add_parser(
+def _add_crosscheck(commands: Commands) -> None:
+    check = _add(
+        commands,
         "crosscheck",
-        help="compare one program in both frameworks: value and every derivative",
-        description="Exit status 0 if the two agree, 1 if not, 2 if they could not be compared.",
+        "testing.commands:crosscheck",
+        "compare one program in both frameworks: value and every derivative",
+        "Exit status 0 if the two agree, 1 if not, 2 if they could not be compared.",
     )
     check.add_argument("torch", metavar="TORCH", help="package.module:name, or a module's instance")
     check.add_argument("jax", metavar="JAX", help="the same program in JAX")
@@ -122,129 +124,107 @@ def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     check.add_argument("--dtype", help="cast floating inputs and parameters, for example float64")
     check.add_argument("--conventions", choices=("allow", "raise"), default="allow")
     check.add_argument("--json", action="store_true", help="print the whole report as JSON")
-    check.set_defaults(run="gradtools.testing.commands:crosscheck", failed=2)
 
 
-def _add_why_zero(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
+def _add_why_zero(commands: Commands) -> None:
+    command = _add(
+        commands,
         "why-zero",
-        help="say where the gradient of a function's output to an argument is lost, and the mend",
-        description="Exit status 0 if nothing is lost, 1 if something is, 2 if it cannot be told.",
+        "seeing.commands:why_zero",
+        "say where the gradient of a function's output to an argument is lost, and the mend",
+        "Exit status 0 if nothing is lost, 1 if something is, 2 if it cannot be told.",
     )
     _add_function(command)
     _add_wrt(command)
-    command.set_defaults(run="gradtools.seeing.commands:why_zero", failed=2)
 
 
-def _add_graph(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
+def _add_graph(commands: Commands) -> None:
+    command = _add(
+        commands,
         "graph",
-        help="show a function with its backward passes as a graph: text, or a file to look at",
-        description="Exit status 0 if the graph was made, 2 if it could not be.",
+        "seeing.commands:graph",
+        "show a function with its backward passes as a graph: text, or a file to look at",
+        "Exit status 0 if the graph was made, 2 if it could not be.",
     )
-    _add_function(command, json=False)
-    _add_wrt(command)
-    command.add_argument(
-        "--order",
-        type=int,
-        choices=(0, 1, 2),
-        default=1,
-        help="0 forward alone, 1 with backward, 2 with backward of the backward (default: 1)",
-    )
-    command.add_argument(
-        "-o",
-        "--out",
-        metavar="FILE",
-        help="by its suffix a picture (.svg), a page (.html), .dot, .mmd or .txt",
-    )
-    command.set_defaults(run="gradtools.seeing.commands:graph", failed=2)
+    orders = "0 forward alone, 1 with backward, 2 with backward of the backward (default: 1)"
+    files = "by its suffix a picture (.svg), a page (.html), .dot, .mmd or .txt"
+    _add_written(command, (0, 1, 2), orders, files)
 
 
-def _add_formula(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
+def _add_formula(commands: Commands) -> None:
+    command = _add(
+        commands,
         "formula",
-        help="write a function and its gradient as mathematics, compared with the framework's",
-        description="Exit status 0 if the formula was found and agrees with automatic "
-        "differentiation, 1 if parts of it could not be compared, 2 if it could not be found.",
+        "seeing.commands:formula",
+        "write a function and its gradient as mathematics, compared with the framework's",
+        "Exit status 0 if the formula was found and agrees with automatic differentiation, 1 if "
+        "parts of it could not be compared, 2 if it could not be found.",
     )
+    orders = "1 with the gradient, 2 with the double backward as well (default: 1)"
+    _add_written(command, (1, 2), orders, "by its suffix text (.txt), LaTeX (.tex) or .md")
+
+
+def _add_written(
+    command: argparse.ArgumentParser, orders: tuple[int, ...], what: str, files: str
+) -> None:
+    """A function whose passes are written down, up to some order."""
     _add_function(command, json=False)
     _add_wrt(command)
-    command.add_argument(
-        "--order",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="1 with the gradient, 2 with the double backward as well (default: 1)",
-    )
-    command.add_argument(
-        "-o", "--out", metavar="FILE", help="by its suffix text (.txt), LaTeX (.tex) or .md"
-    )
-    command.set_defaults(run="gradtools.seeing.commands:formula", failed=2)
+    command.add_argument("--order", type=int, choices=orders, default=1, help=what)
+    command.add_argument("-o", "--out", metavar="FILE", help=files)
 
 
 def _add_wrt(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--wrt",
-        type=_positions,
-        default=[0],
-        metavar="N",
-        help="the position of the argument, or of several: 0,2 (default: 0)",
-    )
+    said = "the position of the argument, or of several: 0,2 (default: 0)"
+    command.add_argument("--wrt", type=_positions, default=[0], metavar="N", help=said)
 
 
 def _add_function(command: argparse.ArgumentParser, json: bool = True) -> None:
-    """One function in one framework, as `gradtools.inputs.Given.by` reads it."""
+    """One function in one framework, as `gradtools.command_inputs.Given.by` reads it."""
     command.add_argument("function", metavar="FUNCTION", help="package.module:name")
     _add_inputs(command, required=False)
-    command.add_argument(
-        "--backend", choices=("torch", "jax"), help="default: what FUNCTION's module imports"
-    )
+    said = "default: what FUNCTION's module imports"
+    command.add_argument("--backend", choices=("torch", "jax"), help=said)
     if json:
         command.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _add_inputs(command: argparse.ArgumentParser, required: bool) -> None:
     inputs = command.add_mutually_exclusive_group(required=required)
-    inputs.add_argument(
-        "--args", metavar="FILE", help="a .npz file, its arrays in their order, or .npy"
-    )
+    said = "a .npz file, its arrays in their order, or .npy"
+    inputs.add_argument("--args", metavar="FILE", help=said)
     inputs.add_argument("--shapes", metavar="SHAPES", help='random arguments: "3x4,5:float32,()"')
-    command.add_argument(
-        "--seed",
-        type=_not_negative,
-        default=0,
-        metavar="N",
-        help="of random arguments (default: 0)",
-    )
+    said = "of random arguments (default: 0)"
+    command.add_argument("--seed", type=_not_negative, default=0, metavar="N", help=said)
 
 
-def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    demo = commands.add_parser(
+def _add_demo(commands: Commands) -> None:
+    demo = _add(
+        commands,
         "demo",
-        help="domain-adversarial training on real digits, by one program on both frameworks",
-        description="Trains a digit classifier on clean images so that it also reads images of "
-        "another domain, whose labels it never sees, by reversing one gradient.",
+        "cli:demo",
+        "domain-adversarial training on real digits, by one program on both frameworks",
+        "Trains a digit classifier on clean images so that it also reads images of another "
+        "domain, whose labels it never sees, by reversing one gradient.",
+        failed=1,
     )
     demo.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
     demo.add_argument("--seeds", type=_positive, default=5, metavar="N", help="default: 5")
     demo.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="default: out")
     demo.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
-    demo.set_defaults(run="gradtools.cli:demo", failed=1)
 
 
-def _add_measure(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
+def _add_measure(commands: Commands) -> None:
+    command = _add(
+        commands,
         "measure",
-        help="say what a call of a function costs: flops, bytes, bytes kept for backward, time",
-        description="Exit status 0 if it could be measured, 2 if not.",
+        "seeing.commands:measure",
+        "say what a call of a function costs: flops, bytes, bytes kept for backward, time",
+        "Exit status 0 if it could be measured, 2 if not.",
     )
     _add_function(command)
-    command.add_argument(
-        "--grad",
-        action="store_true",
-        help="measure value and gradient, along all floating arguments, rather than the value",
-    )
-    command.set_defaults(run="gradtools.seeing.commands:measure", failed=2)
+    said = "measure value and gradient, along all floating arguments, rather than the value"
+    command.add_argument("--grad", action="store_true", help=said)
 
 
 def _positions(text: str) -> list[int]:
@@ -257,18 +237,13 @@ def _positions(text: str) -> list[int]:
         ) from None
 
 
-def _positive(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _not_negative(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
+def _whole(least: int, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
     return int(text)
+
+
+_positive, _not_negative = partial(_whole, 1), partial(_whole, 0)
 
 
 def backends(_: argparse.Namespace) -> int:
@@ -276,12 +251,9 @@ def backends(_: argparse.Namespace) -> int:
     for backend, packages in _FRAMEWORKS.items():
         result = backend in gradtools.available_backends()
         mend = f'not installed: pip install "gradtools[{backend}]"'
-        print(f"{backend}: {', '.join(_versions(packages)) if result else mend}")
+        versions = ", ".join(f"{package} {_version(package)}" for package in packages)
+        print(f"{backend}: {versions if result else mend}")
     return 0
-
-
-def _versions(packages: Sequence[str]) -> list[str]:
-    return [f"{package} {_version(package)}" for package in packages]
 
 
 def _version(package: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any, Concatenate, Literal, TypeVar, overload
 from gradtools.arguments import Argument, arguments
 from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
 from gradtools.batches import Batch
-from gradtools.blocks import blocks
 from gradtools.calls import (
     Call,
     describe,
@@ -26,8 +25,9 @@ from gradtools.calls import (
     whole_or_none,
     with_article,
 )
-from gradtools.connection import Connection, is_reached, refuse_cut
+from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
 from gradtools.errors import GradtoolsError
+from gradtools.jacobian_blocks import blocks
 
 A = TypeVar("A")
 Argnums = int | Sequence[int]
@@ -622,14 +622,16 @@ class Derivatives(Operators):
         caller, f, argnums, has_aux, disconnected = of
         name = _PLAYERS if caller == "minimax_value_and_grad" else "argnums"
         positions = normalized_argnums(caller, argnums, len(args), name)
+        several = type(argnums) is not int and isinstance(argnums, tuple | list)
         call = Call(self._backend, caller, f, args, kwargs, positions, has_aux)
+        call.hands_out = caller != "grad"
         groups = None if disconnected == "zeros" else call.counts
         if disconnected == "strict":
             groups = [1] * len(call.leaves)
         result = self._backend.vjp(call, call.leaves, groups=groups, once=True)
         value = call.scalar(result.outs, result.extras)
         grads: Sequence[Any] = result.pullback([self._backend.ones_like(value)])
-        if not (result.checked and is_reached(grads)):
+        if not result.checked or any(map(is_missing, grads)):
             if disconnected != "zeros":
                 Connection(self._backend, call, result, grads).check(disconnected)
             grads = self._filled(call, grads)
@@ -639,7 +641,7 @@ class Derivatives(Operators):
         elif call.opened is not None:
             call.settle(result.extras)
         trees = call.to_trees(grads)
-        return value, aux, trees if isinstance(argnums, tuple | list) else trees[0]
+        return value, aux, trees if several else trees[0]
 
     def _filled(self, call: Call, grads: Sequence[Array | None]) -> list[Array]:
         zeros = self._backend.zeros_like

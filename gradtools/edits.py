@@ -21,7 +21,7 @@ from typing import Any
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.calls import as_array, describe, is_numeric
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule
+from gradtools.rules import Rule, replaced_at
 
 # --- the rules ---------------------------------------------------------------------------
 
@@ -306,9 +306,7 @@ class Edits(Operators):
         count = len(leaves)
 
         def cotangent(xs: Any, cts: Any) -> list[Any]:  # it outlives x, which may be traced
-            full: list[Any] = [None] * count
-            for i, ct in zip(places, cts, strict=True):
-                full[i] = ct
+            full = replaced_at([None] * count, places, cts)
             found = fn(backend.unflatten(treedef, full))
             return _like_cotangents(backend, found, backend.unflatten(treedef, full), cts)
 
@@ -427,9 +425,8 @@ def _edit_jointly(backend: Backend, edit: Callable[[list[Array]], list[Array]], 
     places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
     if not places:
         return x
-    for i, new in zip(places, edit([leaves[i] for i in places]), strict=True):
-        leaves[i] = new
-    return backend.unflatten(treedef, leaves)
+    edited = edit([leaves[i] for i in places])
+    return backend.unflatten(treedef, replaced_at(leaves, places, edited))
 
 
 def _factor(backend: Backend, name: str, leaf: Array, path: str, scale: Any) -> Array:

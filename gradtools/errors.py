@@ -9,9 +9,10 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Hashable
 from types import TracebackType
 
-from gradtools.lines import is_ours, is_the_users
+from gradtools.code_origin import is_ours, is_the_users
 
 
 class GradtoolsError(Exception):
@@ -53,6 +54,16 @@ class MissingRuleError(GradtoolsError):
 def warn(text: str) -> None:
     """A `GradtoolsWarning` at the innermost line of the user's."""
     warnings.warn(text, GradtoolsWarning, stacklevel=_depth_of_the_user())
+
+
+def warn_once(key: Hashable, text: str) -> None:
+    """The same, said once for each key in this process."""
+    if key not in SAID:
+        SAID.add(key)
+        warn(text)
+
+
+SAID: set[Hashable] = set()
 
 
 def _depth_of_the_user() -> int:

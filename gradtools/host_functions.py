@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any, overload
 
 from gradtools.backend import Array, Backend, Operators
-from gradtools.contract import checked_word
-from gradtools.custom import CustomRule
+from gradtools.custom_rules import CustomRule
+from gradtools.custom_structure import Shaped
 from gradtools.errors import GradtoolsError, MissingRuleError
-from gradtools.host import Kernel, Spec
+from gradtools.host_kernels import Kernel, Spec
+from gradtools.rule_contract import checked_word
 from gradtools.rules import KEYS, Entries, Linearized, Rule, spread
-from gradtools.shaped import Shaped
-from gradtools.signatures import Parameters
+from gradtools.static_arguments import Parameters
 
 
 class HostFunctions(Operators):

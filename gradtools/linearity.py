@@ -36,10 +36,10 @@ def is_linear(
     """
     one, other = run(v), run(w)
     sizes = [0.0 if y is None else gap(y, 0.0 * y) for y in one]
-    for factor in (max(1 / reach, _LEAST), reach):
+    for factor in (-max(1 / reach, _LEAST), reach):  # what is linear on one side alone is not
         pairs = zip(_scaled(factor, one), run(_scaled(factor, v)), sizes, strict=True)
         for y, scaled, size in pairs:
-            if not _distance(gap, y, scaled) <= _slack(slack, y) * factor * size:
+            if not _distance(gap, y, scaled) <= _slack(slack, y) * abs(factor) * size:
                 return False
     both = [a + b for a, b in zip(v, w, strict=True)]
     sums, expected = run(both), list(map(_plus, one, other))

@@ -123,9 +123,8 @@ class Models(Operators):
             Traceback (most recent call last):
             gradtools.errors.GradtoolsError: functionalize: got a builtins.int; ...
         """
-        return self._backend.functionalize(
-            module, variables=variables, train=train, rng_names=rng_names
-        )
+        room = self._backend.room("modules", "functionalize")
+        return room.functionalize(module, variables=variables, train=train, rng_names=rng_names)
 
     @property
     def xp(self) -> Any:

@@ -11,7 +11,7 @@ outputs like any other, only hidden, and differentiated through the code that ma
 saved intermediate is right at second order.
 
 This module holds what is the same in every framework: the record and the rule under vmap. How
-a rule enters a framework's own differentiation stands in `torch/rules.py` and `jax/rules.py`.
+a rule enters a framework's own differentiation stands in each wing's `rules/installing.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 
 if TYPE_CHECKING:
-    from gradtools.contract import Contract
-    from gradtools.host import Spec
+    from gradtools.host_kernels import Spec
+    from gradtools.rule_contract import Contract
 
 Array = Any
 R = TypeVar("R", bound="Rule")
@@ -399,5 +399,15 @@ def _mapped(linear: Any, backend: Any, x_axes: Entries, v_axes: Entries, size: i
 
 def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
     """`values` at the places where mask is true, None elsewhere."""
+    if len(values) == len(mask):
+        return list(values)
     left = iter(values)
     return [next(left) if m else None for m in mask]
+
+
+def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """xs with new entries at some places."""
+    full = list(xs)
+    for i, x in zip(places, new, strict=True):
+        full[i] = x
+    return full

@@ -1,4 +1,6 @@
-"""The sum over tiles, and a reduction over tiles, as rules whose maps are such rules.
+"""Programs over all tiles of the matrix of pairs, and rules that are made of them.
+
+A wing runs a `Sweep`. The sum over tiles and a reduction over tiles are rules of such sweeps.
 
 The mathematics stands in `tiled`.
 """
@@ -12,24 +14,77 @@ from typing import TYPE_CHECKING, Any
 
 from gradtools.backend import Array, Backend
 from gradtools.calls import as_array
-from gradtools.reductions import Reduction, wide
-from gradtools.rules import Linearized, Rule
-from gradtools.tiles import COLUMNS, ROWS, SHARED, Arrays, MergeGroup, TileGrid, added
+from gradtools.rules import Linearized, Rule, replaced_at
+from gradtools.tile_reductions import Reduction, wide
 
 if TYPE_CHECKING:
     from gradtools.tiling import TiledCall
 
 
-def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Arrays:
-    """xs with new arrays at some places."""
-    full = list(xs)
-    for i, x in zip(places, new, strict=True):
-        full[i] = x
-    return full
+ROWS, COLUMNS, SHARED = "rows", "columns", "shared"
+Arrays = list[Any]
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """How the matrix of pairs is cut into tiles, as equal as can be."""
+
+    rows: int
+    columns: int
+    most_rows: int
+    most_columns: int
+
+    def blocks(self, side: str) -> list[tuple[int, int, int]]:
+        """Runs of blocks of one length: where each begins, the length, how many there are."""
+        n, most = (self.rows, self.most_rows) if side == ROWS else (self.columns, self.most_columns)
+        least = -(-n // most)  # blocks; some more, if they are then all alike, are one program
+        count = next((k for k in range(least, 2 * least + 1) if n % k == 0), least)
+        whole, rest = divmod(n, size := -(-n // count))
+        result = [(0, size, whole), (whole * size, rest, 1)]
+        return result if rest else result[:1]
+
+    @property
+    def tiles(self) -> int:
+        rows, columns = (sum(n for *_, n in self.blocks(side)) for side in (ROWS, COLUMNS))
+        return rows * columns
+
+
+@dataclass(frozen=True)
+class MergeGroup:
+    """Arrays of a tile's result that are merged together."""
+
+    side: str
+    merge: Callable[[Arrays, Arrays], Arrays]
+    identity: Callable[[int], Sequence[float]] = lambda n: [0.0] * n
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A program over all tiles.
+
+    Attributes:
+        tile: A tile's arrays to the states of each group.
+        roles: The side of each array that is cut, or SHARED.
+        groups: How states of tiles are merged, asked once a tile has been seen.
+        cut: Where the tiles are.
+        call: Whose tiles these are.
+        progress: Whether a bar is shown.
+    """
+
+    tile: Callable[[Arrays], list[Arrays]]
+    roles: Sequence[str]
+    groups: Callable[[], Sequence[MergeGroup]]
+    cut: TileGrid
+    call: Any
+    progress: bool = False
+
+
+def added(a: Arrays, b: Arrays) -> Arrays:
+    """The sums of two tiles' arrays."""
+    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 def parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Arrays]:
-    """Runs of these lengths."""
     left = iter(flat)
     return [[next(left) for _ in range(n)] for n in counts]
 
@@ -78,13 +133,12 @@ class SumOverTiles:
     dtypes: list[str] = field(default_factory=list)
 
     def apply(self, xs: Sequence[Array]) -> Arrays:
-        """The sums, differentiable."""
         return apply_over_tiles(self.call.backend, self, xs)
 
     def primal(self, *xs: Array) -> Arrays:
-        """The sums."""
         backend = self.call.backend
-        result = backend.sweep(self.call.sweep(self._tile, self.roles, self._groups, self.cut), xs)
+        program = self.call.sweep(self._tile, self.roles, self._groups, self.cut)
+        result = backend.tiles.sweep(program, xs)
         return [backend.cast(x, dtype) for (x,), dtype in zip(result, self.dtypes, strict=True)]
 
     def _tile(self, xs: Arrays) -> list[Arrays]:
@@ -143,7 +197,6 @@ def _given(entries: Sequence[Any]) -> list[int]:
 def moving_inputs(
     call: TiledCall, xs: Sequence[Array], perturbed: tuple[bool, ...] | None
 ) -> list[int]:
-    """Which arguments are differentiated."""
     inexact = [i for i, x in enumerate(xs) if call.backend.is_inexact(x) and i not in call.captured]
     return [i for i in inexact if perturbed is None or perturbed[i]]
 
@@ -161,9 +214,9 @@ class Reduced:
     name: str = "tiled"
 
     def primal(self, *xs: Array) -> Arrays:
-        """The results of all reductions, flat."""
         call = self.call
-        states = call.backend.sweep(call.sweep(self._tile, call.roles, self._groups, call.cut), xs)
+        program = call.sweep(self._tile, call.roles, self._groups, call.cut)
+        states = call.backend.tiles.sweep(program, xs)
         pairs = zip(call.kinds, states, strict=True)
         return [y for kind, state in pairs for y in kind.finish(state)]
 
@@ -258,7 +311,7 @@ class Reduced:
 def fold_columns(call: TiledCall, xs: Arrays) -> Any:
     """The result of (init, combine, finish), a sum over tiles of whole rows."""
     backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
-    init, combine, finish = (backend.as_now(g, xs) for g in call.options.reduce)
+    init, combine, finish = (backend.tiles.as_now(g, xs) for g in call.options.reduce)
 
     def first(tile: Arrays) -> Arrays:
         leaves, treedef = backend.flatten(init(call.evaluated(tile)))
@@ -284,7 +337,7 @@ def fold_columns(call: TiledCall, xs: Arrays) -> Any:
             if count:
                 stop = start + size * count
                 columns = [xs[i][start:stop] for i in at]
-                state = backend.fold(partial(step, xs), state, columns, count)
+                state = backend.tiles.fold(partial(step, xs), state, columns, count)
         leaves, treedef = backend.flatten(finish(backend.unflatten(state_def[0], state)))
         out[:] = [treedef]
         return leaves

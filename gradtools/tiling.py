@@ -15,7 +15,7 @@ since the cotangent of a row is a sum over columns, that of a column over rows, 
 argument over both. So the sum over tiles is a rule whose maps are such rules, which gives every
 order in both modes and all their mixes at the memory of one tile.
 
-A reduction (`reductions.py`) is a rule on top: its value is one sweep in which the states of
+A reduction (`tile_reductions.py`) is a rule on top: its value is one sweep in which the states of
 tiles are merged, and its tangent and cotangent are one T each, with the weights that the results
 say at any tile. With F the work of f on all pairs, a value takes F and a gradient F + 2F more.
 The results, such as a logarithm of a sum, are what the maps read, so their own derivative is
@@ -53,17 +53,22 @@ from gradtools.calls import (
 )
 from gradtools.chunks import check_verify
 from gradtools.errors import GradtoolsError
-from gradtools.reductions import KINDS, Reduction, wide
+from gradtools.rules import replaced_at
+from gradtools.tile_reductions import KINDS, Reduction, wide
 from gradtools.tile_rules import (
+    COLUMNS,
+    ROWS,
+    SHARED,
+    Arrays,
     Reduced,
+    Sweep,
+    TileGrid,
     apply_over_tiles,
     fold_columns,
     moving_inputs,
     parted,
     reduced_second,
-    replaced_at,
 )
-from gradtools.tiles import COLUMNS, ROWS, SHARED, Arrays, Sweep, TileGrid
 
 Names = int | str | Sequence[int | str]
 _TILE = (512, 512)  # rows and columns, where nothing else is said
@@ -257,7 +262,6 @@ class TiledCall:
     def of(
         cls, backend: Backend, options: TileOptions, f: Any, sides: Any, args: Any, kwargs: Any
     ) -> tuple[TiledCall, Arrays]:
-        """The call, and its arrays."""
         call, xs = cls(backend, options, f), list[Any]()
         values = [*args, *kwargs.values()]  # a list, for JAX sorts what a dict holds
         leaves, call._treedef = backend.flatten(values)
@@ -267,13 +271,13 @@ class TiledCall:
         for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
             call._add(xs, leaf, role, path)
         flat = _FlatTile(backend, f, call._statics, call._treedef, call._keywords)
-        call.call = backend.as_now(flat, xs)
+        call.call = backend.tiles.as_now(flat, xs)
         rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
         call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
             call.cut = call._within(xs, options.budget)
         fun = call.call
-        call.call, captured = backend.explicit(
+        call.call, captured = backend.tiles.explicit(
             options.caller, fun, call.written[1:], xs, call._tiles()
         )
         call.may_capture = call.call is fun
@@ -286,7 +290,6 @@ class TiledCall:
         return call, xs
 
     def _roles(self, sides: Any, args: Any, kwargs: Any) -> list[str]:
-        """The side of each leaf."""
         keys = argument_keys(self.f, len(args), kwargs)
         roles = [SHARED] * len(keys)
         for side, wanted in zip((ROWS, COLUMNS), sides, strict=True):
@@ -325,7 +328,6 @@ class TiledCall:
         self._paths.append(path)
 
     def _size(self, xs: Arrays, role: str) -> int:
-        """How many rows or columns there are."""
         result: dict[int, str] = {}
         for x, r, path in zip(xs, self.roles, self._paths, strict=True):
             if r == role:
@@ -345,7 +347,6 @@ class TiledCall:
 
     @property
     def written(self) -> tuple[Any, ...]:
-        """The functions of the user."""
         return (self.f, *(self.options.reduce if self.options.own else ()))
 
     def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
@@ -365,7 +366,6 @@ class TiledCall:
         return out
 
     def evaluated(self, xs: Sequence[Array]) -> Any:
-        """f at one tile."""
         out = self.call(list(xs[:-2]))
         if self.watch is not None:
             watch, self.watch = self.watch, None
@@ -380,7 +380,6 @@ class TiledCall:
         ]
 
     def shape_of(self, xs: Sequence[Array]) -> tuple[int, int]:
-        """The rows and columns of a tile."""
         rows, columns = (xs[self.roles.index(side)].shape[0] for side in (ROWS, COLUMNS))
         return rows, columns
 
@@ -448,7 +447,8 @@ class TiledCall:
         if not is_pair:
             numbers = range(first, first + len(groups))
             return self.backend.unflatten(treedef, [_Result(k, 0) for k in numbers])
-        parts = [self.backend.flatten(part)[0] for part in tree] if _is_pair(tree) else []
+        paired = isinstance(tree, tuple | list) and len(tree) == 2
+        parts = [self.backend.flatten(part)[0] for part in tree] if paired else []
         if [len(part) for part in parts[:1]] != [1] or (name == "take" and len(places) != 2):
             second = "values" if name == "softmax" else "index"
             raise GradtoolsError(
@@ -496,7 +496,7 @@ class TiledCall:
             result = backend.vjp(scores, [tile[i] for i in moving], groups=None, once=True)
             return [x for x in result.pullback(result.outs) if x is not None]
 
-        return backend.tile_bytes(gradient, xs, sides)
+        return backend.tiles.tile_bytes(gradient, xs, sides)
 
 
 @dataclass(frozen=True)
@@ -519,10 +519,6 @@ class _FlatTile:
 
 _ARRAY = object()
 _PROBE = 64
-
-
-def _is_pair(tree: Any) -> bool:
-    return isinstance(tree, tuple | list) and len(tree) == 2
 
 
 class _Result:

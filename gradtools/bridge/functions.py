@@ -22,17 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.connection import refuse_cut
-from gradtools.crossings import Cost, Crossing, noted, noting
-from gradtools.custom import CustomRule
+from gradtools.bridged_calls import Cost, Crossing, noted, noting
+from gradtools.custom_rules import CustomRule
+from gradtools.custom_structure import Shaped
+from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
-from gradtools.host import Kernel, Spec
+from gradtools.host_kernels import Kernel, Spec
 from gradtools.rules import KEYS, Entries, Rule, spread
 from gradtools.seeing.formula.recorded import Recorded, as_recorded
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.program import LeafProgram
-from gradtools.shaped import Shaped
-from gradtools.signatures import Parameters
+from gradtools.static_arguments import Parameters
 
 Array = Any
 Mask = tuple[bool, ...]

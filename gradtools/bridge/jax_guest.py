@@ -25,17 +25,17 @@ from gradtools.bridge.memory import (
     refuse_wide,
     tensors_of_own,
 )
-from gradtools.crossings import Cost
+from gradtools.bridged_calls import Cost
 from gradtools.errors import GradtoolsError
-from gradtools.host import Spec
-from gradtools.jax.flops import Count
-from gradtools.jax.graphs import graph_of
+from gradtools.host_kernels import Spec
 from gradtools.jax.jaxprs import live, open_jaxpr
-from gradtools.jax.tracing import reached_matrix
+from gradtools.jax.reachability import reached_matrix
+from gradtools.jax.seeing.flops import Count
+from gradtools.jax.seeing.graphs import graph_of
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_wrapped
 from gradtools.torch.host import is_followed
-from gradtools.torch.wrappers import is_wrapped
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from torch.utils.dlpack import to_dlpack as to_dlpack  # type: ignore[attr-defined]  # public
 
 from gradtools.errors import GradtoolsError
-from gradtools.host import Spec
+from gradtools.host_kernels import Spec
 from gradtools.jax._upstream import giving_capsules, taking_capsules
 from gradtools.jax.arrays import X64
 from gradtools.torch import _upstream as upstream

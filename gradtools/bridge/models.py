@@ -25,7 +25,7 @@ from gradtools.bridge.functions import Bridged
 from gradtools.bridge.memory import array_of
 from gradtools.errors import GradtoolsError
 from gradtools.jax.arrays import check_key
-from gradtools.jax.parts import module_kinds
+from gradtools.jax.module_arguments import module_kinds
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor

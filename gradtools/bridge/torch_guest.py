@@ -35,24 +35,24 @@ from gradtools.bridge.memory import (
     tensor_of_numpy,
     unshared,
 )
-from gradtools.crossings import Cost
+from gradtools.bridged_calls import Cost
 from gradtools.errors import GradtoolsError
-from gradtools.host import Spec
-from gradtools.jax.tracing import within_a_trace
+from gradtools.host_kernels import Spec
+from gradtools.jax.reachability import within_a_trace
 from gradtools.rules import captured
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.passes import FORWARD, Differentiated
 from gradtools.seeing.program import LeafProgram
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
-from gradtools.torch.flops import Flops
-from gradtools.torch.measures import LiveBytes
 from gradtools.torch.modes import without_casts
 from gradtools.torch.modules import SEEDING
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.recording.undo import Undo
+from gradtools.torch.replaying.consistency import figures, is_near
+from gradtools.torch.seeing.flops import Flops
+from gradtools.torch.seeing.measures import LiveBytes
+from gradtools.torch.seeing.recording.undo import Undo
 from gradtools.torch.state import Snapshot
-from gradtools.torch.verifying import figures, is_near
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))

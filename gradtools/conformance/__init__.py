@@ -2,6 +2,5 @@
 
 `records` has the scenarios, `matrix` the cells of scenario, operator, transform and dtype,
 `problem` and `trial` what one cell computes and with what it is compared, `reference` the closed
-forms and finite differences; `checking` is `gradtools check`. `sweeps` sends all that a framework
-can differentiate through every operator.
+forms and finite differences; `checking` is `gradtools check`.
 """

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +33,7 @@ from gradtools.conformance.matrix import (
 )
 from gradtools.testing.devices import described, placed
 from gradtools.testing.precision import described_precision, highest_precision
+from gradtools.testing.sides import double_precision
 
 BACKENDS = ("torch", "jax")
 _QUICK, _QUICK_MORE = 9, 3  # of every ninth program each third cell
@@ -190,7 +190,7 @@ def check(options: argparse.Namespace) -> int:
         _compile_quickly()
     with ExitStack() as inside:
         if "jax" in here:
-            inside.enter_context(_wide())
+            inside.enter_context(double_precision(True))
             inside.enter_context(programs_kept(inside.enter_context(TemporaryDirectory())))
         for name in here:
             inside.enter_context(placed(name, options.device))
@@ -281,14 +281,6 @@ def _configure(values: dict[str, Any]) -> None:
     for name, value in values.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-
-
-def _wide() -> Any:
-    """64 bits in JAX while the command runs."""
-    import jax
-
-    home = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")
-    return home.enable_x64(True)
 
 
 def _progress(cells: Sequence[Any]) -> Iterator[Any]:

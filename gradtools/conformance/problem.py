@@ -28,6 +28,7 @@ from gradtools.conformance.reference import (
     rebuilt,
     reference,
 )
+from gradtools.testing.flat import FlatFunction
 from gradtools.testing.probe import inner, size
 from gradtools.testing.tolerances import FINITE_DIFFERENCES, real_name, tolerance
 
@@ -80,7 +81,7 @@ def _share(backend: str, is_complex: bool) -> Callable[[Any, Any], Any]:
     return jax.jit(share)
 
 
-class Problem:
+class Problem(FlatFunction):
     """A cell's program in one backend, with the loss made of it.
 
     Attributes:
@@ -89,12 +90,10 @@ class Problem:
     """
 
     def __init__(self, cell: Cell, backend: str, batched: bool = False) -> None:
-        self.cell, self.name = cell, backend
-        self.gt = import_module(f"gradtools.{backend}")
-        self.waist = self.gt._api._backend
+        super().__init__(backend)
+        self.cell = cell
         self.ref: Reference = reference(cell.program.name, cell.arguments, cell.dtype, batched)
-        inexact = lambda y: self.waist.is_array(y) and self.waist.is_inexact(y)
-        self.kit = Kit(self.gt, self.waist.cast, inexact)
+        self.kit = Kit(self.gt, self.waist.cast, self.differentiable)
         self.f = arranged(cell.program, cell.arguments, self.kit)
         if cell.transform == "checkpoint":
             self.f = self.gt.checkpoint(self.f)
@@ -114,14 +113,6 @@ class Problem:
     def _dtype(self, x: np.ndarray) -> str:
         """Of a real array beside complex ones: their real part's."""
         return self.cell.dtype if np.iscomplexobj(x) else real_name(self.cell.dtype)
-
-    def arrays(self, leaves: Sequence[Any]) -> Leaves:
-        """NumPy leaves in the framework."""
-        return [self.array(x) for x in leaves]
-
-    def numpy(self, x: Any) -> np.ndarray:
-        """What the framework made, in NumPy."""
-        return np.asarray(self.gt.to_numpy(x) if self.waist.is_array(x) else x)
 
     def along(self, t: Sequence[Any]) -> tuple[Any, ...]:
         """A direction as the active arguments take it."""
@@ -146,7 +137,7 @@ class Problem:
 
     def outputs(self, out: Any) -> Leaves:
         """The floating leaves of what the program returned."""
-        return [y for y in leaves_of(out) if self.kit.inexact(y)]
+        return [y for y in leaves_of(out) if self.differentiable(y)]
 
     def total(self, out: Any) -> Any:
         """The loss of what the program returned."""
@@ -161,6 +152,10 @@ class Problem:
     def outs(self, *active: Any) -> Leaves:
         """The floating outputs as a function of the active arguments."""
         return self.outputs(self.call(active))
+
+    def flat(self, *leaves: Any) -> Leaves:
+        """The same of the leaves of these arguments, one by one."""
+        return self.outs(*self.active(leaves))
 
     def loss(self, *active: Any) -> Any:
         """The loss as a function of the active arguments."""

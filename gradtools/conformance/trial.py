@@ -68,9 +68,9 @@ def _transformed(
     flat = lambda *leaves: [x for x in p.waist.flatten(compute(*leaves))[0] if x is not None]
     at = p.arrays(p.ref.leaves)
     if p.cell.transform in ("eager", "checkpoint"):
-        return [p.numpy(x) for x in flat(*at)], []
+        return p.numpy(flat(*at)), []
     if p.cell.transform == "compile":
-        return [p.numpy(x) for x in _compiled(p, flat)(*at)], []
+        return p.numpy(_compiled(p, flat)(*at)), []
     return _two_rows(p, flat, at)
 
 
@@ -83,12 +83,12 @@ def _compiled(p: Problem, flat: Callable[..., Leaves]) -> Callable[..., Leaves]:
     return p.gt.compile(flat, backend="aot_eager")
 
 
-def _two_rows(p: Problem, flat: Any, at: Leaves) -> tuple[list[np.ndarray], list[CellComparison]]:
+def _two_rows(p: Problem, flat: Any, at: Any) -> tuple[list[np.ndarray], list[CellComparison]]:
     second = p.arrays(moved(p.ref.leaves, 0.01, p.ref.draw(7)))
     rows = [p.gt.xp.stack([a, b]) for a, b in zip(at, second, strict=True)]
     mapped = p.gt.vmap(flat) if p.cell.transform == "vmap" else _looped(p, flat)
-    result = [p.numpy(x) for x in mapped(*rows)]
-    eager = [p.numpy(x) for x in flat(*second)]
+    result = p.numpy(mapped(*rows))
+    eager = p.numpy(flat(*second))
     order = p.cell.operator.order
     pairs = zip(result, eager, strict=True)
     return [x[0] for x in result], [p.near(EAGER, x[1], y, y, order) for x, y in pairs]
@@ -161,9 +161,7 @@ def _vjp(p: Problem, name: str) -> Ask:
     def judge(grads: list[np.ndarray]) -> Iterator[CellComparison]:
         expected, scale = inner(cts, p.ref.push(t)), size(grads, t)
         yield p.near(DIFFERENCES, inner(grads, t), expected, scale)
-        _, pushed = p.gt.jvp(p.outs, p.along(p.ref.leaves), p.along(t))
-        forward = inner(cts, [p.numpy(x) for x in pushed])
-        yield p.near(DOT, inner(grads, t), forward, scale)
+        yield p.near(DOT, inner(grads, t), inner(cts, p.forward(p.ref.leaves, t)), scale)
 
     return Ask(compute, judge)
 
@@ -195,11 +193,6 @@ def _pushed(p: Problem, name: str) -> Ask:
     return Ask(compute, judge)
 
 
-def _of_leaves(p: Problem, f: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """A function of the active arguments as one of the leaves, each an argument of its own."""
-    return lambda *leaves: f(*p.active(leaves)), tuple(range(len(p.ref.leaves)))
-
-
 def _rows(p: Problem, found: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]:
     """The blocks of a matrix of leaves, one row for each output."""
     count = len(p.ref.leaves)
@@ -214,27 +207,26 @@ def _times(row: Sequence[np.ndarray], t: Sequence[Any], shape: tuple[int, ...]) 
 
 @_asks("jacobian, forward", "jacobian, reverse")
 def _jacobian(p: Problem, name: str) -> Ask:
-    t = p.ref.draw(5)
-    flat, positions = _of_leaves(p, p.outs)
+    t, positions = p.ref.draw(5), tuple(range(len(p.ref.leaves)))
 
     def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         expected = p.ref.push(t)
         rows = zip(_rows(p, found), expected, strict=True)
         yield from p.entries([_times(row, t, y.shape) for row, y in rows], expected)
 
-    return Ask(p.gt.jacobian(flat, positions, mode=name.partition(", ")[2]), judge)
+    return Ask(p.gt.jacobian(p.flat, positions, mode=name.partition(", ")[2]), judge)
 
 
 @_asks("hessian")
 def _hessian(p: Problem, name: str) -> Ask:
-    t = p.ref.draw(5)
-    flat, positions = _of_leaves(p, p.loss)
+    t, positions = p.ref.draw(5), tuple(range(len(p.ref.leaves)))
+    loss = lambda *leaves: p.loss(*p.active(leaves))
 
     def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         rows = zip(_rows(p, found), p.ref.leaves, strict=True)
         yield from p.curvatures([_times(row, t, np.shape(x)) for row, x in rows], t)
 
-    return Ask(p.gt.hessian(flat, positions), judge)
+    return Ask(p.gt.hessian(loss, positions), judge)
 
 
 @_asks("hvp, forward over reverse", "hvp, reverse over reverse")

@@ -8,6 +8,6 @@ its gradient is reversed on the way into the features, so that these become the 
     L(theta_f, theta_y, theta_d) = L_label(theta_f, theta_y) + L_domain(R(theta_f), theta_d),
     R(x) = x,  dR/dx = -scale
 
-One evaluation of L gives every gradient. ``training.py`` is the program, written once;
-``torch_side.py`` and ``jax_side.py`` hold what differs: the layers and the optimiser.
+One evaluation of L gives every gradient. ``training.py`` is the program, written once for both
+frameworks; with their own layers and optimisers the same stands in ``examples/``.
 """

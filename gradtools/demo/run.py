@@ -28,7 +28,7 @@ def run_demo(
     """
     started = perf_counter()
     settings = QUICK if quick else Settings()
-    sides = [make_side(name, settings) for name in backends]
+    sides = [FrameworkRun(name, settings) for name in backends]
     print(_opening(backends, settings))
     records = train_all(sides, settings, range(seeds))
     print(report(records, backends))
@@ -38,17 +38,6 @@ def run_demo(
     print(f"picture: {path}")
     print(f"took {perf_counter() - started:.0f} s")
     return 0
-
-
-def make_side(name: str, settings: Settings) -> FrameworkRun:
-    """One framework's side; imports that framework and no other."""
-    if name == "torch":
-        from gradtools.demo.torch_side import TorchSide
-
-        return TorchSide(settings)
-    from gradtools.demo.jax_side import JaxSide
-
-    return JaxSide(settings)
 
 
 def train_all(

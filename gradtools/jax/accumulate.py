@@ -12,13 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.accumulate import TargetLeaf, Trees, paired
-from gradtools.errors import GradtoolsError
+from gradtools.accumulate import TargetLeaf, paired, refuse
 from gradtools.jax import trees
 from gradtools.jax._upstream import get_opaque_trace_state
-from gradtools.jax.parts import part_of
-
-TREES = Trees(trees.flatten, trees.unflatten, trees.leaf_paths)
+from gradtools.jax.module_arguments import part_of
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
@@ -28,7 +25,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     if target is None:
         leaves, treedef = trees.flatten(grads)
         target = trees.unflatten(treedef, list(map(_zeros, leaves)))
-    entries = paired(TREES, caller, target, grads)
+    entries = paired(trees, caller, target, grads)
     for entry in entries:
         if entry.grad is not None:
             _check(caller, entry)
@@ -57,15 +54,15 @@ def corrected(total: jax.Array, error: jax.Array) -> jax.Array:
 def as_number(x: Any) -> Any:
     """A Python number where x holds a known one, x itself where it is traced, else None."""
     if isinstance(x, jax.core.Tracer):
-        return _wide(detached(x)) if x.shape == () else None
+        if x.shape != ():
+            return None
+        known: Any = detached(x)
+        return (
+            known.astype(jnp.float32) if x.dtype.itemsize < 4 else known
+        )  # sums of small dtypes round
     if getattr(x, "shape", None) == () and hasattr(x, "item"):
         return x.item()
     return x if isinstance(x, (int, float)) else None
-
-
-def _wide(x: Any) -> jax.Array:
-    """In at least 32 bits, so that sums of small dtypes neither round nor overflow."""
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def current_trace() -> Any:
@@ -74,7 +71,6 @@ def current_trace() -> Any:
 
 
 def spec(x: Any) -> str:
-    """Dtype and shape, in words."""
     return f"{x.dtype} of shape {tuple(x.shape)}"
 
 
@@ -100,14 +96,14 @@ def _check(caller: str, entry: TargetLeaf) -> None:
     for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):
         if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
             result = f"a {type(given).__name__}" if array is None else spec(array)
-            _refuse(
+            refuse(
                 caller,
                 f"{side}{entry.path} is {result}",
                 "a floating or complex array",
                 "Leave what has no gradient out of grads, or put None there.",
             )
     if (p.shape, p.dtype) != (g.shape, g.dtype):
-        _refuse(
+        refuse(
             caller,
             f"grads{entry.path} is {spec(g)}",
             f"{spec(p)}, as the buffer",
@@ -126,7 +122,3 @@ def _array(x: Any) -> jax.Array | None:
     if np.asarray(x).dtype in (jax.dtypes.float0, np.dtype(object)):
         return None
     return jnp.array(x)
-
-
-def _refuse(caller: str, found: str, expected: str, mend: str) -> None:
-    raise GradtoolsError(f"{caller}: {found}; expected {expected}. {mend}")

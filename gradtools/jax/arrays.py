@@ -91,7 +91,6 @@ def check_key(caller: str, key: Any) -> None:
 
 
 def xp() -> ModuleType:
-    """The array-API namespace of JAX."""
     return jnp
 
 

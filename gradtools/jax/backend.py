@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array, Lazily, Wing
-from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
-from gradtools.jax.rules import apply_rule, attempt
-from gradtools.jax.stateful import checkpointed, explained, stateful
-from gradtools.jax.transposing import pull, push, transpose, value_and_push
+from gradtools.jax import arrays, engines, module_arguments, shardings, transformed_modules, trees
+from gradtools.jax.nnx_state import checkpointed, explained, stateful
+from gradtools.jax.rules.installing import apply_rule, attempt
+from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap, is_inexact
-from gradtools.rules import Rule
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
@@ -29,7 +28,7 @@ class JaxBackend(Wing):
     programs never ask for, so that an import of gradtools stays light.
     """
 
-    name = "jax"
+    name, rooms = "jax", "gradtools.jax"
     hvp_mode = "forward_over_reverse"
     xp = jnp
 
@@ -53,9 +52,7 @@ class JaxBackend(Wing):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    key = staticmethod(arrays.key)
-    split = staticmethod(arrays.split)
-    fold_in = staticmethod(arrays.fold_in)
+    key, split = staticmethod(arrays.key), staticmethod(arrays.split)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
         """Weakly typed for a Python number; an integer stays what it is."""
@@ -109,9 +106,7 @@ class JaxBackend(Wing):
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         return LinearMap(run, native)
 
-    def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        return apply_rule(rule, *xs)
-
+    apply_rule = staticmethod(apply_rule)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
@@ -128,11 +123,16 @@ class JaxBackend(Wing):
         except jax.errors.TracerArrayConversionError:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), like)
             return jax.pure_callback(
-                lambda a: jax.tree.map(lambda y, s: np.asarray(y, s.dtype), f(_numpy(a)), shapes),
+                lambda a: jax.tree.map(
+                    lambda y, s: np.asarray(y, s.dtype), f(jax.tree.map(np.asarray, a)), shapes
+                ),
                 shapes,
                 args,
                 vmap_method="sequential",
             )
+
+    def lets_shapes_pass(self) -> bool:
+        return bool(jax.config.jax_disable_bwd_checks)  # type: ignore[attr-defined]  # made by JAX
 
     def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
         if not hasattr(of, "kernel"):
@@ -143,17 +143,17 @@ class JaxBackend(Wing):
 
     # --- the framework's own transforms
 
-    like_module = staticmethod(wrapping.like_module)
-    opened = staticmethod(parts.opened)
-    part_of = staticmethod(parts.part_of)
+    like_module = staticmethod(transformed_modules.like_module)
+    opened = staticmethod(module_arguments.opened)
+    part_of = staticmethod(module_arguments.part_of)
 
-    is_model = staticmethod(parts.is_module)
+    is_model = staticmethod(module_arguments.is_module)
 
     def repeatable(self, caller: str, f: Any) -> Any:
         return stateful(caller, f, ()) or f
 
-    model_of = Lazily("training")
-    lifted = Lazily("training")
+    model_of = Lazily("seeing.training")
+    lifted = Lazily("seeing.training")
 
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)
@@ -170,13 +170,6 @@ class JaxBackend(Wing):
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 
-    explicit = Lazily("tiling")
-
-    def sharded_like(self, x: Array, other: Array) -> Array:
-        from gradtools.jax import shardings
-
-        return shardings.like(x, other) if any(shardings.entries(other)) else x
-
     frozen_uses = Lazily("freezing")
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
@@ -185,14 +178,10 @@ class JaxBackend(Wing):
     # --- seeing
 
     def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
-        from gradtools.crossings import noted
-        from gradtools.jax import seeing
+        from gradtools.bridged_calls import noted
+        from gradtools.jax.seeing import recorded_run
 
-        if noted() is None or not seeing.crosses(run, leaves):
+        if noted() is None or not recorded_run.crosses(run, leaves):
             return run(leaves)  # JAX keeps no state that it could change
         with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
             return run(leaves)
-
-
-def _numpy(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)

@@ -22,13 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.chunks import Chunks, Partition, progress_bar
-from gradtools.errors import GradtoolsError, warn
+from gradtools.chunks import Chunks, Partition, progress_bar, unlike_outputs, warn_of_batch_norm
+from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
-from gradtools.jax.marks import chunk
-from gradtools.jax.stateful import (
+from gradtools.jax.nnx_state import (
     again,
     explained,
     explained_again,
@@ -36,16 +35,14 @@ from gradtools.jax.stateful import (
     refuse_to_repeat,
     stateful,
 )
+from gradtools.jax.operation_marks import chunk
+from gradtools.jax.shardings import varies, varying
 from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
 
 
+@explained_again("chunked")
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
-    """The joined output leaves, and the last carry."""
-    with explained_again("chunked"):
-        return _run_chunks(chunks)
-
-
-def _run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     steps = _Steps(chunks)
     carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
     carry += steps.state
@@ -94,7 +91,7 @@ def _add_run(
     """The sums with those of a run of chunks, and the modules' state after it."""
     avals = step.out_avals
     if sums is None:
-        sums = [_zeros(aval) for aval in avals]
+        sums = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
     sums = [promoted(x, aval) for x, aval in zip(sums, avals, strict=True)]
     return jax.lax.scan(partial(_add_step, step), (sums, state), stacked)[0]
 
@@ -190,9 +187,7 @@ class _ChunkProgram:
             places = [i for i, x in enumerate(flat) if is_inexact(x)]
 
             def of_inexact(*xs: Array) -> list[Array]:
-                full = dict(enumerate(flat)) | dict(zip(places, xs, strict=True))
-                values = [full[i] for i in range(len(flat))]
-                n = len(consts)
+                values, n = replaced_at(flat, places, xs), len(consts)
                 return jax.core.eval_jaxpr(self.closed.jaxpr, values[:n], *values[n:])
 
             pullback = jax.vjp(of_inexact, *[flat[i] for i in places])[1]
@@ -218,11 +213,15 @@ class _Steps:
         self.name = getattr(chunks.f, "__name__", type(chunks.f).__name__)
         self.chunks, chunks.f = chunks, self.held or chunks.f
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
-        self.lists = [[_as_leaf(x) for x in leaves] for leaves in chunks.lists]
+        self.lists = [
+            [asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
+            for leaves in chunks.lists
+        ]
         known: list[Any] = []
         self.kinds: list[int] = []  # equal where chunks look alike
         for number in range(chunks.cut.count):
-            looks = chunks.structure_of(number), [_looks(x) for x in self.lists[number]]
+            each = [jax.typeof(x) if _is_array(x) else (type(x), x) for x in self.lists[number]]
+            looks = chunks.structure_of(number), each
             if looks not in known:
                 known.append(looks)
             self.kinds.append(known.index(looks))
@@ -236,17 +235,18 @@ class _Steps:
 
     def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
         """The function of a kind of chunk, as a jaxpr that a scan can repeat."""
-        key = kind, *map(_varying, carry)
+        key = kind, *map(varies, carry)
         if key in self._traced:
             return self._traced[key]
         number = self.kinds.index(kind)
         made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
         closed, result = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
-        _warn_of_batch_norm(self.chunks.batch.caller, self.name, closed)
+        if jaxprs.uses_primitive(closed, is_batch_statistic):
+            warn_of_batch_norm(("jax", self.name), f"{self.chunks.batch.caller}: {self.name} holds")
         outs, count = closed.out_avals, len(result[0])
         step = _ChunkProgram(owning(closed), jax.tree.structure(result), outs[:count], outs[count:])
-        if any(_varying(a) - _varying(x) for a, x in zip(step.carry_avals, carry, strict=True)):
+        if any(varies(a) - varies(x) for a, x in zip(step.carry_avals, carry, strict=True)):
             step = self.traced(kind, step.widened(carry))
         self._traced[key] = step
         return step
@@ -258,13 +258,11 @@ class _Steps:
         return again(step, prevent_cse=prevent_cse)
 
     def inputs(self, number: int) -> tuple[Any, ...]:
-        """`(index, slots, lists)` of one chunk."""
         size = len(self.chunks.cut.rows[number])
         slots = [s.at(number, size) for s in self.splits if s.inexact]
         return np.int32(number), slots, [x for x in self.lists[number] if _is_array(x)]
 
     def stacked(self, run: _ChunkRun) -> tuple[Any, ...]:
-        """`(index, slots, lists)` of a run, stacked."""
         size = len(self.chunks.cut.rows[run.first])
         slots = [s.stacked(run.numbers, size) for s in self.splits if s.inexact]
         rows = zip(*(self.lists[i] for i in run.numbers), strict=True)
@@ -324,7 +322,6 @@ class _Split:
         return piece if slot is None else _routed(piece, slot)
 
     def at(self, index: Any, size: int) -> Array:
-        """The rows of a chunk, whose number may be traced."""
         if size == self.cut.size:
             return self.x
         if not self.cut.interleaved:
@@ -385,16 +382,6 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
 
 
-def _as_leaf(x: Any) -> Any:
-    """NumPy's arrays are data; anything else that is no array is for f as it is."""
-    return asarray(x) if isinstance(x, np.ndarray) else x
-
-
-def _looks(x: Any) -> Any:
-    """What two leaves of lists have in common if the same program takes both."""
-    return jax.typeof(x) if _is_array(x) else (type(x), x)
-
-
 # --- carries
 
 
@@ -438,22 +425,9 @@ def _sum(x: Array, y: Array) -> Array:
     return _strong(x + shardings.like(y, x))
 
 
-def _zeros(aval: Any) -> Array:
-    return jnp.zeros(aval.shape, aval.dtype)
-
-
-def _varying(x: Any) -> frozenset[str]:
-    """The axes of a shard_map over which a value differs from device to device."""
-    aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
-
-
 def promoted(x: Array, aval: Any) -> Array:
     """x as a value that varies over the axes that another does: a loop keeps its types."""
-    axes = tuple(sorted(_varying(aval) - _varying(x)))
-    x = jax.lax.pcast(x, axes, to="varying") if axes else x
-    return shardings.like(x, aval)
+    return shardings.like(varying(x, varies(aval)), aval)
 
 
 # --- outputs
@@ -506,16 +480,11 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
 
 
 def _check_shapes(cut: Partition, axis: int, parts: Sequence[tuple[_ChunkRun, Array]]) -> None:
-    first, known = parts[0]
+    _, known = parts[0]
     for run, x in parts:
         rest = [s[1 : axis + 1] + s[axis + 2 :] for s in (x.shape, known.shape)]
         if rest[0] != rest[1]:
-            raise GradtoolsError(
-                f"chunked: an output of f has shape {x.shape[1:]} for {cut.sizes[run.first]} "
-                f"examples and {known.shape[1:]} for {cut.sizes[first.first]}; they cannot be "
-                f"joined on axis {axis}. Only that axis may depend on the size of a chunk; "
-                "outputs=... leaves out what has another, such as a table of all pairs."
-            )
+            raise unlike_outputs(cut, axis, run.first, x.shape[1:], known.shape[1:])
 
 
 # --- how many graphs are kept
@@ -575,16 +544,3 @@ class _Bar:
 
 
 _PLATFORMS = {"gpu": ("cuda", "rocm")}
-_warned: set[str] = set()
-
-
-def _warn_of_batch_norm(caller: str, name: str, closed: Any) -> None:
-    """Says once for each function that its batch normalisation sees chunks."""
-    if name in _warned or not jaxprs.uses_primitive(closed, is_batch_statistic):
-        return
-    _warned.add(name)
-    warn(
-        f"{caller}: {name} holds a batch normalisation in training mode. It normalises each chunk "
-        "by that chunk's own statistics, as the plain loop over chunks does, so the result is not "
-        "the full batch's. For that use evaluation mode, or a normalisation of single examples."
-    )

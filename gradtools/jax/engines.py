@@ -18,12 +18,12 @@ import jax
 
 from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.calls import Call
-from gradtools.connection import refuse_cut
-from gradtools.jax import jaxprs, signs, tracing
+from gradtools.disconnected_inputs import refuse_cut
+from gradtools.jax import complex_sign, jaxprs, reachability
 from gradtools.jax._upstream import scopes_of
-from gradtools.jax.primitives import reverse_only_p
-from gradtools.jax.recurring import linearized_before
-from gradtools.jax.refusals import explained
+from gradtools.jax.kept_linearizations import linearized_before
+from gradtools.jax.known_errors import explained
+from gradtools.jax.rules.primitives import reverse_only_p
 from gradtools.jax.trees import LinearMap, conj, zeros_of
 
 _SCOPE = "gradtools_derivative"
@@ -90,7 +90,6 @@ def _pulled(outs: Sequence[Array], caller: str) -> Callable[..., list[Array]]:
 def jvp(
     fun: Fun, leaves: list[Array], tangents: list[Array]
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    """`(outs, extras, pushed)`."""
     _note_derivative()
     caller = getattr(fun, "caller", "jvp")
     _refuse_signs(fun, leaves)
@@ -155,13 +154,13 @@ class _TracedFunction:
     @cached_property
     def reached(self) -> list[bool]:
         """For each leaf, whether it reaches one of the differentiated outputs."""
-        rows = tracing.reached_matrix(self.closed)[: len(self.out_avals)]
+        rows = reachability.reached_matrix(self.closed)[: len(self.out_avals)]
         return [any(row[i] for row in rows) for i in range(len(self.closed.in_avals))]
 
     def where_lost(self, index: int) -> list[str]:
         """The operations at which leaf `index` is lost, one for each line."""
-        from gradtools.jax.graphs import graph_of
-        from gradtools.seeing.flow import losses
+        from gradtools.jax.seeing.graphs import graph_of
+        from gradtools.seeing.derivative_flow import losses
 
         graph = graph_of(self.closed)
         shown = replace(graph, outputs=graph.outputs[: len(self.out_avals)])
@@ -173,7 +172,7 @@ class _TracedFunction:
 
     def refuse_signs(self, fun: Fun) -> None:
         """Raises where a derivative goes through the sign of complex numbers."""
-        signs.refuse(getattr(fun, "caller", "gradtools"), self.closed, len(self.out_avals))
+        complex_sign.refuse(getattr(fun, "caller", "gradtools"), self.closed, len(self.out_avals))
 
     @cached_property
     def hands_on(self) -> bool:
@@ -190,7 +189,7 @@ class _TracedFunction:
         """For each leaf: does it reach a derivative taken inside, constant or cut afterwards?"""
         if not jaxprs.uses_primitive(self.closed, _is_derivative):
             return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
-        inside = tracing.InnerDerivatives(_is_derivative)
+        inside = reachability.InnerDerivatives(_is_derivative)
         return inside.constants_and_cuts(self.closed, len(self.out_avals))
 
     @property
@@ -216,12 +215,12 @@ def _refuse_signs(fun: Fun, leaves: list[Array], traced: _TracedFunction | None 
     """
     if traced is not None:
         return traced.refuse_signs(fun)
-    if not isinstance(fun, Call) or not signs.may_meet(fun.f, leaves):
+    if not isinstance(fun, Call) or not complex_sign.may_meet(fun.f, leaves):
         return None
     traced = _traced(fun, leaves)
     if traced is not None:
         traced.refuse_signs(fun)
-    return signs.remember(fun.f, leaves)
+    return complex_sign.remember(fun.f, leaves)
 
 
 _here = threading.local()

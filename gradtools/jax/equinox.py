@@ -47,7 +47,6 @@ class Transformed(eqx.Module):
     make: Callable[[Any], Callable[..., Any]] = eqx.field(static=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed call."""
         return self.make(self.module)(*args, **kwargs)
 
     def __hash__(self) -> int:

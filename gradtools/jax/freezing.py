@@ -25,10 +25,10 @@ from gradtools.errors import GradtoolsError, is_of, warn
 from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.arrays import asarray
 from gradtools.jax.jaxprs import uses_primitive
-from gradtools.jax.refusals import explained
-from gradtools.jax.rules import apply_rule
-from gradtools.jax.stateful import stateful
-from gradtools.jax.transposing import transpose
+from gradtools.jax.known_errors import explained
+from gradtools.jax.nnx_state import stateful
+from gradtools.jax.rules.installing import apply_rule
+from gradtools.jax.rules.transposing import transpose
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import Linearized, Rule, spread
 

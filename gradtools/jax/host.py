@@ -25,12 +25,12 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gradtools.errors import said_by
-from gradtools.host import Kernel, KernelCall, Results, Shape, Spec
+from gradtools.host_kernels import Kernel, KernelCall, Results, Shape, Spec
 from gradtools.jax import shardings
 from gradtools.jax._upstream import is_exporting, is_for_one_cpu, transfers_refused
 from gradtools.jax.arrays import X64
-from gradtools.jax.lifetimes import MortalPrimitive, mortal
-from gradtools.jax.tracing import within_a_trace
+from gradtools.jax.reachability import within_a_trace
+from gradtools.jax.rules.kept_alive import MortalPrimitive, mortal
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:

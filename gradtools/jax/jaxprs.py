@@ -1,7 +1,7 @@
 """Jaxprs, read: what an equation runs, what it writes, and which equations are needed.
 
 The one list of the primitives that run jaxprs: calls, loops, branches, and functions with rules of
-JAX's. How data flows is read in `tracing.py`, what an equation costs in `flops.py`.
+JAX's. How data flows is read in `reachability.py`, what an equation costs in `seeing/flops.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from gradtools.jax.lifetimes import LIFE
+from gradtools.jax._upstream import Literal
+from gradtools.jax.rules.kept_alive import LIFE
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
 Eqn = Any
@@ -36,7 +37,6 @@ def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
 
 
 def is_inexact(var: Any) -> bool:
-    """Whether a variable is floating or complex."""
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
@@ -70,6 +70,18 @@ def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> boo
             return True
         pending.extend(inner for eqn in jaxpr.eqns for inner in sub_jaxprs(eqn.params))
     return False
+
+
+def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
+    """The results of an equation, run at these operands in the settings that it was traced in."""
+    with eqn.ctx.manager:
+        result = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def read(env: dict[Any, Any], atom: Any) -> Any:
+    """What an atom is where a jaxpr is run."""
+    return atom.val if isinstance(atom, Literal) else env[atom]
 
 
 def overwrites(eqn: Eqn) -> bool:

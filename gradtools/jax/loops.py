@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from gradtools.backend import Array
 from gradtools.jax import shardings
-from gradtools.jax.alike import derived
-from gradtools.jax.tracing import within_a_trace
+from gradtools.jax.jaxpr_equality import derived
+from gradtools.jax.reachability import within_a_trace
 
 
 def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -> Any:

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from gradtools import keras_layers
+from gradtools import keras_models
 from gradtools.errors import GradtoolsError, is_of, said_by
 from gradtools.jax.arrays import check_key
-from gradtools.keras_layers import is_keras
+from gradtools.keras_models import is_keras
 
 Apply = Callable[..., tuple[Any, Any]]
 MODES = {
@@ -44,7 +44,7 @@ def functionalize(
     if _is_a("equinox", module):
         return _from_equinox(module, variables, train)
     if is_keras(module):
-        return keras_layers.functionalize(module, variables, train, _KERAS)
+        return keras_models.functionalize(module, variables, train, _KERAS)
     if _is_of_haiku(module):
         return _from_haiku(module, variables, train)
     raise GradtoolsError(
@@ -70,7 +70,7 @@ def _from_linen(module: Any, variables: Any, train: bool | None, rng_names: tupl
         )
     params = variables.get("params", {})
     state = {name: tree for name, tree in variables.items() if name != "params"}
-    mode = _linen_mode(module, train)
+    mode = _mode(f"{type(module).__name__}.__call__", type(module).__call__, train)
     layout = _layout(params)
 
     return partial(_apply_linen, module, mode, layout, rng_names), params, state
@@ -92,11 +92,6 @@ def _linen_call(module: Any, variables: dict, args: tuple, call: dict, rng_names
         if call["rngs"] is not None:
             mend = f"name the stream in functionalize's rng_names, which are {rng_names}"
         raise GradtoolsError(f"apply: the module needs randomness; {mend}. ({error})") from error
-
-
-def _linen_mode(module: Any, train: bool | None) -> dict[str, bool]:
-    """The keyword by which this module learns that it is training."""
-    return _mode(f"{type(module).__name__}.__call__", type(module).__call__, train)
 
 
 def _mode(name: str, call: Callable[..., Any], train: bool | None) -> dict[str, bool]:
@@ -273,21 +268,19 @@ def _apply_haiku(
 
 
 def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
-    """A pair of integers for each random stream."""
     check_key("apply", key)
     return [jax.random.bits(k, (2,), "uint32") for k in jax.random.split(key, max(count, 1))][
         :count
     ]
 
 
-_KERAS = keras_layers.KerasWing("jax", lambda x: x, lambda x: x, _keras_seeds)
+_KERAS = keras_models.KerasWing("jax", lambda x: x, lambda x: x, _keras_seeds)
 
 
 # Checks
 
 
 def _layout(params: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of each leaf by its path."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     return {jax.tree_util.keystr(path): jax.numpy.shape(leaf) for path, leaf in leaves}
 

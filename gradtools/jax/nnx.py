@@ -41,5 +41,4 @@ class Transformed(nnx.Module):
         self.module, self.make = module, make
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed call."""
         return self.make(self.module)(*args, **kwargs)

@@ -9,6 +9,7 @@ manual ones and without a mesh, types say nothing, and nothing is done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -42,7 +43,6 @@ def placed(x: Array, axis: int, entry: Any) -> Array:
 
 
 def whole(x: Array, axis: int) -> Array:
-    """x with one axis on all devices."""
     return placed(x, axis, None)
 
 
@@ -116,7 +116,6 @@ def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) 
 
 
 def without_axis(aval: Any, axis: int) -> Any:
-    """The type of an entry along an axis."""
     return _with_axes(aval, lambda xs, _: (*xs[:axis], *xs[axis + 1 :]))
 
 
@@ -158,7 +157,42 @@ def devices(mesh: Any, entry: Any) -> int:
 
 
 def names(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes of an entry."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+# --- manual axes: under `shard_map` types say over which of them an array varies -----------------
+
+
+def varying_alike(xs: Sequence[Any]) -> list[Any]:
+    """Under shard_map, all inputs varying over the same mesh axes.
+
+    The derivative of that is the sum over the axes, which the cotangent of an input that does
+    not vary needs.
+    """
+    union = frozenset().union(*map(varies, xs))
+    return [varying(x, union) for x in xs] if union else list(xs)
+
+
+def varying(x: Any, axes: frozenset[Any]) -> Any:
+    """x, typed as varying over these mesh axes too."""
+    missing = axes - varies(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def varies(x: Any) -> frozenset[Any]:
+    """The mesh axes over which x is typed as different."""
+    return frozenset(_aval(x).manual_axis_type.varying)
+
+
+@jax.custom_jvp
+def with_varying_tangent(x: Any) -> Any:
+    """x; its tangent varies as it does. A jaxpr that is evaluated again relies on that."""
+    return x
+
+
+@with_varying_tangent.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    return with_varying_tangent(x), varying(dx, varies(x))

@@ -17,14 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
-from gradtools.jax._upstream import Literal
-from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
-from gradtools.jax.jaxprs import uses_primitive
-from gradtools.jax.manual_axes import varying, varying_alike
-from gradtools.jax.tracing import within_a_trace
+from gradtools.jax.jaxpr_equality import compiled
+from gradtools.jax.jaxprs import bound, read, uses_primitive
+from gradtools.jax.reachability import within_a_trace
+from gradtools.jax.shardings import varying, varying_alike
 from gradtools.rules import held_by
-from gradtools.tiles import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
+from gradtools.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
 
 Arrays = list[Any]
 States = list[Arrays]  # one list for each group, empty where a group has another side
@@ -91,13 +90,15 @@ class _SweepRun:
 
     def __init__(self, program: Sweep, xs: Sequence[Any]) -> None:
         self.program, self.roles, self.given = program, program.roles, xs
-        self.xs = [_whole(x, role) for x, role in zip(xs, self.roles, strict=True)]
+        self.xs = [
+            x if role == SHARED else shardings.whole(x, 0)
+            for x, role in zip(xs, self.roles, strict=True)
+        ]
         pairs = [*zip(self.roles, xs, strict=True)]
         self.entries = {side: _entry(pairs, side) for side in (ROWS, COLUMNS)}
         self.rows, self.columns = (program.cut.blocks(side) for side in (ROWS, COLUMNS))
 
     def run(self) -> States:
-        """The states of each group, joined."""
         first, bands = (self.rows[0][1], self.columns[0][1]), []
         looks = self._looks(*first)
         self.groups = self.program.groups()
@@ -133,17 +134,14 @@ class _SweepRun:
         return bool(getattr(self.program.cut, side) % count == 0)
 
     def mesh(self, side: str) -> Any:
-        """The mesh over which a side is sharded."""
         mine = (x for x, role in zip(self.given, self.roles, strict=True) if role == side)
         return next(jax.typeof(x).sharding.mesh for x in mine if shardings.entries(x)[0])
 
     def seen(self) -> Sequence[MergeGroup]:
-        """The groups, which a tile tells."""
         self._looks(self.rows[0][1], self.columns[0][1])
         return self.program.groups()
 
     def _band(self, none: States, carry: Any, rows: Arrays) -> tuple[Any, States]:
-        """One block of rows with all columns."""
         shared, of_columns = carry
         result, inner = [], (none, shared)
         for (start, size, count), held in zip(self.columns, of_columns, strict=True):
@@ -156,7 +154,6 @@ class _SweepRun:
         return (shared, result), of_rows
 
     def _tile(self, rows: Arrays, held: Any, columns: Arrays, of_columns: States) -> Any:
-        """The states after one more tile."""
         blocks = {ROWS: iter(rows), COLUMNS: iter(columns)}
         tile = [
             x if role == SHARED else next(blocks[role])
@@ -240,10 +237,6 @@ def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:
     return next((entry for entry in result if entry is not None), None)
 
 
-def _whole(x: Any, role: str) -> Any:
-    return x if role == SHARED else shardings.whole(x, 0)
-
-
 def _full(look: Any, fill: float) -> Any:
     return promoted(jnp.full(look.shape, fill, look.dtype), look)
 
@@ -265,7 +258,6 @@ def _loop(body: Callable[..., Any], carry: Any, xs: Any, count: int) -> Any:
 
 
 def _joined(runs: Sequence[States], k: int) -> Arrays:
-    """The states of a group, block after block."""
     merge = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     flat = [[merge(x) for x in run[k]] for run in runs]
     return [
@@ -277,6 +269,37 @@ def fold(step: Any, state: Arrays, xs: Sequence[Any], count: int) -> Arrays:
     """`state = step(state, block)` over so many blocks of the arrays' first axis."""
     body = lambda state, block: (step(state, block), None)
     return _loop(body, state, [_cut(x, count) for x in xs], count)[0]
+
+
+def as_now(fun: Callable[..., Any], xs: Sequence[Any]) -> Callable[..., Any]:
+    """No mode holds when a program runs."""
+    return fun
+
+
+def of_own(name: str, x: Any, *others: Any) -> Any:
+    """`name(x, *others)`; XLA itself finds memory that nothing else holds."""
+    return getattr(jnp, name)(x, *others)
+
+
+def taken(x: Any, at: Any, index: Any) -> Any:
+    """Of each row of x the entry whose column has the index `at`; 0 where there is none."""
+    return jnp.sum(jnp.where(_is_at(at, index), x, jnp.zeros_like(x)), axis=1)
+
+
+def put(v: Any, at: Any, index: Any) -> Any:
+    """The transpose: a matrix of v at these places, and zeros."""
+    v = jnp.expand_dims(v, axis=1)
+    return jnp.where(_is_at(at, index), v, jnp.zeros_like(v))
+
+
+def _is_at(at: Any, index: Any) -> Any:
+    wider = at.dtype if at.dtype.itemsize > index.dtype.itemsize else index.dtype
+    return jnp.asarray(index, wider) == jnp.expand_dims(jnp.asarray(at, wider), axis=1)
+
+
+def sharded_like(x: Any, other: Any) -> Any:
+    """x, over a mesh of devices as another array of its shape, if that is over one."""
+    return shardings.like(x, other) if any(shardings.entries(other)) else x
 
 
 # --- what f closes over ------------------------------------------------------------------
@@ -356,18 +379,15 @@ class _Explicit:
 def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
     """The outputs of a program, of which under shard_map more may vary than where it was traced."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
     for eqn in jaxpr.eqns:
-        result = [read(v) for v in eqn.invars]
+        result = [read(env, v) for v in eqn.invars]
         if eqn.primitive.name == "pvary":
             result = [varying(result[0], frozenset(eqn.params["axes"]))]
         else:
             result = varying_alike(result)
-            with eqn.ctx.manager:
-                result = eqn.primitive.bind(*result, **eqn.primitive.get_bind_params(eqn.params))
-            result = result if eqn.primitive.multiple_results else [result]
+            result = bound(eqn, result)
         env.update(zip(eqn.outvars, result, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return [read(env, v) for v in jaxpr.outvars]
 
 
 def _looks(avals: Sequence[Any]) -> Any:

@@ -22,14 +22,12 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
-    """The tree with these leaves."""
     if type(treedef) is OpenedTree:
         return _CONTAINERS.closed(treedef, leaves)
     return jax.tree.unflatten(treedef, leaves)
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Where each leaf stands, such as `['w'][0]`."""
     return _CONTAINERS.paths(tree)
 
 
@@ -45,7 +43,6 @@ _CONTAINERS = Containers(jax.tree.flatten, jax.tree.unflatten, _leaf_paths, _is_
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether x has a floating or complex dtype."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -57,8 +54,7 @@ def conj(x: Any) -> Any:
 def zeros_of(aval: Any) -> Any:
     """Zeros like an abstract array: sharded as it is, varying under shard_map as it does."""
     zeros = shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
-    axes = tuple(sorted(aval.manual_axis_type.varying))
-    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+    return shardings.varying(zeros, shardings.varies(aval))
 
 
 class LinearMap:
@@ -71,7 +67,6 @@ class LinearMap:
         self.run, self.native = run, native
 
     def __call__(self, *args: Any) -> Any:
-        """The map at args."""
         return self.run(self.native, *args)
 
     def __repr__(self) -> str:
@@ -92,7 +87,6 @@ def likes_of(xs: Sequence[Any]) -> list[Any]:
 
 
 def without_none(xs: Sequence[Any]) -> list[Any]:
-    """The entries that are not None."""
     return [x for x in xs if x is not None]
 
 
@@ -109,5 +103,4 @@ def struct_of(aval: Any) -> Any:
 
 
 def all_known(xs: Sequence[Any]) -> bool:
-    """Whether no x is a tracer."""
     return not any(isinstance(x, jax.core.Tracer) for x in xs)

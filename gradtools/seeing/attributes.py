@@ -118,15 +118,3 @@ def number_text(value: complex | float) -> str:
 def are_numbers(text: str) -> bool:
     """Whether a captured value's name is what it holds."""
     return text.startswith("[") or is_number(text)
-
-
-__all__ = [
-    "are_numbers",
-    "call_text",
-    "is_number",
-    "mark_text",
-    "number_text",
-    "numbers_text",
-    "text_of",
-    "told",
-]

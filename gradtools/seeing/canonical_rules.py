@@ -531,9 +531,11 @@ def _einsum(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
     return [c.contracted(node.attributes["subscripts"], *given)]
 
 
-@_rule("matmul")
+@_rule("matmul vdot")
 def _matmul(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
     a, b = given
+    if node.operation == "vdot" and c.dtype_of(node, 0).startswith("complex"):
+        a = c.elementwise("conj", [a])
     return [c.contracted(_subscripts(len(a.shape), len(b.shape)), a, b)]
 
 

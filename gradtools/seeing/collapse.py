@@ -12,11 +12,11 @@ from types import MappingProxyType
 
 from gradtools.seeing.attributes import call_text, mark_text
 from gradtools.seeing.flatten import BlockGroup, FlatGraph, Link, Notes, Unit
-from gradtools.seeing.letters import Letters, stand_in
 from gradtools.seeing.nesting import in_parts, nested
 from gradtools.seeing.nodes import Node, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.repeats import Folding
+from gradtools.seeing.value_letters import Letters, stand_in
 
 FOLD_FROM = 40  # boxes: what has fewer is shown whole
 
@@ -107,7 +107,6 @@ def _box(flat: FlatGraph, unit: Unit, letters: Letters) -> Box:
     lines += [f"and {len(unit.outputs) - 2} more"] if len(unit.outputs) > 2 else []
     return Box(
         *(unit.key, unit.kind, node.operation, tuple(lines), node.phase, mark_text(node), alert),
-        node=unit.position,
         tint=unit.note[0],
         note=unit.note[1],
         hint=_hint(node),

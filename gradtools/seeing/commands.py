@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gradtools.command_inputs import Given
 from gradtools.errors import GradtoolsError
-from gradtools.inputs import Given
 from gradtools.seeing.formula import Formula, files
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.measures import Measurement

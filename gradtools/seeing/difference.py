@@ -1,6 +1,6 @@
 """Two graphs compared: the same model in both frameworks, or before and after a change.
 
-`align.py` says which operations belong together; here each pair is held against the other: the
+`alignment.py` says which operations belong together; here each pair is held against the other: the
 name, the size and dtype of what comes out, whether a derivative flows, what it is marked with.
 Layouts, reshapes and how an operation is made of smaller ones are no difference.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.align import AlignedStep, aligned, forward_alone
+from gradtools.seeing.alignment import AlignedStep, aligned, forward_alone
 from gradtools.seeing.attributes import are_numbers
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.edges import kept_anew, reason, strengths_of
@@ -203,20 +203,7 @@ class GraphDifference:
 
 
 def graph_diff(a: Any, b: Any, names: tuple[str, str] = ("first", "second")) -> GraphDifference:
-    """Two graphs aligned, with what differs.
-
-    Args:
-        a: A `Graph`, such as `gradient_graph` of a model in one framework.
-        b: Another, such as that of the same model in the other framework.
-        names: What they are called.
-
-    Returns:
-        A `GraphDifference`: false where nothing differs. ``str()`` lists what does, ``to_svg()``
-        and ``to_html()`` draw both beside each other; ``matched, changed, only_a, only_b`` hold it.
-
-    Raises:
-        GradtoolsError: a or b is no `Graph`.
-    """
+    """Two graphs aligned, with what differs; what `gt.graph_diff` returns."""
     for name, graph in (("a", a), ("b", b)):
         if not isinstance(graph, PlainGraph):
             raise GradtoolsError(
@@ -408,6 +395,3 @@ def _shifted(block: Block, shift: int) -> Block:
 def _moved(arrow: Arrow, shift: int, values: int) -> Arrow:
     moved = frozenset(value + values for value in arrow.values)
     return replace(arrow, source=arrow.source + shift, target=arrow.target + shift, values=moved)
-
-
-__all__ = ["Change", "GraphDifference", "graph_diff"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing import collapse
-from gradtools.seeing.cards import card_of, short, shown
+from gradtools.seeing.box_text import card_of, short, shown
 from gradtools.seeing.nodes import Dependence, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.palette import LIGHT

@@ -11,13 +11,12 @@ from html import escape
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.cards import LINE, shown, text_width
+from gradtools.seeing.box_text import LINE, shown, text_width
 from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.layout import fitted, picture_of
+from gradtools.seeing.layout import Picture, fitted, picture_of
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.outline import Block, Outline
 from gradtools.seeing.palette import style_sheet
-from gradtools.seeing.scene import Picture
 
 _MARGIN = 24.0
 _KEY_ROW = 20.0
@@ -125,7 +124,7 @@ def _title(picture: Picture, top: float) -> Iterator[str]:
 
 def _legend(picture: Picture) -> Iterator[tuple[str, str, str]]:
     """What appears in the picture and needs a word: (kind, classes, word)."""
-    boxes = [placed.item for placed in picture.boxes]
+    boxes, looks = picture.items, picture.drawn["looks"]
     seen = {(box.phase % 3, box.phase) for box in boxes}
     names = ("forward", "backward", "backward of the backward")
     if len(seen) > 1:
@@ -136,15 +135,13 @@ def _legend(picture: Picture) -> Iterator[tuple[str, str, str]]:
     for kind, word in words.items():
         if kind in kinds:
             yield "box", f"box leaf {kind} p0", word
-    saved = max((look for look in picture.looks if "saved" in look), default=None)
+    saved = max((look for look in looks if "saved" in look), default=None)
     if saved:
         yield "line", saved, "kept for a later pass, with its bytes"
     for look, word in _WORDS:
-        if any(look in classes.split() for classes in picture.looks):
+        if any(look in classes.split() for classes in looks):
             yield "line", f"edge {look}", word
-    if any(isinstance(item, Block) and item.count > 1 for item in boxes) or any(
-        frame.block.count > 1 for frame in picture.frames
-    ):
+    if any(isinstance(item, Block) and item.count > 1 for item in (*boxes, *picture.blocks)):
         yield "", "", "×n: n alike in a row, drawn once"
 
 

@@ -1,9 +1,9 @@
 """The edges of a graph: which value goes from where to where, and what becomes of its derivative.
 
-A value that a later pass reads was *saved* for it. A cut is told with its reason where something
-is lost by it, as `flow.py` finds: a comparison that only makes a mask loses nothing, nor does a
-maximum that is stopped and taken off again, as inside of softmax. Whatever else is stopped on
-purpose is told.
+A value that a later pass reads was *saved* for it. A cut is told with its reason where something is
+lost by it, as `derivative_flow.py` finds: a comparison that only makes a mask loses nothing, nor
+does a maximum that is stopped and taken off again, as inside of softmax. Whatever else is stopped
+on purpose is told.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gradtools.seeing.derivative_flow import links_of, losses_of
 from gradtools.seeing.findings import KINDS
-from gradtools.seeing.flow import links_of, losses_of
 from gradtools.seeing.nodes import Dependence, Edge, Node, PlainGraph, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
@@ -72,7 +72,19 @@ def base_of(graph: PlainGraph, value: int) -> int:
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
     """What is alive whether it is kept or not: what the program was given, and holds."""
-    return frozenset((*graph.inputs, *graph.captured))
+    return frozenset((*graph.inputs, *_held(graph)))
+
+
+def _held(graph: PlainGraph) -> Iterator[int]:
+    """What a program holds, also where a call in it hands on what its own program holds."""
+    yield from graph.captured
+    for node in graph.nodes:
+        if len(node.bodies) == 1 and not node.bodies[0].carries:
+            inner = node.bodies[0].graph
+            held = set(_held(inner))
+            for value, out in zip(node.outputs, inner.outputs, strict=False):
+                if out in held and inner.values[out].shape == graph.values[value].shape:
+                    yield value
 
 
 def _phases(graph: PlainGraph) -> dict[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradtools.seeing.align import Alignment
+from gradtools.seeing.alignment import Alignment
 from gradtools.seeing.attributes import are_numbers, text_of
 from gradtools.seeing.canonical import BRANCHING, WRITTEN_OUT, Canonical
 from gradtools.seeing.canonical_forms import CanonicalExpression, Expressions, Form
@@ -288,6 +288,3 @@ def _in_turn(graph: PlainGraph, values: Sequence[int]) -> list[int]:
     for node in graph.nodes:
         read.update(dict.fromkeys(v for v in node.inputs if v in wanted))
     return [*read, *(v for v in wanted if v not in read)]
-
-
-__all__ = ["ELSE", "GraphPair"]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradtools.seeing.attributes import are_numbers, is_number, text_of
-from gradtools.seeing.crossing import BRIDGED
+from gradtools.seeing.bridged_calls import BRIDGED
 from gradtools.seeing.edges import alive_anyway, cut_reason, lost_links, reason, strengths_of
 from gradtools.seeing.nodes import Body, Dependence, Node, PlainGraph, Value
 
@@ -44,7 +44,6 @@ class Unit:
     phase: int
     scope: tuple[str, ...] = ()
     node: Node | None = None
-    position: int | None = None
     value: Value | None = None
     outputs: tuple[Value, ...] = ()
     operands: list[Operand] = field(default_factory=list)
@@ -124,13 +123,13 @@ class FlatGraph:
     ) -> list[Entry]:
         """What each node becomes; `made` gains the makers of its outputs."""
         entries: list[Entry] = []
-        for position, node in enumerate(graph.nodes):
+        for node in graph.nodes:
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
             strengths = strengths_of(graph, node)
             if node.bodies:
-                entries.append(self._call(graph, node, position, scope, made, numbers))
+                entries.append(self._call(graph, node, scope, made, numbers))
                 continue
-            unit = self._operation(graph, node, position, scope)
+            unit = self._operation(graph, node, scope)
             entries.append(unit)
             for i, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
                 cut = cut_reason(self._lost, node, i, strength)
@@ -138,15 +137,12 @@ class FlatGraph:
             made.update({v: ((unit.key, k),) for k, v in enumerate(node.outputs)})
         return entries
 
-    def _operation(
-        self, graph: PlainGraph, node: Node, position: int, scope: tuple[str, ...]
-    ) -> Unit:
+    def _operation(self, graph: PlainGraph, node: Node, scope: tuple[str, ...]) -> Unit:
         outputs = tuple(graph.values[v] for v in node.outputs)
         return self._unit(
             *("operation", node.phase),
             scope=scope,
             node=node,
-            position=position,
             outputs=outputs,
             note=self.notes.get(id(node), ("", "")),
         )
@@ -209,7 +205,6 @@ class FlatGraph:
         self,
         graph: PlainGraph,
         node: Node,
-        position: int,
         scope: tuple[str, ...],
         made: dict[int, Makers],
         numbers: dict[int, int],
@@ -218,7 +213,7 @@ class FlatGraph:
         group = BlockGroup(_kind(node), _called(node), scope, node.phase, [], mark=node.mark)
         deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
         if deciding or not node.inputs:
-            unit = self._operation(graph, node, position, ())
+            unit = self._operation(graph, node, ())
             unit.name = "decides"
             group.children.append(unit)
             for i in sorted(deciding):

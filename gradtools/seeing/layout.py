@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from gradtools.seeing.arrange import arrange
-from gradtools.seeing.data import data_of
-from gradtools.seeing.nodes import Dependence
-from gradtools.seeing.outline import Arrow, Block, Outline
-from gradtools.seeing.scene import Frame, Label, Picture, Placed, SceneLine
+from gradtools.seeing.outline import Block, Box, Outline
+from gradtools.seeing.page_data import data_of
+from gradtools.seeing.row_order import arrange
 
 _SCREEN = 1800.0, 1400.0
 _NEARLY = 1.75  # screens: so large is still better than hardly anything to see
@@ -33,6 +32,43 @@ _DRAWN = """
   };
 }
 """
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Everything that is drawn, with its place.
+
+    Attributes:
+        outline: What it shows.
+        opened: The keys of the blocks that are open.
+        data: The outline as data, for a page.
+        drawn: What the scripts gave: where each box, frame, line and label stands, and the classes
+            of the lines.
+        body: All of it as SVG, without a document around it.
+    """
+
+    outline: Outline
+    opened: frozenset[int]
+    data: dict[str, Any]
+    drawn: dict[str, Any]
+    top: float
+    width: float
+    height: float
+    body: str
+
+    @property
+    def items(self) -> list[Box | Block]:
+        """What stands in it as a box: boxes and closed blocks."""
+        return self._of("boxes")
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The open blocks, which have a frame."""
+        return self._of("frames")
+
+    def _of(self, kind: str) -> list[Any]:
+        known = {item.key: item for c in self.outline.columns for item in (c, *c.walk())}
+        return [known[found["key"]] for found in self.drawn[kind]]
 
 
 @cache
@@ -71,8 +107,8 @@ def fitted(outline: Outline, expand: str | Iterable[str] = ()) -> Picture:
             nearly = picture
         if screens <= 1:
             break
-    shown = len(picture.boxes)
-    if nearly and shown < _HARDLY and len(nearly.boxes) >= 2 * shown:
+    shown = len(picture.drawn["boxes"])
+    if nearly and shown < _HARDLY and len(nearly.drawn["boxes"]) >= 2 * shown:
         return nearly
     return picture
 
@@ -85,43 +121,8 @@ class _OutlineLayout:
         self.data = data_of(arrange(outline))
         self._context = interpreter()
         self._drawn = self._context.eval(_DRAWN)(json.dumps(self.data))
-        self._items = {item.key: item for c in outline.columns for item in (c, *c.walk())}
 
     def picture(self, opened: frozenset[int]) -> Picture:
-        result = json.loads(self._drawn(json.dumps(sorted(opened))))
-        return Picture(
-            self.outline,
-            opened,
-            self.data,
-            tuple(Placed(self._items[b["key"]], b["x"], b["y"]) for b in result["boxes"]),
-            tuple(self._frame(frame) for frame in result["frames"]),
-            tuple(_line(line) for line in result["lines"]),
-            tuple(Label(t["x"], t["y"], t["text"], _arrow(t["arrow"])) for t in result["labels"]),
-            result["top"],
-            result["width"],
-            result["height"],
-            result["body"],
-            tuple(result["looks"]),
-        )
-
-    def _frame(self, found: dict[str, Any]) -> Frame:
-        block = self._items[found["key"]]
-        assert isinstance(block, Block)
-        x, y, width, height = (found[name] for name in ("x", "y", "width", "height"))
-        return Frame(block, x, y, width, height, found["depth"], found["nameX"])
-
-
-def _line(found: dict[str, Any]) -> SceneLine:
-    steps = tuple((name, tuple(numbers)) for name, numbers in found["steps"])
-    return SceneLine(steps, _arrow(found["arrow"]), found["head"], found["thread"])
-
-
-def _arrow(found: dict[str, Any]) -> Arrow:
-    return Arrow(
-        found["source"],
-        found["target"],
-        frozenset(found["values"]),
-        found["saved"],
-        Dependence(found["strength"]),
-        found["cut"],
-    )
+        drawn = json.loads(self._drawn(json.dumps(sorted(opened))))
+        whole = [drawn.pop(name) for name in ("top", "width", "height", "body")]
+        return Picture(self.outline, opened, self.data, drawn, *whole)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools import display
+from gradtools import notebook_html
 from gradtools.backend import Operators, P
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
@@ -59,7 +59,7 @@ class Measurement:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return display.table(list(self._rows()), self.notes)
+        return notebook_html.table(list(self._rows()), self.notes)
 
     def text(self, colour: bool = False) -> str:
         """The record in a few lines, with a terminal's colours if asked for."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradtools.seeing import collapse
-from gradtools.seeing.cards import card_of, short, shown
+from gradtools.seeing.box_text import card_of, short, shown
 from gradtools.seeing.nodes import Dependence, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.palette import LIGHT

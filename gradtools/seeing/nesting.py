@@ -92,12 +92,10 @@ def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
     first = next(iter(roots.values()))
     before: dict[tuple[int, int], list[Unit]] = {}
     for leaf in flat.leaves:
-        if flat.is_number(leaf.key):
-            continue
         reading = [ways[key] for key in readers.get(leaf.key, ()) if key in ways]
         first_phase = min((way[0].phase for way in reading), default=0)
         reading = [way for way in reading if way[0].phase == first_phase]
-        if leaf.kind == "captured" and leaf.key not in readers:
+        if leaf.kind == "captured" and leaf.key not in readers:  # or it is told in its place
             continue
         reading = [(way[0], way[1]) for way in reading] if _is_argument(leaf) else reading
         home, at = _home(reading) if reading else (first, 0)

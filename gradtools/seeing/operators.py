@@ -9,8 +9,8 @@ from typing import Any
 from gradtools.backend import Operators, P, R
 from gradtools.calls import like_function
 from gradtools.errors import GradtoolsError, place_of, warn
-from gradtools.seeing.doctor import apart, diagnosed, differentiated, moved, unreached
-from gradtools.seeing.flow import dependence_matrix
+from gradtools.seeing.derivative_flow import dependence_matrix
+from gradtools.seeing.diagnosis import apart, diagnosed, differentiated, moved, unreached
 from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording
 from gradtools.seeing.report import DependenceTable, GradientReport, grouped

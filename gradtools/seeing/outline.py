@@ -37,7 +37,6 @@ class Box:
         phase: The pass that it runs in.
         mark: As in `Node.mark`.
         alert: Why a gradient is lost here, in few words; empty where none is.
-        node: The position of its node in the graph that it stands in.
         note: What a comparison says about it.
         tint: "first", "second", "changed" or empty: how it compares.
         hint: What more there is to say: the line of the user's code, the framework's own name.
@@ -53,7 +52,6 @@ class Box:
     phase: int = 0
     mark: str = ""
     alert: str = ""
-    node: int | None = None
     note: str = ""
     tint: str = ""
     hint: str = ""

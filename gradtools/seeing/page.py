@@ -1,7 +1,7 @@
 """A graph as a page of its own: one file that loads nothing, in which blocks open and close.
 
-The page holds the arrangement of every block as data (`data.py`). `layout.js` and `markup.js` drew
-the first view; in the page they draw it again whenever a block opens or closes, and `page.js`
+The page holds the arrangement of every block as data (`page_data.py`). `layout.js` and `markup.js`
+drew the first view; in the page they draw it again whenever a block opens or closes, and `page.js`
 listens to the reader. Without scripts the first view stands there as it is.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from gradtools.seeing.cards import short
+from gradtools.seeing.box_text import short
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.drawing import drawn, key_of
 from gradtools.seeing.layout import fitted, picture_of, script

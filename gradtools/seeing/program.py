@@ -84,13 +84,6 @@ class LeafProgram:
         return treedef, places
 
     @property
-    def statics(self) -> dict[str, Any]:
-        """What the arguments hold besides arrays, such as a module, by the argument's name."""
-        named = [(f"argument {i}", taken) for i, taken in enumerate(self._trees)]
-        named += [(f"argument {k}", taken) for k, taken in self._named.items()]
-        return {name: [x for k, x in places if k is None] for name, (_, places) in named}
-
-    @property
     def wrt(self) -> list[int]:
         """The leaves of the arguments that are asked about."""
         positions = [k for k, owner in enumerate(self._owners) if owner in self.argnums]

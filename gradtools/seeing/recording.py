@@ -3,7 +3,7 @@
 `record` runs or traces a function of flat leaves once and gives a `Recording`: the graph, and the
 framework's own error if there was one. `vanishing` takes the gradient at these very values and
 says at which operations a cotangent that was not zero became zero, NaN or too faint. Both are
-methods of the waist; what is made of them stands above, in `doctor.py`.
+methods of the waist; what is made of them stands above, in `diagnosis.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradtools import display
+from gradtools import notebook_html
 from gradtools.seeing.findings import KINDS, Finding
 from gradtools.seeing.nodes import Dependence
 
@@ -47,13 +47,10 @@ class DependenceTable:
         return [("", *self.outputs), *rows]
 
     def _repr_html_(self) -> str:
-        return display.table(self._rows())
+        return notebook_html.table(self._rows())
 
     def __str__(self) -> str:
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join(lines)
+        return "\n".join(notebook_html.aligned(self._rows()))
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class GradientReport:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return display.coloured(self.text(colour=True))
+        return notebook_html.coloured(self.text(colour=True))
 
     def text(self, colour: bool = False) -> str:
         """The report as text, with a terminal's colours if asked for."""

@@ -82,6 +82,3 @@ def missing(cuts: tuple[int, ...], made: int, nodes: Sequence[Node], loss: str =
         links=((Dependence.CUT,) * len(cuts),),
         loss=loss,
     )
-
-
-__all__ = ["LOSS", "STOPPED", "inside_rules", "missing", "smoothly_between", "with_cuts"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradtools.seeing import collapse
-from gradtools.seeing.cards import short, shown
+from gradtools.seeing.box_text import short, shown
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.outline import Block, Box, Outline, counted
 

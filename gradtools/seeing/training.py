@@ -14,7 +14,8 @@ from typing import Any
 
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.doctor import (
+from gradtools.seeing.derivative_flow import backward, losses_of
+from gradtools.seeing.diagnosis import (
     Factor,
     apart,
     from_losses,
@@ -26,7 +27,6 @@ from gradtools.seeing.doctor import (
     starting,
 )
 from gradtools.seeing.findings import Finding
-from gradtools.seeing.flow import backward, losses_of
 from gradtools.seeing.nodes import Dependence
 from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording, Vanished

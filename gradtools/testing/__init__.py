@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
-    from gradtools.testing.rulechecks import check_rule as check_rule
+    from gradtools.testing.rule_checks import check_rule as check_rule
     from gradtools.testing.tolerances import tolerance as tolerance
     from gradtools.testing.tolerances import tolerance_table as tolerance_table
 
 _HOMES = {
     "check_derivatives": "checks",
-    "check_rule": "rulechecks",
+    "check_rule": "rule_checks",
     "cross_check": "compare",
     "conventions": "kinks",
     "first_divergence": "divergence",

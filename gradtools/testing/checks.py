@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing import numeric, tolerances
+from gradtools.testing import slopes, tolerances
+from gradtools.testing.flat import Arrays
 from gradtools.testing.patterns import ArrayPair
 from gradtools.testing.precision import at_precision
 from gradtools.testing.probe import (
     FIRST,
     MODES,
     SECOND,
-    Arrays,
     Probe,
     backend_name,
     inner,
@@ -177,7 +177,7 @@ class DerivativeCheck:
         self.vs = [v.astype(y.dtype) for v, y in zip(self.vs, probe.out, strict=True)]
         self.holes = self._holes()
         self.unseen: dict[str, np.ndarray] = {}
-        self.by_entries: dict[int, tuple[numeric.Slope, Any]] = {}
+        self.by_entries: dict[int, tuple[slopes.Slope, Any]] = {}
         self.present: dict[str, bool] = {}
         again = probe.value(self.xs)
         if not all(
@@ -294,9 +294,9 @@ class DerivativeCheck:
             return
         probe, i = self.probe, direction.leaf or 0
         line = lambda t: _flat(probe.value(self._moved(direction.us, t)))
-        result = numeric.slope(line, probe.eps)
+        result = slopes.slope(line, probe.eps)
         if pushed is not None:
-            sides = lambda: numeric.one_sided(line, probe.eps)
+            sides = lambda: slopes.one_sided(line, probe.eps)
             parts = zip(probe.out_paths, pushed, result.parts(probe.out), strict=True)
             for k, (path, p, s) in enumerate(parts):
                 kink = lambda k=k: [_like(side, probe.out)[k] for side in sides()]
@@ -310,8 +310,8 @@ class DerivativeCheck:
         mode: str,
         direction: Direction,
         gradient: np.ndarray,
-        line: numeric.Line,
-        found: numeric.Slope,
+        line: slopes.Line,
+        found: slopes.Slope,
     ) -> Comparison:
         """Re<J^H v, u> against Re<v, D_u f>; entry by entry where that fails or cannot be had."""
         i = direction.leaf or 0
@@ -321,7 +321,7 @@ class DerivativeCheck:
             return self._entrywise(mode, i, gradient)
         kink = lambda: [
             np.array(inner(self.vs, _like(side, self.probe.out)))
-            for side in numeric.one_sided(line, self.probe.eps)
+            for side in slopes.one_sided(line, self.probe.eps)
         ]
         path = self.probe.paths[i]
         record = self._against_slope(mode, path, mine, along, 1, kink, add=False)
@@ -330,7 +330,7 @@ class DerivativeCheck:
         entries = self._entrywise(mode, i, gradient)
         return record if entries.agrees else entries
 
-    def _contracted(self, found: numeric.Slope) -> numeric.Slope:
+    def _contracted(self, found: slopes.Slope) -> slopes.Slope:
         """The slope of Re<v, f>, of the slopes of f."""
         value = _like(found.value, self.probe.out)
         rounding = self._tolerance() * size(self.vs, value) / 10
@@ -338,14 +338,14 @@ class DerivativeCheck:
         error = float(np.sum(weights[weights > 0] * found.error[weights > 0])) + rounding
         error = error if math.isfinite(error) else math.inf
         number = np.array(inner(self.vs, value))
-        return numeric.Slope(number, np.array(error), np.array(0.0), found.smallest)
+        return slopes.Slope(number, np.array(error), np.array(0.0), found.smallest)
 
     def _against_slope(
         self,
         mode: str,
         path: str,
         analytic: np.ndarray,
-        found: numeric.Slope,
+        found: slopes.Slope,
         order: int,
         kink: Callable[[], Sequence[np.ndarray]] | None = None,
         add: bool = True,
@@ -383,7 +383,7 @@ class DerivativeCheck:
         record: Comparison,
         analytic: np.ndarray,
         value: np.ndarray,
-        found: numeric.Slope,
+        found: slopes.Slope,
         kink: Any,
         limit: float,
     ) -> Comparison:
@@ -411,7 +411,7 @@ class DerivativeCheck:
         path = self.probe.paths[i]
         if self.xs[i].size > _ENTRIES:
             nothing = np.full(gradient.shape, np.inf)
-            result = numeric.Slope(gradient, nothing, np.zeros(gradient.shape), math.nan)
+            result = slopes.Slope(gradient, nothing, np.zeros(gradient.shape), math.nan)
             return self._against_slope(mode, path, gradient, result, 1, add=False)
         if i not in self.by_entries:
             self.by_entries[i] = self._slopes_of_entries(i)
@@ -420,7 +420,7 @@ class DerivativeCheck:
             result = replace(result, at=gradient)
         return self._against_slope(mode, path, gradient, result, 1, kink, add=False)
 
-    def _slopes_of_entries(self, i: int) -> tuple[numeric.Slope, Any]:
+    def _slopes_of_entries(self, i: int) -> tuple[slopes.Slope, Any]:
         """The slopes of Re<v, f> along each entry of leaf i; a function to those on each side."""
         x, step = self.xs[i], _scale(self.xs[i])
         along = lambda us, t: np.array(inner(self.vs, self.probe.value(self._moved(us, t))))
@@ -430,7 +430,7 @@ class DerivativeCheck:
                 us = [np.zeros_like(y) for y in self.xs]
                 us[i][place] = unit * step
                 lines[place, unit] = partial(along, us)
-        result = {key: numeric.slope(line, self.probe.eps) for key, line in lines.items()}
+        result = {key: slopes.slope(line, self.probe.eps) for key, line in lines.items()}
 
         def gathered(each: Callable[[Any], Any]) -> np.ndarray:
             out = np.zeros(x.shape, wide(x).dtype)
@@ -439,13 +439,13 @@ class DerivativeCheck:
             return out
 
         def sides() -> list[np.ndarray]:
-            pairs = {key: numeric.one_sided(line, self.probe.eps) for key, line in lines.items()}
+            pairs = {key: slopes.one_sided(line, self.probe.eps) for key, line in lines.items()}
             return [gathered(lambda key: pairs[key][0]), gathered(lambda key: pairs[key][1])]
 
         error = np.abs(gathered(lambda key: result[key].error))
         smallest = min((slope.smallest for slope in result.values()), default=math.nan)
         value = gathered(lambda key: result[key].value)
-        return numeric.Slope(value, error, np.zeros(x.shape), smallest), sides
+        return slopes.Slope(value, error, np.zeros(x.shape), smallest), sides
 
     def _tolerance(self) -> float:
         names = (tolerances.real_name(x.dtype) for x in [*self.xs, *self.probe.out])
@@ -544,8 +544,8 @@ class DerivativeCheck:
         eps, reach = self.probe.eps, max(1.0, 1.0 / _scale(self.xs[i]))
         for direction in [*self._directions(i), *self._directions(i)]:
             line, slope = self._line_and_slope(direction)
-            ways = [(numeric.jump_near, t) for t in (0.1, -0.1)]
-            ways += [(numeric.jump_far, t * reach) for t in (1, -1, 3, -3)]
+            ways = [(slopes.jump_near, t) for t in (0.1, -0.1)]
+            ways += [(slopes.jump_far, t * reach) for t in (1, -1, 3, -3)]
             for look, end in ways:
                 result = look(line, slope, end, eps)
                 if result is not None:
@@ -553,7 +553,7 @@ class DerivativeCheck:
                     return True
         return False
 
-    def _line_and_slope(self, direction: Direction) -> tuple[numeric.Line, numeric.Line]:
+    def _line_and_slope(self, direction: Direction) -> tuple[slopes.Line, slopes.Line]:
         """f along a line and its derivative there: of each entry, or of Re<v, f>.
 
         Every look for a jump begins with the same places, so each place is computed once.
@@ -569,9 +569,9 @@ class DerivativeCheck:
     def _jumped(
         self,
         i: int,
-        line: numeric.Line,
-        slope: numeric.Line,
-        found: numeric.Jump,
+        line: slopes.Line,
+        slope: slopes.Line,
+        found: slopes.Jump,
         end: float,
     ) -> None:
         at, steep = found.at, slope(0.0)[found.entry]
@@ -630,14 +630,14 @@ class DerivativeCheck:
                 result[mode] = product
         return result
 
-    def _slope_of_gradient(self, d: Direction) -> list[numeric.Slope] | None:
+    def _slope_of_gradient(self, d: Direction) -> list[slopes.Slope] | None:
         if not self.against_values or not self.present.get("reverse"):
             return None
         line = lambda t: _flat(self.probe.reverse(self._moved(d.us, t), self.vs))
-        return numeric.slope(line, self.probe.eps).parts(self.xs)
+        return slopes.slope(line, self.probe.eps).parts(self.xs)
 
     def _hessian_against_slope(
-        self, mode: str, product: Arrays, along: list[numeric.Slope] | None, d: Direction
+        self, mode: str, product: Arrays, along: list[slopes.Slope] | None, d: Direction
     ) -> None:
         if along is None:
             return
@@ -654,7 +654,7 @@ class DerivativeCheck:
             us = [u if k == j else np.zeros_like(u) for k, u in enumerate(d.us)]
             line = lambda t, us=us: wide(self.probe.reverse(self._moved(us, t), self.vs)[i]).ravel()
             mine = self.probe.product(mode, self.xs, us, self.vs)[i]
-            (shaped,) = numeric.slope(line, self.probe.eps).parts([mine])
+            (shaped,) = slopes.slope(line, self.probe.eps).parts([mine])
             if not self._against_slope(mode, "", mine, shaped, 2, add=False).agrees:
                 wrong.append(self.probe.paths[j])
         by = f" by {', '.join(wrong)}" if wrong else ""
@@ -698,7 +698,7 @@ class DerivativeCheck:
             return
         us = lambda t: self._moved(e.us, t)
         line = lambda t: np.array(inner(self.vs, self.probe.forward(us(t), d.us)))
-        result = numeric.slope(line, self.probe.eps)
+        result = slopes.slope(line, self.probe.eps)
         self._against_slope("forward_over_forward", "all arguments", np.asarray(curved), result, 2)
 
 

@@ -6,8 +6,8 @@ import argparse
 import sys
 
 import gradtools
+from gradtools.command_inputs import arrays, named
 from gradtools.errors import GradtoolsError
-from gradtools.inputs import arrays, named
 
 
 def crosscheck(options: argparse.Namespace) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
-from gradtools.testing.causes import explain
-from gradtools.testing.crossing import CrossCheck
+from gradtools.testing.mismatch_causes import explain
 from gradtools.testing.precision import at_precision
+from gradtools.testing.questions import CrossCheck
 from gradtools.testing.report import Report
 from gradtools.testing.sides import Inputs, Side, double_precision
 

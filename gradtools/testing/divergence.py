@@ -18,7 +18,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
 from gradtools.testing.checks import pattern
-from gradtools.testing.hypotheses import told_apart
+from gradtools.testing.layer_guesses import told_apart
 from gradtools.testing.layouts import _joined, _key, match_parameters
 from gradtools.testing.report import Comparison, Report, compare_arrays
 from gradtools.testing.sides import double_precision, nested

@@ -7,7 +7,8 @@ a disagreement is explained by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -16,9 +17,8 @@ from typing import Any
 import numpy as np
 
 import gradtools
+from gradtools import notebook_html
 from gradtools.testing.sides import double_precision
-
-Function = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,16 +27,16 @@ class Kink:
 
     Attributes:
         name: What the table calls it.
-        torch: A function of (the module torch, the point) to an array.
-        jax: The same of (the module jax, the point).
+        torch: The function in PyTorch, as an expression in x.
+        jax: The same in JAX.
         point: Where the derivative is taken.
-        torch_ops: Beginnings of the names of PyTorch's nodes by which a graph is recognised.
-        jax_ops: Names of JAX's primitives or of its named functions, likewise.
+        torch_ops: Names of operations by which a graph of PyTorch's is recognised.
+        jax_ops: Names of operations or of JAX's own functions, likewise.
     """
 
     name: str
-    torch: Function
-    jax: Function
+    torch: str
+    jax: str
     point: Any
     torch_ops: tuple[str, ...] = ()
     jax_ops: tuple[str, ...] = ()
@@ -81,213 +81,107 @@ class Convention:
         return not np.array_equal(np.asarray(first), np.asarray(second), equal_nan=True)
 
 
-def _same(
-    name: str, path: str, point: Any, torch_ops: Sequence[str], jax_ops: Sequence[str]
-) -> Kink:
-    """A kink of a function that both have under one name in torch and in jax.numpy."""
-    return Kink(
-        name,
-        lambda t, x: getattr(t, path)(x),
-        lambda j, x: getattr(j.numpy, path)(x),
-        point,
-        tuple(torch_ops),
-        tuple(jax_ops),
-    )
+_TABLE = """
+|x| at 0; [0.0]
+    t.abs(x); n.abs(x); abs; abs
+|x| at -0; [-0.0]
+    t.abs(x); n.abs(x); abs; abs
+|z| at 0, complex; [0j]
+    t.abs(x); n.abs(x); abs; abs
+clip at its lower edge; [0.0]
+    t.clamp(x, 0.0, 1.0); n.clip(x, 0.0, 1.0); clip; clip maximum minimum
+clip at its upper edge; [1.0]
+    t.clamp(x, 0.0, 1.0); n.clip(x, 0.0, 1.0); clip; clip maximum minimum
+norm at 0; [0.0, 0.0]
+    t.linalg.vector_norm(x); n.linalg.norm(x); norm sqrt; norm sqrt
+1-norm at 0; [0.0, 2.0]
+    t.linalg.vector_norm(x, 1); n.linalg.norm(x, 1); norm sqrt; abs norm
+maximum norm, ties; [1.0, -1.0, 0.0]
+    t.linalg.vector_norm(x, inf); n.linalg.norm(x, inf); norm sqrt; max norm
+x**0 at 0 (a number); [0.0]
+    x**0.0; x**0.0; power; power
+x**y at x = 0, y = 0 (arrays); [0.0]
+    x ** t.zeros_like(x); x ** n.zeros_like(x); power; power
+x**0.5 at 0; [0.0]
+    x**0.5; x**0.5; power; power sqrt
+sqrt at 0; [0.0]
+    t.sqrt(x); n.sqrt(x); sqrt; sqrt
+max over an axis, ties; [1.0, 1.0, 0.0]
+    t.amax(x); n.amax(x); max; max
+min over an axis, ties; [0.0, 0.0, 1.0]
+    t.amin(x); n.amin(x); min; min
+max over axis 0 with its index, ties; [1.0, 1.0, 0.0]
+    t.max(x, 0).values; x.max(0); max; max
+maximum(x, y), x = y; [[1.0], [1.0]]
+    t.maximum(x[0], x[1]); n.maximum(x[0], x[1]); maximum; maximum
+minimum(x, y), x = y; [[1.0], [1.0]]
+    t.minimum(x[0], x[1]); n.minimum(x[0], x[1]); minimum; minimum
+median, ties; [1.0, 1.0, 0.0]
+    t.median(x); n.median(x); median; sort median quantile
+median of two (values differ too); [1.0, 2.0]
+    t.median(x); n.median(x); median; sort median
+sort, ties, times 1, 2, 3; [1.0, 1.0, 0.0]
+    t.sort(x).values * t.tensor([1.0, 2.0, 3.0]); n.sort(x) * n.array([1.0, 2.0, 3.0]); sort; sort
+two largest of three, ties; [1.0, 1.0, 1.0]
+    t.topk(x, 2).values * t.tensor([1.0, 2.0]); j.lax.top_k(x, 2)[0] * n.array([1.0, 2.0]);
+    topk; topk
+cumulative maximum, ties; [1.0, 1.0]
+    t.cummax(x, 0).values; j.lax.cummax(x, 0); cummax; cummax
+relu at 0; [0.0]
+    f.relu(x); j.nn.relu(x); relu; relu maximum
+relu6 at 6; [6.0]
+    f.relu6(x); j.nn.relu6(x); clip; relu6
+leaky_relu at 0; [0.0]
+    f.leaky_relu(x); j.nn.leaky_relu(x); leaky_relu; leaky_relu
+elu at 0; [0.0]
+    f.elu(x); j.nn.elu(x); elu; elu
+hardtanh at 1; [1.0]
+    f.hardtanh(x); j.nn.hard_tanh(x); clip; hard_tanh
+hardsigmoid at 3; [3.0]
+    f.hardsigmoid(x); j.nn.hard_sigmoid(x); hardsigmoid; hard_sigmoid relu6
+hardswish at 3; [3.0]
+    f.hardswish(x); j.nn.hard_swish(x); hardswish; hard_silu relu6
+where(x > 0, x, 0) at 0; [0.0]
+    t.where(x > 0, x, t.zeros_like(x)); n.where(x > 0, x, 0.0); where; where
+arctan2 at (0, 0); [[0.0], [0.0]]
+    t.arctan2(x[0], x[1]); n.arctan2(x[0], x[1]); arctan2; arctan2
+hypot at (0, 0); [[0.0], [0.0]]
+    t.hypot(x[0], x[1]); n.hypot(x[0], x[1]); hypot; hypot sqrt
+remainder of 2 by 1; [[2.0], [1.0]]
+    t.remainder(x[0], x[1]); n.remainder(x[0], x[1]); remainder; fmod remainder
+logaddexp at (-inf, -inf); [[-inf], [-inf]]
+    t.logaddexp(x[0], x[1]); n.logaddexp(x[0], x[1]); logaddexp; logaddexp
+logsumexp of -inf alone; [-inf, -inf]
+    t.logsumexp(x, 0); j.scipy.special.logsumexp(x, 0); logsumexp; logsumexp log exp
+x log y at x = 0, y = 0; [[0.0], [0.0]]
+    t.xlogy(x[0], x[1]); j.scipy.special.xlogy(x[0], x[1]); xlogy; xlogy log
+product with one zero; [0.0, 2.0, 3.0]
+    t.prod(x); n.prod(x); prod; prod
+sinc at 0; [0.0]
+    t.sinc(x); n.sinc(x); sinc; sinc
+round at 0.5; [0.5]
+    t.round(x); n.round(x); round; round
+standard deviation of equal numbers; [1.0, 1.0]
+    t.std(x, unbiased=False); n.std(x); deviation; std sqrt _std
+pullback of z**2 at 1 + 2i, native; [1 + 2j]
+    x * x; x * x; ;
+"""
+"""Name; point, and indented: in PyTorch; in JAX; operations of PyTorch's graph; of JAX's.
+
+The functions are of x, with t for torch, f for torch.nn.functional, j for jax, n for jax.numpy.
+"""
 
 
-def _nn(name: str, path: str, point: Any, torch_ops: Sequence[str], jax_ops: Sequence[str]) -> Kink:
-    """The same in torch.nn.functional and jax.nn."""
-    hard = {"hardtanh": "hard_tanh", "hardsigmoid": "hard_sigmoid", "hardswish": "hard_swish"}
-    return Kink(
-        name,
-        lambda t, x: getattr(t.nn.functional, path)(x),
-        lambda j, x: getattr(j.nn, hard.get(path, path))(x),
-        point,
-        tuple(torch_ops),
-        tuple(jax_ops),
-    )
+def _kinks(table: str) -> Iterator[Kink]:
+    for entry in re.split(r"\n(?!    )", table.strip()):
+        head, _, functions = entry.partition("\n")
+        name, point = head.split("; ")
+        torch, jax, nodes, primitives = map(str.strip, functions.split(";"))
+        at = eval(point, {"inf": np.inf})
+        yield Kink(name, torch, jax, at, tuple(nodes.split()), tuple(primitives.split()))
 
 
-def _pair(name: str, path: str, point: Any, torch_op: str, *jax_ops: str) -> Kink:
-    """The same of the two halves of one array."""
-    return Kink(
-        name,
-        lambda t, x: getattr(t, path)(x[0], x[1]),
-        lambda j, x: getattr(j.numpy, path)(x[0], x[1]),
-        point,
-        (torch_op,),
-        jax_ops,
-    )
-
-
-_NORM = ("LinalgVectorNorm", "NormBackward", "Sqrt")
-_TIE = [1.0, 1.0, 0.0]
-KINKS: tuple[Kink, ...] = (
-    _same("|x| at 0", "abs", [0.0], ["Abs"], ["abs"]),
-    _same("|x| at -0", "abs", [-0.0], ["Abs"], ["abs"]),
-    _same("|z| at 0, complex", "abs", [0j], ["Abs"], ["abs"]),
-    Kink(
-        "clip at its lower edge",
-        lambda t, x: t.clamp(x, 0.0, 1.0),
-        lambda j, x: j.numpy.clip(x, 0.0, 1.0),
-        [0.0],
-        ("Clamp",),
-        ("clip", "clamp", "max", "min"),
-    ),
-    Kink(
-        "clip at its upper edge",
-        lambda t, x: t.clamp(x, 0.0, 1.0),
-        lambda j, x: j.numpy.clip(x, 0.0, 1.0),
-        [1.0],
-        ("Clamp",),
-        ("clip", "clamp", "max", "min"),
-    ),
-    Kink(
-        "norm at 0",
-        lambda t, x: t.linalg.vector_norm(x),
-        lambda j, x: j.numpy.linalg.norm(x),
-        [0.0, 0.0],
-        _NORM,
-        ("norm", "sqrt"),
-    ),
-    Kink(
-        "1-norm at 0",
-        lambda t, x: t.linalg.vector_norm(x, 1),
-        lambda j, x: j.numpy.linalg.norm(x, 1),
-        [0.0, 2.0],
-        _NORM,
-        ("abs", "norm"),
-    ),
-    Kink(
-        "maximum norm, ties",
-        lambda t, x: t.linalg.vector_norm(x, float("inf")),
-        lambda j, x: j.numpy.linalg.norm(x, j.numpy.inf),
-        [1.0, -1.0, 0.0],
-        _NORM,
-        ("reduce_max", "norm"),
-    ),
-    Kink(
-        "x**0 at 0 (a number)",
-        lambda t, x: x**0.0,
-        lambda j, x: x**0.0,
-        [0.0],
-        ("Pow",),
-        ("pow", "integer_pow"),
-    ),
-    Kink(
-        "x**y at x = 0, y = 0 (arrays)",
-        lambda t, x: x ** t.zeros_like(x),
-        lambda j, x: x ** j.numpy.zeros_like(x),
-        [0.0],
-        ("Pow",),
-        ("pow",),
-    ),
-    Kink(
-        "x**0.5 at 0",
-        lambda t, x: x**0.5,
-        lambda j, x: x**0.5,
-        [0.0],
-        ("Pow",),
-        ("pow", "sqrt"),
-    ),
-    _same("sqrt at 0", "sqrt", [0.0], ["Sqrt"], ["sqrt"]),
-    _same("max over an axis, ties", "amax", _TIE, ["Amax", "Max"], ["reduce_max", "max"]),
-    _same(
-        "min over an axis, ties", "amin", [0.0, 0.0, 1.0], ["Amin", "Min"], ["reduce_min", "min"]
-    ),
-    Kink(
-        "max over axis 0 with its index, ties",
-        lambda t, x: t.max(x, 0).values,
-        lambda j, x: x.max(0),
-        _TIE,
-        ("Max",),
-        ("reduce_max", "max"),
-    ),
-    _pair("maximum(x, y), x = y", "maximum", [[1.0], [1.0]], "Maximum", "max", "maximum"),
-    _pair("minimum(x, y), x = y", "minimum", [[1.0], [1.0]], "Minimum", "min", "minimum"),
-    _same("median, ties", "median", [1.0, 1.0, 0.0], ["Median"], ["sort", "median", "quantile"]),
-    _same(
-        "median of two (values differ too)", "median", [1.0, 2.0], ["Median"], ["sort", "median"]
-    ),
-    Kink(
-        "sort, ties, times 1, 2, 3",
-        lambda t, x: t.sort(x).values * t.tensor([1.0, 2.0, 3.0]),
-        lambda j, x: j.numpy.sort(x) * j.numpy.array([1.0, 2.0, 3.0]),
-        _TIE,
-        ("Sort",),
-        ("sort",),
-    ),
-    Kink(
-        "two largest of three, ties",
-        lambda t, x: t.topk(x, 2).values * t.tensor([1.0, 2.0]),
-        lambda j, x: j.lax.top_k(x, 2)[0] * j.numpy.array([1.0, 2.0]),
-        [1.0, 1.0, 1.0],
-        ("Topk",),
-        ("top_k",),
-    ),
-    Kink(
-        "cumulative maximum, ties",
-        lambda t, x: t.cummax(x, 0).values,
-        lambda j, x: j.lax.cummax(x, 0),
-        [1.0, 1.0],
-        ("Cummax",),
-        ("cummax",),
-    ),
-    _nn("relu at 0", "relu", [0.0], ["Relu"], ["relu", "max"]),
-    _nn("relu6 at 6", "relu6", [6.0], ["Hardtanh"], ["relu6", "min", "max"]),
-    _nn("leaky_relu at 0", "leaky_relu", [0.0], ["LeakyRelu"], ["leaky_relu"]),
-    _nn("elu at 0", "elu", [0.0], ["Elu"], ["elu"]),
-    _nn("hardtanh at 1", "hardtanh", [1.0], ["Hardtanh"], ["hard_tanh", "min", "max"]),
-    _nn("hardsigmoid at 3", "hardsigmoid", [3.0], ["Hardsigmoid"], ["hard_sigmoid", "relu6"]),
-    _nn("hardswish at 3", "hardswish", [3.0], ["Hardswish"], ["hard_swish", "relu6"]),
-    Kink(
-        "where(x > 0, x, 0) at 0",
-        lambda t, x: t.where(x > 0, x, t.zeros_like(x)),
-        lambda j, x: j.numpy.where(x > 0, x, 0.0),
-        [0.0],
-        ("Where",),
-        ("select_n",),
-    ),
-    _pair("arctan2 at (0, 0)", "arctan2", [[0.0], [0.0]], "Atan2", "atan2"),
-    _pair("hypot at (0, 0)", "hypot", [[0.0], [0.0]], "Hypot", "hypot", "sqrt"),
-    _pair("remainder of 2 by 1", "remainder", [[2.0], [1.0]], "Remainder", "rem", "remainder"),
-    _pair(
-        "logaddexp at (-inf, -inf)", "logaddexp", [[-np.inf], [-np.inf]], "Logaddexp", "logaddexp"
-    ),
-    Kink(
-        "logsumexp of -inf alone",
-        lambda t, x: t.logsumexp(x, 0),
-        lambda j, x: j.scipy.special.logsumexp(x, 0),
-        [-np.inf, -np.inf],
-        ("Logsumexp",),
-        ("logsumexp", "log", "exp"),
-    ),
-    Kink(
-        "x log y at x = 0, y = 0",
-        lambda t, x: t.xlogy(x[0], x[1]),
-        lambda j, x: j.scipy.special.xlogy(x[0], x[1]),
-        [[0.0], [0.0]],
-        ("Xlogy",),
-        ("xlogy", "log"),
-    ),
-    _same("product with one zero", "prod", [0.0, 2.0, 3.0], ["Prod"], ["reduce_prod", "prod"]),
-    _same("sinc at 0", "sinc", [0.0], ["Sinc"], ["sinc"]),
-    _same("round at 0.5", "round", [0.5], ["Round"], ["round"]),
-    Kink(
-        "standard deviation of equal numbers",
-        lambda t, x: t.std(x, unbiased=False),
-        lambda j, x: j.numpy.std(x),
-        [1.0, 1.0],
-        ("Std",),
-        ("std", "sqrt", "_std"),
-    ),
-    Kink(
-        "pullback of z**2 at 1 + 2i, native",
-        lambda t, x: x * x,
-        lambda j, x: x * x,
-        [1 + 2j],
-    ),
-)
+KINKS = tuple(_kinks(_TABLE))
 
 
 def conventions(containing: str = "") -> tuple[Convention, ...]:
@@ -328,8 +222,8 @@ def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> lis
     """The rows that differ, up to an order, and whose operations both programs hold.
 
     Args:
-        torch_ops: The names of the nodes of PyTorch's graph.
-        jax_ops: The names of JAX's primitives and named functions; None if it was not traced.
+        torch_ops: The names of the operations of PyTorch's program.
+        jax_ops: Those of JAX's, and of its named functions; None if it could not be recorded.
         order: 1 or 2.
     """
     rows = [measured(kink) for kink in KINKS if _holds(kink, torch_ops, jax_ops)]
@@ -337,26 +231,21 @@ def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> lis
 
 
 def _holds(kink: Kink, torch_ops: set[str], jax_ops: set[str] | None) -> bool:
-    in_torch = bool(kink.torch_ops) and any(op.startswith(kink.torch_ops) for op in torch_ops)
-    return in_torch and (jax_ops is None or bool(jax_ops & set(kink.jax_ops)))
+    in_torch = not torch_ops.isdisjoint(kink.torch_ops)
+    return in_torch and (jax_ops is None or not jax_ops.isdisjoint(kink.jax_ops))
 
 
 def convention_table(rows: Sequence[Convention] | None = None, colour: bool = False) -> str:
     """The table as text; rows that differ are marked with a star."""
     rows = conventions() if rows is None else rows
-    cells = [(_star(row), row.name, *map(_values, (*row.at(1), *row.at(2)))) for row in rows]
+    star = lambda row: "*" if row.differs else ""
+    cells = [(star(row), row.name, *map(_values, (*row.at(1), *row.at(2)))) for row in rows]
     head = ("", "function and point", "torch", "jax", "torch, twice", "jax, twice")
-    widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(head, widths, strict=True)).rstrip()]
-    for row, line in zip(rows, cells, strict=True):
-        text = "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
-        lines.append(f"\x1b[33m{text}\x1b[0m" if colour and row.differs else text)
+    first, *lines = notebook_html.aligned([head, *cells])
+    painted = [colour and row.differs for row in rows]
+    lines = [f"\x1b[33m{x}\x1b[0m" if on else x for x, on in zip(lines, painted, strict=True)]
     different = sum(row.differs for row in rows)
-    return "\n".join([*lines, f"{different} of {len(rows)} differ (*)"])
-
-
-def _star(row: Convention) -> str:
-    return "*" if row.differs else ""
+    return "\n".join([first, *lines, f"{different} of {len(rows)} differ (*)"])
 
 
 def _values(values: Derivative | None) -> str:
@@ -367,7 +256,7 @@ def _measure_torch(kink: Kink) -> tuple[Derivative, Derivative | None]:
     torch = import_module("torch")
     with torch.enable_grad():
         x = torch.tensor(kink.point, dtype=_dtype(torch, kink), requires_grad=True)
-        out = kink.torch(torch, x)
+        out = eval(kink.torch, {"t": torch, "f": torch.nn.functional, "inf": np.inf, "x": x})
         (g,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
         second = None if g.is_complex() else _torch_twice(torch, g, x)
     return tuple(g.detach().reshape(-1).resolve_conj().tolist()), second
@@ -387,9 +276,10 @@ def _torch_twice(torch: Any, g: Any, x: Any) -> Derivative | None:
 def _measure_jax(kink: Kink) -> tuple[Derivative, Derivative | None]:
     jax = import_module("jax")
     ones = jax.numpy.ones_like
+    names = {"j": jax, "n": jax.numpy, "inf": np.inf}
 
     def gradient(x: Any) -> Any:
-        out, pullback = jax.vjp(lambda x: kink.jax(jax, x), x)
+        out, pullback = jax.vjp(lambda x: eval(kink.jax, {**names, "x": x}), x)
         return pullback(ones(out))[0]
 
     with double_precision(True):

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
+from gradtools.testing.flat import Arrays
 from gradtools.testing.layouts import match_parameters
-from gradtools.testing.sides import Arrays, Side, nested, tokens
+from gradtools.testing.sides import Side, nested, tokens
 
 ToJax = Callable[[Any], Any]
 
@@ -83,7 +84,7 @@ def _carry(
 def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[str, np.ndarray]:
     """JAX's own paths to PyTorch's arrays in JAX's layout."""
     result = to_jax(first.params_tree(arrays))
-    leaves, paths = second.backend.flatten(result)[0], second.backend.leaf_paths(result)
+    leaves, paths = second.waist.flatten(result)[0], second.waist.leaf_paths(result)
     wanted = {tokens(path): path for path in second.free_params}
     by_name = {
         _within(tokens(path), wanted): np.asarray(x)

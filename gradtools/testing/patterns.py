@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.factors import name_factor
+from gradtools.testing.factor_names import name_factor
 from gradtools.testing.report import errors
 
 Found = tuple[str, str]  # the cause and its detail

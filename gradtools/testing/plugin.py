@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 import gradtools
-from gradtools.lines import is_ours, is_the_users
+from gradtools.code_origin import is_ours, is_the_users
 
 BACKENDS = ("torch", "jax")
 _PROPERTY = "gradtools_cross_check"

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from gradtools import display
+from gradtools import notebook_html
 from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
 
@@ -258,11 +258,9 @@ class Report:
         """
         chosen = self._chosen(limit)
         head = ("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")
-        rows = [self._row(c) for c in chosen]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = [self.summary(), _line(head, widths)]
-        for row, c in zip(rows, chosen, strict=True):
-            line = _line(row, widths)
+        first, *rows = notebook_html.aligned([head, *map(self._row, chosen)])
+        lines = [self.summary(), first]
+        for line, c in zip(rows, chosen, strict=True):
             lines.append(f"\x1b[{_COLOURS[c.status]}m{line}\x1b[0m" if colour else line)
         if len(chosen) < len(self):
             lines.append(f"... and {len(self) - len(chosen)} more; print the report to see all")
@@ -283,24 +281,14 @@ class Report:
         place = "" if c.place in (None, ()) else str(list(c.place or ()))
         if c.error == 0:
             return (c.quantity, c.path, "0", "", "", "", "", "")
-        ratio = "" if c.ratio is None else show(c.ratio)
-        error = show_units(c.error)
-        return (
-            c.quantity,
-            c.path,
-            error,
-            place,
-            show(c.first),
-            show(c.second),
-            ratio,
-            c.cause or "",
-        )
+        numbers = show(c.first), show(c.second), show(c.ratio)
+        return (c.quantity, c.path, show_units(c.error), place, *numbers, c.cause or "")
 
     def __str__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return display.coloured(self.table(colour=True))
+        return notebook_html.coloured(self.table(colour=True))
 
     def print(self, stream: TextIO | None = None) -> None:
         """Prints the table, in colour if the stream is a terminal."""
@@ -361,10 +349,6 @@ def show(x: Any) -> str:
 def show_units(error: float) -> str:
     """An error in units of its tolerance."""
     return "0" if error == 0 else f"{error:.2g}"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _plain(x: Any) -> Any:

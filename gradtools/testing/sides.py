@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
+from gradtools.seeing.derivative_flow import between
+from gradtools.seeing.nodes import Node
 from gradtools.testing import tolerances
+from gradtools.testing.flat import Arrays, FlatFunction
 
-Arrays = list[np.ndarray]
 Path = tuple[str, ...]
 
 
@@ -36,59 +38,51 @@ class Output:
         return {path: x for path, x in named if is_inexact(x)}
 
 
-class Side:
+class Side(FlatFunction):
     """A program in one framework.
 
     Attributes:
-        name: "torch" or "jax".
-        gt: The namespace of that backend.
-        backend: Its waist.
         params: The program's own parameters in NumPy, by path; empty for a function.
         paired: Whether the parameters are differentiated: the other side has them too.
     """
 
     def __init__(self, name: str, subject: Any, dtype: str | None = None) -> None:
-        self.name = name
-        self.gt = import_module(f"gradtools.{name}")
-        self.backend = import_module(f"gradtools.{name}.backend").__dict__[
-            {"torch": "TorchBackend", "jax": "JaxBackend"}[name]
-        ]()
+        super().__init__(name)
         self.apply, params, self._state = resolve(self.gt, name, subject)
         self.is_model = self.paired = params is not None
-        self._like, self._tree = self.backend.flatten(params)
+        self._own, self._tree = self.waist.flatten(params)
         self.raw_params = params
-        paths = self.backend.leaf_paths(params)
-        arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._like]
+        paths = self.waist.leaf_paths(params)
+        arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._own]
         self.params = dict(zip(paths, arrays, strict=True))
         self._state = self._cast_state(dtype)
 
     def _cast_state(self, dtype: str | None) -> Any:
-        leaves, tree = self.backend.flatten(self._state)
+        leaves, tree = self.waist.flatten(self._state)
         if dtype is None or self._state is None:
             return self._state
-        return self.backend.unflatten(tree, [self._cast_array(x, dtype) for x in leaves])
+        return self.waist.unflatten(tree, [self._cast_array(x, dtype) for x in leaves])
 
     def _cast_array(self, x: Any, dtype: str) -> Any:
-        plain = self.backend.is_array(x) and self.backend.is_inexact(x)
-        return self.asarray(cast(self.gt.to_numpy(x), dtype)) if plain else x
+        return self.array(cast(self.gt.to_numpy(x), dtype)) if self.differentiable(x) else x
 
-    def asarray(self, x: np.ndarray) -> Any:
+    def array(self, x: Any) -> Any:
         """x in the framework, on the device of the program's parameters."""
         if self.name == "jax":
             x = x.astype(narrowed(x.dtype.name))
         x = self.gt.asarray(x)
-        device = getattr(self._like[0], "device", None) if self._like else None
+        device = getattr(self._own[0], "device", None) if self._own else None
         return x.to(device) if self.name == "torch" and device is not None else x
 
     # --- what the program is as a function of flat leaves
 
-    def bind(self, inputs: Inputs, kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """The program as a function of the differentiated leaves: parameters, then arguments."""
-        kwargs = convert(kwargs, self.asarray)
-        constants = {i: self.asarray(x) for i, x in inputs.constants.items()}
+    def bind(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+        """Makes `program` a function of the differentiated leaves: parameters, then arguments."""
+        kwargs = convert(kwargs, self.array)
+        constants = {i: self.array(x) for i, x in inputs.constants.items()}
         count = len(self.params)
         free = [self.paired and is_inexact(x) for x in self.params.values()]
-        own = [self.asarray(x) for x in self.params.values()]
+        own = [self.array(x) for x in self.params.values()]
 
         def program(*leaves: Any) -> Any:
             moving = iter(leaves)
@@ -96,20 +90,20 @@ class Side:
             args = inputs.rebuild(moving, constants)
             if not self.is_model:
                 return self.apply(*args, **kwargs)
-            tree = self.backend.unflatten(self._tree, params) if count else self.raw_params
+            tree = self.waist.unflatten(self._tree, params) if count else self.raw_params
             return self.apply(tree, self._state, *args, **kwargs)[0]
 
-        return program
+        self.program = program
 
     def params_tree(self, arrays: Arrays) -> Any:
         """The tree of the parameters with these arrays (those that are not free as they are)."""
         moving = iter(arrays)
         full = [next(moving) if is_inexact(x) else x for x in self.params.values()]
-        return self.backend.unflatten(self._tree, full)
+        return self.waist.unflatten(self._tree, full)
 
     def params_list(self, tree: Any) -> Arrays:
         """The arrays of such a tree, those that are free."""
-        return [x for x in self.backend.flatten(tree)[0] if is_inexact(x)]
+        return [x for x in self.waist.flatten(tree)[0] if is_inexact(x)]
 
     def plain_params(self) -> dict[str, Any]:
         """The parameters as nested dictionaries of NumPy arrays."""
@@ -124,87 +118,45 @@ class Side:
         """The parameters that are differentiated."""
         return {path: x for path, x in self.params.items() if self.paired and is_inexact(x)}
 
-    def flat(self, program: Callable[..., Any]) -> Callable[..., Any]:
+    def flat(self, *leaves: Any) -> list[Any]:
+        """The program's inexact outputs."""
+        return self._parted(*leaves)[0]
+
+    def _parted(self, *leaves: Any) -> tuple[list[Any], list[Any]]:
         """The program's inexact outputs and the others, as two lists."""
+        outs = self.waist.flatten(self.program(*leaves))[0]
+        arrays = [x if self.waist.is_array(x) else self.gt.asarray(x) for x in outs]
+        inexact = [self.waist.is_inexact(x) for x in arrays]
+        chosen = lambda wanted: [x for x, i in zip(arrays, inexact, strict=True) if i is wanted]
+        return chosen(True), chosen(False)
 
-        def fun(*leaves: Any) -> tuple[list[Any], list[Any]]:
-            arrays = self.leaves_of(program(*leaves))
-            inexact = [x for x in arrays if self.backend.is_inexact(x)]
-            return inexact, [x for x in arrays if not self.backend.is_inexact(x)]
+    # --- what is asked of it besides; leaves, tangents and cotangents are NumPy arrays
 
-        return fun
-
-    def leaves_of(self, out: Any) -> list[Any]:
-        """The arrays of an output."""
-        leaves = self.backend.flatten(out)[0]
-        return [x if self.backend.is_array(x) else self.gt.asarray(x) for x in leaves]
-
-    # --- what is asked of it; leaves, tangents and cotangents are NumPy arrays
-
-    def value(self, program: Callable[..., Any], leaves: Arrays) -> Output:
+    def value(self, leaves: Arrays) -> Output:
         """The output."""
-        out = program(*map(self.asarray, leaves))
-        result, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
-        is_array = self.backend.is_array
-        arrays = [self.gt.to_numpy(x) if is_array(x) else np.asarray(x) for x in result]
-        return Output([normal(path) for path in paths], arrays)
+        out = self.program(*self.arrays(leaves))
+        paths = [normal(path) for path in self.waist.leaf_paths(out)]
+        return Output(paths, self.numpy(self.waist.flatten(out)[0]))
 
-    def pullback(
-        self, program: Callable[..., Any], leaves: Arrays, cotangents: Arrays
-    ) -> list[np.ndarray | None]:
+    def pullback(self, leaves: Arrays, cotangents: Arrays) -> list[np.ndarray | None]:
         """J^H c for each leaf; None where a leaf does not reach the output."""
-        xs = list(map(self.asarray, leaves))
-        result = self.backend.vjp(self.flat(program), xs, groups=[1] * len(xs), once=True)
-        pairs = zip(result.outs, cotangents, strict=True)
-        pulled = result.pullback([self.asarray(c.astype(self.dtype(y))) for y, c in pairs])
+        xs = list(self.arrays(leaves))
+        result = self.waist.vjp(self._parted, xs, groups=[1] * len(xs), once=True)
+        pulled = result.pullback(self._like(cotangents, result.outs))
         return [None if g is None else self.gt.to_numpy(g) for g in pulled]
 
-    def pushforward(self, program: Callable[..., Any], leaves: Arrays, tangents: Arrays) -> Arrays:
-        """J t for each inexact output."""
-        xs, ts = list(map(self.asarray, leaves)), list(map(self.asarray, tangents))
-        fun = lambda *leaves: self.flat(program)(*leaves)[0]
-        pushed = self.gt.jvp(fun, tuple(xs), tuple(ts))[1]
-        return [self.gt.to_numpy(x) for x in pushed]
+    def operations(self, leaves: Arrays) -> set[str]:
+        """The names of the operations, and of the framework's functions, that it differentiates."""
+        names: set[str] = set()
 
-    def hessian_product(
-        self,
-        program: Callable[..., Any],
-        leaves: Arrays,
-        tangents: Arrays,
-        cotangents: Arrays,
-        mode: str,
-    ) -> Arrays:
-        """The Hessian of the contracted output times t, in one mix of modes."""
-        xs, ts = tuple(map(self.asarray, leaves)), tuple(map(self.asarray, tangents))
-        loss = self.contracted(program, cotangents)
-        return [self.gt.to_numpy(h) for h in self.gt.hvp(loss, xs, ts, mode=mode)[1]]
+        def seen(node: Node) -> bool:
+            names.update((node.operation, str(node.attributes.get("name", ""))))
+            return not node.bodies
 
-    def contracted(self, program: Callable[..., Any], cotangents: Arrays) -> Callable[..., Any]:
-        """Re<c, f>, one real number."""
-        cts = list(map(self.asarray, cotangents))
-
-        def loss(*leaves: Any) -> Any:
-            outs = self.flat(program)(*leaves)[0]
-            return sum(self._inner(c, y) for c, y in zip(cts, outs, strict=True))
-
-        return loss
-
-    def operations(self, program: Callable[..., Any], leaves: Arrays) -> set[str]:
-        """The names of PyTorch's nodes, or of JAX's primitives and named functions."""
-        xs = list(map(self.asarray, leaves))
-        if self.name == "torch":
-            return _torch_operations(lambda *ys: self.flat(program)(*ys)[0], xs)
-        return _jax_operations(lambda *ys: self.flat(program)(*ys)[0], xs)
-
-    def _inner(self, c: Any, y: Any) -> Any:
-        if self.backend.is_complex(y):
-            return (c.real * y.real + c.imag * y.imag).sum()
-        return y if y.ndim == 0 and float(c) == 1 else (self.backend.cast(c, y) * y).sum()
-
-    def dtype(self, x: Any) -> Any:
-        """The NumPy dtype of one of the framework's arrays."""
-        name = self.backend.dtype_name(x).removeprefix("torch.")
-        return np.dtype(getattr(import_module("ml_dtypes"), name)) if "bfloat" in name else name
+        graph = self.gt.gradient_graph(self.flat, *self.arrays(leaves), order=0)
+        for value in graph.inputs:
+            between(graph, value, seen)
+        return names
 
 
 @dataclass(frozen=True)
@@ -257,31 +209,6 @@ class Inputs:
             return known[i] if i in known else next(moving)
 
         return convert_leaves(self.tree, leaf)
-
-
-def _torch_operations(fun: Callable[..., Any], xs: list[Any]) -> set[str]:
-    seen: set[Any] = set()
-    left = [y.grad_fn for y in fun(*[x.requires_grad_() for x in xs]) if y.grad_fn is not None]
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            left += [n for n, _ in node.next_functions if n is not None]
-    return {node.name() for node in seen}
-
-
-def _jax_operations(fun: Callable[..., Any], xs: list[Any]) -> set[str]:
-    import jax
-
-    names: set[str] = set()
-    left = [jax.make_jaxpr(fun)(*xs).jaxpr]
-    while left:
-        for equation in left.pop().eqns:
-            names |= {equation.primitive.name, str(equation.params.get("name", ""))}
-            for value in jax.tree.leaves(list(equation.params.values())):
-                inner = getattr(value, "jaxpr", value)
-                left += [inner] if hasattr(inner, "eqns") else []
-    return names
 
 
 def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -132,12 +132,9 @@ remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
 # --- forward mode ------------------------------------------------------------------------------
 
 
-def forward_level() -> int:
-    """The level of forward mode that is open, -1 if none.
-
-    Gone: `forward_ad.make_dual` raises outside of a level.
-    """
-    return forward_ad._current_level
+forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+"""The level of forward mode that is open, -1 if none. Gone: `forward_ad.make_dual` raises outside
+of a level."""
 
 
 def enter_forward_level() -> int | None:
@@ -154,7 +151,18 @@ def enter_forward_level() -> int | None:
         _c._exit_dual_level(level=level)
         return None
     forward_ad._current_level = level
+    _load_decompositions()
     return level
+
+
+def leave_forward_level(level: int) -> None:
+    """Its end. Gone: `forward_ad.exit_dual_level`, at three times the time."""
+    _c._exit_dual_level(level=level)
+    forward_ad._current_level = level - 1
+
+
+_load_decompositions = cache(forward_ad._maybe_load_decompositions)
+"""What `forward_ad.make_dual` loads at its first call. Gone: with `make_dual` below."""
 
 
 make_dual: Callable[..., Tensor] = torch._make_dual
@@ -171,6 +179,11 @@ must be constant to its tangent. Gone: detach each tensor instead."""
 softmax_pullback: Callable[..., Tensor] = torch._softmax_backward_data
 """y (g - sum(g y)) in one kernel. Gone: by that formula, three kernels and a copy."""
 
+fp32_precision: Callable[[str, str], str] = _c._get_fp32_precision_getter
+"""How products of float32 are computed by a library and operation, which each use of a frozen
+function asks several times. Gone: the attributes `fp32_precision` of `torch.backends`, in Python.
+"""
+
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 """Whether anything may be cast. Gone: `torch.is_autocast_enabled(kind)` for each device in use."""
 
@@ -181,8 +194,23 @@ set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
 when f calls that. Gone: the class, and its `__init__` in modes."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
+engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
 """What `torch.autograd.grad` calls when it has looked at its arguments, which are ours and known:
-a third of its time at a small function. Gone: `torch.autograd.grad`."""
+a third of its time at a small function; and what that calls when it has noted the context, of which
+compiled code alone asks, and whether each node is to be logged. Gone: `torch.autograd.grad`."""
+
+
+def pulled(
+    ys: Sequence[Tensor], xs: Sequence[Tensor], cts: Sequence[Tensor], retain: bool, create: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` by `run_engine`; None at what is not reached."""
+    if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
+    # A mode that looks on, as where a picture is made, knows autograd's sums by its caller.
+    run = run_engine if DYNAMO in sys.modules or count_of_dispatch_modes() else engine
+    ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
+    return run(ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False)
+
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 """Which call of the engine runs here, -1 if none: nodes of one pass share sums, others none.
@@ -221,6 +249,17 @@ DisableTorchFunction: Any = _c.DisableTorchFunction
 Functions: Any = function._SingleLevelFunction
 """The base beneath `torch.autograd.Function`: an `apply` set here for the time of a call is met by
 who keeps a bound `Function.apply`, too. Gone: patch Function, and miss those."""
+
+
+def applied(kind: Any, *args: Any) -> Any:
+    """`kind.apply(*args)` of a Function without setup_context, where no transform is under way.
+
+    Gone: `apply` itself, which binds defaults and looks into each argument.
+    """
+    if any(map(is_wrapped, [x for x in args if isinstance(x, Tensor)])):  # it may have ended
+        return kind.apply(*args)
+    return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
+
 
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
@@ -265,19 +304,14 @@ AccumulateGrad: Any = _c._functions.AccumulateGrad
 """The class of the nodes at which a graph ends in a leaf. Gone: its name."""
 
 
-def sequence_of(node: Any) -> int:
-    """When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
-    return node._sequence_nr()
+sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
 
+forward_class: Callable[[Any], Any] = attrgetter("_forward_cls")
+"""The `torch.autograd.Function` of which a class of nodes is of. Gone: its name."""
 
-def forward_class(kind: Any) -> Any:
-    """The `torch.autograd.Function` of which a class of nodes is of. Gone: its name."""
-    return kind._forward_cls
-
-
-def backward_class(kind: Any) -> Any:
-    """The class of the nodes that a `torch.autograd.Function` makes. Gone: `type(y.grad_fn)`."""
-    return kind._backward_cls
+backward_class: Callable[[Any], Any] = attrgetter("_backward_cls")
+"""The class of the nodes that a `torch.autograd.Function` makes. Gone: `type(y.grad_fn)`."""
 
 
 def saves(node: Any, name: str) -> bool:
@@ -310,19 +344,13 @@ is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 """Whether x is a zero without memory, as forward mode and double backward make. Gone: clone."""
 
 
-def is_view(x: Tensor) -> bool:
-    """Whether autograd follows x as a view of another tensor. Gone: copy what a rule returns."""
-    return x._is_view()
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Whether autograd follows x as a view of another tensor. Gone: copy what a rule returns."""
 
-
-def tensor_hooks(x: Tensor) -> Any:
-    """The hooks that edit x's gradient; None if there was never one.
-
-    They fire once, on the sum over chunks, so a replay takes them away from the leaves and puts
-    them back. Gone: a hook would fire for each chunk; refuse leaves with hooks.
-    """
-    return x._backward_hooks
-
+tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
+"""The hooks that edit x's gradient; None if there was never one. They fire once, on the sum over
+chunks, so a replay takes them away from the leaves and puts them back. Gone: a hook would fire for
+each chunk; refuse leaves with hooks."""
 
 tracing_state: Callable[[], Any] = _c._get_tracing_state
 """What `torch.jit.is_tracing` asks: TorchScript does not trace a hook."""
@@ -362,27 +390,16 @@ make_subclass: Callable[[type, Tensor], Tensor] = Tensor._make_subclass  # type:
 """A tensor of a class in the memory of another. Gone: `x.as_subclass(kind)`, which is a view."""
 
 
-def indices_of(x: Tensor) -> Tensor:
-    """The indices of a sparse tensor that need not be coalesced. Gone: coalesce first."""
-    return x._indices()
-
-
-def values_of(x: Tensor) -> Tensor:
-    """The entries of a sparse tensor that need not be coalesced. Gone: coalesce first."""
-    return x._values()
-
+indices_of: Callable[[Tensor], Tensor] = methodcaller("_indices")
+values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
+"""Those of a sparse tensor that need not be coalesced. Gone: coalesce first."""
 
 # --- operators ---------------------------------------------------------------------------------
 
-
-def arguments_of(operator: Any) -> Sequence[Any]:
-    """An operator's arguments, with which of them it writes to. Gone: parse `str(operator)`."""
-    return operator._schema.arguments
-
-
-def schema_of(operator: Any) -> Any:
-    """An operator's schema."""
-    return operator._schema
+arguments_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""An operator's schema; its arguments, with which of them it writes to. Gone: parse
+`str(operator)`."""
 
 
 def decompositions() -> Any:
@@ -408,12 +425,9 @@ def uncompiled_call(fields: dict[str, Any]) -> dict[str, Any]:
     return {k: None for k in ("_compiled_call_impl",) if k in fields}
 
 
-def slots_of(module: torch.nn.Module) -> tuple[Any, Any, Any]:
-    """A module's own parameters, buffers and children, with those that are None.
-
-    `named_parameters(recurse=False)` leaves None out, and cannot be assigned to. Gone: those.
-    """
-    return module._parameters, module._buffers, module._modules
+slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
+"""A module's own parameters, buffers and children, with those that are None.
+`named_parameters(recurse=False)` leaves None out, and cannot be assigned to. Gone: those."""
 
 
 def forward_hooks_of(module: torch.nn.Module) -> list[Any]:
@@ -485,12 +499,11 @@ def set_cached_weights(kept: dict[Any, Any]) -> None:
 # --- the process -------------------------------------------------------------------------------
 
 
-def device_set() -> Any:
-    """The block of `torch.set_default_device`, None if none was set.
-
-    `torch.get_default_device` imports and searches at every call. Gone: that.
-    """
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+device_set: Callable[[], Any] = partial(
+    getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None
+)
+"""The block of `torch.set_default_device`, None if none was set. `torch.get_default_device` imports
+and searches at every call. Gone: that."""
 
 
 def operator_tables(name: str) -> Any:
@@ -623,28 +636,26 @@ def is_of_checkpoint(frame: Any) -> bool:
 def is_summed_by_autograd(node: Any) -> bool:
     """Whether autograd itself adds gradients that meet, and no Python code of a node's backward.
 
-    The module that asks does so in a dispatch mode of its own; its frames do not count.
+    Who asks does so in a dispatch mode; it and frames of gradtools do not count. Between a backward
+    of ours and the engine stands PyTorch's own `apply`.
 
     Buys that a sum in a picture is not drawn as a part of the rule before it; costs that, if
     PyTorch renames `_engine_run_backward`, it is.
     """
     if not isinstance(node, function.BackwardCFunction):
         return False
-    frame: Any = sys._getframe(1)
-    asking = frame.f_globals
-    while frame is not None and frame.f_globals is asking:
+    frame: Any = sys._getframe(2)  # below who asks
+    while _package(frame) == "gradtools":
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
-def hooks_made() -> int:
-    """How many hooks of any kind this process has set: the number that the next handle gets.
+hooks_made: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
+"""How many hooks of any kind this process has set: the number that the next handle gets.
 
-    No mode sees `Node.register_hook`, nor what a library keeps bound. Buys that hooks which f sets
-    on gradients fire once, though chunks are computed again; costs that those which another thread
-    sets meanwhile are taken for f's, which then goes back in a way that is slower, and right.
-    """
-    return RemovableHandle.next_id
+No mode sees `Node.register_hook`, nor what a library keeps bound. Buys that hooks which f sets on
+gradients fire once, though chunks are computed again; costs that those which another thread sets
+meanwhile are taken for f's, which then goes back in a way that is slower, and right."""
 
 
 def is_once_differentiable(kind: Any) -> bool:

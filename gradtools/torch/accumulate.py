@@ -14,20 +14,19 @@ from typing import Any
 
 import torch
 
-from gradtools.accumulate import TargetLeaf, Trees, paired
+from gradtools.accumulate import TargetLeaf, paired, refuse
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.parts import with_parts
+from gradtools.torch.module_arguments import with_parts
 
-TREES = Trees(trees.flatten, trees.unflatten, trees.leaf_paths)
 _LOCK = threading.RLock()
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     """Adds to, or sets, `.grad` of every parameter that grads names: of all or of none."""
     caller = "accumulate_gradients" if add else "assign_gradients"
-    entries = paired(TREES, caller, _parameters(caller, target), grads)
+    entries = paired(trees, caller, _parameters(caller, target), grads)
     entries = [entry for entry in entries if entry.grad is not None]
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for entry in entries:
@@ -46,7 +45,6 @@ def detached(x: Any) -> torch.Tensor | None:
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in memory of their own."""
     return x.clone()
 
 
@@ -60,15 +58,13 @@ def as_number(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         if x.ndim != 0:
             return None
-        return _wide(x.detach()) if _is_traced(x) else x.item()
+        if not _is_traced(x):
+            return x.item()
+        x = x.detach()
+        return x.float() if x.itemsize < 4 else x  # sums of small dtypes round or overflow
     if getattr(x, "shape", None) == () and hasattr(x, "item"):
         return x.item()
     return x if isinstance(x, (int, float)) else None
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In at least 32 bits, so that sums of small dtypes neither round nor overflow."""
-    return x.float() if x.itemsize < 4 else x
 
 
 def current_trace() -> Any:
@@ -162,11 +158,9 @@ def _memory(x: torch.Tensor) -> Any:
 def _check(caller: str, entry: TargetLeaf) -> None:
     p, g, path = entry.target, entry.grad, entry.path
     if not isinstance(p, torch.Tensor):
-        _refuse(
-            caller, f"target{path} is a {type(p).__name__}", "a leaf tensor", "Give parameters."
-        )
+        refuse(caller, f"target{path} is a {type(p).__name__}", "a leaf tensor", "Give parameters.")
     if not isinstance(g, torch.Tensor):
-        _refuse(caller, f"grads{path} is a {type(g).__name__}", "a tensor", "Convert it: asarray.")
+        refuse(caller, f"grads{path} is a {type(g).__name__}", "a tensor", "Convert it: asarray.")
     if _is_traced(p) or _is_traced(g):
         raise GradtoolsError(
             f"{caller}: grads{path} belongs to a torch.func transform that is still running; .grad "
@@ -179,14 +173,14 @@ def _check(caller: str, entry: TargetLeaf) -> None:
 
 def _check_parameter(caller: str, path: str, p: torch.Tensor) -> None:
     if not p.is_leaf:
-        _refuse(
+        refuse(
             caller,
             f"target{path} is the result of {type(p.grad_fn).__name__}",
             "a leaf tensor",
             "Give the parameter it was computed from; an intermediate result keeps no .grad.",
         )
     if not p.requires_grad:
-        _refuse(
+        refuse(
             caller,
             f"target{path} has requires_grad=False",
             "a tensor that requires grad",
@@ -205,7 +199,7 @@ def _check_match(caller: str, path: str, p: torch.Tensor, g: torch.Tensor) -> No
         mend = f"Move it with .to({str(p.device)!r})."
     if g.shape != p.shape:
         mend = "Reduce it over the batch first, or give it under another name."
-    _refuse(caller, f"grads{path} is {spec(g)}", f"{expected}, as the parameter", mend)
+    refuse(caller, f"grads{path} is {spec(g)}", f"{expected}, as the parameter", mend)
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
@@ -214,10 +208,6 @@ def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
     if dtype is not None:
         return dtype
     return g.dtype if p.grad is None else p.grad.dtype
-
-
-def _refuse(caller: str, found: str, expected: str, mend: str) -> None:
-    raise GradtoolsError(f"{caller}: {found}; expected {expected}. {mend}")
 
 
 def _is_traced(x: torch.Tensor) -> bool:

@@ -94,7 +94,6 @@ def seed_of(key: torch.Tensor) -> int:
 
 
 def check_key(caller: str, key: Any) -> None:
-    """Raises unless ``key`` is one key."""
     if isinstance(key, torch.Tensor) and key.dtype == torch.int64 and key.shape == (2,):
         return
     result = (

@@ -11,18 +11,17 @@ import torch
 from gradtools.backend import Array, Lazily, Wing
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import _upstream as upstream
-from gradtools.torch import arrays, engines, parts, trees, wrapping
+from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
+from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
-from gradtools.torch.refusals import explained
-from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
-from gradtools.torch.transposing import pull, push, value_and_push
-from gradtools.torch.wrappers import is_inexact, is_wrapped
+from gradtools.torch.known_errors import explained
+from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key, transpose
+from gradtools.torch.rules.transposing import pull, push, value_and_push
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
-    from gradtools.rules import Rule
 
 Tensor = torch.Tensor
 
@@ -41,7 +40,7 @@ class TorchBackend(Wing):
     programs never ask for, so that an import of gradtools stays light.
     """
 
-    name = "torch"
+    name, rooms = "torch", "gradtools.torch"
 
     @property
     def xp(self) -> Any:
@@ -72,9 +71,7 @@ class TorchBackend(Wing):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    key = staticmethod(arrays.key)
-    split = staticmethod(arrays.split)
-    fold_in = staticmethod(arrays.fold_in)
+    key, split = staticmethod(arrays.key), staticmethod(arrays.split)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
         # NumPy's float64 and complex128 are Python's numbers too, and weak as these.
@@ -113,16 +110,21 @@ class TorchBackend(Wing):
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
 
-    jvps = Lazily("kernels")
+    jvps = Lazily("forward_mode.plain_kernels")
 
     linearize = staticmethod(engines.linearize)
 
-    sketch_values = Lazily("checking")
+    sketch_values = Lazily("rules.checking")
 
     def direct_calls(self, of: Any) -> Any:
-        from gradtools.torch.direct import DirectCalls
+        from gradtools.torch.rules.fast_path import DirectCalls
 
-        return DirectCalls(of).call if DirectCalls.fit(of) else None
+        call = DirectCalls(of).call if DirectCalls.fit(of) else None
+        if not hasattr(of, "kernel"):
+            return call
+        from gradtools.torch.host import KernelCalls
+
+        return KernelCalls(of, call).call
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]
@@ -134,9 +136,7 @@ class TorchBackend(Wing):
 
     compiling = staticmethod(is_compiling)
 
-    def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        return apply_rule(rule, *xs)
-
+    apply_rule = staticmethod(apply_rule)
     scaled = staticmethod(scaled)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
@@ -195,10 +195,10 @@ class TorchBackend(Wing):
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         return partial(_checkpointed, self, options, f)
 
-    like_module = staticmethod(wrapping.like_module)
+    like_module = staticmethod(transformed_modules.like_module)
 
-    opened = staticmethod(parts.opened)
-    part_of = staticmethod(parts.part_of)
+    opened = staticmethod(module_arguments.opened)
+    part_of = staticmethod(module_arguments.part_of)
 
     def is_model(self, x: Any) -> bool:
         return isinstance(x, torch.nn.Module)
@@ -213,17 +213,13 @@ class TorchBackend(Wing):
 
     uncompiled = staticmethod(uncompiled)
 
-    as_now = Lazily("tiling")
-    of_own = Lazily("tiling")
-    taken = Lazily("tiling")
-    put = Lazily("tiling")
-    is_replaying = Lazily("watching", "asks_is_replaying")
+    is_replaying = Lazily("replaying.guards", "asks_is_replaying")
     frozen_uses = Lazily("freezing", "Uses")
 
     # --- seeing
 
-    watchable = Lazily("seeing")
-    rerun = Lazily("seeing")
+    watchable = Lazily("seeing.recorded_run")
+    rerun = Lazily("seeing.recorded_run")
 
 
 def _checkpointed(

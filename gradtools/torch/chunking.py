@@ -14,23 +14,21 @@ from typing import Any
 import torch
 
 from gradtools.batches import Batch
-from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition
-from gradtools.errors import GradtoolsError
+from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition, unlike_outputs
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.pieces import Rows, flattened, pieces_of, untracked
-from gradtools.torch.programs import node_of
-from gradtools.torch.replay import Forward
-from gradtools.torch.summing import Sums
-from gradtools.torch.watching import is_plain, is_replaying, marked
-from gradtools.torch.wrappers import is_dual, unwrapped
+from gradtools.torch.functorch_wrappers import is_dual, unwrapped
+from gradtools.torch.replaying.guards import is_plain, is_replaying, marked
+from gradtools.torch.replaying.nodes import node_of
+from gradtools.torch.replaying.replay import Forward
+from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
+from gradtools.torch.replaying.summing import Sums
 
 Tensor = torch.Tensor
 left_to_python(__name__)
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    """The joined outputs of all chunks, and the last carry."""
     with marked(chunks.batch.caller):
         return plain_loop(chunks) if is_plain() else _run(chunks)
 
@@ -82,7 +80,6 @@ def _is_differentiated(leaves: list[Tensor]) -> bool:
 
 
 def sum_chunks(chunks: Chunks) -> list[Tensor]:
-    """The sums of the outputs over chunks."""
     sums = Sums()
     with marked("chunked"):
         for i, piece in enumerate(pieces_of(chunks)):
@@ -110,10 +107,5 @@ def _concatenated(chunks: Chunks, column: tuple[Tensor, ...], axis: int) -> Tens
     for i, x in enumerate(column):
         first[axis] = x.shape[axis] if len(x.shape) == len(first) else -1
         if list(x.shape) != first:
-            raise GradtoolsError(
-                f"chunked: an output of f has shape {tuple(x.shape)} for {chunks.cut.sizes[i]} "
-                f"examples and {tuple(column[0].shape)} for {chunks.cut.sizes[0]}; they cannot be "
-                f"joined on axis {axis}. Only that axis may depend on the size of a chunk; "
-                "outputs=... leaves out what has another, such as a table of all pairs."
-            )
+            raise unlike_outputs(chunks.cut, axis, i, x.shape, column[0].shape)
     return torch.cat(column, axis)

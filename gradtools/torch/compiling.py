@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gradtools.errors import GradtoolsError, warn
+from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.randomness import Randomness
@@ -128,8 +128,9 @@ def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
         raise GradtoolsError(f"{caller}: {_NO_DOUBLE_BACKWARD}")
 
 
-def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
+def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> list[Any]:
     """The nodes of the autograd graph of outs, leaves' among them, up to those of `stop`."""
+    found: list[Any] = []
     seen: set[Any] = set(stop)
     todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     while todo:
@@ -137,12 +138,14 @@ def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
         if node in seen:
             continue
         seen.add(node)
-        yield node
-        todo += [parent for parent, _ in node.next_functions if parent is not None]
+        found.append(node)
+        for parent, _ in node.next_functions:
+            if parent is not None:
+                todo.append(parent)
+    return found
 
 
 def leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves of the autograd graph of outs."""
     for node in nodes_of(outs):
         if type(node).__name__ == "AccumulateGrad":
             yield node.variable
@@ -237,14 +240,9 @@ class _Twice(torch.autograd.Function):
 
 
 def _tell(name: str) -> None:
-    if name in _TOLD:
-        return
-    _TOLD.add(name)
-    warn(
+    warn_once(
+        ("compile", name),
         f"compile: {name} is run again outside of the compiled graph, because its derivative is "
         "taken with a graph of its own and PyTorch has no compiled double backward "
-        "(pytorch#91469). The numbers are right; compiling the derivative instead is faster."
+        "(pytorch#91469). The numbers are right; compiling the derivative instead is faster.",
     )
-
-
-_TOLD: set[str] = set()

@@ -23,32 +23,17 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import has_torch_function
 
 from gradtools.backend import Evaluation, Fun
-from gradtools.connection import refuse_cut
+from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo
-from gradtools.torch.gates import gated
-from gradtools.torch.marks import DERIVATIVE, detached
-from gradtools.torch.modes import (
-    LevelTaken,
-    dual_level,
-    forward_mode,
-    is_in_inference,
-    outside_of_inference,
-)
-from gradtools.torch.refusals import explain, explained
-from gradtools.torch.rules import evaluated_to_push
-from gradtools.torch.stopping import Stops
-from gradtools.torch.surveying import (
-    SPENT,
+from gradtools.torch.autograd_graph import (
     OpenDerivative,
     begun,
-    being_evaluated,
     guarded,
+    here,
     is_spent,
     nodes_made,
     note_taken,
@@ -57,7 +42,27 @@ from gradtools.torch.surveying import (
     scripts_refused,
     surveyed,
 )
-from gradtools.torch.terms import (
+from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo
+from gradtools.torch.forward_mode.no_grad import Stops
+from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.known_errors import explain, explained
+from gradtools.torch.modes import (
+    LevelTaken,
+    dual_level,
+    forward_mode,
+    is_in_inference,
+    outside_of_inference,
+)
+from gradtools.torch.nondifferentiable import gated
+from gradtools.torch.operation_marks import DERIVATIVE, detached
+from gradtools.torch.rules.installing import evaluated_to_push
+from gradtools.torch.upstream_bugs.derivatives import (
+    RightGradients,
+    RightTangents,
+    TwiceByPlainOperations,
+)
+from gradtools.torch.upstream_bugs.gradients import rightly
+from gradtools.torch.upstream_bugs.lost_terms import (
     NORMALISATIONS,
     WRONG_IN_BATCHES,
     first_of,
@@ -66,9 +71,6 @@ from gradtools.torch.terms import (
     refuse_in_batches,
     third,
 )
-from gradtools.torch.upstream_bugs import RightGradients, RightTangents, TwiceByPlainOperations
-from gradtools.torch.wrappers import is_inexact
-from gradtools.torch.wrong_gradients import rightly
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -149,19 +151,20 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             raise
         if again:
             grads = guarded_gradients(asked_of(fun), ys, grads)
-        if being_evaluated():
+        if here.opened:
             note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
             grads = _freed(grads)
-        return inside.filled(grads, outs)
+        return inside.filled(grads, outs) if inside.entered or inside.constant else list(grads)
 
     def where_lost(i: int) -> list[str]:
-        from gradtools.torch.seeing import where_lost
+        from gradtools.torch.seeing.recorded_run import where_lost
 
         return where_lost(fun, leaves, i)
 
+    as_they_are = attached or not getattr(fun, "hands_out", True)
     return Evaluation(
-        outs if attached else _freed(outs),
+        outs if as_they_are else _freed(outs),
         extras if attached or not extras else _freed(extras),
         pullback,
         cut=lambda grads: inside.cut(grads, outs),
@@ -178,7 +181,7 @@ def _pulled(
     spent: list[bool],
     guard: AbstractContextManager[None] | None = None,
 ) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad`, whose look at its arguments takes as long as a small backward pass.
+    """`torch.autograd.grad`.
 
     spent: Of aliases that are not spent in the meantime: a checkpoint computes again what must be
         attached as before. That is not inside of inference mode, where nothing is attached.
@@ -188,12 +191,7 @@ def _pulled(
     try:
         if guard is not None or is_in_inference():
             return _pulled_within(guard, ys, xs, cts, retain, create)
-        if has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
-            return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
-        ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
-        return upstream.run_engine(
-            ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False
-        )
+        return upstream.pulled(ys, xs, cts, retain, create)
     finally:
         spent[0] = True
 
@@ -254,11 +252,16 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
-    around = being_evaluated()
-    aliases = [_alias(x, keep) for x in leaves]
+    around = here.opened
+    # Of most nobody asks why they are cut off.
+    plain = on and not upstream.count_of_dispatch_modes() and upstream.forward_level() < 0
+    aliases = [
+        x.detach().requires_grad_()
+        if plain and not (x.requires_grad or x.is_inference())
+        else _alias(x, keep)
+        for x in leaves
+    ]
     inside = begun(aliases, around)
-    for alias in aliases:
-        setattr(alias, SPENT, inside.spent)
     around.append(inside)
     try:
         if on:
@@ -359,7 +362,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:
     """Where no graph was wanted and nodes were made, by what no mode sees: f is looked at."""
-    from gradtools.torch.seeing import rerun
+    from gradtools.torch.seeing.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -371,7 +374,7 @@ def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -
 
 def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
     """Leaves that are cut after a derivative inside, as reverse mode sees it; f runs once more."""
-    from gradtools.torch.seeing import rerun
+    from gradtools.torch.seeing.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[int]:
         result = _eager_vjp(fun, list(xs), True)
@@ -525,7 +528,9 @@ def _untracked(x: Any) -> Any:
 
 def _unshared(x: Tensor) -> Tensor:
     """x, or a copy if its entries share memory: PyTorch lays the tangents out as it lies."""
-    if is_compiling() or all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
+    if is_compiling() or x.is_contiguous():
+        return x
+    if all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -544,7 +549,7 @@ def _twice_in_trace() -> AbstractContextManager[Any]:
 
 def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
     """Around a function that is pulled back in compiled code, perhaps with a graph."""
-    from gradtools.torch.fused_attention import PlainWhereLive
+    from gradtools.torch.upstream_bugs.fused_attention import PlainWhereLive
 
     if _open_derivatives():
         return _twice_in_trace()
@@ -571,7 +576,7 @@ def _looked_at_twice(caller: str) -> Iterator[None]:
 
 
 def _calls_guarded(caller: str) -> AbstractContextManager[Any]:
-    from gradtools.torch.customcode import calls_guarded
+    from gradtools.torch.double_backward import calls_guarded
 
     return calls_guarded(caller)
 

@@ -17,34 +17,30 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import nodes_made, scripts_refused, surveyed
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.customcode import (
-    gate_compiled,
-    gated_calls,
-)
+from gradtools.torch.double_backward import gate_compiled, gated_calls
 from gradtools.torch.engines import _unshared
-from gradtools.torch.gates import gated
-from gradtools.torch.marks import CHUNK, detached
+from gradtools.torch.forward_mode.no_grad import Stops
+from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
+from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact
+from gradtools.torch.known_errors import torch_says
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
-from gradtools.torch.onetangent import OneTangent, tangent_of
-from gradtools.torch.pieces import Entries, Rows, alias_of, flattened, primal_of
-from gradtools.torch.programs import Backward, Pushed, node_of, outputs_of, pulled_back
-from gradtools.torch.refusals import torch_says
-from gradtools.torch.replay import Forward
+from gradtools.torch.nondifferentiable import gated
+from gradtools.torch.operation_marks import CHUNK, detached
+from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
+from gradtools.torch.replaying.nodes import Backward, Pushed, node_of, outputs_of, pulled_back
+from gradtools.torch.replaying.replay import Forward
+from gradtools.torch.replaying.slicing import Entries, Rows, alias_of, flattened, primal_of
+from gradtools.torch.replaying.summing import Sums
+from gradtools.torch.rules.transposing import unpacked
 from gradtools.torch.state import Snapshot
-from gradtools.torch.stopping import Stops
-from gradtools.torch.summing import Sums
-from gradtools.torch.surveying import nodes_made, scripts_refused, surveyed
-from gradtools.torch.transposing import unpacked
-from gradtools.torch.watching import bytes_saved, is_plain, marked, own_wrapper
-from gradtools.torch.wrappers import is_dual, is_inexact
-from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
 
 Tensor = torch.Tensor
 left_to_python(__name__)
@@ -192,7 +188,7 @@ class _Use(Forward):
                 None if g is None else detached(g, CHUNK) for g in known[1]
             ]  # in no graph of its own
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
-        caller = _PullbackInputs.apply(back, tuple(cts), *zs)
+        caller = upstream.applied(_PullbackInputs, back, tuple(cts), *zs)
         _, grads = node_of(back, rows, caller, known)
         return self.guarded(grads)
 
@@ -285,9 +281,9 @@ class _Use(Forward):
 
     def _pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         use = self.with_modes(self.modes.without_fast_path())
-        fixed = [x for x, _ in self.start.reached.watched]
+        fixed = self.start.reached.tensors
         use.within = lambda: OneTangent(fixed)
-        with use.replaying(), dual_level(), torch.no_grad():
+        with use.replaying(), dual_level():  # where nothing is differentiated
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             ys, _ = use.one(0, [], duals)
             return [_tangent(y) for y in ys]
@@ -344,7 +340,7 @@ class _FrozenBackward(Backward):
         cts = self.split(0, rows[0], shared)[2]
         tracked = [y for y in outs if isinstance(y, Tensor)]
         if not use.holds or any(self.vectors_only) or surveyed(tracked).custom:
-            sums.add(self.pulled(outs, own, cts, len(own), False, False))
+            sums.add(self.pulled(outs, own, cts, len(own), False, False, use.is_right))
             return {0}
         with torch.enable_grad():
             vs = [None if ct is None else alias_of(ct) for ct in cts]
@@ -547,7 +543,10 @@ _CONSTANTS = (
 
 def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
     z = detached(z, CHUNK)
-    return z if dz is None else forward_ad.make_dual(_unshared(z), detached(dz, CHUNK))
+    if dz is None:
+        return z
+    level = upstream.forward_level()
+    return upstream.make_dual(_unshared(z), detached(dz, CHUNK), level=level)
 
 
 def _tangent(y: Any) -> Tensor | None:

@@ -14,7 +14,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.modes import batchings
-from gradtools.torch.rules import apply_rule
+from gradtools.torch.rules.installing import apply_rule
 
 Tensor = torch.Tensor
 left_to_python(__name__)
@@ -68,7 +68,6 @@ def _of_all(value: Any, group: Any) -> list[Any]:
 
 
 def _all_rows_of(x: Tensor, group: Any) -> Tensor:
-    """All processes' rows."""
     return _linear(_all_rows, _all_rows_of, _own_rows_of, x, group)
 
 

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.rules import apply_rule
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.rules.installing import apply_rule
 
 Tensor = torch.Tensor
 
@@ -58,14 +58,12 @@ class scale_gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, factor: float, x: Tensor) -> Tensor:
-        """The value of x, of which autograd makes a view."""
         ctx.factor = factor
         ctx.set_materialize_grads(False)
         return x
 
     @staticmethod
     def backward(ctx: Any, ct: Tensor | None) -> Any:
-        """The cotangent times the number."""
         if ct is None:
             return None, None
         return None, -ct if ctx.factor == -1.0 else ctx.factor * ct

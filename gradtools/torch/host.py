@@ -7,23 +7,27 @@ in front. It has no derivative: that is the rule's, above.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from gradtools.errors import is_of, refusal
-from gradtools.host import KernelCall, Results, Spec, call_by_key, read_only
+from gradtools.host_kernels import KernelCall, Results, Spec, call_by_key, read_only
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.checking import ASKING, refuse_kernel
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.wrappers import is_dual
+from gradtools.torch.functorch_wrappers import is_dual
+from gradtools.torch.rules.checking import ASKING, refuse_kernel
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
 _modes, _functions = upstream.count_of_dispatch_modes, upstream.count_of_function_modes
-_tracing = upstream.tracing_state
+_tracing, _levels = upstream.tracing_state, upstream.peek_interpreter_stack
+_forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
+_ARRAY, _count, _tensor = np.ndarray, sys.getrefcount, torch.from_numpy
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -34,31 +38,102 @@ def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
     return list(_bind(call.key, xs, []))
 
 
-def call_now(call: KernelCall, expected: Results, xs: Sequence[Tensor]) -> Any:
-    """The kernel's results at plain tensors, NotImplemented where something looks on.
+class KernelCalls:
+    """Calls of a host function with plain tensors that nobody differentiates and nothing follows.
 
-    Who calls it knows of no transform and no dual numbers. One call of ours costs PyTorch's
-    dispatcher ten times what it costs to call the kernel.
+    One call of ours costs PyTorch's dispatcher ten times what it costs to call the kernel.
+
+    Attributes:
+        kernel: Of the host function.
+        differentiated: The call with plain tensors of which autograd keeps track, if there is one.
+        count: How many arguments it takes; 0: any number.
+        alike: Whether one array comes that is like the first argument.
+        known: By the shapes and dtypes of arguments, the call and what it returns.
     """
-    if _modes() or _functions() or _tracing() is not None or not xs:
-        return NotImplemented
-    if ASKING.now:
-        refuse_kernel()
-    arrays = []
-    try:
-        for x in xs:
-            array = x.detach().numpy() if x.requires_grad else x.numpy()
-            if array.flags.c_contiguous:  # in a tensor's memory, which NumPy does not know to be so
-                array.setflags(write=False)
-            else:
-                array = read_only(array)
-            arrays.append(array)
-    except (RuntimeError, TypeError):  # the memory of one is none that NumPy reads as it stands
-        return NotImplemented
-    ys = list(map(torch.from_numpy, call.fresh(arrays, expected)))
-    if expected.widened:
-        ys = [y.to(getattr(torch, s.dtype)) for y, s in zip(ys, expected.specs, strict=True)]
-    return ys[0] if expected.alone else call.trees.unflatten(expected.treedef, ys)
+
+    def __init__(self, of: Any, differentiated: Callable[[tuple[Any, ...]], Any] | None) -> None:
+        self.kernel, self.backend, self.differentiated = of.kernel, of._backend, differentiated
+        self.count = len(of._taken.names)
+        self.fun = self.kernel.fun
+        self.alike = self.kernel.out is None and not self.kernel.raw
+        self.known: dict[Any, tuple[KernelCall, Results]] = {}
+
+    def call(self, args: tuple[Any, ...]) -> Any:
+        """The result, or NotImplemented."""
+        if _is_compiling() or not args or (len(args) != self.count and self.count):
+            return NotImplemented
+        graphs, tracked = _graphs(), False
+        for x in args:
+            if type(x) not in _PLAIN:
+                return NotImplemented
+            if graphs and x.requires_grad:
+                tracked = True
+        if tracked:
+            return self.differentiated(args) if self.differentiated else NotImplemented
+        if _levels() is not None or _modes() or _functions() or _tracing() is not None:
+            return NotImplemented
+        if _forward_level() >= 0:
+            return NotImplemented
+        arrays: list[np.ndarray] = []
+        try:
+            for x in args:
+                array = x.numpy()
+                if array.flags.c_contiguous:  # a tensor's memory, which NumPy knows not to be so
+                    array.setflags(False)
+                else:
+                    array = read_only(array)
+                arrays.append(array)
+        except (RuntimeError, TypeError):  # what NumPy cannot read as it stands
+            return NotImplemented
+        if ASKING.now:
+            refuse_kernel()
+        if not self.alike:
+            return self._any(args, arrays)
+        y = self.fun(*arrays)
+        first = arrays[0]
+        if (
+            type(y) is _ARRAY
+            and y.dtype is first.dtype
+            and y.shape == first.shape
+            and y.flags.num & _NEW == _NEW
+            and _count(y) <= _HELD_ONCE
+        ):
+            return _tensor(y)
+        call, expected = self._known(args, arrays)
+        return _tensor(call.owned(y, expected)[0])
+
+    def _any(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> Any:
+        """The result, whatever the kernel returns."""
+        call, expected = self._known(args, arrays)
+        ys = list(map(_tensor, call.fresh(arrays, expected)))
+        if expected.widened:
+            ys = [y.to(getattr(torch, s.dtype)) for y, s in zip(ys, expected.specs, strict=True)]
+        return ys[0] if expected.alone else call.trees.unflatten(expected.treedef, ys)
+
+    def _known(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> tuple[KernelCall, Results]:
+        """The call with arrays that look so, and what it returns."""
+        key = tuple([(array.shape, array.dtype) for array in arrays])
+        found = self.known.get(key)
+        if found is None:
+            call, _ = self.kernel.bind(self.backend, args)
+            found = self.known[key] = call, results_of(call, args)
+            if len(self.known) > _MOST:
+                del self.known[next(iter(self.known))]
+        return found
+
+
+_MOST = 256
+_NEW = 0x1 | 0x4 | 0x400
+"""NumPy's flags of an array in C order that owns its memory and may be written."""
+
+
+def _held_once() -> int:
+    """What Python counts of an array that one name alone holds."""
+    y = np.empty(0)
+    return sys.getrefcount(y)
+
+
+_HELD_ONCE = _held_once()
 
 
 def is_followed() -> bool:
@@ -66,9 +141,9 @@ def is_followed() -> bool:
 
     The vmap of before functorch need not be asked for: a batch of its cannot be read by NumPy.
     """
-    if _modes() or _functions() or _tracing() is not None:
+    if _levels() is not None or _modes() or _functions() or _tracing() is not None:
         return True
-    return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
+    return upstream.forward_level() >= 0
 
 
 def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> Results:

@@ -6,15 +6,15 @@ all of them is quick; they are set only where they stand otherwise.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -39,34 +39,40 @@ class LevelTaken(Exception):
 _FORWARD_MODE = threading.Lock()
 
 
-@contextmanager
-def forward_mode() -> Iterator[None]:
+class forward_mode:
     """The right to enter forward mode, of which PyTorch has one level for all threads.
 
     Raises `LevelTaken`, upon which a derivative goes by reverse mode twice. Waiting would not do:
     who is in the level may himself be waiting for this thread.
     """
-    if not _FORWARD_MODE.acquire(blocking=False):
-        raise LevelTaken
-    try:
-        if upstream.forward_level() >= 0:
+
+    def __enter__(self) -> None:
+        if not _FORWARD_MODE.acquire(blocking=False):
             raise LevelTaken
-        yield
-    finally:
+        if upstream.forward_level() >= 0:
+            _FORWARD_MODE.release()
+            raise LevelTaken
+
+    def __exit__(self, *error: Any) -> None:
         _FORWARD_MODE.release()
 
 
-@contextmanager
-def dual_level() -> Iterator[None]:
+class dual_level(forward_mode):
     """The level of forward mode. Raises `LevelTaken`."""
-    with forward_mode():
+
+    def __enter__(self) -> None:
+        super().__enter__()
         level = upstream.enter_forward_level()
         if level is None:  # another thread is about to enter or leave torch.func.jvp
+            _FORWARD_MODE.release()
             raise LevelTaken
+        self._level = level
+
+    def __exit__(self, *error: Any) -> None:
         try:
-            yield
+            upstream.leave_forward_level(self._level)
         finally:
-            forward_ad.exit_dual_level(level=level)
+            _FORWARD_MODE.release()
 
 
 def is_in_inference() -> bool:
@@ -82,16 +88,19 @@ def outside_of_inference() -> AbstractContextManager[Any]:
 _NOTHING = nullcontext()
 
 
-@contextmanager
-def without_cached_weights() -> Iterator[dict[Any, Any]]:
+def without_cached_weights() -> AbstractContextManager[Any]:
     """Inside, `parametrize.cached` starts anew: what it keeps is in the graph of another call.
 
-    Afterwards what was computed and kept inside is in the dictionary.
+    Afterwards what was computed and kept inside is in the dictionary; it is None where there is
+    no such block.
     """
-    kept, result = upstream.cached_weights(), dict[Any, Any]()
-    if kept is None:
-        yield {}
-        return
+    kept = upstream.cached_weights()
+    return _NOTHING if kept is None else _without(kept)
+
+
+@contextmanager
+def _without(kept: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    result = dict[Any, Any]()
     upstream.set_cached_weights(result)
     try:
         yield result
@@ -99,7 +108,7 @@ def without_cached_weights() -> Iterator[dict[Any, Any]]:
         upstream.set_cached_weights(kept)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Modes:
     """Autocast, grad mode and flags, as they stood when a function ran first."""
 
@@ -111,7 +120,6 @@ class Modes:
 
     @classmethod
     def now(cls, kinds: Iterable[str]) -> Modes:
-        """As they stand."""
         return cls(
             _standing(),
             _casts(sorted({"cpu", *kinds} - {"meta"})),
@@ -149,16 +157,9 @@ class Modes:
             for _ in range(depth):
                 upstream.enter_vmap()
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[None]:
         """Inside, all is as it stood; outside, as it was."""
-        before = _standing()
-        try:
-            _set(before, self.flags)
-            with torch.set_grad_enabled(self.grad), self._others():
-                yield
-        finally:
-            _set(_standing(), before)
+        return _Restored(self.flags, self.grad, self._others())
 
     def _others(self) -> AbstractContextManager[Any]:
         """What is entered and left besides, which mostly is nothing."""
@@ -182,6 +183,26 @@ class Modes:
                     torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
                 )
             yield
+
+
+class _Restored:
+    """Inside, flags and grad mode stand so; outside, as they did. others: Is entered besides."""
+
+    def __init__(
+        self, flags: dict[str, Any], grad: bool, others: AbstractContextManager[Any]
+    ) -> None:
+        self._flags, self._wanted, self._others = flags, grad, others
+
+    def __enter__(self) -> None:
+        self._before, self._grad = _standing(), torch.is_grad_enabled()
+        _set(self._before, self._flags)
+        upstream.set_grad_enabled(self._wanted)
+        self._others.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._others.__exit__(*error)
+        upstream.set_grad_enabled(self._grad)
+        _set(_standing(), self._before)
 
 
 def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
@@ -216,7 +237,6 @@ def _widened(x: Any) -> Any:
 
 @contextmanager
 def without_casts(kinds: Iterable[str]) -> Iterator[None]:
-    """Inside, autocast is off."""
     with ExitStack() as inside:
         for kind, _ in casts_now(kinds):
             inside.enter_context(torch.autocast(kind, enabled=False))
@@ -238,20 +258,23 @@ def _casts(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
 
 
 def _standing() -> dict[str, Any]:
-    return {name: get() for name, (get, _) in _flags().items()}
+    names, getters, _ = _flags()
+    return dict(zip(names, map(operator.call, getters), strict=True))
 
 
 def _set(now: dict[str, Any], wanted: dict[str, Any]) -> None:
     if now == wanted:
         return
-    for name, (_, put) in _flags().items():
-        if now[name] != wanted[name]:
-            put(wanted[name])
+    names, _, setters = _flags()
+    others = dict(wanted.items() - now.items())
+    for name in names if len(others) > 1 else others:  # in their order
+        if name in others:
+            setters[name](others[name])
 
 
 @cache
-def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How each flag of PyTorch that changes numbers is read and set.
+def _flags() -> tuple[list[str], list[Callable[[], Any]], dict[str, Callable[[Any], Any]]]:
+    """The flags of PyTorch that change numbers, how each is read, and how it is set.
 
     A use of a frozen function reads them several times.
     """
@@ -269,10 +292,11 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
         "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
         "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     }
-    holders = {"cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn}
-    for name in ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic"):
-        result[name] = _attribute(holders["cudnn"], name.partition(".")[2])
-    return {**result, "mkldnn.enabled": _attribute(holders["mkldnn"], "enabled")}
+    for name in ("enabled", "benchmark", "deterministic"):
+        result[f"cudnn.{name}"] = _attribute(torch.backends.cudnn, name)
+    result["mkldnn.enabled"] = _attribute(torch.backends.mkldnn, "enabled")
+    getters, setters = zip(*result.values(), strict=True)
+    return [*result], [*getters], dict(zip(result, setters, strict=True))
 
 
 @cache
@@ -293,7 +317,7 @@ def precisions() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
             torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
         ),
         "cudnn.allow_tf32": _if_readable(*_attribute(cudnn, "allow_tf32")),
-        **{f"{name}.fp32_precision": _newer(where) for name, where in newer.items()},
+        **{f"{name}.fp32_precision": _newer(name, where) for name, where in newer.items()},
     }
 
 
@@ -309,9 +333,11 @@ def _if_readable(
     return read, lambda value: None if value is None else put(value)
 
 
-def _newer(where: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    name = "fp32_precision"
-    return lambda: getattr(where, name), lambda value: setattr(where, name, value)
+def _newer(name: str, where: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    library, _, operation = name.partition(".")
+    library = library.replace("cudnn", "cuda")  # as PyTorch names it within
+    get = partial(upstream.fp32_precision, library, operation)
+    return get, lambda value: setattr(where, "fp32_precision", value)
 
 
 def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtools import keras_layers
+from gradtools import keras_models
 from gradtools.arguments import check_names
 from gradtools.errors import GradtoolsError, warn
-from gradtools.keras_layers import is_keras
+from gradtools.keras_models import is_keras
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
 from gradtools.torch.randomness import Randomness
+from gradtools.torch.state import contents_of
 
 Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
 
@@ -89,7 +90,7 @@ def functionalize(
     frozen_too: Parameters that ask for no gradient are among params as well.
     """
     if is_keras(module):
-        return keras_layers.functionalize(module, variables, train, _KERAS)
+        return keras_models.functionalize(module, variables, train, _KERAS)
     check_module("functionalize", module, variables)
     all_params = {name: p.detach() for name, p in module.named_parameters()}
     free = {name for name, p in module.named_parameters() if p.requires_grad or frozen_too}
@@ -97,7 +98,7 @@ def functionalize(
     plan = _plan(module)
     if train is not None:
         plan = _in_mode(plan, all_params, buffers, train)
-    private = _instantiate(plan, all_params, buffers)  # for torch.compile alone
+    private = _copies(plan, all_params, buffers)[0]  # for torch.compile alone
     params = {name: p for name, p in all_params.items() if name in free}
     frozen = {name: p for name, p in all_params.items() if name not in free}
     shapes = {name: p.shape for name, p in params.items()}
@@ -167,7 +168,7 @@ def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
 
 
 def _node(module: nn.Module, places: dict) -> ModuleNode:
-    shared = {k: v for k, v in vars(module).items() if k not in upstream.SLOTS}
+    shared = {k: v for k, v in dict(vars(module)).items() if k not in upstream.SLOTS}
     shared |= upstream.uncompiled_call(shared)
     relinked = tuple(k for k, v in shared.items() if _refers(v, places))
     _check_closures(module, shared, places)
@@ -241,21 +242,10 @@ def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
 
 def _closes_over(function: Any, places: dict) -> bool:
     cells = function.__closure__ if type(function) is types.FunctionType else None
-    return any(_refers(_contents(cell), places, 1) for cell in cells or ())
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+    return any(_refers(contents_of(cell), places, 1) for cell in cells or ())
 
 
 # Building a copy
-
-
-def _instantiate(plan: ModulePlan, params: Mapping, buffers: Mapping) -> nn.Module:
-    return _copies(plan, params, buffers)[0]
 
 
 def _copies(plan: ModulePlan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
@@ -419,7 +409,6 @@ def _seed(key: Any) -> int:
 
 
 def _devices(tree: Any) -> list[torch.device]:
-    """The accelerator devices of all tensors in the call."""
     leaves = upstream.tree_leaves(tree)
     result = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     return sorted((d for d in result if d.type not in ("cpu", "meta")), key=str)
@@ -453,4 +442,4 @@ def _keras_drawing(key: Any, arrays: Any) -> Any:
     return _seeded(_seed(key), _devices(arrays))
 
 
-_KERAS = keras_layers.KerasWing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)
+_KERAS = keras_models.KerasWing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)

@@ -31,7 +31,6 @@ class _Patch:
 
     @contextmanager
     def by(self, around: Around) -> Iterator[None]:
-        """A block."""
         blocks = self._blocks()
         with self._lock:
             self._count += 1
@@ -90,7 +89,7 @@ class _Watching(threading.local):
     count = 0
 
 
-_WATCHING = _Watching()
+WATCHING = _Watching()
 
 
 @contextmanager
@@ -101,17 +100,17 @@ def functions_applied(around: Around, of_rules: bool = True) -> Iterator[None]:
 
     of_rules: Whether those of gradtools' rules matter, which then take their long way.
     """
-    _WATCHING.count += of_rules
+    WATCHING.count += of_rules
     try:
         with _FUNCTIONS.by(around):
             yield
     finally:
-        _WATCHING.count -= of_rules
+        WATCHING.count -= of_rules
 
 
 def are_watched() -> bool:
     """Whether someone looks on at rules here."""
-    return _WATCHING.count > 0
+    return WATCHING.count > 0
 
 
 def parameters_made(around: Around) -> AbstractContextManager[None]:

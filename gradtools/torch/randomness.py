@@ -20,7 +20,7 @@ from gradtools.torch import _upstream as upstream
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Randomness:
     """The states of generators: PyTorch's on some devices, and python's and NumPy's if asked."""
 
@@ -38,7 +38,6 @@ class Randomness:
 
     @classmethod
     def of(cls, devices: Iterable[torch.device]) -> Randomness:
-        """PyTorch's, on these devices."""
         return cls({d: _state(d) for d in devices})
 
     @classmethod
@@ -108,7 +107,6 @@ class Randomness:
         return result
 
     def restore(self) -> None:
-        """Puts the generators where they stood."""
         for device, (state, _) in self.states.items():
             _set_state(device, state)
         if self.python is not None:
@@ -117,11 +115,9 @@ class Randomness:
             _numpy().set_state(self.numpy[0])
 
     def stands(self) -> bool:
-        """Whether nothing was drawn since."""
         return all(_state(d)[1] == bits for d, (_, bits) in self.states.items())
 
     def stood(self, later: Randomness | None) -> bool:
-        """Whether nothing was drawn until then."""
         if later is None:
             return False
         return all(later.states[d][1] == bits for d, (_, bits) in self.states.items())

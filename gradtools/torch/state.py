@@ -19,12 +19,13 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
-from operator import getitem, is_, setitem
+from operator import attrgetter, getitem, is_, setitem
 from types import (
     BuiltinMethodType,
     CellType,
@@ -39,8 +40,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradtools.code_origin import USER, names_in, whose
 from gradtools.errors import GradtoolsError
-from gradtools.lines import USER, whose
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
@@ -61,7 +62,7 @@ _CONTAINERS = OrderedDict, dict, list, deque, set, tuple, frozenset
 _UNBOUND = object()  # what a place holds that holds nothing yet
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Snapshot:
     """What can change behind a function, as it stood.
 
@@ -111,7 +112,6 @@ class Snapshot:
         return replace(self, reached=self.reached.now())._taken_again(streams)
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
-        """The tensors that can be reached now, with their names."""
         return walk(self.reached.roots, self.reached.kinds).watched
 
     def _taken_again(self, streams: Randomness) -> Snapshot:
@@ -135,10 +135,10 @@ class Snapshot:
 
     def without_unused_streams(self) -> Snapshot:
         """The same after the function has run, less the streams that it drew nothing from."""
-        return replace(self, streams=self.streams.used())
+        streams = self.streams.used()
+        return Snapshot(streams, self.reached, self.versions, self._contents, self._states)
 
     def restore(self) -> None:
-        """Puts everything back, bit for bit."""
         reached = self.reached
         if not reached.stands():
             reached.restore()
@@ -153,11 +153,12 @@ class Snapshot:
 
     def _restore_versions(self) -> None:
         """Of those that hold again what they held, so that a graph which saved them is good."""
+        if self.reached.versions() == self.versions:
+            return
         pairs = zip(self.reached.watched, self.versions, strict=True)
         moved = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
-        if moved:
-            held = {id(x) for x in self.reached.owned}
-            _set_versions([(x, version) for x, version in moved if id(x) in held])
+        held = {id(x) for x in self.reached.owned}
+        _set_versions([(x, version) for x, version in moved if id(x) in held])
 
     def changed(self, parameters: bool) -> list[str]:
         """The names of tensors that were changed in place since, and cannot be put back."""
@@ -174,7 +175,6 @@ class Snapshot:
         ]
 
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
-        """The name of a watched tensor."""
         return next((name for x, name in self.reached.watched if wanted(x)), None)
 
 
@@ -217,12 +217,22 @@ class Reached:
         return same and kinds <= self.kinds
 
     def versions(self) -> list[int]:
-        """The versions of the watched tensors, as they are now."""
-        return [upstream.version_of(x) for x, _ in self.watched]
+        return [*map(upstream.version_of, self.tensors)]
+
+    def training(self) -> tuple[bool, ...]:
+        return tuple(map(attrgetter("training"), self._modules))
 
     def contents_versions(self) -> list[int]:
-        """Those of the tensors whose contents count."""
         return [0 if x.is_inference() else upstream.version_of(x) for x in self.owned]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The watched tensors."""
+        return [x for x, _ in self.watched]
+
+    @cached_property
+    def _modules(self) -> list[torch.nn.Module]:
+        return [m for m, _ in self.modules.values()]
 
     @cached_property
     def lasts(self) -> bool:
@@ -250,12 +260,11 @@ class Reached:
             and not any(self.empty)
             and [*map(list, maps)] == keys
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
-            and all(_same(_entries(x), kept) for x, kept in self.holders)
-            and all(_got(get) is value for get, _, value in self.places)
+            and (not self.holders or all(_same(_entries(x), kept) for x, kept in self.holders))
+            and (not self.places or all(_got(get) is value for get, _, value in self.places))
         )
 
     def now(self) -> Reached:
-        """The same objects, with what each of them holds now."""
         result = copy(self)
         vars(result).pop("_flat", None)
         result.maps = [(x, dict(x)) for x, _ in self.maps]
@@ -265,7 +274,6 @@ class Reached:
         return result
 
     def restore(self) -> None:
-        """Has everything hold again what it held."""
         for x in self.empty:
             if x:
                 x.clear()
@@ -303,12 +311,18 @@ def _entries(x: Any) -> tuple[Any, ...]:
     """The objects in a holder; of dictionaries the keys, then the values."""
     if isinstance(x, FunctionType):
         return x.__code__, x.__defaults__, x.__kwdefaults__
+    if isinstance(x, dict | type):
+        items = _items(x)
+        return (*items, *items.values())
+    return (*_kind_of(x).__iter__(x),)
+
+
+def _items(x: Any) -> dict[Any, Any]:
+    """What a dictionary or a class holds, at one moment: another thread may write to it."""
     if isinstance(x, type):
-        return (*vars(x), *vars(x).values())
-    own = _kind_of(x)
-    if isinstance(x, dict):
-        return (*own.keys(x), *own.values(x))
-    return (*own.__iter__(x),)
+        return vars(x).copy()
+    ordered = isinstance(x, OrderedDict)  # whose order is its own
+    return dict(OrderedDict.items(x)) if ordered else dict.copy(x)
 
 
 def _refill(x: Any, entries: tuple[Any, ...]) -> None:
@@ -325,11 +339,13 @@ def _refill(x: Any, entries: tuple[Any, ...]) -> None:
 
 def _refill_map(x: Any, kept: dict[Any, Any]) -> None:
     """Writes what differs alone: another thread may read it."""
-    own = _kind_of(x)
-    if any(a is not b for a, b in zip(own.__iter__(x), kept, strict=False)):
+    own, now = _kind_of(x), _items(x)
+    if any(a is not b for a, b in zip(now, kept, strict=False)):
         own.clear(x)  # its order may count, too
-    for key in [key for key in own.__iter__(x) if key not in kept]:
-        own.__delitem__(x, key)
+        now = {}
+    for key in now.keys() - kept.keys():
+        with suppress(KeyError):  # another thread did so
+            own.__delitem__(x, key)
     for key, value in kept.items():
         if own.get(x, key, _UNBOUND) is not value:
             own.__setitem__(x, key, value)
@@ -337,7 +353,7 @@ def _refill_map(x: Any, kept: dict[Any, Any]) -> None:
 
 def _refill_class(x: type, kept: dict[str, Any]) -> None:
     """Not the names that Python itself writes."""
-    for key in [key for key in vars(x) if key not in kept and not key.startswith("__")]:
+    for key in [key for key in _items(x) if key not in kept and not key.startswith("__")]:
         delattr(x, key)
     for key, value in kept.items():
         if vars(x).get(key, _UNBOUND) is not value and not hasattr(type, key):
@@ -385,8 +401,9 @@ class _Walk:
             self.visit(value, *visit)
 
     def _holder(self, x: Any) -> tuple[Any, ...]:
-        self.found.holders.append((x, _entries(x)))
-        return _entries(x)
+        entries = _entries(x)
+        self.found.holders.append((x, entries))
+        return entries
 
     def _walk(self, x: Any, name: str, owned: bool) -> None:
         if isinstance(x, Tensor):
@@ -426,7 +443,7 @@ class _Walk:
 
     def _container(self, x: Any, name: str, owned: bool) -> None:
         if isinstance(x, dict):
-            items = dict(_kind_of(x).items(x))
+            items = _items(x)
             if type(x) is dict and set(map(type, items)) <= {str}:
                 self.found.maps.append((x, items))
             else:
@@ -443,8 +460,9 @@ class _Walk:
         """What was set on an object. unset: Whether that counts if there is nothing yet."""
         fields = getattr(x, "__dict__", None)
         if type(fields) is dict and (fields or unset):
-            self.found.maps.append((fields, dict(fields)))
-            for key, value in fields.items():
+            held = dict(fields)
+            self.found.maps.append((fields, held))
+            for key, value in held.items():
                 kind = type(value)
                 if kind in _CONTAINERS and not value:
                     self.found.empty.append(value)
@@ -470,7 +488,7 @@ class _Walk:
         self.found.modules[id(x)] = (x, name)
         self.visit(type(x), type(x).__name__, False)
         for parts in upstream.slots_of(x):
-            for key, part in parts.items() if parts else ():
+            for key, part in [*parts.items()] if parts else ():
                 self.visit(part, f"{name}.{key}", True)
         self._attributes(x, name, True)
         if isinstance(x, torch.jit.ScriptModule):
@@ -516,7 +534,7 @@ class _Walk:
         self.visit(type(x), type(x).__name__, False)
         for kind in type(x).__mro__:
             own = "__slots__" in vars(kind) and _package(kind) not in _STANDARD  # none of C's
-            slots = vars(kind).items() if own else ()
+            slots = _items(kind).items() if own else ()
             for key, slot in slots:
                 if isinstance(slot, MemberDescriptorType):
                     get, put = partial(slot.__get__, x), partial(slot.__set__, x)
@@ -529,7 +547,7 @@ class _Walk:
             if whose(kind) == USER and (kind is x or id(kind) not in self._seen):
                 self._seen[id(kind)] = kind
                 self._holder(kind)
-                for key, part in vars(kind).items():
+                for key, part in _items(kind).items():
                     part = getattr(part, "fget", None) or getattr(part, "__func__", part)
                     if isinstance(part, FunctionType) or not hasattr(type(part), "__get__"):
                         self.visit(part, f"{name}.{key}", False)
@@ -551,9 +569,7 @@ def _generator(x: Any) -> tuple[Get, Put] | None:
 
 @cache
 def _names(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes that a function's code, and what is in it, may read."""
-    inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
-    return frozenset(code.co_names).union(*inside)
+    return frozenset(names_in(code))
 
 
 def _is_module(x: Any) -> bool:

@@ -17,14 +17,14 @@ import torch
 from gradtools.chunks import progress_bar
 from gradtools.errors import GradtoolsError
 from gradtools.rules import held_by
-from gradtools.tiles import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
+from gradtools.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.measures import LiveBytes
+from gradtools.torch.functorch_wrappers import batches_first, levels
 from gradtools.torch.modes import as_cast_now, casts_now, without_casts
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.verifying import Figures, Way, figures, is_near, part_of
-from gradtools.torch.wrappers import batches_first, levels
+from gradtools.torch.replaying.consistency import Figures, Way, figures, is_near, part_of
+from gradtools.torch.seeing.measures import LiveBytes
 
 Tensor = torch.Tensor
 State = list[Tensor]
@@ -33,7 +33,6 @@ _SAMPLE = 1 << 12  # entries of a tile that are compared
 
 
 def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
-    """The merged states of all tiles."""
     call = program.call
     if call.sweeping:  # a sweep within a tile
         return _swept(program, xs, None)
@@ -124,7 +123,6 @@ class Watch:
 
     @classmethod
     def of(cls, call: Any, xs: Sequence[Tensor]) -> Watch:
-        """That of a call, at its first sweep."""
         if call.options.verify is False or is_compiling() or upstream.TracingContext.try_get():
             return cls(call, (), None, None)
         kinds = torch.nn.Module, Tensor
@@ -150,7 +148,6 @@ class Watch:
         return watch
 
     def begun(self, xs: Sequence[Tensor]) -> Watch:
-        """The same, at the start of a sweep."""
         self._refuse_changed()
         self._first, self._stream = True, Randomness.now(xs)
         return self
@@ -165,7 +162,6 @@ class Watch:
         return tile
 
     def after(self, tile: State) -> None:
-        """Raises for what f may not do."""
         if not self._first:
             return
         self._first = False
@@ -223,6 +219,15 @@ def _looks(all_figures: Sequence[Figures]) -> list[Any]:
     return [x[:2] for x in all_figures]
 
 
+def explicit(caller: str, fun: Any, own: Any, xs: Any, sides: Any) -> tuple[Any, State]:
+    """What a function closes over need not be its argument: graphs hold it."""
+    return fun, []
+
+
+def sharded_like(x: Tensor, other: Tensor) -> Tensor:
+    return x
+
+
 _OVER_LEVELS = {"subtract": "sub"}  # vmap has rules for these alone of two names
 
 
@@ -251,7 +256,6 @@ def taken(x: Tensor, at: Tensor, index: Tensor) -> Tensor:
 
 
 def put(v: Tensor, at: Tensor, index: Tensor) -> Tensor:
-    """The transpose."""
     place, here = _place(at, index)
     v = torch.where(here, v, torch.zeros_like(v))
     return v.new_zeros(len(v), len(index)).scatter(1, place, v[:, None])

@@ -23,7 +23,6 @@ class TreeDef:
 
     @property
     def num_leaves(self) -> int:
-        """How many leaves are there."""
         return sum(self.present)
 
     def __hash__(self) -> int:
@@ -78,7 +77,6 @@ def _flattened(tree: Any) -> tuple[list[Any], TreeDef]:
 
 
 def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
-    """The tree with these leaves."""
     if type(treedef) is OpenedTree:
         return _CONTAINERS.closed(treedef, leaves)
     if treedef is _LEAF:

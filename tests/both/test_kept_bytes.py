@@ -151,3 +151,18 @@ def test_what_jax_hands_on_and_never_reads_is_measured_and_has_no_edge():
 
 def test_there_are_twenty_five_programs():
     assert len(PROGRAMS) >= 25
+
+
+def test_what_jax_keeps_of_a_running_product_is_no_number_that_stands_in_its_program():
+    jax = pytest.importorskip("jax")
+    gt = importlib.import_module("gradtools.jax")
+    f = lambda x: jax.numpy.cumprod(x, 1)
+    x = jax.numpy.asarray(X)
+    kept = jax.tree.leaves(jax.vjp(f, x)[1])
+    numbers = [y for y in kept if not y.ndim]
+    assert len(numbers) == 4 and not any(numbers)  # the zero around a padded array
+    arrays = sum(y.nbytes for y in kept if y.ndim)
+    assert told(gt, f, x) == (arrays,) * 2
+    forward = jax.jit(lambda x: jax.tree.leaves(jax.vjp(f, x)[1])).lower(x).compile()
+    handed = forward.memory_analysis().output_size_in_bytes - 8 * len(kept)
+    assert handed == arrays + sum(y.nbytes for y in numbers)

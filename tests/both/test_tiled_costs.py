@@ -104,7 +104,7 @@ def test_a_budget_bounds_the_bytes(gt, backend_name):
 def test_the_parts_of_a_derivative_are_let_go_as_they_are_joined():
     torch = pytest.importorskip("torch")
     import gradtools.torch as gt
-    from gradtools.torch.measures import LiveBytes
+    from gradtools.torch.seeing.measures import LiveBytes
 
     x, y = (z.requires_grad_() for z in torch.randn(2, 32 * TILE, D))
     loss = contrast(gt)(x, y)

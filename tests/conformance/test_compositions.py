@@ -6,19 +6,18 @@ GRADTOOLS_TEST_EXAMPLES=5000 draws as many programs, other ones each time.
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 
 import hypothesis
 import numpy as np
 import pytest
+import strategies
+from strategies import numbers, program, reference
+from strategies.limits import LIMITS, limit_of
+from strategies.program import REVERSE_ONLY
+from strategies.reference import evaluated
 
 from gradtools import GradtoolsError
-from gradtools.testing import strategies
-from gradtools.testing import strategies_numbers as numbers
-from gradtools.testing.strategies_limits import LIMITS, limit_of
-from gradtools.testing.strategies_program import REVERSE_ONLY
-from gradtools.testing.strategies_reference import evaluated
 
 MORE = int(os.environ.get("GRADTOOLS_TEST_EXAMPLES", "0"))
 EXAMPLES = {"torch": MORE or 400, "jax": MORE or 200}
@@ -303,9 +302,6 @@ def test_what_rows_share_is_clipped_once_and_their_own_is_clipped_each(gt):
 
 
 def test_the_reference_shares_nothing_with_what_it_judges():
-    import gradtools.testing.strategies_program as program
-    import gradtools.testing.strategies_reference as reference
-
     for module in (program, reference, numbers):
         found = {
             getattr(value, "__module__", "") for value in vars(module).values() if callable(value)
@@ -315,9 +311,6 @@ def test_the_reference_shares_nothing_with_what_it_judges():
 
 
 def test_text_and_meaning_know_the_same_operations():
-    import gradtools.testing.strategies_program as program
-    import gradtools.testing.strategies_reference as reference
-
     assert set(program.CALLS) == set(reference.CALLS)
     assert set(program.SIMPLE) == {*reference.SIMPLE, *reference.SWITCHED}
 
@@ -325,12 +318,6 @@ def test_text_and_meaning_know_the_same_operations():
 def test_an_unknown_operator_is_refused_by_name():
     with pytest.raises(GradtoolsError, match=r"no operator 'gt.magic'; there are gt.grad, "):
         strategies.compositions(operators=["gt.grad", "gt.magic"])
-
-
-def test_without_hypothesis_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hypothesis", None)
-    with pytest.raises(GradtoolsError, match="pip install hypothesis"):
-        strategies.compositions()
 
 
 def test_a_limit_explains_only_programs_that_hold_its_cause():

@@ -20,9 +20,9 @@ import pytest
 import gradtools.accumulate
 import gradtools.batches
 import gradtools.chunking
+import gradtools.custom_structure
 import gradtools.derivatives
 import gradtools.edits
-import gradtools.shaped
 from gradtools.conformance.checking import CellVerdict, forget_compiled, judged
 from gradtools.conformance.matrix import Cell, cells
 from gradtools.conformance.problem import CALL, CLOSED, DIFFERENCES, EAGER
@@ -326,14 +326,14 @@ def no_surrogate(patch, gt):
 
 @mutant("a residual is of an earlier point", "custom_rule", "host_function")
 def stale_residual(patch, gt):
-    whole = gradtools.shaped.Residuals.restored
+    whole = gradtools.custom_structure.Residuals.restored
 
     def stale(self, backend, saved):
         return each_leaf(lambda x: 0.9 * x, whole(self, backend, saved))
 
-    patch.setattr(gradtools.shaped.Residuals, "restored", stale)
+    patch.setattr(gradtools.custom_structure.Residuals, "restored", stale)
     if gt._api._backend.name == "torch":  # plain eager calls go another way
-        import gradtools.torch.direct as direct
+        import gradtools.torch.rules.fast_path as direct
 
         backward = direct._backward
 
@@ -348,15 +348,15 @@ def stale_residual(patch, gt):
 def transposed_rule(patch, gt):
     minus = lambda xs: [None if x is None else -x for x in xs]
     if gt._api._backend.name == "torch":
-        import gradtools.torch.direct as direct
-        import gradtools.torch.rules as rules
+        import gradtools.torch.rules.fast_path as direct
+        import gradtools.torch.rules.installing as rules
 
         whole = rules.transposed
         patch.setattr(rules, "transposed", lambda *args: minus(whole(*args)))
         patch.setattr(direct, "_recorded", lambda *args: None)  # all go the long way
         patch.setattr(direct, "_pushed", lambda *args: NotImplemented)
         return
-    import gradtools.jax.linearizing as linearizing
+    import gradtools.jax.rules.linearizing as linearizing
 
     hoist = linearizing.hoist  # of the transposed rule
 
@@ -483,7 +483,8 @@ def widened(patch, gt):
 
 
 def shared_key(patch, gt):
-    patch.setattr(type(gt._api._backend), "fold_in", staticmethod(lambda key, index: key))
+    arrays = gt._api._backend.room("arrays", "key_argnums")
+    patch.setattr(arrays, "fold_in", lambda key, index: key)
 
 
 def unrestored(patch, gt):

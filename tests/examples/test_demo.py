@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 from gradtools.demo import run
+from gradtools.demo.training import FrameworkRun
 
 HEAD_LEAVES = 6  # labels: matrix and bias; domain: two of each
 
@@ -31,7 +32,7 @@ def backend(request):
 @pytest.fixture(scope="module")
 def side(backend):
     """A side at its first weights, working."""
-    made = run.make_side(backend, QUICK)
+    made = FrameworkRun(backend, QUICK)
     with made.working():
         yield made
 
@@ -50,6 +51,15 @@ def test_one_reversed_evaluation_gives_what_two_plain_ones_give(side, batch):
     side.start(data.initial_weights(QUICK, seed=0))
     plain = side.plain_gradients(batch, 0.3)
     assert relative_difference(side.step(batch, 0.3)[1], plain) < 1e-14
+
+
+def test_steps_descend_along_the_gradients_with_momentum(side, batch):
+    side.start(data.initial_weights(QUICK, seed=0))
+    before = side._leaves(side._params)
+    first, second = (side.step(batch, 0.3)[1] for _ in range(2))
+    moves = [QUICK.momentum * g + h + g for g, h in zip(first, second, strict=True)]
+    expected = [x - QUICK.learning_rate * m for x, m in zip(before, moves, strict=True)]
+    assert relative_difference(side._leaves(side._params), expected) < 1e-14
 
 
 def test_reversal_changes_the_features_gradient_and_no_heads(side, batch):
@@ -75,13 +85,13 @@ def test_a_step_evaluates_the_cost_once_and_the_plain_way_twice(side, batch):
 
 
 def test_a_side_works_in_double_precision_or_on_one_thread(backend):
-    with run.make_side(backend, QUICK).working():
+    with FrameworkRun(backend, QUICK).working():
         assert _switch(backend) == 1
 
 
 def test_what_a_side_switches_is_restored_also_after_an_error(backend):
     before = _switch(backend)
-    with pytest.raises(KeyError), run.make_side(backend, QUICK).working():
+    with pytest.raises(KeyError), FrameworkRun(backend, QUICK).working():
         raise KeyError
     assert _switch(backend) == before
 
@@ -99,7 +109,7 @@ def _switch(backend):
 def test_the_frameworks_agree_along_the_way():
     if gradtools.available_backends() != ("torch", "jax"):
         pytest.skip("needs both frameworks")
-    sides = [run.make_side(name, QUICK) for name in ("torch", "jax")]
+    sides = [FrameworkRun(name, QUICK) for name in ("torch", "jax")]
     for record in run.train_all(sides, QUICK, seeds=[0]):
         assert len(record.gradient_differences) == QUICK.steps
         assert max(record.loss_differences) < 1e-12
@@ -161,7 +171,7 @@ def test_reversal_helps_by_five_points_in_the_mean_of_five_seeds(pytestconfig):
     shares = SHARES if len(wanted) == 2 else {wanted[0]: range(5)}
     settings, found, gains = Settings(), {}, {}
     for backend, seeds in shares.items():
-        records = run.train_all([run.make_side(backend, settings)], settings, seeds)
+        records = run.train_all([FrameworkRun(backend, settings)], settings, seeds)
         of_one = {b.seed: b.final(backend) - a.final(backend) for a, b in _pairs(records)}
         assert tuple(of_one) == tuple(seeds)
         assert np.mean(list(of_one.values())) >= 5, (backend, of_one)

@@ -37,11 +37,12 @@ def test_every_room_that_the_page_names_is_there():
 BACK = {
     "seeing.formula.algebra.products": {"seeing.formula.algebra"},  # its rooms use each other
     "seeing.formula.algebra.reshapes": {"seeing.formula.algebra"},
-    "torch.wrong_gradients": {"torch.fused_attention"},  # a rule, which is transposed by it
-    "torch.customcode": {"torch.seeing"},
-    "torch.surveying": {"torch.customcode"},
-    "jax.wrapping": {"jax.equinox", "jax.nnx"},  # classes for users, made of the wing
-    "testing.strategies_program": {"testing.strategies_reference"},
+    "torch.upstream_bugs.gradients": {
+        "torch.upstream_bugs.fused_attention"
+    },  # a rule, which is transposed by it
+    "torch.double_backward": {"torch.seeing.recorded_run"},
+    "torch.autograd_graph": {"torch.double_backward"},
+    "jax.transformed_modules": {"jax.equinox", "jax.nnx"},  # classes for users, made of the wing
 }
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import gradtools
-from gradtools import GradtoolsError, cli, inputs
+from gradtools import GradtoolsError, cli, command_inputs
 from gradtools.conformance import checking
 
 
@@ -61,7 +61,7 @@ def test_the_least_seed_is_zero_and_the_least_number_of_seeds_one():
 
 
 def test_random_complex_arguments_have_both_parts():
-    (z,) = inputs.arrays(None, "3:complex64", 0)
+    (z,) = command_inputs.arrays(None, "3:complex64", 0)
     assert z.dtype == "complex64"
     assert (z.real != 0).all()
     assert (z.imag != 0).all()
@@ -80,7 +80,7 @@ def test_a_module_that_raises_is_told_with_its_line(tmp_path, monkeypatch, code,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(GradtoolsError, match=says):
-        inputs.named("broken:f")
+        command_inputs.named("broken:f")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_module_that_raises_is_told_with_its_line(tmp_path, monkeypatch, code,
 )
 def test_shapes_that_cannot_be_drawn_are_told(shapes, says):
     with pytest.raises(GradtoolsError, match=f"^--shapes: {says}"):
-        inputs.arrays(None, shapes, 0)
+        command_inputs.arrays(None, shapes, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"def f(x): return x", b"PK\x03\x04 no archive"])
@@ -101,7 +101,7 @@ def test_a_file_without_arrays_is_told(tmp_path, content):
     path = tmp_path / "x.npz"
     path.write_bytes(content)
     with pytest.raises(GradtoolsError, match="NumPy cannot read it as arrays of numbers"):
-        inputs.arrays(str(path), None, 0)
+        command_inputs.arrays(str(path), None, 0)
 
 
 def test_a_check_that_cannot_be_run_is_status_2(capsys, monkeypatch):
@@ -135,9 +135,9 @@ def test_backends_says_how_to_install_what_is_absent(capsys, monkeypatch):
 
 def test_demo_without_its_packages_names_them_and_the_extra(capsys, monkeypatch):
     found = cli.find_spec
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "optax" else found(name))
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "sklearn" else found(name))
     assert cli.main(["demo", "--backend", "jax"]) == 1
     message = capsys.readouterr().err
-    assert "optax" in message
+    assert "sklearn" in message
     assert 'pip install "gradtools[demo]"' in message
-    assert "flax" not in message
+    assert "scipy" not in message

@@ -123,72 +123,65 @@ def test_the_examples_of_gradtools_itself_run():
     assert doctest.testmod(gradtools).failed == 0
 
 
-# Files that one wing has and its twin has not, each with its reason.
-ALONE = {
-    ("jax", "primitives.py"): "what a rule is in a jaxpr; in PyTorch it is one Function",
-    ("jax", "linearizing.py"): "a rule's maps as a program; PyTorch runs them as they are",
-    ("jax", "lifting.py"): "arrays of a trace that a rule would outlive; PyTorch refuses them",
-    ("jax", "manual_axes.py"): "types under shard_map; PyTorch's processes are its user's",
-    ("jax", "homogeneous.py"): "what a jaxpr proves of a rule; PyTorch computes it",
-    ("jax", "jaxprs.py"): "what a jaxpr's equations run; PyTorch's run is recorded",
-    ("torch", "patches.py"): "classes of PyTorch whose calls are seen; JAX's are in the jaxpr",
-    ("torch", "direct.py"): "eager calls without more ado; JAX's are traced",
-    ("torch", "joining.py"): "nodes of one pass add up together; JAX sums cotangents itself",
-    ("torch", "summing.py"): "gradients of chunks are added as they come; JAX does it in a scan",
-    ("torch", "wrappers.py"): "what torch.func wraps around a tensor; JAX has tracers",
-    ("torch", "compiling.py"): "jit needs no care; dynamo does",
-    ("torch", "kernels.py"): "fused kernels without forward mode; JAX has none",
-    ("torch", "live.py"): "the graph that autograd holds of results; JAX's arrays hold none",
-    ("torch", "nn.py"): "the reversal layer of torch.nn",
-    ("jax", "linen.py"): "the reversal layer of flax.linen",
-    ("torch", "modes.py"): "flags that choose kernels; JAX has none",
-    ("torch", "onetangent.py"): "tangents by hand where PyTorch's rules are slow",
-    ("torch", "hooks.py"): "hooks on gradients; JAX has none",
-    ("torch", "transposed.py"): "forward mode by reverse mode; JAX's is right",
-    ("torch", "upstream_bugs.py"): "wrong derivatives of PyTorch; JAX has no such seam",
-    ("torch", "fused_attention.py"): "fused kernels, differentiated again; JAX has none",
-    ("torch", "wrong_gradients.py"): "wrong gradients of PyTorch; JAX has none that can be mended",
-    ("torch", "formulas.py"): "operations as plain ones, for both",
-    ("torch", "zeros.py"): "products with symbolic zeros; XLA takes them out itself",
-    ("torch", "stopping.py"): "gradients switched off in forward mode; JAX has no such switch",
-    ("torch", "programs.py"): "chunks as nodes of autograd's graph; JAX differentiates a scan",
-    ("torch", "replay.py"): "f run again, chunk by chunk; JAX differentiates a scan",
-    ("torch", "pieces.py"): "chunks as tensors of graphs of their own; JAX's loop slices",
-    ("torch", "watching.py"): "what may go wrong when f runs again; JAX's functions are pure",
-    ("torch", "gates.py"): "results that refuse a derivative along some tensors",
-    ("torch", "terms.py"): "rules of PyTorch that lose a term when differentiated again",
-    ("torch", "randomness.py"): "generators with a state; JAX has keys",
-    ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",
-    ("torch", "surveying.py"): "a walk over autograd's graph at each derivative; JAX has a jaxpr",
-    ("torch", "customcode.py"): "what autograd loses in silence in a Function; JAX raises there",
-    ("torch", "trials.py"): "how that is found out",
-    ("torch", "verifying.py"): "a second run of f against the first; in JAX there is one jaxpr",
-    ("jax", "crossing.py"): "equations that call the other framework; PyTorch has the call itself",
-    ("jax", "signs.py"): "the sign of complex numbers, whose derivative PyTorch has",
-    ("jax", "shardings.py"): "meshes of devices; PyTorch's are its processes'",
-    ("jax", "stateful.py"): "modules of flax.nnx, split, carried and merged; PyTorch's are `state`",
-    ("jax", "nnx.py"): "the reversal layer of flax.nnx",
-    ("jax", "equinox.py"): "the reversal layer of equinox",
-    ("jax", "graphs.py"): "a jaxpr as a graph; PyTorch's is recorded as it runs",
-    ("jax", "places.py"): "the user's line behind an equation; in PyTorch a part of recording",
-    ("jax", "lifetimes.py"): "what JAX's caches would keep; PyTorch has no such caches",
-    ("jax", "alike.py"): "what JAX derived from a program serves one that is traced anew",
-    (
-        "jax",
-        "recurring.py",
-    ): "linearizations of programs that come again; autograd has none to keep",
-    ("jax", "loops.py"): "loops compiled once; in PyTorch a loop is Python's",
-    ("jax", "deciding.py"): "traces of programs that decide on values; PyTorch runs them",
-    ("jax", "tape.py"): "a run, equation by equation, to walk back over; autograd keeps its own",
-    ("jax", "tracing.py"): "connectedness is read from the jaxpr; PyTorch's autograd tells it",
-}
+# What one wing has alone, a file or a whole folder, and why.
+ALONE = dict(
+    line.split(": ", 1)
+    for line in """
+torch/forward_mode/: where PyTorch's forward mode is wrong, lacking or slow; JAX's is right
+torch/replaying/: f run again, chunk by chunk; JAX differentiates a scan
+torch/upstream_bugs/: what PyTorch differentiates wrongly; JAX has no such seam
+torch/seeing/recording/: a run is recorded as it happens; JAX traces a jaxpr
+torch/seeing/translating/: aten's operations
+jax/seeing/translating/: JAX's primitives
+jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
+jax/rules/linearizing.py: a rule's maps as a program; PyTorch runs them as they are
+jax/rules/closure_conversion.py: arrays of a trace that a rule would outlive; PyTorch refuses them
+jax/rules/linearity.py: what a jaxpr proves of a rule; PyTorch computes it
+jax/jaxprs.py: what a jaxpr's equations run; PyTorch's run is recorded
+torch/patches.py: classes of PyTorch whose calls are seen; JAX's are in the jaxpr
+torch/rules/fast_path.py: eager calls without more ado; JAX's are traced
+torch/functorch_wrappers.py: what torch.func wraps around a tensor; JAX has tracers
+torch/compiling.py: jit needs no care; dynamo does
+torch/seeing/live_graph.py: the graph that autograd holds of results; JAX's arrays hold none
+torch/nn.py: the reversal layer of torch.nn
+jax/linen.py: the reversal layer of flax.linen
+torch/modes.py: flags that choose kernels; JAX has none
+torch/hooks.py: hooks on gradients; JAX has none
+torch/nondifferentiable.py: results that refuse a derivative along some tensors
+torch/randomness.py: generators with a state; JAX has keys
+torch/state.py: modules and variables that change; JAX's functions are pure
+torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
+torch/double_backward.py: what autograd loses in silence in a Function; JAX raises there
+torch/double_backward_trials.py: how that is found out
+jax/seeing/bridged_calls.py: equations that call the other framework; PyTorch has the call itself
+jax/complex_sign.py: the sign of complex numbers, whose derivative PyTorch has
+jax/shardings.py: meshes of devices; PyTorch's are its processes'
+jax/nnx_state.py: modules of flax.nnx, split, carried and merged; PyTorch's are `state`
+jax/nnx.py: the reversal layer of flax.nnx
+jax/equinox.py: the reversal layer of equinox
+jax/seeing/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
+jax/seeing/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
+jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches
+jax/jaxpr_equality.py: what JAX derived from a program serves one that is traced anew
+jax/kept_linearizations.py: linearizations of programs that come again; autograd has none to keep
+jax/loops.py: loops compiled once; in PyTorch a loop is Python's
+jax/seeing/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
+jax/seeing/tape.py: a run, equation by equation, to walk back over; autograd keeps its own
+jax/reachability.py: connectedness is read from the jaxpr; PyTorch's autograd tells it
+""".strip().splitlines()
+)
 
 
 def test_the_wings_hold_files_of_the_same_names():
-    files = {b: {p.name for p in (ROOT / b).glob("*.py")} for b in ("torch", "jax")}
-    alone = {("torch", name) for name in files["torch"] - files["jax"]}
-    alone |= {("jax", name) for name in files["jax"] - files["torch"]}
-    assert alone == set(ALONE)
+    files = {
+        wing: {p.relative_to(ROOT / wing).as_posix() for p in (ROOT / wing).rglob("*.py")}
+        for wing in ("torch", "jax")
+    }
+    alone = {f"torch/{name}" for name in files["torch"] - files["jax"]}
+    alone |= {f"jax/{name}" for name in files["jax"] - files["torch"]}
+    folders = tuple(name for name in ALONE if name.endswith("/"))
+    assert {name for name in alone if not name.startswith(folders)} == {*ALONE} - {*folders}
+    assert all(any(name.startswith(folder) for name in alone) for folder in folders)
 
 
 def test_nothing_above_the_wings_imports_a_framework():

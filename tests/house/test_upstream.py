@@ -119,8 +119,14 @@ def test_the_sweep_sees_patches(text):
 
 # Who finds the user's line, or says where a function stands. Nothing is computed otherwise for it.
 _TELL_LINES = (
-    *("lines.py", "errors.py", "jax/places.py", "torch/recording/places.py", "testing/plugin.py"),
-    *("host.py", "seeing/doctor.py"),
+    *(
+        "code_origin.py",
+        "errors.py",
+        "jax/seeing/source_lines.py",
+        "torch/seeing/recording/source_lines.py",
+        "testing/plugin.py",
+    ),
+    *("host_kernels.py", "seeing/diagnosis.py"),
 )
 
 
@@ -131,18 +137,23 @@ def test_frames_of_the_stack_are_looked_at_to_tell_a_line_or_in_the_rooms():
 
 # Where the text of an error, for which the framework has no type, says which way is taken; and
 # where it words a refusal or a finding alone.
-_DECIDE = ("torch/freezing.py", "torch/passes.py")
+_DECIDE = ("torch/freezing.py", "torch/seeing/passes.py")
 _WORD = (
-    *("torch/refusals.py", "torch/recording/refusals.py", "torch/kernels.py", "torch/programs.py"),
     *(
-        "torch/replay.py",
-        "torch/watching.py",
-        "jax/refusals.py",
+        "torch/known_errors.py",
+        "torch/seeing/recording/refusals.py",
+        "torch/forward_mode/plain_kernels.py",
+        "torch/replaying/nodes.py",
+    ),
+    *(
+        "torch/replaying/replay.py",
+        "torch/replaying/guards.py",
+        "jax/known_errors.py",
         "jax/host.py",
         "jax/modules.py",
-        "jax/stateful.py",
+        "jax/nnx_state.py",
     ),
-    *("testing/probe.py", "conformance/sweeps/in_jax.py"),
+    "testing/probe.py",
 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
-from gradtools.jax.primitives import cotangent_p, primal_p, tangent_p, value_p
+from gradtools.jax.rules.primitives import cotangent_p, primal_p, tangent_p, value_p
 
 WIDTH = 32
 Y = jnp.ones(WIDTH)

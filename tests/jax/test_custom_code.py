@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 import gradtools.jax as gt
 from gradtools.errors import DisconnectedInputError, GradtoolsError
-from gradtools.jax.tracing import complex_sign_is_a_step
+from gradtools.jax.reachability import complex_sign_is_a_step
 
 X, T = jnp.array([0.3, 0.7, 1.1]), jnp.array([1.0, 2.0, -0.5])
 SPEC = jax.ShapeDtypeStruct((3,), np.float64)

@@ -11,6 +11,7 @@ import gradtools.jax as gt  # noqa: E402
 from gradtools.errors import GradtoolsError  # noqa: E402
 
 X = jnp.asarray([0.5, 1.0, 2.0], jnp.float32)
+TWO = np.float32(2.0)
 
 
 def names(graph, numbers):
@@ -29,6 +30,15 @@ def test_a_scan_has_a_body_in_both_passes_and_keeps_one_array_for_each_round():
         assert inner == {node.phase}
     stacked = [e.bytes for e in graph.edges if e.saved and e.bytes == 4 * X.nbytes]
     assert stacked
+
+
+def test_a_number_that_one_branch_gives_is_drawn():
+    def f(x):
+        return (jax.lax.cond(x.sum() > 0, lambda x: x.sum(), lambda x: TWO, x) * x).sum()
+
+    drawn = str(gt.gradient_graph(f, X))
+    assert " = 2 " in drawn
+    assert gt.gradient_graph(f, X).to_svg()
 
 
 def test_a_program_that_decides_on_values_is_seen_as_it_runs():

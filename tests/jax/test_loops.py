@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
-from gradtools.jax import alike
+from gradtools.jax import jaxpr_equality
 
 X = np.array([0.3, -1.2, 0.7])
 
@@ -28,11 +28,11 @@ def test_a_body_that_does_the_same_is_not_compiled_again():
 
     run(jnp.asarray(X))
     run(jnp.asarray(X + 1))
-    before, kept = programs(), alike._derived.cache_info().currsize
+    before, kept = programs(), jaxpr_equality._derived.cache_info().currsize
     for shift in (2.0, 3.0):
         run(jnp.asarray(X + shift))
     assert programs() == before
-    assert alike._derived.cache_info().currsize == kept
+    assert jaxpr_equality._derived.cache_info().currsize == kept
 
 
 def test_what_a_body_closes_over_is_read_anew():

@@ -12,7 +12,7 @@ import pytest
 
 import gradtools.jax as gt
 from gradtools import DisconnectedInputError
-from gradtools.jax import alike, recurring
+from gradtools.jax import jaxpr_equality, kept_linearizations
 
 X = np.linspace(0.5, 2.0, 6).reshape(2, 3)
 
@@ -24,16 +24,16 @@ CLOSES_OVER = 1 if jax.__version_info__ < (0, 11) else 0
 @pytest.fixture(autouse=True)
 def kept(monkeypatch):
     """Each test begins with nothing that was met; it sees what was linearized."""
-    alike._derived.cache_clear()
-    made, linearize = [], recurring.LinearizedProgram.of
+    jaxpr_equality._derived.cache_clear()
+    made, linearize = [], kept_linearizations.LinearizedProgram.of
 
     def of(*args):
         made.append(linearize(*args))
         return made[-1]
 
-    monkeypatch.setattr(recurring.LinearizedProgram, "of", of)
+    monkeypatch.setattr(kept_linearizations.LinearizedProgram, "of", of)
     yield made
-    alike._derived.cache_clear()
+    jaxpr_equality._derived.cache_clear()
 
 
 def agree(f, *args, times=3, **options):
@@ -171,8 +171,8 @@ def test_arrays_that_a_function_holds_are_not_kept():
 
 @pytest.mark.parametrize("name", ["by itself", "within a loop"])
 def test_a_number_that_changes_at_each_call_is_compared_with_few_programs(name, monkeypatch):
-    compared, alike_ = [], alike._alike
-    monkeypatch.setattr(alike, "_alike", lambda a, b: compared.append(1) or alike_(a, b))
+    compared, alike_ = [], jaxpr_equality._alike
+    monkeypatch.setattr(jaxpr_equality, "_alike", lambda a, b: compared.append(1) or alike_(a, b))
     for n in range(40):
         f = lambda x, rate=n / 7: x * rate
         if name == "within a loop":

@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-from gradtools.jax.rules import apply_rule
+from gradtools.jax.rules.installing import apply_rule
 from gradtools.rules import Rule
 
 CUBE = {

@@ -21,7 +21,7 @@ from flax import linen, nnx
 import gradtools
 import gradtools.jax as gt
 from gradtools.jax.backend import JaxBackend
-from gradtools.jax.vocabulary import formula_graph
+from gradtools.jax.seeing.translating.programs import formula_graph
 from gradtools.seeing.formula import derive
 from gradtools.seeing.program import LeafProgram
 
@@ -850,8 +850,8 @@ def test_a_function_of_the_user_with_a_familiar_name_is_read_as_it_is():
 
 
 def test_a_mistaken_translation_is_found_by_the_comparison(monkeypatch):
-    from gradtools.jax import vocabulary
+    from gradtools.jax.seeing.translating import programs
 
-    monkeypatch.setitem(vocabulary._LEAVES, "cos", lambda w, p, x: w("sin", x))
+    monkeypatch.setitem(programs._LEAVES, "cos", lambda w, p, x: w("sin", x))
     with pytest.raises(gradtools.GradtoolsError, match="by automatic differentiation"):
         checked(jnp.cos, real(3))

@@ -9,7 +9,7 @@ import pytest
 from native import NATIVE
 
 from gradtools import GradtoolsError
-from gradtools.host import Kernel, Spec
+from gradtools.host_kernels import Kernel, Spec
 
 
 @pytest.fixture

@@ -8,15 +8,21 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from scenes import picture_of
 from seeing_graphs import SHAPES, Builder, transformer
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing import align
-from gradtools.seeing.align import aligned, share
+from gradtools.seeing import alignment
+from gradtools.seeing.alignment import Alignment, aligned
 from gradtools.seeing.difference import graph_diff
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.layout import picture_of
 from gradtools.seeing.nodes import Body, Dependence
+
+
+def share(alignment: Alignment) -> float:
+    """How much of both programs is paired, from 0 to 1."""
+    paired = sum(len(one) + len(two) for one, two in alignment.pairs)
+    return paired / (len(alignment.first) + len(alignment.second))
 
 
 def short_words(**change) -> Graph:
@@ -198,7 +204,7 @@ def test_layers_of_a_transformer_are_aligned():
 def test_long_programs_are_cut_where_they_surely_agree(monkeypatch):
     graph = transformer(6)
     whole = aligned(graph, graph)
-    monkeypatch.setattr(align, "_CELLS", 900)
+    monkeypatch.setattr(alignment, "_CELLS", 900)
     parts = aligned(graph, graph)
     assert share(parts) == share(whole) == 1.0
     assert all(one == two for one, two in parts.pairs)
@@ -215,8 +221,8 @@ def test_the_table_finds_the_common_subsequence_of_most_weight():
             for word in sequence:
                 x = b.op(word, x)
             graphs.append(b.graph(x))
-        steps = [align.steps_of(graph) for graph in graphs]
-        pairs = align._by_table(*steps)
+        steps = [alignment.steps_of(graph) for graph in graphs]
+        pairs = alignment._by_table(*steps)
         assert all(words[0][i] == words[1][j] for i, j in pairs)
         assert all(a < b and c < d for (a, c), (b, d) in pairwise(pairs))
         assert len(pairs) == longest_common(*words)
@@ -283,8 +289,8 @@ def test_what_is_no_graph_is_refused():
 def test_the_parts_of_operations_are_names_of_the_vocabulary():
     from gradtools.seeing.formula.vocabulary import OPERATIONS
 
-    known = {align.NAMES.get(name, name) for name in OPERATIONS} | {"random_bits", "bernoulli"}
-    unknown = {part for parts in align.PARTS.values() for part in parts} - known
+    known = {alignment.NAMES.get(name, name) for name in OPERATIONS} | {"random_bits", "bernoulli"}
+    unknown = {part for parts in alignment.PARTS.values() for part in parts} - known
     assert not {
         name for name in unknown if not re.match("random|update|lu|custom_linear_solve", name)
     }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradtools.seeing.flow import dependence_matrix, links_of, losses
+from gradtools.seeing.derivative_flow import dependence_matrix, links_of, losses
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.nodes import Body, Dependence, Node, Value
 

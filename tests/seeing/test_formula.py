@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from formula_builder import Builder
 from formula_programs import PROGRAMS
 
 from gradtools import GradtoolsError
-from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.formula import Check, derive
 from gradtools.seeing.graph import Graph
 

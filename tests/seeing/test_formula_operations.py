@@ -4,12 +4,12 @@ import re
 
 import numpy as np
 import pytest
+from formula_builder import Builder
 from formula_table import CASES, ELSEWHERE, cplx, definite, real
 
 from gradtools import GradtoolsError
-from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.formula import derive
-from gradtools.seeing.formula.recognised import DEFINITIONS
+from gradtools.seeing.formula.legend import DEFINITIONS
 from gradtools.seeing.formula.typesetting import number
 from gradtools.seeing.formula.vocabulary import OPERATIONS
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from formula_builder import Builder
 
-from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.formula import derive
 
 RNG = np.random.default_rng(5)

@@ -8,7 +8,7 @@ import pytest
 
 import gradtools
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.flow import dependence_matrix
+from gradtools.seeing.derivative_flow import dependence_matrix
 from gradtools.seeing.nodes import Dependence
 
 X = np.asarray([0.5, 1.0, 2.0], np.float32)

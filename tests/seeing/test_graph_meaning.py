@@ -119,7 +119,7 @@ reshape          ; x.reshape(2, 6)                   ; x.reshape(2, 6)
 reshape          ; x[:, None]                        ; lax.reshape(x, (12,), (1, 0)).reshape(3, 4)
 broadcast        ; v.expand(3, 4) * x                ; jnp.broadcast_to(v, (3, 4)) * x
 concatenate      ; torch.cat([x, y], 1)              ; jnp.concatenate([x, y], 1)
-stack            ; torch.stack([x, y], 1)            ;
+stack            ; torch.stack([x, y], 1)            ; jnp.stack([x, y], 1)
 slice            ; x[1:, ::2]                        ; x[1:, ::2]
 slice            ; x[:, 2]                           ; x[:, 2:3]
 flip             ; x.flip(1)                         ; jnp.flip(x, 1)
@@ -133,10 +133,74 @@ topk             ; w.topk(2, 1)[0]                   ;
 index            ; x[[2, 0]]                         ;
 take_along       ; w.gather(1, w.argsort(1))         ;
 sort             ; w.gather(1, w.argsort(0))         ;
-split            ;                                   ; lax.split(x, (1, 3), 1)[1] * 2
+split            ; x.split(3, 1)[1] * 2              ; lax.split(x, (1, 3), 1)[1] * 2
+unbind           ; x.unbind(1)[1] * 2                ; jnp.unstack(x, axis=1)[1] * 2
+tile             ; v.repeat(2, 3)                    ; jnp.tile(v, (2, 3))
+add              ; torch.add(x, y, alpha=0.3)        ;
+divide           ; torch.div(5 * x, y, rounding_mode="floor") * x ;
+round            ; x.round(decimals=1) * x           ; lax.round(3 * x) * x
+round            ;                                   ; jnp.round(3 * x) * x
+clip             ; torch.clamp_min(x, 0.8)           ;
+fmod             ; torch.fmod(3 * x, y)              ; lax.rem(3 * x, y)
+addcmul          ; torch.addcmul(x, x, y, value=0.3) ;
+addcdiv          ; torch.addcdiv(x, x, y, value=0.3) ;
+lerp             ; torch.lerp(x, y, 0.3)             ;
+hypot            ; torch.hypot(x, y)                 ;
+xlogy            ; torch.xlogy(x, y)                 ;
+logit            ; torch.logit(x / 2, 0.3)           ;
+polygamma        ; torch.polygamma(1, x)             ;
+heaviside        ; torch.heaviside(x - 1, y) * x     ;
+softplus         ; F.softplus(x, 2.0, 2.5)           ;
+leaky_relu       ; F.leaky_relu(x - 1, 0.3)          ;
+celu             ; F.celu(x - 1, 0.3)                ;
+hardswish        ; F.hardswish(x - 1)                ;
+softshrink       ; F.softshrink(x - 1, 0.2)          ;
+threshold        ; F.threshold(x, 0.8, 0.1)          ;
+glu              ; F.glu(x, 1)                       ;
+prelu            ; F.prelu(x - 1, v)                 ;
+reflection_pad   ; F.pad(x, (1, 2), mode="reflect")  ;
+kthvalue         ; x.kthvalue(2, 1)[0]               ;
+median           ; x.median(1)[0]                    ;
+argmax           ; x.argmax() * x                    ;
+count_nonzero    ; (x > 1).count_nonzero(1) * y[0, 0] ;
+cdist            ; torch.cdist(x, y)                 ;
+addmm            ; torch.addmm(v, x, w, beta=0.5, alpha=2) ;
+diagonal         ; w.diagonal(1)                     ;
+mse_loss         ; F.mse_loss(x, y, reduction="sum") ;
+binary_cross_entropy ; F.binary_cross_entropy(x / 2, y / 2) ;
+det              ; torch.linalg.det(w)               ;
+inverse          ; torch.linalg.inv(w)               ;
+solve            ; torch.linalg.solve(w, v)          ;
+solve            ; torch.linalg.solve(w, x, left=False) ;
+cholesky         ; torch.linalg.cholesky(w @ w.T, upper=True) ;
+triangular_solve ; torch.linalg.solve_triangular(w, w, upper=True, unitriangular=True) ; \
+lax.linalg.triangular_solve(w, x, transpose_a=True, unit_diagonal=True)
+topk             ;                                   ; lax.top_k(w, 2)[0]
+convolution      ;                                   ; \
+lax.conv_general_dilated(w[None], w[:2].reshape(2, 4, 1), (1,), "SAME", \
+dimension_numbers=("NHC", "HIO", "NHC"))
+max_pool         ;                                   ; \
+lax.reduce_window(w, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID", window_dilation=(1, 2))
+min_pool         ;                                   ; \
+lax.reduce_window(w, jnp.inf, lax.min, (2, 2), (1, 2), "VALID")
+sum_pool         ;                                   ; \
+lax.reduce_window(w, 0.0, lax.add, (1, 2), (1, 2), "VALID", base_dilation=(1, 2))
+cholesky_solve   ; torch.cholesky_solve(w, w.triu(), upper=True) ;
+cholesky_inverse ; torch.cholesky_inverse(w.tril())  ;
+expm             ; torch.linalg.matrix_exp(w)        ;
+fft              ; torch.fft.fft(z, norm="ortho")    ; jnp.fft.fft2(jnp.outer(z, z))
+ifft             ; torch.fft.ifft(z)                 ; jnp.fft.ifft(z)
+rfft             ; torch.fft.rfft(x)                 ; jnp.fft.rfft(x)
+irfft            ; torch.fft.irfft(z, n=5)           ; jnp.fft.irfft(z, n=5)
+vdot             ; torch.vdot(z, 2j * z)             ;
 convolution      ; F.conv1d(w[None], w[:2, :, None].expand(2, 4, 2), stride=2, padding=1) ; \
 lax.conv(w[None], w[:2, :, None] + jnp.zeros((2, 4, 2), w.dtype), (2,), [(1, 1)])
+convolution      ; F.conv1d(w[None], w[:2, :, None].expand(2, 4, 2), v[:2]) ;
+convolution_transposed ; \
+F.conv_transpose1d(w[None], w[:, :2, None].expand(4, 2, 3), v[:2], stride=2, padding=1) ;
 max_pool         ; F.max_pool2d(w[None], 2)          ;
+max_pool         ; F.max_pool2d(w[None], 3, 2, ceil_mode=True) ;
+max_pool         ; F.adaptive_max_pool2d(w[None], 2) ;
 avg_pool         ; F.avg_pool1d(w[None], 2)          ;
 max_pool         ; F.max_pool2d(w[None], 3, stride=1) ; \
 lax.reduce_window(w, -jnp.inf, lax.max, (3, 2), (1, 2), "VALID")
@@ -181,23 +245,12 @@ def one(node, given):
     told, given = dict(node.attributes), [*given]
     if node.operation == "constant" and isinstance(told.get("value"), str):
         return [np.asarray(eval(told["value"]))]
-    if node.operation == "pad" and len(given) == 2:  # both may be attributes in the vocabulary
-        told["value"] = float(given.pop())
-    if node.operation == "clip" and len(given) == 3:
-        told |= {"high": float(given.pop()), "low": float(given.pop())}
     if "permutation" in told and node.operation == "reshape":
         given[0] = given[0].transpose(told.pop("permutation"))
-    if node.operation == "slice":
-        dropped = told.pop("drop", ())
-        told["stride"] = told.get("stride", (1,) * given[0].ndim)
     named = [placeholder("", x.shape, kind_of(DTYPES[x.dtype.kind])) for x in given]
     made = OPERATIONS[node.operation].lower(*named, **told)
     made = list(made) if isinstance(made, list | tuple) else [made]
-    found = evaluate(made, dict(zip(named, given, strict=True)))
-    if node.operation == "slice":
-        kept = [n for a, n in enumerate(found[0].shape) if a not in dropped]
-        found = [found[0].reshape(kept)]
-    return found
+    return evaluate(made, dict(zip(named, given, strict=True)))
 
 
 def untrue(gt, words, operation, said):

@@ -8,21 +8,21 @@ from collections.abc import Iterator
 from itertools import combinations, product
 
 import pytest
+from scenes import Scene, fitted, picture_of
 from seeing_graphs import SHAPES, Builder, random_graph, transformer
 
-from gradtools.seeing.arrange import arrange
-from gradtools.seeing.cards import LINE, card_of, short, size_of, text_width
+from gradtools.seeing.box_text import LINE, card_of, short, size_of, text_width
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.drawing import drawn
-from gradtools.seeing.layout import fitted, interpreter, picture_of, script
+from gradtools.seeing.layout import interpreter, script
 from gradtools.seeing.outline import ALIVE, Block, size_text
-from gradtools.seeing.scene import Picture
+from gradtools.seeing.row_order import arrange
 
 VIEWS = ("fitted", "closed", "open", "unfolded")
 MORE = {f"random_{seed}": lambda seed=seed: random_graph(40, seed, 20) for seed in range(1, 7)}
 
 
-def view(name: str, way: str) -> Picture:
+def view(name: str, way: str) -> Scene:
     graph = (SHAPES | MORE)[name]()
     if way == "fitted":
         return fitted(outline_of(graph))
@@ -31,7 +31,7 @@ def view(name: str, way: str) -> Picture:
 
 
 @pytest.fixture(scope="module")
-def pictures() -> dict[tuple[str, str], Picture]:
+def pictures() -> dict[tuple[str, str], Scene]:
     return {}
 
 
@@ -40,7 +40,7 @@ CASES += [(name, way) for name in MORE for way in ("fitted", "open")]
 
 
 @pytest.fixture(params=CASES, ids="-".join)
-def picture(request, pictures) -> Picture:
+def picture(request, pictures) -> Scene:
     if request.param not in pictures:
         pictures[request.param] = view(*request.param)
     return pictures[request.param]
@@ -56,7 +56,7 @@ def rectangle(thing) -> tuple[float, ...]:
     return thing.x, thing.y, thing.x + thing.width, thing.y + thing.height
 
 
-def rectangles(picture: Picture) -> dict[int, tuple[float, ...]]:
+def rectangles(picture: Scene) -> dict[int, tuple[float, ...]]:
     return {placed.item.key: rectangle(placed) for placed in picture.boxes}
 
 

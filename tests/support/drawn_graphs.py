@@ -77,9 +77,7 @@ MEANING: dict[str, Any] = {
     "einsum": lambda n, *xs: torch.einsum(n.attributes["subscripts"], *xs),
     "sqrt": lambda n, a: torch.sqrt(a),
     "slice": _slice,
-    "split_with_sizes": lambda n, a: torch.split(
-        a, n.attributes["split_sizes"], n.attributes["axis"]
-    ),
+    "split": lambda n, a: torch.split(a, n.attributes["sizes"], n.attributes["axis"]),
     "concatenate": lambda n, *xs: torch.cat(xs, n.attributes["axis"]),
     "constant": lambda n: torch.tensor(float(n.attributes.get("value", 0))),
     "sum": lambda n, a: _total(n, a, torch.sum),

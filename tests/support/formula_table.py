@@ -70,6 +70,15 @@ def _gauss(x):
     return (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
 
 
+def _elu(x, alpha):
+    return np.where(x > 0, x, alpha * np.expm1(x))
+
+
+def _logit_of_the_middle(x):
+    x = np.clip(x, 0.4, 0.6)
+    return np.log(x / (1 - x))
+
+
 POSITIVE = real(3, 2, low=0.3, high=2.0)
 INSIDE = real(3, 2, low=-0.8, high=0.8)
 HEAVY = real(2, 3)
@@ -120,13 +129,18 @@ UNARY = [
     Case("softplus", (real(3),), {}, lambda x: np.log1p(np.exp(x))),
     Case("softplus", (real(3),), {"beta": 2.0}, lambda x: np.log1p(np.exp(2 * x)) / 2),
     Case("relu", (real(3, 2),), {}, lambda x: np.maximum(x, 0)),
-    Case("leaky_relu", (real(3, 2),), {"slope": 0.1}, lambda x: np.where(x > 0, x, 0.1 * x)),
+    Case(
+        "leaky_relu",
+        (real(3, 2),),
+        {"negative_slope": 0.1},
+        lambda x: np.where(x > 0, x, 0.1 * x),
+    ),
     Case("elu", (real(3, 2),), {"alpha": 1.5}, lambda x: np.where(x > 0, x, 1.5 * (np.exp(x) - 1))),
     Case("gelu", (real(3, 2),), {}, lambda x: x * _gauss(x)),
     Case(
         "gelu",
         (real(3, 2),),
-        {"approximate": True},
+        {"approximate": "tanh"},
         lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
     ),
     Case("erf", (real(3),), {}, np.vectorize(math.erf)),
@@ -486,7 +500,7 @@ LAYERS = [
     Case(
         "avg_pool",
         (real(1, 5),),
-        {"window": (3,), "stride": (2,), "padding": ((1, 1),), "count_padding": False},
+        {"window": (3,), "stride": (2,), "padding": ((1, 1),), "count_include_pad": False},
         lambda x: np.array([[x[0, :2].mean(), x[0, 1:4].mean(), x[0, 3:].mean()]]),
     ),
     Case("sum_pool", (real(2, 2, 4, 6),), {"window": (2, 2)}, lambda x: _pool2(x, np.sum)),
@@ -566,7 +580,7 @@ LAYERS = [
     Case(
         "attention",
         (real(2, 3, 2), real(2, 3, 2), real(2, 3, 2)),
-        {"causal": True, "scale": 0.3},
+        {"is_causal": True, "scale": 0.3},
         lambda q, k, v: _causal(q, k, v, 0.3),
     ),
     Case(
@@ -690,6 +704,203 @@ SHORTER = [
     ),
 ]
 
+
+def _added_product(x, a, b):
+    return 0.5 * x + 2 * a @ b
+
+
+def _shifted_convolution(x, w, b):
+    parts = np.stack([x[..., k : k + 2] for k in range(4)], -2)
+    return np.einsum("nitk,oik->not", parts, w) + b[:, None]
+
+
+# Words of one framework.
+FURTHER = [
+    *(
+        Case(name, (real(4, 3),), attributes, reference)
+        for name, attributes, reference in (
+            ("softplus", {"threshold": 0.5}, lambda x: np.where(x > 0.5, x, np.log1p(np.exp(x)))),
+            ("elu", {"scale": 2.0, "input_scale": 3.0}, lambda x: 2 * _elu(3 * x, 1)),
+            ("celu", {"alpha": 0.5}, lambda x: np.where(x > 0, x, 0.5 * np.expm1(x / 0.5))),
+            ("mish", {}, lambda x: x * np.tanh(np.log1p(np.exp(x)))),
+            ("hardsigmoid", {}, lambda x: np.clip(x + 3, 0, 6) / 6),
+            ("hardswish", {}, lambda x: x * np.clip(x + 3, 0, 6) / 6),
+            ("softshrink", {"lambd": 0.3}, lambda x: x - np.clip(x, -0.3, 0.3)),
+            ("hardshrink", {"lambd": 0.3}, lambda x: np.where(np.abs(x) > 0.3, x, 0)),
+            ("nan_to_num", {"nan": 2.0}, lambda x: x),
+            ("deg2rad", {}, np.deg2rad),
+            ("rad2deg", {}, np.rad2deg),
+            ("sinc", {}, np.sinc),
+            ("frac", {}, lambda x: x - np.trunc(x)),
+        )
+    ),
+    Case("glu", (real(4, 3),), {"axis": 0}, lambda x: x[:2] / (1 + np.exp(-x[2:]))),
+    Case("logit", (real(3, low=0.1, high=0.9),), {}, lambda x: np.log(x / (1 - x))),
+    Case("logit", (real(3, low=0.1, high=0.9),), {"eps": 0.4}, _logit_of_the_middle),
+    *(
+        Case(name, [real(3, 2) for _ in range(count)], attributes, reference)
+        for name, count, attributes, reference in (
+            ("add", 2, {"alpha": 0.3}, lambda a, b: a + 0.3 * b),
+            ("subtract", 2, {"alpha": 0.3}, lambda a, b: a - 0.3 * b),
+            ("divide", 2, {"rounding_mode": "floor"}, lambda a, b: np.floor(a / b)),
+            ("divide", 2, {"rounding_mode": "trunc"}, lambda a, b: np.trunc(a / b)),
+            ("fmod", 2, {}, np.fmod),
+            ("addcmul", 3, {"value": 0.3}, lambda x, a, b: x + 0.3 * a * b),
+            ("addcdiv", 3, {"value": 0.3}, lambda x, a, b: x + 0.3 * a / b),
+            ("lerp", 3, {}, lambda a, b, t: a + t * (b - a)),
+            ("hypot", 2, {}, np.hypot),
+            ("heaviside", 2, {}, np.heaviside),
+            ("logaddexp2", 2, {}, np.logaddexp2),
+            ("polar", 2, {}, lambda r, phi: r * np.exp(1j * phi)),
+            ("threshold", 3, {}, lambda x, t, v: np.where(x > t, x, v)),
+            ("prelu", 2, {}, lambda x, w: np.where(x > 0, x, w * x)),
+            ("tanh_backward", 2, {}, lambda g, y: g * (1 - y**2)),
+            ("sigmoid_backward", 2, {}, lambda g, y: g * (1 - y) * y),
+            ("threshold_backward", 3, {}, lambda g, x, t: np.where(x <= t, 0, g)),
+            ("clip", 3, {}, lambda x, low, high: np.minimum(np.maximum(x, low), high)),
+        )
+    ),
+    Case("xlogy", (real(3, 2), POSITIVE), {}, lambda a, b: a * np.log(b)),
+    *(
+        Case(name, tuple(real(*shape) for shape in shapes), attributes, reference)
+        for name, shapes, attributes, reference in (
+            ("unbind", [(3, 2)], {"axis": 1}, lambda x: (x[:, 0], x[:, 1])),
+            ("tile", [(3, 2)], {"reps": (2, 1, 3)}, lambda x: np.tile(x, (2, 1, 3))),
+            ("roll", [(3, 2)], {"shifts": (1,), "axes": ()}, lambda x: np.roll(x, 1)),
+            ("flip", [(3, 2)], {}, lambda x: x),
+            (
+                "slice",
+                [(3, 2)],
+                {"start": (1, 0), "limit": (2, 2), "drop": (0,)},
+                lambda x: x[1],
+            ),
+            ("pad", [(2,), ()], {"low": (1,), "high": (0,)}, lambda x, v: np.array([v, *x])),
+            (
+                "diagonal_matrix",
+                [(2, 3)],
+                {"axes": (0, 1)},
+                lambda x: np.stack([np.diag(row) for row in x], -1),
+            ),
+            (
+                "reflection_pad",
+                [(4, 3)],
+                {"padding": (1, 2, -1, 1)},
+                lambda x: np.pad(x, ((0, 1), (1, 2)), "reflect")[1:],
+            ),
+            (
+                "replication_pad",
+                [(4, 3)],
+                {"padding": (1, 2)},
+                lambda x: np.pad(x, ((0, 0), (1, 2)), "edge"),
+            ),
+            ("view_as_complex", [(3, 2)], {}, lambda x: x[:, 0] + 1j * x[:, 1]),
+            (
+                "kthvalue",
+                [(4, 3)],
+                {"k": 2, "axis": 0},
+                lambda x: (np.sort(x, 0)[1], np.argsort(x, 0)[1]),
+            ),
+            (
+                "kthvalue",
+                [(4, 3)],
+                {"k": 2, "axis": 0, "keep": True},
+                lambda x: (np.sort(x, 0)[1:2], np.argsort(x, 0)[1:2]),
+            ),
+            ("median", [(4, 3)], {}, lambda x: (np.sort(x, None)[5],)),
+            (
+                "median",
+                [(4, 3)],
+                {"axis": 0},
+                lambda x: (np.sort(x, 0)[1], np.argsort(x, 0)[1]),
+            ),
+            ("argmax", [(4, 3)], {}, np.argmax),
+            ("argmax", [(4, 3)], {"keep": True}, lambda x: np.argmax(x, keepdims=True)),
+            ("norm", [(4, 3)], {"ord": -np.inf, "axes": (0,)}, lambda x: np.abs(x).min(0)),
+            ("norm", [(4, 3)], {"ord": 0, "axes": (0,)}, lambda x: np.full(3, 4.0)),
+            ("count_nonzero", [(4, 3)], {"axis": 1}, lambda x: np.full(4, 3)),
+            ("addmm", [(2,), (3, 4), (4, 2)], {"beta": 0.5, "alpha": 2}, _added_product),
+            ("addmm", [(2,), (3, 4), (4, 2)], {"beta": 0}, lambda x, a, b: a @ b),
+            ("baddbmm", [(2,), (2, 3, 4), (2, 4, 2)], {}, lambda x, a, b: x + a @ b),
+            ("addmv", [(3,), (3, 4), (4,)], {}, lambda x, a, b: x + a @ b),
+            ("addbmm", [(2,), (2, 3, 4), (2, 4, 2)], {}, lambda x, a, b: x + (a @ b).sum(0)),
+            ("addr", [(3, 2), (3,), (2,)], {}, lambda x, a, b: x + np.outer(a, b)),
+            ("cdist", [(3, 2), (4, 2)], {}, lambda a, b: np.linalg.norm(a[:, None] - b, axis=-1)),
+            ("cdist", [(3, 2), (4, 2)], {"p": 1.0}, lambda a, b: np.abs(a[:, None] - b).sum(-1)),
+            ("safe_softmax", [(3, 2)], {"axis": 1}, lambda x: _softmax(x, 1)),
+            (
+                "softmax_backward_data",
+                [(3, 2), (3, 2)],
+                {"axis": 1},
+                lambda g, y: y * (g - (g * y).sum(1, keepdims=True)),
+            ),
+            (
+                "log_softmax_backward_data",
+                [(3, 2), (3, 2)],
+                {"axis": 1},
+                lambda g, y: g - np.exp(y) * g.sum(1, keepdims=True),
+            ),
+            ("mse_loss", [(3, 2), (3, 2)], {}, lambda x, t: np.mean((x - t) ** 2)),
+            ("mse_loss", [(3, 2), (3, 2)], {"reduction": 2}, lambda x, t: np.sum((x - t) ** 2)),
+            ("convolution", [(1, 2, 5), (3, 2, 2), (3,)], {}, _shifted_convolution),
+            (
+                "convolution",
+                [(1, 5, 2), (2, 2, 3)],
+                {"layout": ((0, 2, 1), (2, 1, 0), (0, 2, 1))},
+                lambda x, w: np.stack(
+                    [np.einsum("nti,tio->no", x[:, k : k + 2], w) for k in range(4)], 1
+                ),
+            ),
+            ("polynomial", [(3,), (), (), ()], {}, lambda x, a, b, c: a + b * x + c * x**2),
+            ("one_minus_square", [(3, 2)], {}, lambda x: 1 - x**2),
+            ("min_pool", [(1, 6)], {"window": (2,)}, lambda x: x.reshape(1, 3, 2).min(-1)),
+            (
+                "sum_pool",
+                [(1, 2)],
+                {"window": (2,), "stride": (1,), "input_dilation": (3,)},
+                lambda x: np.stack([x[:, 0], 0 * x[:, 0], x[:, 1]], 1),
+            ),
+        )
+    ),
+    Case("vdot", (cplx(3), cplx(3)), {}, np.vdot),
+    Case("round", (real(4, 3),), {"decimals": 1}, lambda x: np.round(x, 1), order=0),
+    Case(
+        "round",
+        (np.array([0.5, -0.5, 1.5, 0.2]),),
+        {"rounding_method": "away_from_zero"},
+        lambda x: np.array([1.0, -1.0, 2.0, 0.0]),
+        order=0,
+    ),
+    Case("view_as_real", (cplx(3),), {}, lambda x: np.stack([x.real, x.imag], -1)),
+    Case(
+        "binary_cross_entropy",
+        (real(3, low=0.1, high=0.9), real(3, low=0.1, high=0.9), POSITIVE[:, 0]),
+        {"reduction": 2},
+        lambda p, t, w: -np.sum(w * (t * np.log(p) + (1 - t) * np.log(1 - p))),
+    ),
+    Case("solve", (sound(3, 3), real(3)), {}, np.linalg.solve),
+    Case("solve", (sound(3, 3), real(2, 3)), {"left": False}, lambda a, b: b @ np.linalg.inv(a)),
+    *(
+        Case("cholesky_solve", (real(3, 2), sound(3, 3)), {"upper": upper}, reference)
+        for upper, reference in (
+            (False, lambda b, f: np.linalg.solve(f @ f.T, b)),
+            (True, lambda b, f: np.linalg.solve(f.T @ f, b)),
+        )
+    ),
+    Case("cholesky_inverse", (sound(3, 3),), {}, lambda f: np.linalg.inv(f @ f.T), 1e-10),
+    Case(
+        "max_pool",
+        (real(1, 1, 6),),
+        {"window": (3,), "stride": (2,), "ceil_mode": True},
+        lambda x: np.stack([x[..., k : k + 3].max(-1) for k in (0, 2, 4)], -1),
+    ),
+    Case(
+        "avg_pool",
+        (real(1, 1, 6),),
+        {"window": (3,), "divisor_override": 2},
+        lambda x: x.reshape(1, 1, 2, 3).sum(-1) / 2,
+    ),
+]
+
 CASES = [
     *SHORTER,
     *UNARY,
@@ -701,6 +912,7 @@ CASES = [
     *LAYERS,
     *LINALG,
     *LEAVES,
+    *FURTHER,
 ]
 
 # Decompositions have phases and signs that are nobody's choice; they are checked in test_formula_

@@ -345,6 +345,16 @@ def of_torch(t: Any) -> dict[str, tuple[Program, Program, str]]:
             lambda p, x, y, w: F.avg_pool1d(x[None], 2),
             "max_pool ≠ avg_pool",
         ),
+        "conjugated": (
+            lambda p, x, y, w: t.vdot(x[0] * 1j, y[0] * 1j).real,
+            lambda p, x, y, w: t.dot(x[0] * 1j, y[0] * 1j).real,
+            "conj",
+        ),
+        "bits": (
+            lambda p, x, y, w: x * (x.long() & y.long()),
+            lambda p, x, y, w: x * t.logical_and(x.long(), y.long()),
+            "bitwise_and",
+        ),
         "along": (
             lambda p, x, y, w: t.gather(w, 0, w.long()),
             lambda p, x, y, w: t.gather(w, 1, w.long()),
@@ -418,6 +428,15 @@ def of_jax(j: Any) -> dict[str, tuple[Program, Program, str]]:
         )
     )
     return {
+        "dilated": (
+            *(
+                lambda _, x, y, w, d=d: lax.reduce_window(
+                    x.reshape(12)[:5], 0.0, lax.add, (2,), (2,), "VALID", window_dilation=(d,)
+                )
+                for d in (1, 2)
+            ),
+            "dilation",
+        ),
         "softmax": (
             lambda _, x, y, w: n.softmax(w, 0),
             lambda _, x, y, w: n.softmax(w, 1),

@@ -1,4 +1,4 @@
-"""The counter of live bytes, which `gradtools.torch.measures` holds, under its old name."""
+"""The counter of live bytes, which `gradtools.torch.seeing.measures` holds, under its old name."""
 
-from gradtools.torch.measures import LiveBytes as LiveBytes
-from gradtools.torch.measures import peak_bytes as peak_bytes
+from gradtools.torch.seeing.measures import LiveBytes as LiveBytes
+from gradtools.torch.seeing.measures import peak_bytes as peak_bytes

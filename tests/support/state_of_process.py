@@ -90,7 +90,8 @@ def _levels_of_torch() -> dict[str, Any]:
 def _rest_of_torch() -> dict[str, Any]:
     import torch
 
-    from gradtools.torch import engines, watching
+    from gradtools.torch import engines
+    from gradtools.torch.replaying import guards
 
     backends, cuda = torch.backends, torch.backends.cuda
     return {
@@ -123,7 +124,7 @@ def _rest_of_torch() -> dict[str, Any]:
         "views in forward mode": torch._C._is_fwd_grad_enabled(),
         "hooks on all modules": _module_hooks(torch),
         "gradtools: derivatives under way": len(engines._open_derivatives()),
-        "gradtools: replaying": watching.is_replaying(),
+        "gradtools: replaying": guards.is_replaying(),
     }
 
 

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from sweeps import DIFFERS, jax_ledger, torch_ledger, twins
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.conformance.sweeps import DIFFERS, jax_ledger, torch_ledger, twins
-from gradtools.torch.upstream_bugs import (
+from gradtools.torch.upstream_bugs.derivatives import (
     BUGS,
     TANGENT,
     TANGENT_AGAIN,
     TANGENT_OF_GRADIENT,
     Bug,
 )
-from gradtools.torch.wrong_gradients import (
+from gradtools.torch.upstream_bugs.gradients import (
     GRADIENT,
     GRADIENT_AGAIN,
     WRONG_GRADIENTS,
@@ -157,14 +157,14 @@ _OURS = {
 _HEAD = """# What the frameworks get wrong
 
 PyTorch's table of operators holds some 670 programs, JAX's namespaces some 500 functions. The
-sweeps of `gradtools.conformance.sweeps` send each through every way of differentiating that
+sweeps of `tests/support/sweeps` send each through every way of differentiating that
 gradtools has, and hold what comes out against the framework's own reverse mode, its double
 backward, the dot-product test and finite differences. This page is what they found in the
 frameworks. It is written by `python tests/support/upstream_bugs_page.py` from the tables in
-`upstream_bugs.py` and `wrong_gradients.py` in `gradtools/torch` and from the ledgers of the
+`derivatives.py` and `gradients.py` in `gradtools/torch/upstream_bugs` and from the ledgers of the
 sweeps; a test runs each row, and fails when upstream has mended one.
 
-`gradtools check --sweep` runs the sweeps on your machine and versions.
+In a checkout, `python tests/support/run_sweeps.py` runs the sweeps on your machine and versions.
 
 ## PyTorch {version}: wrong, or lacking, and had in another way
 

@@ -6,11 +6,11 @@ from fnmatch import fnmatchcase
 
 import jax
 import pytest
+import run_sweeps
 import torch
+from sweeps import AGREES, DIFFERS, judged, twins
 
 import gradtools.torch as gt
-from gradtools import cli
-from gradtools.conformance.sweeps import AGREES, DIFFERS, judged, running, twins
 
 GROUPS = twins.groups(25)
 
@@ -75,8 +75,8 @@ def test_complex_twins_have_one_convention():
     assert {o.result for o in found} == {AGREES}
 
 
-def test_the_command_holds_twins_against_each_other_where_both_frameworks_are(capsys, monkeypatch):
+def test_the_script_holds_twins_against_each_other_where_both_frameworks_are(capsys, monkeypatch):
     for name in ("torch", "jax"):
-        monkeypatch.setitem(running._SWEEPS, name, lambda whole, containing: judged([], []))
-    assert cli.main(["check", "--sweep", "--backend", "both", "--filter", "numpy.sinh"]) == 0
+        monkeypatch.setitem(run_sweeps._SWEEPS, name, lambda whole, containing: judged([], []))
+    assert run_sweeps.main(["--backend", "both", "--filter", "numpy.sinh"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("twins ")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-
-from gradtools.conformance.sweeps import (
+from sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -15,7 +14,7 @@ from gradtools.conformance.sweeps import (
     in_jax,
     jax_ledger,
 )
-from gradtools.conformance.sweeps.jax_programs import (
+from sweeps.jax_programs import (
     WRITTEN_FOR,
     Case,
     any_,

@@ -82,30 +82,3 @@ def test_the_table_of_support_is_the_generated_one():
     table, found, _ = rest.partition(end)
     assert found, "docs/support.md has no support table between its two marks"
     assert table.strip() == checking.support_table(), "python -m gradtools.conformance.checking"
-
-
-def test_the_sweep_is_held_against_its_ledger(capsys, backend_name):
-    assert cli.main(["check", "--sweep", "--backend", backend_name, "--filter", "sinh"]) == 0
-    assert " agrees" in capsys.readouterr().out
-
-
-def test_what_the_ledger_does_not_tell_is_named_and_the_status_is_1(
-    capsys, monkeypatch, backend_name, gt
-):
-    right = gt.jvp
-
-    def wrong(f, primals, tangents):
-        out, pushed = right(f, primals, tangents)
-        return out, type(pushed)(-x for x in pushed) if isinstance(
-            pushed, tuple | list
-        ) else -pushed
-
-    monkeypatch.setattr(gt, "jvp", wrong)
-    assert cli.main(["check", "--sweep", "--backend", backend_name, "--filter", "sinh"]) == 1
-    assert "unexplained: " in capsys.readouterr().out
-
-
-def test_a_filter_that_no_program_of_the_sweep_holds_is_told(capsys, backend_name):
-    assert cli.main(["check", "--sweep", "--backend", backend_name, "--filter", "nosuch"]) == 2
-    said = capsys.readouterr()
-    assert not said.out and "no program's name holds 'nosuch'" in said.err

@@ -12,7 +12,7 @@ import pytest
 
 import gradtools
 from gradtools.cli import main
-from gradtools.inputs import arrays
+from gradtools.command_inputs import arrays
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")

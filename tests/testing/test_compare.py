@@ -20,7 +20,7 @@ import gradtools.jax
 import gradtools.torch
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, cross_check, tolerance
-from gradtools.testing.factors import name_factor
+from gradtools.testing.factor_names import name_factor
 from gradtools.testing.layouts import match_parameters
 
 X = np.array([0.3, -0.7, 1.2])

@@ -128,8 +128,8 @@ def test_a_run_that_does_not_use_it_imports_nothing_and_prints_nothing(pytester,
             heavy = {"torch", "jax", "jaxlib", "numpy", "flax", "array_api_compat"}
             assert not heavy & {name.split(".")[0] for name in sys.modules}
             ours = {name for name in sys.modules if name.startswith("gradtools")}
-            assert ours == {"gradtools", "gradtools.errors", "gradtools.lines", "gradtools.testing",
-                            "gradtools.testing.plugin"}
+            assert ours == {"gradtools", "gradtools.errors", "gradtools.code_origin",
+                            "gradtools.testing", "gradtools.testing.plugin"}
         """
     )
     found = pytester.runpytest_subprocess(*LOADED)

@@ -279,7 +279,7 @@ def test_a_second_derivative_out_of_sight_is_refused_in_words():
 @pytest.mark.parametrize("name", ["FlashAttention", "EfficientAttention", "CudnnAttention"])
 def test_kernels_of_cuda_take_the_same_way(name):
     """Of a node with their names for what it saved, on the CPU."""
-    from gradtools.torch.fused_attention import differentiable
+    from gradtools.torch.upstream_bugs.fused_attention import differentiable
 
     class Node:
         _saved_query, _saved_key, _saved_value = X

@@ -1,9 +1,12 @@
 """gt.checkpoint inside of torch.func's transforms and around them, held to the plain function."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
 import gradtools.torch as gt
+from gradtools.torch.replaying.nodes import Backward, ChunkProgram
 
 D = torch.float64
 X = torch.linspace(0.1, 1.2, 12, dtype=D).reshape(4, 3)
@@ -78,3 +81,18 @@ def test_a_captured_tensor_of_the_transform_is_differentiated():
     torch.testing.assert_close(torch.func.hessian(f)(X), wanted)
     rows = torch.stack([X, 2 * X])
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(f))(rows), 2 * rows)
+
+
+class _OfChunks(ChunkProgram):
+    leaves: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name, self.forward = name, self
+
+    def batched(self, size, on, randomness, whole):
+        return _OfChunks("of a batch"), on
+
+
+def test_the_pullback_of_a_batch_runs_the_f_of_that_batch():
+    pullback = Backward(_OfChunks("of one"), [1], 0, [[True], []])
+    assert pullback.batched(2, [[True, True], []], "same", False)[0].forward.name == "of a batch"

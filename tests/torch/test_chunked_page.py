@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError, GradtoolsWarning
-from gradtools.torch import verifying, watching
+from gradtools import GradtoolsError, GradtoolsWarning, errors
+from gradtools.torch.replaying import consistency
 
 
 def mlp(*more):
@@ -189,7 +189,7 @@ def test_a_cache_of_random_numbers_out_of_reach_is_refused_while_it_is_filled():
 def test_what_is_verified_again():
     net, compared = mlp(nn.Dropout(0.5)), []
     f = gt.chunked(net, 2, retain=0)
-    compare = verifying.Verification.compare
+    compare = consistency.Verification.compare
 
     def step(x):
         compared.clear()
@@ -198,7 +198,7 @@ def test_what_is_verified_again():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            verifying.Verification,
+            consistency.Verification,
             "compare",
             lambda self, i, *rest: (compared.append(i), compare(self, i, *rest)),
         )
@@ -215,14 +215,14 @@ def test_what_is_verified_again():
 
 def test_three_sums_are_kept_for_each_output_and_no_output():
     kept = []
-    keep = verifying.Verification.keep
+    keep = consistency.Verification.keep
 
     def noted(self, i, *rest):
         keep(self, i, *rest)
         kept.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verifying.Verification, "keep", noted)
+        patch.setattr(consistency.Verification, "keep", noted)
         gt.chunked(mlp(), 2)(batch(6)).sum().backward()
     verification = kept[0]
     figures = [f for fs in verification.outs.values() for f in fs]
@@ -234,7 +234,7 @@ def test_three_sums_are_kept_for_each_output_and_no_output():
 
 
 def test_batch_norm_is_told_of_once(monkeypatch):
-    monkeypatch.setattr(watching, "_TOLD", set())
+    monkeypatch.setattr(errors, "SAID", set())
     f = gt.chunked(mlp(nn.BatchNorm1d(4)), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

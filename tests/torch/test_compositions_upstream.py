@@ -1,15 +1,14 @@
 """PyTorch's own limits that random compositions meet, each in its least program.
 
-A test here fails when the issue is mended: then its entry in `strategies_limits.py` goes.
+A test here fails when the issue is mended: then its entry in `limits.py` goes.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from strategies.limits import LIMITS
 from torch.utils.checkpoint import checkpoint
-
-from gradtools.testing.strategies_limits import LIMITS
 
 
 def kept(x: torch.Tensor) -> torch.Tensor:

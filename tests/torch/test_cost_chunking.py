@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
-from gradtools.torch.measures import peak_bytes
+from gradtools.torch.seeing.measures import peak_bytes
 
 CHUNK = 8
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
-from gradtools.torch.measures import LiveBytes
-from gradtools.torch.zeros import NoProductsOfZero
+from gradtools.torch.forward_mode.symbolic_zeros import NoProductsOfZero
+from gradtools.torch.seeing.measures import LiveBytes
 
 ROWS, WIDTH = 8, 64
 
@@ -188,3 +191,42 @@ def test_mixed_partial_takes_the_same_memory_at_every_depth(depth):
         return live.peak
 
     assert peak(network(depth)) == peak(network(2))
+
+
+def own_calls(run):
+    """How many Python functions of this package a call passes, once what is made once is made."""
+    house, seen = Path(gt.__file__).parents[1], []
+
+    def watch(frame, event, arg):
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(house):
+            seen.append(frame.f_code.co_name)
+
+    for _ in range(3):
+        run()
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(seen)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="comprehensions are calls in Python 3.11")
+def test_what_a_use_costs_besides_its_work_is_held():
+    """Python's steps are the time of small networks: some per use, few for each layer."""
+
+    def use(depth):
+        G, z = gt.frozen(network(depth)), torch.randn(ROWS, WIDTH, requires_grad=True)
+        y = torch.randn(WIDTH, requires_grad=True)
+
+        def run():
+            (slope,) = torch.autograd.grad((G(z) * y).sum(), z, create_graph=True)
+            torch.autograd.grad(slope.square().sum(), y)
+
+        return own_calls(run)
+
+    short, long = use(1), use(5)
+    assert short <= 480
+    assert long - short <= 4 * 10
+    x = torch.randn(3)
+    assert own_calls(lambda: gt.grad(lambda x: x.square().sum())(x)) <= 40

@@ -194,9 +194,9 @@ def tangent(f, x):
 
 # What one call takes of each kind of rule, counted; a bare Function takes two, and one backward.
 TAKES = {
-    value: {"vjp": 5, "jvp": 5, "both": 5},
-    attached: {"vjp": 9, "jvp": 9, "both": 9},
-    gradient: {"vjp": 12, "jvp": 11, "both": 12},
+    value: {"vjp": 3, "jvp": 3, "both": 3},
+    attached: {"vjp": 4, "jvp": 5, "both": 4},
+    gradient: {"vjp": 5, "jvp": 6, "both": 5},
     tangent: {"vjp": 56, "jvp": 34, "both": 34},
 }
 
@@ -215,7 +215,7 @@ def host_sine():
     return f
 
 
-@pytest.mark.parametrize(("what", "most"), [(value, 8), (gradient, 28)])
+@pytest.mark.parametrize(("what", "most"), [(value, 2), (gradient, 10)])
 def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
     f, x = host_sine(), numbers(requires_grad=True)
     for _ in range(2):

@@ -1,11 +1,12 @@
 """The short way of a rule's call, held against the long one: rules of many kinds, in many ways.
 
-A rule whose `_direct` is None takes the long way alone. What comes out must be the same to the
-last digit: numbers, errors, flags, and the state that a call leaves behind.
+Host functions likewise. A rule whose `_direct` is None takes the long way alone. What comes out
+must be the same to the last digit: numbers, errors, flags, and the state that a call leaves behind.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fw
@@ -202,7 +203,133 @@ RULES = {
     "affine": (SINE, (lambda x: (sin(x), x), lambda x, ct: (cos(x),)), None, 1),
     "affine, forward": (SINE, None, lambda p, t: (sin(p[0]), cos(p[0])), 1),
     "not linear, forward": (SINE, None, lambda p, t: (sin(p[0]), cos(p[0]) * t[0] ** 2), 1),
+    "writes its tangent": (SINE, None, lambda p, t: (sin(p[0]), t[0].mul_(cos(p[0]))), 1),
+    "gives its tangent": (lambda x: x + 1, None, lambda p, t: (p[0] + 1, t[0]), 1),
+    "skips a tangent of zeros": (
+        SINE,
+        None,
+        lambda p, t: (sin(p[0]), cos(p[0]) * t[0] if t[0].any() else t[0] * 0),
+        1,
+    ),
+    "skips a cotangent of zeros": (
+        SINE,
+        (lambda x: (sin(x), x), lambda x, ct: (cos(x) * ct if ct.any() else ct * 0,)),
+        None,
+        1,
+    ),
+    "a fill in the tangent": (
+        SINE,
+        None,
+        lambda p, t: (sin(p[0]), torch.where(p[0] > 0.5, t[0] * cos(p[0]), 0.0)),
+        1,
+    ),
     "raises": (SINE, (lambda x: (sin(x), x), lambda x, ct: 1 / 0), None, 1),
+}
+
+
+def _sine(save=lambda x, y: x, restore=lambda r: r, kernel=np.sin, out=None, **how):
+    """sin with its first and second derivative from kernels."""
+    f, back = gt.host_function(kernel, out, **how), gt.host_function(lambda x, c: np.cos(x) * c)
+    twice = gt.host_function(
+        lambda x, c, v: (-np.sin(x) * c * v, np.cos(x) * v), lambda x, c, v: (x, c)
+    )
+    f.defvjp(lambda x: ((y := f(x)), save(x, y)), lambda r, ct: (back(restore(r), ct),))
+    back.defvjp(lambda x, c: (back(x, c), (x, c)), lambda r, v: twice(*r, v))
+    return [back, twice, f], 1
+
+
+def _exponential():
+    f, back = gt.host_function(np.exp), gt.host_function(np.multiply)
+    f.defvjp(lambda x: ((y := f(x)), y), lambda y, ct: (back(y, ct),))
+    back.defvjp(lambda y, c: (back(y, c), (y, c)), lambda r, v: (back(r[1], v), back(r[0], v)))
+    return [back, f], 1
+
+
+def _product(one=False):
+    f, back = gt.host_function(np.multiply), gt.host_function(lambda x, c: x * c)
+    f.defvjp(
+        lambda x, y: (f(x, y), (x, y)),
+        lambda r, c: (back(r[1], c), None if one else back(r[0], c)),
+    )
+    back.defvjp(lambda x, c: (back(x, c), (x, c)), lambda r, v: (back(r[1], v), back(r[0], v)))
+    return [back, f], 2
+
+
+def _pair(integer=False):
+    pair = lambda x: (np.sin(x), np.argsort(x) if integer else np.cos(x))
+    f = gt.host_function(pair, lambda x: (x, gt.Spec(x.shape, "int64") if integer else x))
+    f.defvjp(
+        lambda x: (f(x), x),
+        lambda x, c: (cos(x) * c[0] - (0 if integer else sin(x) * c[1]),),
+    )
+    return [f], 1
+
+
+def _forward(kernel=np.sin, push=lambda x, t: np.cos(x) * t):
+    f, back = gt.host_function(kernel), gt.host_function(push)
+    f.defjvp(lambda p, t: (f(p[0]), back(p[0], t[0])))
+    back.defjvp(lambda p, t: (back(*p), back(p[0], t[1]) - f(p[0]) * p[1] * t[0]))
+    return [back, f], 1
+
+
+def _in_torch(both=False):
+    """The derivative in tensors, which autograd differentiates again."""
+    f = gt.host_function(np.sin)
+    f.defvjp(lambda x: (f(x), x), PULL)
+    if both:
+        f.defjvp(lambda p, t: (f(p[0]), cos(p[0]) * t[0]))
+    return [f], 1
+
+
+def _pulled_by(bwd):
+    f = gt.host_function(np.sin)
+    f.defvjp(lambda x: (f(x), x), bwd)
+    return [f], 1
+
+
+WORKSPACE = np.empty((3, 3))
+
+
+def _raised(x):
+    raise ZeroDivisionError("the kernel's")
+
+
+# By name: what makes the host functions, the one that is called last, and how many arguments.
+HOST = {
+    "host": _sine,
+    "host, vectorized": lambda: _sine(vectorized=True),
+    "host, always held": lambda: _sine(check="always"),
+    "host, never held": lambda: _sine(check="never"),
+    "host, saves a tuple": lambda: _sine(lambda x, y: (x,), lambda r: r[0]),
+    "host, saves a dict": lambda: _sine(lambda x, y: {"x": x, "k": 3}, lambda r: r["x"]),
+    "host, saves another": lambda: _sine(lambda x, y: 2 * x, lambda r: r / 2),
+    "host, saves its output": _exponential,
+    "host, product": _product,
+    "host, one cotangent": lambda: _product(True),
+    "host, two outputs": _pair,
+    "host, an integer output": lambda: _pair(True),
+    "host, forward": _forward,
+    "host, bwd in tensors": _in_torch,
+    "host, both in tensors": lambda: _in_torch(True),
+    "host, no rule": lambda: ([gt.host_function(np.sin)], 1),
+    "host, its argument": lambda: _sine(kernel=lambda x: x),
+    "host, a view": lambda: _sine(kernel=lambda x: np.sin(x).T),
+    "host, its workspace": lambda: _sine(kernel=lambda x: np.sin(x, out=WORKSPACE[: len(x)])),
+    "host, in another order": lambda: _sine(kernel=lambda x: np.asfortranarray(np.sin(x))),
+    "host, in a subclass": lambda: _sine(kernel=lambda x: np.sin(x).view(np.matrix)),
+    "host, numbers": lambda: _sine(kernel=np.sum, out=lambda x: gt.Spec((), x.dtype)),
+    "host, another dtype": lambda: _sine(kernel=lambda x: np.sin(x).astype(np.float32)),
+    "host, another shape": lambda: _sine(kernel=lambda x: np.sin(x)[:1]),
+    "host, a list": lambda: _sine(kernel=lambda x: [np.sin(x)]),
+    "host, a tensor": lambda: _sine(kernel=lambda x: torch.from_numpy(np.sin(x))),
+    "host, writes its argument": lambda: _sine(kernel=lambda x: np.sin(x, out=x)),
+    "host, raises": lambda: _sine(kernel=_raised),
+    "host, affine": lambda: _pulled_by(lambda x, ct: (cos(x),)),
+    "host, another cotangent": lambda: _pulled_by(lambda x, ct: (ct.sum(),)),
+    "host, another dtype of cotangent": lambda: _pulled_by(lambda x, ct: ((cos(x) * ct).float(),)),
+    "host, bwd raises": lambda: _pulled_by(lambda x, ct: 1 / 0),
+    "host, bwd writes its cotangent": lambda: _pulled_by(lambda x, ct: (ct.mul_(cos(x)),)),
+    "host, a derivative within": lambda: _pulled_by(lambda x, ct: (_inner(x) * ct,)),
 }
 
 
@@ -325,6 +452,14 @@ def _quietly(f, xs):
 
 WAYS = {
     "value": lambda f, xs: f(*xs),
+    "value of another class": lambda f, xs: f(*[x.as_subclass(Plain) for x in xs]),
+    "value, one of another class": lambda f, xs: f(*tracked(xs)[:-1], xs[-1].as_subclass(Plain)),
+    "value, a number": lambda f, xs: f(*tracked(xs)[:-1], 0.5),
+    "value of a view": lambda f, xs: f(*[x.T for x in xs]),
+    "value of one number": lambda f, xs: f(*[x[0, 0] for x in xs]),
+    "value of bfloat16": lambda f, xs: f(*[x.bfloat16() for x in xs]),
+    "value of complex numbers": lambda f, xs: f(*[torch.complex(x, x).conj() for x in xs]),
+    "gradient at a view": lambda f, xs: grads(f(*[x.T for x in tracked(xs)]), xs),
     "value without gradients": lambda f, xs: _no_grad(lambda: f(*tracked(xs))),
     "inference": _quietly,
     "gradient": lambda f, xs: grads(f(*tracked(xs)), xs),
@@ -361,6 +496,10 @@ WAYS = {
 }
 
 
+class Plain(torch.Tensor):
+    """A class of tensors of somebody else."""
+
+
 def told(found):
     """What came out, in what compares."""
     if isinstance(found, torch.Tensor):
@@ -370,16 +509,24 @@ def told(found):
     return [told(x) for x in found] if isinstance(found, list | tuple) else found
 
 
-def outcomes(name, way, short):
-    """Of the same call three times, of which the first makes what the others use."""
+def written(name):
+    """The rules of this name, the one that is called last, and how many arguments it takes."""
     f, reverse, forward, count = RULES[name]
-    rule, found = gt.custom_rule(f), []
+    rule = gt.custom_rule(f)
     if reverse:
         rule.defvjp(*reverse)
     if forward:
         rule.defjvp(forward)
-    if not short:
-        rule._direct = None
+    return [rule], count
+
+
+def outcomes(name, way, short):
+    """Of the same call three times, of which the first makes what the others use."""
+    rules, count = HOST[name]() if name in HOST else written(name)
+    rule, found = rules[-1], []
+    for one in rules:
+        if not short:
+            one._direct = None
     torch.manual_seed(0)
     for _ in range(3):
         draw = torch.Generator().manual_seed(5)
@@ -392,11 +539,12 @@ def outcomes(name, way, short):
     return found
 
 
+FREE = ("identity, forward", "a view, forward", "gives its tangent")
 # The short way's graph holds nothing that could be freed.
-MORE = {(name, "a freed graph") for name in ("identity, forward", "a view, forward")}
+MORE = {(name, "a freed graph") for name in FREE}
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [*RULES, *HOST])
 def test_the_short_way_gives_what_the_long_way_gives(name):
     for way in WAYS:
         if (name, way) not in MORE:

@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
+from gradtools.torch.forward_mode.one_tangent import OneTangent
+from gradtools.torch.forward_mode.symbolic_zeros import NoProductsOfZero
 from gradtools.torch.freezing import _TOLD, _Use
 from gradtools.torch.modes import Modes
-from gradtools.torch.onetangent import OneTangent
-from gradtools.torch.zeros import NoProductsOfZero
 
 D = torch.float64
 CPU = {"cpu"}

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import gradtools.torch as gt
-from gradtools.torch import joining
-from gradtools.torch.measures import peak_bytes
+from gradtools.torch.replaying import summing
+from gradtools.torch.seeing.measures import peak_bytes
 
 ROWS, CHUNK, WIDTH = 12, 4, 5
 RETAIN = pytest.mark.parametrize("retain", [0, 2], ids="retain {}".format)
@@ -197,11 +197,11 @@ def test_sums_of_a_pass_that_failed_go_with_its_graph():
     losses = [loss_of([a, b])]
     with pytest.raises(ValueError):
         losses[0].backward()
-    assert any(joint.sums for joint in joining._JOINTS.values())
+    assert any(joint.sums for joint in summing._JOINTS.values())
     del a, b
     losses.clear()
     gc.collect()
-    assert not any(joint.sums for joint in joining._JOINTS.values())
+    assert not any(joint.sums for joint in summing._JOINTS.values())
 
 
 @pytest.mark.parametrize("retain", [0, 1])
@@ -241,12 +241,12 @@ def test_narrow_and_sparse_gradients_of_towers():
 
 def test_a_node_is_forgotten_with_its_graph():
     gc.collect()
-    before = len(joining._NODES)
+    before = len(summing._NODES)
     z = gt.chunked(net().body, CHUNK)(batches()[0])
-    assert len(joining._NODES) == before + 1
+    assert len(summing._NODES) == before + 1
     del z
     gc.collect()
-    assert len(joining._NODES) == before
+    assert len(summing._NODES) == before
 
 
 def test_one_graph_in_two_threads_at_once_gives_each_its_own_sums():

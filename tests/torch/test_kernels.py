@@ -11,8 +11,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError, GradtoolsWarning
-from gradtools.torch import kernels
+from gradtools import GradtoolsError, GradtoolsWarning, errors
 from gradtools.torch.modes import Modes
 
 
@@ -74,7 +73,7 @@ LACKING = {
 @pytest.mark.parametrize("name", LACKING)
 def test_another_kernel_takes_the_place_of_one_without_forward_mode(name, monkeypatch):
     make, kernel, tolerance = LACKING[name]
-    monkeypatch.setattr(kernels, "_TOLD", set())
+    monkeypatch.setattr(errors, "SAID", set())
     G, switches = make(), Modes.now(()).flags
     with pytest.warns(GradtoolsWarning, match=rf"^mixed_partial: .*{kernel}.* has no forward mode"):
         found = gt.mixed_partial(f, G, Y, Z, U)

@@ -8,7 +8,7 @@ import sys
 import torch
 
 import gradtools.torch as gt
-from gradtools.torch import marks
+from gradtools.torch import operation_marks
 
 ROOM = """
 from gradtools.torch.compiling import left_to_python
@@ -41,16 +41,16 @@ def test_a_detach_of_our_own_says_for_whose_sake_and_ends_with_it():
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, fun, types, args=(), kwargs=None):
-            seen.append(marks.reason_of_detach())
+            seen.append(operation_marks.reason_of_detach())
             return fun(*args, **(kwargs or {}))
 
     x = torch.ones(2)
     with Watch():
-        marks.detached(x, marks.CHUNK)
+        operation_marks.detached(x, operation_marks.CHUNK)
         x.detach()
-        marks.data_of(x, marks.DERIVATIVE)
-    assert seen == [marks.CHUNK, "", marks.DERIVATIVE]
-    assert marks.reason_of_detach() == ""
+        operation_marks.data_of(x, operation_marks.DERIVATIVE)
+    assert seen == [operation_marks.CHUNK, "", operation_marks.DERIVATIVE]
+    assert operation_marks.reason_of_detach() == ""
 
 
 def test_a_recording_knows_a_chunk_and_a_frozen_function_by_what_their_functions_say():
@@ -65,13 +65,13 @@ def test_a_recording_knows_a_chunk_and_a_frozen_function_by_what_their_functions
 
 def test_functions_of_ours_are_told_from_the_users_by_their_class():
     from gradtools.torch.freezing import _PullbackInputs
-    from gradtools.torch.programs import _ProgramNode
-    from gradtools.torch.rules import _BothModes
+    from gradtools.torch.replaying.nodes import _ProgramNode
+    from gradtools.torch.rules.installing import _BothModes
 
     class Mine(torch.autograd.Function):
         pass
 
-    assert marks.function_of_ours(_PullbackInputs) == "frozen"
-    assert marks.function_of_ours(_ProgramNode) == "chunked"
-    assert marks.function_of_ours(_BothModes) == marks.RULE
-    assert marks.function_of_ours(Mine) is None
+    assert operation_marks.function_of_ours(_PullbackInputs) == "frozen"
+    assert operation_marks.function_of_ours(_ProgramNode) == "chunked"
+    assert operation_marks.function_of_ours(_BothModes) == operation_marks.RULE
+    assert operation_marks.function_of_ours(Mine) is None

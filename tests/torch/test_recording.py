@@ -20,12 +20,13 @@ from torch_lost_gradients import CAUSES
 
 import gradtools.torch as gt
 from gradtools import DisconnectedInputError, GradtoolsError
+from gradtools.seeing.derivative_flow import dependence_matrix
 from gradtools.seeing.findings import KINDS
-from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.nodes import Dependence
 from gradtools.seeing.program import LeafProgram
 from gradtools.torch.backend import TorchBackend
-from gradtools.torch.recording import refusals
+from gradtools.torch.seeing.recording import refusals
+from gradtools.torch.seeing.translating import programs
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
@@ -493,7 +494,7 @@ def test_the_error_is_told_without_places_inside_a_transform():
 
 
 def test_tags_go_through_numpy_and_arithmetic_and_change_no_numbers():
-    from gradtools.torch.recording.tags import tagged, tags_in
+    from gradtools.torch.seeing.recording.taint import tagged, tags_in
 
     plain = np.arange(6.0).reshape(2, 3) - 1.5
     a = tagged(plain.copy(), frozenset({7}))
@@ -525,13 +526,13 @@ def test_what_is_tagged_needs_no_second_run():
 
 
 def test_tags_are_lost_with_their_arrays():
-    from gradtools.torch.recording import tags
+    from gradtools.torch.seeing.recording import taint
 
-    before = len(tags._LIVING)
-    a = tags.tagged(np.ones(3), frozenset({1}))
-    assert len(tags._LIVING) > before
+    before = len(taint._LIVING)
+    a = taint.tagged(np.ones(3), frozenset({1}))
+    assert len(taint._LIVING) > before
     del a
-    assert len(tags._LIVING) == before
+    assert len(taint._LIVING) == before
 
 
 def test_what_f_caches_is_usable_after_dependence():
@@ -558,3 +559,87 @@ def test_a_tangent_of_softmax_is_differentiated_as_the_pushforward_is():
     x = torch.arange(3.0, dtype=torch.float64)
     found = gt.grad(lambda x: gt.jvp(f, (x,), (x,))[1])(x)
     torch.testing.assert_close(found, gt.grad(lambda x: gt.linearize(f, x)[1](x))(x))
+
+
+# --- memory that is shared, the same in all recordings -----------------------------------
+
+
+def _whole_then_view(x, z):
+    y = x * 1
+    seen = y.view(-1)
+    y.mul_(z)
+    return seen.sum()
+
+
+def _view_then_whole(x, z):
+    y = x * 1
+    y[:1].mul_(z[:1])
+    return (y * y).sum()
+
+
+def _one_piece_then_the_other(x, z):
+    y = x * 1
+    one, other = y[:2], y[2:]
+    one.mul_(z[:2])
+    return (other * other).sum()
+
+
+def _piece_that_overlaps(x, z):
+    y = x * 1
+    low, high = y[:2], y[1:]
+    low.mul_(z[:2])
+    return (high * high).sum()
+
+
+def _even_then_odd(x, z):
+    y = x * 1
+    even, odd = y[::2], y[1::2]
+    even.mul_(z[:2])
+    return odd.exp().sum()
+
+
+def _twice(x, z):
+    y = x * 1
+    low, high = y[:2], y[1:]
+    low.mul_(2.0)
+    high.add_(z[1:])
+    return low.sum()
+
+
+def _twice_and_overwritten(x, z):
+    y = x * 1
+    y.mul_(z)
+    y.copy_(x)
+    return y.sum()
+
+
+SHARED = {
+    _whole_then_view: True,
+    _view_then_whole: True,
+    _one_piece_then_the_other: False,
+    _piece_that_overlaps: True,
+    _even_then_odd: False,
+    _twice: True,
+    _twice_and_overwritten: False,
+}
+
+
+def _reached_in(graph):
+    """Whether the output is reached from the second argument, and whether a derivative is."""
+    return [dependence_matrix(graph)[0][1] == level for level in (Dependence.NONE, _FULL)]
+
+
+_FULL = Dependence.DIFFERENTIABLE
+
+
+@pytest.mark.parametrize("f", SHARED)
+def test_every_recording_knows_alike_what_is_written_through_shared_memory(f):
+    z = torch.tensor([2.0, -1.0, 3.0], dtype=torch.float64)
+    reached = not torch.equal(f(X, z), f(X, z + 1))
+    assert reached == SHARED[f]
+    program = LeafProgram(BACKEND, "test", f, (X, z), {}, (0, 1))
+    calls = BACKEND.record(program.run, program.leaves, program.names).graph
+    graph = gt.gradient_graph(f, X, z, wrt=(0, 1), order=0)
+    formula = programs.formula_graph(program)
+    for recording in (calls, graph, formula):
+        assert _reached_in(recording) == [not reached, reached], recording

@@ -117,3 +117,15 @@ def test_a_derivative_inside_of_f_is_marked():
     graph = gt.gradient_graph(f, X)
     inner = [node.operation for node in graph.nodes if node.mark == "inner derivative"]
     assert "cos" in inner and "sin" not in inner
+
+
+def test_what_autograd_adds_is_no_part_of_the_rule_before_it():
+    graph = gt.gradient_graph(lambda x: Sinh.apply(x) * x, X, order=2)
+    sums = [n for n in graph.nodes if n.operation == "add" and n.phase]
+    assert len(sums) > 1 and any("rule" not in n.attributes and not n.mark for n in sums)
+    graph = gt.gradient_graph(lambda x: SinhOfOutputs.apply(x)[0] * x, X)
+    (inside, *_), (around, *_) = (
+        [n for n in graph.nodes if n.native == "aten.add" and n.phase and bool(n.mark) is marked]
+        for marked in (True, False)
+    )
+    assert inside.attributes["rule"] == "SinhOfOutputs" and "rule" not in around.attributes

@@ -8,7 +8,7 @@ import torch
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 from gradtools.rules import Rule
-from gradtools.torch.rules import apply_rule
+from gradtools.torch.rules.installing import apply_rule
 
 CUBE = Rule(
     "cube",

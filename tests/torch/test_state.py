@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradtools.lines import LIBRARY, PACKAGE, USER, whose
-from gradtools.torch import randomness
+from gradtools.code_origin import LIBRARY, PACKAGE, USER, whose
+from gradtools.torch import randomness, state
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import Snapshot
 
@@ -218,3 +219,70 @@ def test_a_class_is_of_who_wrote_its_module():
     assert [whose(kind) for kind in (Snapshot, nn.Linear, random.Random)] == [LIBRARY] * 3
     assert whose(pytest.Item) == PACKAGE
     assert whose(type("Mine", (), {"__module__": __name__})) == USER
+
+
+class Shared:
+    def __init__(self):
+        self.first = [0]
+
+
+def _object():
+    return Shared(), lambda x, k: setattr(x, f"new {k}", [k])
+
+
+def _dictionary():
+    return {"a": [0]}, lambda x, k: x.update({f"new {k}": [k]})
+
+
+def _class():
+    kind = type("Own", (), {"first": [0], "__module__": __name__})
+    return kind, lambda x, k: setattr(x, f"new_{k}", [k])
+
+
+def _module():
+    return nn.Linear(1, 1), lambda x, k: x.register_buffer(f"new_{k}", torch.zeros(1))
+
+
+@pytest.mark.parametrize("made", [_object, _dictionary, _class, _module])
+def test_what_another_thread_writes_while_a_snapshot_is_taken_or_put_back_is_no_error(
+    made, monkeypatch
+):
+    """Threads of JAX's call what is bridged; what they write is as if each step met one."""
+    held, write = made()
+    visit, same, count = state._Walk.visit, state._same, iter(range(1000))
+
+    def meanwhile(plain):
+        def call(*args):
+            write(held, next(count))
+            return plain(*args)
+
+        return call
+
+    monkeypatch.setattr(state._Walk, "visit", meanwhile(visit))
+    snapshot = Snapshot.of([lambda: held], [])
+    assert next(count) > 3
+    monkeypatch.setattr(state._Walk, "visit", visit)
+    monkeypatch.setattr(state, "_same", meanwhile(same))
+    snapshot.now()
+    snapshot.restore()
+
+
+class Key:
+    """A key at whose every look another thread writes."""
+
+    write = staticmethod(lambda: None)
+
+    def __hash__(self):
+        self.write()
+        return id(self)
+
+
+def test_a_dictionary_is_put_back_while_another_thread_writes_to_it(monkeypatch):
+    first, others = Key(), itertools.count()
+    held = {first: 1}
+    snapshot = Snapshot.of([lambda: held], [])
+    held.update({Key(): 2, Key(): 3})
+    monkeypatch.setattr(Key, "write", staticmethod(lambda: held.update({next(others): 0})))
+    snapshot.restore()
+    monkeypatch.undo()
+    assert [key for key in held if isinstance(key, Key)] == [first] and held[first] == 1

@@ -10,7 +10,7 @@ import torch
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 from gradtools.torch import tiling
-from gradtools.torch.measures import LiveBytes
+from gradtools.torch.seeing.measures import LiveBytes
 
 Tensor = torch.Tensor
 

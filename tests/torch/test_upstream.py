@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
+import subprocess
 import sys
 import threading
 import warnings
@@ -161,8 +162,33 @@ def test_the_level_of_forward_mode_is_seen_and_entered():
         upstream.set_forward_mode_enabled(True)
         assert upstream.is_forward_mode_enabled()
     finally:
-        forward_ad.exit_dual_level(level=level)
+        upstream.leave_forward_level(level)
     assert upstream.forward_level() == -1
+    with forward_ad.dual_level():  # is entered as if nothing had been
+        assert upstream.forward_level() == 0
+
+
+def test_the_first_level_loads_what_pytorch_loads_at_the_first_dual_number():
+    """The decompositions by which some operations have a forward mode."""
+    run = (
+        "import sys, torch\n"
+        "from gradtools.torch import _upstream as upstream\n"
+        "upstream.leave_forward_level(upstream.enter_forward_level())\n"
+        "print('torch._decomp.decompositions_for_jvp' in sys.modules)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["True"]
+
+
+def test_the_precision_of_products_is_read():
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16"
+        assert upstream.fp32_precision("mkldnn", "matmul") == "bf16"
+    finally:
+        matmul.fp32_precision = before
+    assert upstream.fp32_precision("mkldnn", "matmul") == before
 
 
 def test_a_level_that_another_is_about_to_enter_is_left_again(monkeypatch):
@@ -258,13 +284,49 @@ def test_versions_are_read_kept_and_set():
 def test_the_engine_gives_what_autograd_grad_gives_of_arguments_that_are_right():
     x, unused = _x(), _x()
     y = x.sin()
-    found = upstream.run_engine(
-        (y,), (torch.ones(2),), True, True, (x, unused), allow_unreachable=True,
-        accumulate_grad=False,
-    )  # fmt: skip
+    how = {"allow_unreachable": True, "accumulate_grad": False}
+    given = (y,), (torch.ones(2),), True, True, (x, unused)
+    found, same = upstream.run_engine(*given, **how), upstream.engine(*given, **how)
+    assert torch.equal(found[0], same[0]) and same[1] is None
     expected = torch.autograd.grad(y, (x, unused), torch.ones(2), True, True, allow_unused=True)
     assert torch.equal(found[0], expected[0]) and found[1] is expected[1] is None
+    again = upstream.pulled([y], [x, unused], [torch.ones(2)], True, True)
+    assert torch.equal(again[0], expected[0]) and again[1] is None
     assert found[0].requires_grad and x.grad is None
+
+
+def test_where_a_mode_looks_on_the_engine_is_called_as_by_autograd_grad(monkeypatch):
+    class Watch(upstream.Watching):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    plain = upstream.run_engine
+    monkeypatch.setattr(upstream, "run_engine", lambda *a, **k: seen.append(1) or plain(*a, **k))
+    x = _x()
+    with Watch():
+        (found,) = upstream.pulled([x.sin()], [x], [torch.ones(2)], False, False)
+    assert seen == [1] and torch.equal(found, x.detach().cos())
+
+
+def test_a_function_is_applied_as_by_its_own_apply():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, by):
+            ctx.by = by
+            return x * by
+
+        @staticmethod
+        def backward(ctx, ct):
+            return ct * ctx.by, None
+
+    x, ended = _x(), []
+    y = upstream.applied(Double, x, 2.0)
+    assert y.tolist() == [2.0, 4.0] and type(y.grad_fn) is Double._backward_cls
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2.0, 2.0]
+    torch.func.grad(lambda x: ended.append(x) or x.sum())(torch.ones(2))
+    assert upstream.is_wrapped(ended[0])
+    assert upstream.applied(Double, ended[0], 2.0).tolist() == [2.0, 2.0]
 
 
 def test_a_graph_ends_in_nodes_of_one_class():

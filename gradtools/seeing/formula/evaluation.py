@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
+from gradtools.seeing.formula.constructors import MULTIPLE
 from gradtools.seeing.formula.expressions import (
     BOOLEAN,
     COMPLEX,
@@ -16,7 +17,6 @@ from gradtools.seeing.formula.expressions import (
     Program,
     order,
 )
-from gradtools.seeing.formula.making import MULTIPLE
 from gradtools.seeing.formula.primitives import PRIMITIVES
 from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS
 

@@ -20,12 +20,12 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import control, files
 from gradtools.seeing.formula import typesetting as ts
 from gradtools.seeing.formula.comparing import Agreement, compare, draw, near, verify
+from gradtools.seeing.formula.complex_pairs import ComplexPair, find_pairs, pair, together
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, order, placeholder, substitute
+from gradtools.seeing.formula.legend import DEFINITIONS
 from gradtools.seeing.formula.lowering import Lowered, lower
 from gradtools.seeing.formula.naming import leaf_names
-from gradtools.seeing.formula.pairs import ComplexPair, find_pairs, pair, together
-from gradtools.seeing.formula.recognised import DEFINITIONS
 from gradtools.seeing.formula.recognition import recognise
 from gradtools.seeing.formula.reverse import adjoint
 from gradtools.seeing.formula.statements import Section, Statement, Statements, everything
@@ -504,7 +504,7 @@ def derive(
     """The formula of a recorded program.
 
     Args:
-        graph: The program, in the vocabulary of `operations.py`.
+        graph: The program, in the words of `vocabulary/`.
         order: 1, or 2 for the double backward as well.
         names: How values are called, by number; by default their own names.
         wrt: The positions of the inputs to which it is differentiated; by default all that are
@@ -516,7 +516,7 @@ def derive(
         GradtoolsError: The order is neither 1 nor 2, or the record breaks the vocabulary.
 
     Example:
-        >>> from gradtools.seeing.formula.builder import Builder
+        >>> from gradtools.seeing.formula.graph_builder import Builder
         >>> b = Builder()
         >>> w, x = b.input("W", (3, 4)), b.input("x", (4,))
         >>> print(derive(b.graph(b("matmul", w, x))).lines(1)[0])
@@ -699,6 +699,3 @@ def _latex_row(line: Statement) -> str:
     if line.left is None:
         return rf"&{indent}{line.right.latex}"
     return rf"&{indent}{line.left.latex} = {line.right.latex}"
-
-
-__all__ = ["Agreement", "Check", "Formula", "Values", "derive"]

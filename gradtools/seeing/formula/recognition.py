@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from gradtools.seeing.formula import making
+from gradtools.seeing.formula import constructors
 from gradtools.seeing.formula.algebra import (
     add,
     constant_of,
@@ -130,7 +130,7 @@ def _softmax(x: Expr) -> Expr | None:
         if list(low_names) != kept:
             continue
         shifted, _ = _shifted(e.args[0], {axis})
-        p = making.softmax(shifted, axis)
+        p = constructors.softmax(shifted, axis)
         c, factors, labels, out = rest
         return product([p, *factors], [names, *labels], out, x.shape, c)
     return None
@@ -165,7 +165,7 @@ def _log_softmax(x: Expr) -> Expr | None:
         mine, shift = _shifted(y, {axis})
         theirs, other = _shifted(z, {axis})
         if mine is theirs and _same(shift, other):
-            return making.along("log_softmax", mine, axis)
+            return constructors.along("log_softmax", mine, axis)
     return None
 
 
@@ -180,7 +180,7 @@ def _of_one_hot(x: Expr) -> Expr | None:
             factors = [g for f in parts(s)[1] for g in (f, *f.args)]
             for h in (f for f in factors if f.op == "one_hot" and f.shape == z.shape):
                 if s is negate(total(times(z, h), (axis,))):
-                    log = making.along("log_softmax", z, axis)
+                    log = constructors.along("log_softmax", z, axis)
                     rest = [r for r in terms if r is not t and r is not s]
                     return add([negate(total(times(log, h), (axis,))), *rest])
     return None
@@ -229,7 +229,7 @@ def _logsumexp(x: Expr) -> Expr | None:
         left = _taken_away([r for r in _terms(x) if r is not t], back)
         if left is None:
             continue
-        result = making.reduced("logsumexp", inner, axes)
+        result = constructors.reduced("logsumexp", inner, axes)
         return plus(result, *left) if left else result
     return None
 
@@ -338,7 +338,7 @@ def _variance(x: Expr) -> Expr | None:
         if y.op == "power" and y["exponent"] == 2 and not y.is_complex:
             z = _uncentred(_modulus_of(y.args[0]), axes)
             if z is not None:
-                return making.variance(z, axes)
+                return constructors.variance(z, axes)
     if x.op in ("add", "relu"):
         return _variance_of_moments(x)
     return None
@@ -387,7 +387,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
         z = _modulus_of(z)
         m = scale(1 / _count(z, axes), total(z, axes))
         if second is negate(times(m, m)) and not z.is_complex:
-            return making.variance(z, axes)
+            return constructors.variance(z, axes)
     return None
 
 
@@ -412,7 +412,7 @@ def _standardize(x: Expr) -> Expr | None:
             ) == tuple(names)
             if same and _uncentred(g, axes) is z:
                 left = [e for e in rest if e[0] is not g]
-                done = making.standardize(z, axes, eps)
+                done = constructors.standardize(z, axes, eps)
                 return product(
                     [done, *(e[0] for e in left)], [n, *(e[1] for e in left)], out, x.shape, c
                 )
@@ -448,7 +448,7 @@ def _norm(x: Expr) -> Expr | None:
         z = z.args[0]
     elif z.is_complex:
         return None
-    return making.norm(z, result[1])
+    return constructors.norm(z, result[1])
 
 
 def _modulus_of_positive(x: Expr) -> Expr | None:
@@ -492,5 +492,3 @@ _PATTERNS: tuple[Pattern, ...] = (
     _standardize,
     _norm,
 )
-
-__all__ = ["recognise"]

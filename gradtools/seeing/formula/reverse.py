@@ -15,8 +15,8 @@ from typing import Any
 
 from gradtools.seeing.formula import control
 from gradtools.seeing.formula.algebra import add, is_zero, real, zeros
+from gradtools.seeing.formula.constructors import MULTIPLE, unbroadcast
 from gradtools.seeing.formula.expressions import Expr, order, siblings
-from gradtools.seeing.formula.making import MULTIPLE, unbroadcast
 from gradtools.seeing.formula.primitives import PRIMITIVES
 from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS, pull_back
 

@@ -16,40 +16,11 @@ from typing import Any
 SUM, BIG, PRODUCT, POWER, ATOM = 1, 2, 3, 4, 5
 
 _SUPERSCRIPTS = str.maketrans("0123456789-+", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺")
-_GREEK = {
-    "alpha": "α",
-    "beta": "β",
-    "gamma": "γ",
-    "delta": "δ",
-    "epsilon": "ε",
-    "zeta": "ζ",
-    "eta": "η",
-    "theta": "θ",
-    "iota": "ι",
-    "kappa": "κ",
-    "lambda": "λ",
-    "mu": "μ",
-    "nu": "ν",
-    "xi": "ξ",
-    "pi": "π",
-    "rho": "ρ",
-    "sigma": "σ",
-    "tau": "τ",
-    "phi": "φ",
-    "chi": "χ",
-    "psi": "ψ",
-    "omega": "ω",
-    "Gamma": "Γ",
-    "Delta": "Δ",
-    "Theta": "Θ",
-    "Lambda": "Λ",
-    "Xi": "Ξ",
-    "Pi": "Π",
-    "Sigma": "Σ",
-    "Phi": "Φ",
-    "Psi": "Ψ",
-    "Omega": "Ω",
-}
+_NAMES = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau phi chi
+psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
+"""
+_GREEK = dict(zip(_NAMES.split(), "αβγδεζηθικλμνξπρστφχψωΓΔΘΛΞΠΣΦΨΩ", strict=True))
 _LOW = str.maketrans("0123456789-+ijklmnoprstuvxaeh'", "₀₁₂₃₄₅₆₇₈₉₋₊ᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓₐₑₕ′")
 _SMALL = set("₀₁₂₃₄₅₆₇₈₉₋₊ᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓₐₑₕ′")
 _TO_LATEX = {letter: "\\" + name for name, letter in _GREEK.items()} | {"ε": "\\varepsilon"}

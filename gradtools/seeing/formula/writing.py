@@ -21,7 +21,7 @@ from gradtools.seeing.formula.axes import Axes, primed
 from gradtools.seeing.formula.expressions import Expr
 from gradtools.seeing.formula.primitives import PRIMITIVES
 from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS
-from gradtools.seeing.formula.products import (
+from gradtools.seeing.formula.product_layout import (
     Defined,
     Factors,
     chain,
@@ -496,6 +496,3 @@ def _apart(coefficient: Any) -> tuple[Any, Written | None]:
         if abs(inverse * up - round(inverse * up)) < 1e-12 * inverse:
             return sign * up, number(float(round(inverse * up)))
     return coefficient, None
-
-
-__all__ = ["NeedsIndices", "ExpressionWriter"]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtools.seeing.formula.algebra import axis_groups, conj, product, reshape
+from gradtools.seeing.formula.constructors import apply_identity, cut, flip, roll, triangle
 from gradtools.seeing.formula.expressions import Expr
-from gradtools.seeing.formula.making import apply_identity, cut, flip, roll, triangle
 from gradtools.seeing.formula.primitives.record import Primitive, listed, tie_first, tie_same
 from gradtools.seeing.formula.typesetting import SUM, Written, function, join
 

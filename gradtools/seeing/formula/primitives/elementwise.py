@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula import special
+from gradtools.seeing.formula import special_functions
 from gradtools.seeing.formula import typesetting as ts
 from gradtools.seeing.formula.algebra import (
     conj,
@@ -326,7 +326,7 @@ FUNCTIONS: dict[str, PlaceFunction] = {
         lambda x: np.maximum(x, 0), lambda y, x: [indicator(x, ">", full(0.0, x.shape))]
     ),
     "normal_cdf": PlaceFunction(
-        lambda x: (1 + special.erf(x / math.sqrt(2))) / 2,
+        lambda x: (1 + special_functions.erf(x / math.sqrt(2))) / 2,
         lambda y, x: [_gaussian(x)],
         form=_named_form("Φ", r"\Phi"),
     ),
@@ -335,15 +335,15 @@ FUNCTIONS: dict[str, PlaceFunction] = {
         lambda y, x: [negate(times(x, y))],
         form=_named_form("φ", r"\varphi"),
     ),
-    "erf": PlaceFunction(special.erf, _erf_derivative),
-    "erfinv": PlaceFunction(special.erfinv, _erfinv_derivative),
+    "erf": PlaceFunction(special_functions.erf, _erf_derivative),
+    "erfinv": PlaceFunction(special_functions.erfinv, _erfinv_derivative),
     "lgamma": PlaceFunction(
-        special.lgamma,
+        special_functions.lgamma,
         lambda y, x: [apply("polygamma", x, order=0)],
         form=_named_form("log Γ", r"\log\Gamma"),
     ),
     "polygamma": PlaceFunction(
-        lambda x, order: special.polygamma(order, x),
+        lambda x, order: special_functions.polygamma(order, x),
         lambda y, x: [apply("polygamma", x, order=y["order"] + 1)],
         form=_polygamma_form,
     ),

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradtools.seeing.formula.algebra import zeros
-from gradtools.seeing.formula.expressions import Expr
-from gradtools.seeing.formula.making import (
+from gradtools.seeing.formula.constructors import (
     along_set,
     cut,
     dynamic_pad,
@@ -23,6 +22,7 @@ from gradtools.seeing.formula.making import (
     take_along,
     unbroadcast,
 )
+from gradtools.seeing.formula.expressions import Expr
 from gradtools.seeing.formula.primitives.record import Primitive, linear, tie_first, tie_same
 from gradtools.seeing.formula.typesetting import ATOM, SUM, Written, function, join
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradtools.seeing.formula.algebra import conj
-from gradtools.seeing.formula.expressions import Expr
-from gradtools.seeing.formula.making import (
+from gradtools.seeing.formula.constructors import (
     convolution,
     convolution_input,
     convolution_weight,
     pooled,
 )
+from gradtools.seeing.formula.expressions import Expr
 from gradtools.seeing.formula.primitives.record import Primitive, listed, tie_first
 from gradtools.seeing.formula.typesetting import SUM, Written, function
 

@@ -27,8 +27,7 @@ from gradtools.seeing.formula.algebra import (
     total,
     zeros,
 )
-from gradtools.seeing.formula.expressions import Expr, expr
-from gradtools.seeing.formula.making import (
+from gradtools.seeing.formula.constructors import (
     concatenate,
     cut,
     diagonal_matrix,
@@ -39,6 +38,7 @@ from gradtools.seeing.formula.making import (
     solve,
     unbroadcast,
 )
+from gradtools.seeing.formula.expressions import Expr, expr
 from gradtools.seeing.formula.primitives.record import Primitive, tie_same
 from gradtools.seeing.formula.typesetting import (
     POWER,

@@ -22,8 +22,8 @@ from gradtools.seeing.formula.algebra import (
     times,
     total,
 )
+from gradtools.seeing.formula.constructors import along, deviation, softmax, standardize
 from gradtools.seeing.formula.expressions import Expr
-from gradtools.seeing.formula.making import along, deviation, softmax, standardize
 from gradtools.seeing.formula.primitives.elementwise import apply, indicator
 from gradtools.seeing.formula.primitives.record import Primitive, tie_same
 from gradtools.seeing.formula.typesetting import POWER, Written, function, number, summed

@@ -1,4 +1,4 @@
-"""Lowering of the vocabulary's elementwise operations to those of `functions.py`."""
+"""Lowering of the vocabulary's elementwise operations to primitives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula import algebra
+from gradtools.seeing.formula import algebra, constructors
 from gradtools.seeing.formula.algebra import (
     array,
     conj,
@@ -45,8 +45,8 @@ def _constant(value: Any) -> Expr:
     return number(value[()])
 
 
-def _cast(x: Expr, dtype: Any) -> Expr:
-    kind = kind_of(dtype)
+def _cast(x: Expr, dtype: Any = None) -> Expr:
+    kind = x.kind if dtype is None else kind_of(dtype)
     if kind == COMPLEX or kind == x.kind:
         return x
     if x.kind == COMPLEX and kind == "real":
@@ -71,24 +71,57 @@ def _log_sigmoid(x: Expr) -> Expr:
     return negate(apply("softplus", negate(x)))
 
 
-def _softplus(x: Expr, beta: float = 1.0) -> Expr:
-    return scale(1 / beta, apply("softplus", scale(beta, x)))
+def _softplus(x: Expr, beta: float = 1.0, threshold: float | None = None) -> Expr:
+    result = scale(1 / beta, apply("softplus", scale(beta, x)))
+    if threshold is None:
+        return result
+    return _where(indicator(scale(beta, x), ">", number(float(threshold))), x, result)
 
 
-def _leaky_relu(x: Expr, slope: float) -> Expr:
-    return apply("where", indicator(x, ">", _zero(x)), x, scale(slope, x))
-
-
-def _elu(x: Expr, alpha: float = 1.0) -> Expr:
-    below = scale(alpha, subtract(apply("exp", x), one(x)))
+def _where_positive(x: Expr, below: Expr) -> Expr:
     return apply("where", indicator(x, ">", _zero(x)), x, below)
 
 
-def _gelu(x: Expr, approximate: bool = False) -> Expr:
-    if not approximate:
+def _elu(x: Expr, alpha: float = 1.0, scale: float = 1, input_scale: float = 1) -> Expr:
+    x = scaled(input_scale, x)
+    below = algebra.scale(float(alpha), subtract(apply("exp", x), one(x)))
+    return scaled(scale, _where_positive(x, below))
+
+
+def scaled(factor: Any, x: Expr) -> Expr:
+    """A product with a number; with one nothing."""
+    return x if factor == 1 else ELEMENTWISE["multiply"].lower(number(factor), x)  # type: ignore[misc]
+
+
+def _gelu(x: Expr, approximate: str = "none") -> Expr:
+    if approximate != "tanh":
         return times(x, apply("normal_cdf", x))
     inner = scale(math.sqrt(2 / math.pi), plus(x, scale(0.044715, power(x, 3))))
     return scale(0.5, times(x, plus(one(x), apply("tanh", inner))))
+
+
+def _celu(x: Expr, alpha: float = 1.0) -> Expr:
+    below = scale(alpha, _expm1(divide(x, number(alpha))))
+    return _where(indicator(x, ">", number(0.0)), x, below)
+
+
+def _hard(x: Expr) -> Expr:
+    """A sixth of what of x + 3 lies between 0 and 6."""
+    return divide(_clip(plus(x, number(3.0)), low=0.0, high=6.0), number(6.0))
+
+
+def _softshrink(x: Expr, lambd: float = 0.5) -> Expr:
+    above, below = subtract(x, number(lambd)), plus(x, number(lambd))
+    inner = _where(indicator(x, "<", number(-lambd)), below, number(0.0))
+    return _where(indicator(x, ">", number(lambd)), above, inner)
+
+
+def _glu(x: Expr, axis: int) -> Expr:
+    half = x.shape[axis] // 2
+    bounds = lambda k: [k * half if a == axis else 0 for a in range(x.rank)]
+    limits = lambda k: [k * half if a == axis else n for a, n in enumerate(x.shape)]
+    a, b = (constructors.cut(x, bounds(k), limits(k + 1)) for k in (0, 1))
+    return times(a, apply("sigmoid", b))
 
 
 def _where(c: Expr, a: Expr, b: Expr) -> Expr:
@@ -111,6 +144,10 @@ def _extreme(name: str, relation: str) -> Lowering:
     return lowered
 
 
+def _expm1(x: Expr) -> Expr:
+    return subtract(apply("exp", x), one(x))
+
+
 def _power(a: Expr, b: Expr) -> Expr:
     exponent = constant_of(b)
     shape = algebra.broadcast_shape(a.shape, b.shape)
@@ -122,14 +159,22 @@ def _power(a: Expr, b: Expr) -> Expr:
     return apply("pow", a, b)
 
 
+def _polynomial(x: Expr, *coefficients: Expr) -> Expr:
+    """By Horner's rule."""
+    result = coefficients[-1]
+    for c in reversed(coefficients[:-1]):
+        result = plus(c, times(x, result))
+    return algebra.broadcast(result, x.shape)
+
+
 def _integer_of(x: Expr, whole: Expr) -> Expr:
     """What is made of integers by +, -, * stays integer, so that it can be an index."""
     return apply_cast(whole, INTEGER) if x.kind in (INTEGER, BOOLEAN) else whole
 
 
 def _arithmetic(make: Callable[..., Expr]) -> Lowering:
-    def lowered(*xs: Expr) -> Expr:
-        result = make(*xs)
+    def lowered(*xs: Expr, **attributes: Any) -> Expr:
+        result = make(*xs, **attributes)
         integers = all(x.kind in (INTEGER, BOOLEAN) or _is_whole(x) for x in xs)
         some = any(x.kind in (INTEGER, BOOLEAN) for x in xs)
         return apply_cast(result, INTEGER) if integers and some else result
@@ -137,13 +182,41 @@ def _arithmetic(make: Callable[..., Expr]) -> Lowering:
     return lowered
 
 
+def _sum(make: Callable[..., Expr]) -> Lowering:
+    lowered = _arithmetic(make)
+    return lambda a, b, alpha=1: lowered(a, scaled(alpha, b))
+
+
 def _is_whole(x: Expr) -> bool:
     value = constant_of(x)
     return value is not None and not isinstance(value, complex) and float(value).is_integer()
 
 
+def _divide(a: Expr, b: Expr, rounding_mode: str | None = None) -> Expr:
+    if rounding_mode == "floor":
+        return _arithmetic(_floor_divide)(a, b)
+    return divide(a, b) if rounding_mode is None else _arithmetic(_truncated)(a, b)
+
+
+def _truncated(a: Expr, b: Expr) -> Expr:
+    return apply("trunc", divide(a, b))
+
+
+def _round(x: Expr, decimals: int = 0, rounding_method: str = "to_nearest_even") -> Expr:
+    if rounding_method == "away_from_zero":
+        return times(apply("sign", x), apply("floor", plus(_abs(x), number(0.5))))
+    if not decimals:
+        return _flat("round")(x)
+    ten = number(10.0**decimals)
+    return divide(apply("round", times(x, ten)), ten)
+
+
 def _floor_divide(a: Expr, b: Expr) -> Expr:
     return apply("floor", divide(a, b))
+
+
+def _fmod(a: Expr, b: Expr) -> Expr:
+    return subtract(a, times(b, _truncated(a, b)))
 
 
 def _remainder(a: Expr, b: Expr) -> Expr:
@@ -159,11 +232,46 @@ def _logaddexp(a: Expr, b: Expr) -> Expr:
     return plus(b, apply("softplus", subtract(a, b)))
 
 
+def _logaddexp2(a: Expr, b: Expr) -> Expr:
+    return scale(1 / math.log(2), _logaddexp(scale(math.log(2), a), scale(math.log(2), b)))
+
+
+def _xlogy(a: Expr, b: Expr) -> Expr:
+    return _where(indicator(a, "==", number(0.0)), number(0.0), times(a, apply("log", b)))
+
+
+def _sinc(x: Expr) -> Expr:
+    x = times(number(math.pi), x)
+    at_zero = indicator(x, "==", number(0.0))
+    safe = _where(at_zero, number(1.0), x)
+    return _where(at_zero, number(1.0), divide(apply("sin", safe), safe))
+
+
+def _logit(x: Expr, eps: float | None = None) -> Expr:
+    x = x if eps is None else _clip(x, low=eps, high=1 - eps)
+    return apply("log", divide(x, subtract(number(1.0), x)))
+
+
+def _heaviside(x: Expr, y: Expr) -> Expr:
+    above = indicator(x, ">", number(0.0))
+    return _where(indicator(x, "==", number(0.0)), y, above)
+
+
+def _hypot(a: Expr, b: Expr) -> Expr:
+    """Without the care for great numbers."""
+    return power(plus(power(a, 2), power(b, 2)), 0.5)
+
+
 def _truth(x: Expr) -> Expr:
     return x if x.kind == BOOLEAN else indicator(x, "!=", _zero(x))
 
 
-def _clip(x: Expr, low: Any = None, high: Any = None) -> Expr:
+def _clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
+    if bounds:
+        least, most = bounds
+        low, high = map(constant_of, bounds)
+    if bounds and (low is None or high is None):
+        return _extreme("minimum", "<")(_extreme("maximum", ">")(x, least), most)
     plain = lambda v: None if v is None else float(v)
     if low is None and high is None:
         return x
@@ -200,7 +308,7 @@ constant      |         | value          | a number or an array that the program
 iota          |         | shape axis     | counts 0, 1, 2, ... along axis
 identity      | x       |                | x; also copies and aliases
 stop          | x       |                | x, with no derivative
-cast          | x       | dtype          | x in another dtype; to integers it truncates
+cast          | x       | dtype?         | x in another dtype; to integers it truncates
 negate        | x       |                | -x
 exp           | x       |                | e**x
 exp2          | x       |                | 2**x
@@ -228,12 +336,23 @@ arccosh       | x       |                | inverse of cosh
 arctanh       | x       |                | inverse of tanh
 sigmoid       | x       |                | 1 / (1 + e**-x)
 log_sigmoid   | x       |                | log(sigmoid(x))
-softplus      | x       | beta?          | log(1 + e**(beta x)) / beta; beta = 1
+softplus      | x       | beta? threshold?  |
+    log(1 + e**(beta x)) / beta; beta = 1; where beta x > threshold: x
 relu          | x       |                | max(x, 0)
-leaky_relu    | x       | slope          | x where x > 0, else slope * x
-elu           | x       | alpha?         | x where x > 0, else alpha (e**x - 1); alpha = 1
-gelu          | x       | approximate?   | x Phi(x); approximate = True is the form with tanh
+leaky_relu    | x       | negative_slope | x where x > 0, else negative_slope * x
+elu           | x       | alpha? scale? input_scale?  |
+    scale (z where z > 0, else alpha (e**z - 1)); z = input_scale x; all are 1
+celu          | x       | alpha?         | x where x > 0, else alpha (e**(x / alpha) - 1)
+gelu          | x       | approximate?   | x Phi(x); approximate = "tanh" is the form with tanh
 silu          | x       |                | x sigmoid(x)
+mish          | x       |                | x tanh(softplus(x))
+hardsigmoid   | x       |                | min(max(x + 3, 0), 6) / 6
+hardswish     | x       |                | x hardsigmoid(x)
+softshrink    | x       | lambd?         | nearer to 0 by lambd, at most to 0
+hardshrink    | x       | lambd?         | x where abs(x) > lambd, else 0
+threshold     | x t v   |                | x where x > t, else v
+prelu         | x w     |                | x where x > 0, else w x
+glu           | x       | axis           | the first half of x times sigmoid of the other
 erf           | x       |                | error function
 erfc          | x       |                | 1 - erf(x)
 erfinv        | x       |                | inverse of erf
@@ -244,7 +363,8 @@ abs           | x       |                | modulus
 sign          | x       |                | x / abs(x), 0 at 0
 floor         | x       |                | round down
 ceil          | x       |                | round up
-round         | x       |                | to the nearest integer, ties to even
+round         | x       | decimals? rounding_method? |
+    to the nearest integer, ties to even, or "away_from_zero"; of 10**decimals x
 trunc         | x       |                | round towards 0
 real          | x       |                | real part
 imag          | x       |                | imaginary part
@@ -253,32 +373,52 @@ angle         | x       |                | argument of a complex number
 is_finite     | x       |                | boolean
 is_nan        | x       |                | boolean
 logical_not   | x       |                | boolean
-clip          | x       | low? high?     | min(max(x, low), high); numbers or None
-add           | a b     |                | a + b
-subtract      | a b     |                | a - b
+clip          | x *bound | low? high?    | min(max(x, low), high); both numbers or both operands
+nan_to_num    | x       | nan?           | x, where that is NaN: nan = 0
+deg2rad       | x       |                | x pi / 180
+rad2deg       | x       |                | x 180 / pi
+sinc          | x       |                | sin(pi x) / (pi x)
+frac          | x       |                | x - trunc(x)
+logit         | x       | eps?           | log(x / (1 - x)), x between eps and 1 - eps
+add           | a b     | alpha?         | a + alpha b; alpha = 1
+subtract      | a b     | alpha?         | a - alpha b; alpha = 1
 multiply      | a b     |                | a * b, elementwise
-divide        | a b     |                | a / b
+divide        | a b     | rounding_mode? | a / b; rounded to the "floor" or by "trunc"
 power         | a b     |                | a ** b
+polynomial    | x *c    |                | c[0] + c[1] x + c[2] x**2 ..
+one_minus_square | x    |                | 1 - x**2
 remainder     | a b     |                | a - b floor(a / b)
+fmod          | a b     |                | a - b trunc(a / b)
+addcmul       | x a b   | value?         | x + value a b; value = 1
+addcdiv       | x a b   | value?         | x + value a / b; value = 1
+lerp          | a b t   |                | a + t (b - a)
+hypot         | a b     |                | sqrt(a**2 + b**2)
+xlogy         | a b     |                | a log(b), 0 where a is 0
+heaviside     | x y     |                | 0 where x < 0, y where x = 0, else 1
 floor_divide  | a b     |                | floor(a / b)
 maximum       | a b     |                | elementwise
 minimum       | a b     |                | elementwise
 arctan2       | a b     |                | angle of b + i a
 logaddexp     | a b     |                | log(e**a + e**b)
+logaddexp2    | a b     |                | log2(2**a + 2**b)
 complex       | re im   |                | re + i im
+polar         | r phi   |                | r e**(i phi)
 compare       | a b     | relation       | boolean; one of "<" "<=" ">" ">=" "==" "!="
 logical_and   | a b     |                | boolean
 logical_or    | a b     |                | boolean
 logical_xor   | a b     |                | boolean
 where         | c a b   |                | a where c, else b
 scale_gradient | x      | scale          | x; its derivative times scale
+tanh_backward | g y     |                | g (1 - conj(y)**2)
+sigmoid_backward | g y  |                | g (1 - conj(y)) conj(y)
+threshold_backward | g x t |             | 0 where x <= t, else g
 """
 
 ELEMENTWISE = words(
     _WORDS,
     {
         **{name: _plain(name) for name in _PLAIN},
-        **{name: _flat(name) for name in ("floor", "ceil", "round", "trunc")},
+        **{name: _flat(name) for name in ("floor", "ceil", "trunc")},
         "constant": _constant,
         "iota": _iota,
         "identity": lambda x: x,
@@ -287,7 +427,7 @@ ELEMENTWISE = words(
         "abs": _abs,
         "negate": _arithmetic(negate),
         "exp2": lambda x: apply("exp", scale(math.log(2), x)),
-        "expm1": lambda x: subtract(apply("exp", x), one(x)),
+        "expm1": _expm1,
         "log2": lambda x: scale(1 / math.log(2), apply("log", x)),
         "log10": lambda x: scale(1 / math.log(10), apply("log", x)),
         "log1p": lambda x: apply("log", plus(one(x), x)),
@@ -298,10 +438,30 @@ ELEMENTWISE = words(
         "reciprocal": lambda x: power(x, -1),
         "log_sigmoid": _log_sigmoid,
         "softplus": _softplus,
-        "leaky_relu": _leaky_relu,
+        "leaky_relu": lambda x, negative_slope: _where_positive(x, scale(negative_slope, x)),
         "elu": _elu,
         "gelu": _gelu,
         "silu": lambda x: times(x, apply("sigmoid", x)),
+        "celu": _celu,
+        "mish": lambda x: times(x, apply("tanh", _softplus(x))),
+        "hardsigmoid": _hard,
+        "hardswish": lambda x: times(x, _hard(x)),
+        "softshrink": _softshrink,
+        "hardshrink": lambda x, lambd=0.5: _where(
+            indicator(_abs(x), ">", number(lambd)), x, number(0.0)
+        ),
+        "threshold": lambda x, t, v: _where(indicator(x, ">", t), x, v),
+        "prelu": lambda x, w: _where(indicator(x, ">", number(0.0)), x, times(w, x)),
+        "glu": _glu,
+        "round": _round,
+        "nan_to_num": _arithmetic(
+            lambda x, nan=0.0: _where(apply("is_nan", x), number(float(nan)), x)
+        ),
+        "deg2rad": lambda x: scale(math.pi / 180, x),
+        "rad2deg": lambda x: scale(180 / math.pi, x),
+        "sinc": _sinc,
+        "frac": lambda x: subtract(x, _flat("trunc")(x)),
+        "logit": _logit,
         "erfc": lambda x: subtract(one(x), apply("erf", x)),
         "digamma": lambda x: apply("polygamma", x, order=0),
         "polygamma": lambda x, order: apply("polygamma", x, order=int(order)),
@@ -310,18 +470,32 @@ ELEMENTWISE = words(
         "conj": conj,
         "logical_not": lambda x: negation(_truth(x)),
         "clip": _clip,
-        "add": _arithmetic(plus),
-        "subtract": _arithmetic(subtract),
+        "add": _sum(plus),
+        "subtract": _sum(subtract),
         "multiply": _arithmetic(times),
-        "divide": divide,
-        "power": _power,
+        "divide": _divide,
+        "power": _arithmetic(_power),
+        "polynomial": _polynomial,
+        "one_minus_square": lambda x: subtract(number(1.0), power(x, 2)),
         "remainder": _arithmetic(_remainder),
+        "fmod": _arithmetic(_fmod),
+        "addcmul": _arithmetic(lambda x, a, b, value=1: plus(x, scaled(value, times(a, b)))),
+        "addcdiv": lambda x, a, b, value=1: plus(x, scaled(value, divide(a, b))),
+        "lerp": lambda a, b, t: plus(a, times(t, subtract(b, a))),
+        "hypot": _hypot,
+        "xlogy": _xlogy,
+        "heaviside": _arithmetic(_heaviside),
         "floor_divide": _arithmetic(_floor_divide),
         "maximum": _extreme("maximum", ">"),
         "minimum": _extreme("minimum", "<"),
         "arctan2": lambda a, b: apply("arctan2", a, b),
         "logaddexp": _logaddexp,
+        "logaddexp2": _logaddexp2,
         "complex": _complex,
+        "polar": lambda r, phi: _complex(times(r, apply("cos", phi)), times(r, apply("sin", phi))),
+        "tanh_backward": lambda g, y: times(g, subtract(number(1.0), power(conj(y), 2))),
+        "sigmoid_backward": lambda g, y: times(g, times(subtract(number(1.0), conj(y)), conj(y))),
+        "threshold_backward": lambda g, x, t: _where(indicator(x, "<=", t), number(0.0), g),
         "compare": lambda a, b, relation: indicator(a, relation, b),
         "where": _where,
         "scale_gradient": lambda x, scale: apply("scale_gradient", x, scale=float(scale)),

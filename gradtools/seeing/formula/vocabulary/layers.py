@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formula import making
+from gradtools.seeing.formula import constructors
 from gradtools.seeing.formula.algebra import (
     array,
+    broadcast,
     divide,
     full,
     matmul,
     mean,
     negate,
+    number,
     plus,
     power,
     product,
@@ -28,9 +30,12 @@ from gradtools.seeing.formula.algebra import (
     swap,
     times,
     total,
+    transpose,
+    unsqueeze,
 )
 from gradtools.seeing.formula.expressions import BOOLEAN, INTEGER, Expr
-from gradtools.seeing.formula.primitives.elementwise import apply
+from gradtools.seeing.formula.primitives.elementwise import apply, indicator
+from gradtools.seeing.formula.vocabulary.arrays import ARRAYS
 from gradtools.seeing.formula.vocabulary.record import words
 
 Lowering = Callable[..., Any]
@@ -40,7 +45,8 @@ def _each(value: Any, count: int, default: int) -> tuple[int, ...]:
     """One number for each spatial axis."""
     if value is None:
         return (default,) * count
-    return (value,) * count if isinstance(value, int) else tuple(value)
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * count if len(values) == 1 else values
 
 
 def _pairs(padding: Any, count: int) -> tuple[tuple[int, int], ...]:
@@ -52,30 +58,44 @@ def _pairs(padding: Any, count: int) -> tuple[tuple[int, int], ...]:
 def _convolution(
     x: Expr,
     w: Expr,
+    b: Expr | None = None,
+    *,
     stride: Any = None,
     padding: Any = None,
     dilation: Any = None,
     input_dilation: Any = None,
     groups: int = 1,
+    layout: Sequence[Sequence[int]] | None = None,
 ) -> Expr:
+    if layout is not None:
+        x, w = transpose(x, layout[0]), transpose(w, layout[1])
     n = x.rank - 2
     interior = [d - 1 for d in _each(input_dilation, n, 1)]
-    x = making.pad(x, (0,) * x.rank, (0,) * x.rank, (0, 0, *interior))
+    x = constructors.pad(x, (0,) * x.rank, (0,) * x.rank, (0, 0, *interior))
     x, pairs = _cut_negative(x, _pairs(padding, n))
-    return making.convolution(x, w, _each(stride, n, 1), pairs, _each(dilation, n, 1), groups)
+    stride, dilation = _each(stride, n, 1), _each(dilation, n, 1)
+    result = _shifted(constructors.convolution(x, w, stride, pairs, dilation, groups), b)
+    return result if layout is None else transpose(result, tuple(map(int, np.argsort(layout[2]))))
+
+
+def _shifted(y: Expr, b: Expr | None) -> Expr:
+    """Plus one number for each channel."""
+    return y if b is None else plus(y, reshape(b, (*b.shape, *(1,) * (y.rank - 2))))
 
 
 def _cut_negative(x: Expr, pairs: Sequence[tuple[int, int]]) -> tuple[Expr, list]:
     """Negative padding takes away from x."""
     start = [0, 0, *(max(-a, 0) for a, _ in pairs)]
     away = [0, 0, *(max(-b, 0) for _, b in pairs)]
-    x = making.cut(x, start, [n - b for n, b in zip(x.shape, away, strict=True)])
+    x = constructors.cut(x, start, [n - b for n, b in zip(x.shape, away, strict=True)])
     return x, [(max(a, 0), max(b, 0)) for a, b in pairs]
 
 
 def _convolution_transposed(
     x: Expr,
     w: Expr,
+    b: Expr | None = None,
+    *,
     stride: Any = None,
     padding: Any = None,
     output_padding: Any = None,
@@ -85,23 +105,22 @@ def _convolution_transposed(
     """The adjoint of the convolution with the same weight."""
     n = x.rank - 2
     stride, dilation = _each(stride, n, 1), _each(dilation, n, 1)
-    pads, more = _each(padding, n, 0), _each(output_padding, n, 0)
+    pairs, more = _pairs(padding, n), _each(output_padding, n, 0)
     space = [
-        (size - 1) * s - 2 * p + d * (k - 1) + o + 1
+        (size - 1) * s - sum(p) + d * (k - 1) + o + 1
         for size, s, p, d, k, o in zip(
-            x.shape[2:], stride, pads, dilation, w.shape[2:], more, strict=True
+            x.shape[2:], stride, pairs, dilation, w.shape[2:], more, strict=True
         )
     ]
     shape = (x.shape[0], w.shape[1] * groups, *space)
-    pairs = [(p, p) for p in pads]
-    return making.convolution_input(x, w, shape, stride, pairs, dilation, groups)
+    return _shifted(constructors.convolution_input(x, w, shape, stride, pairs, dilation, groups), b)
 
 
 def _pooling(x: Expr, window: Any, stride: Any, padding: Any, dilation: Any = None) -> tuple:
     n = len(window)
     pooling = {
         "window": tuple(window),
-        "stride": tuple(window if stride is None else _each(stride, n, 1)),
+        "stride": _each(stride, n, 1) if stride else tuple(window),
         "padding": _pairs(padding, n),
         "dilation": _each(dilation, n, 1),
     }
@@ -114,23 +133,62 @@ def _pooling(x: Expr, window: Any, stride: Any, padding: Any, dilation: Any = No
 
 
 def _max_pool(
-    x: Expr, window: Any, stride: Any = None, padding: Any = None, dilation: Any = None
+    x: Expr,
+    window: Any,
+    stride: Any = None,
+    padding: Any = None,
+    dilation: Any = None,
+    ceil_mode: bool = False,
+    input_dilation: Any = None,
 ) -> Expr:
+    x = _spread_out(x, input_dilation, -math.inf)
     shape, pooling = _pooling(x, window, stride, padding, dilation)
-    return making.pooled("max_pool", (x,), shape, pooling)
+    if ceil_mode:
+        padding = [*map(_to_the_end, x.shape[x.rank - len(window) :], *pooling.values())]
+        shape, pooling = _pooling(x, window, stride, padding, dilation)
+    return constructors.pooled("max_pool", (x,), shape, pooling)
 
 
-def _sum_pool(x: Expr, window: Any, stride: Any = None, padding: Any = None) -> Expr:
+def _to_the_end(n: int, k: int, s: int, pad: tuple[int, int], d: int) -> tuple[int, int]:
+    """Padding behind, so that the last window that starts within the array fits."""
+    low, high = pad
+    count = -(-(n + low + high - d * (k - 1) - 1) // s) + 1
+    count -= (count - 1) * s >= n + low
+    return low, max(high, (count - 1) * s + d * (k - 1) + 1 - n - low)
+
+
+def _spread_out(x: Expr, dilation: Any, value: float) -> Expr:
+    """With numbers between the entries of the last axes."""
+    if dilation is None:
+        return x
+    none = (0,) * x.rank
+    interior = (*none[len(dilation) :], *(d - 1 for d in dilation))
+    return ARRAYS["pad"].lower(x, low=none, high=none, interior=interior, value=value)  # type: ignore[misc]
+
+
+def _min_pool(x: Expr, window: Any, **more: Any) -> Expr:
+    return negate(_max_pool(negate(x), window, **more))
+
+
+def _sum_pool(
+    x: Expr, window: Any, stride: Any = None, padding: Any = None, input_dilation: Any = None
+) -> Expr:
+    x = _spread_out(x, input_dilation, 0.0)
     shape, pooling = _pooling(x, window, stride, padding)
-    return making.pooled("sum_pool", (x,), shape, pooling)
+    return constructors.pooled("sum_pool", (x,), shape, pooling)
 
 
 def _avg_pool(
-    x: Expr, window: Any, stride: Any = None, padding: Any = None, count_padding: bool = True
+    x: Expr,
+    window: Any,
+    stride: Any = None,
+    padding: Any = None,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
 ) -> Expr:
     summed = _sum_pool(x, window, stride, padding)
-    if count_padding:
-        return scale(1 / prod(window), summed)
+    if count_include_pad or divisor_override:
+        return scale(1 / (divisor_override or prod(window)), summed)
     counts = _sum_pool(
         array(np.ones((*x.shape[: x.rank - len(window)], *x.shape[-len(window) :]))),
         window,
@@ -141,12 +199,38 @@ def _avg_pool(
 
 
 def _log_softmax(x: Expr, axis: int) -> Expr:
-    return making.along("log_softmax", x, axis)
+    return constructors.along("log_softmax", x, axis)
+
+
+def _safe_softmax(x: Expr, axis: int) -> Expr:
+    if not x.rank:
+        return constructors.softmax(x, axis)
+    masked = indicator(constructors.reduced("max", x, (axis,)), "==", number(-math.inf))
+    masked = broadcast(unsqueeze(masked, [axis]), x.shape)
+    safe = apply("where", masked, full(0.0, x.shape), x)
+    return apply("where", masked, full(0.0, x.shape), constructors.softmax(safe, axis))
+
+
+def _along(x: Expr, axis: int) -> Expr:
+    return total(x, [axis] if x.rank else [], True)
+
+
+def _reduced(losses: Expr, reduction: int) -> Expr:
+    axes = range(losses.rank)
+    return (losses, mean(losses, axes), total(losses, axes))[reduction] if reduction else losses
+
+
+def _binary_cross_entropy(p: Expr, t: Expr, weight: Expr | None = None, reduction: int = 1) -> Expr:
+    floor = lambda x: apply("maximum", apply("log", x), number(-100.0))
+    one = number(1.0)
+    gain = plus(times(t, floor(p)), times(subtract(one, t), floor(subtract(one, p))))
+    losses = negate(gain)
+    return _reduced(losses if weight is None else times(losses, weight), reduction)
 
 
 def _cross_entropy(z: Expr, t: Expr, axis: int, reduction: str = "mean") -> Expr:
     if t.kind in (INTEGER, BOOLEAN) and t.rank == z.rank - 1:
-        t = _moved(making.one_hot(t, z.shape[axis]), axis)
+        t = _moved(constructors.one_hot(t, z.shape[axis]), axis)
     losses = negate(total(times(t, _log_softmax(z, axis)), [axis]))
     if reduction == "none":
         return losses
@@ -172,9 +256,9 @@ def _affine(y: Expr, scale_: Expr | None, shift: Expr | None, axes: Sequence[int
 
 def _standardize(x: Expr, axes: Sequence[int], eps: float = 0.0) -> Expr:
     if x.is_complex:
-        width = spread(making.deviation(x, axes, eps), axes, x.shape)
+        width = spread(constructors.deviation(x, axes, eps), axes, x.shape)
         return divide(subtract(x, mean(x, axes, keep=True)), width)
-    return making.standardize(x, axes, float(eps))
+    return constructors.standardize(x, axes, float(eps))
 
 
 def _layer_norm(
@@ -213,18 +297,24 @@ def _rms_norm(x: Expr, gamma: Expr | None = None, *, axes: Any, eps: float) -> E
 
 
 def _attention(
-    q: Expr, k: Expr, v: Expr, mask: Expr | None = None, *, scale: Any = None, causal: bool = False
+    q: Expr,
+    k: Expr,
+    v: Expr,
+    mask: Expr | None = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
 ) -> Expr:
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = times(full(factor, ()), matmul(q, swap(k)))
-    if causal:
+    if is_causal:
         lower = array(np.tril(np.ones(scores.shape[-2:], bool)))
         scores = apply("where", lower, scores, full(-np.inf, scores.shape))
     if mask is not None and mask.kind == BOOLEAN:
         scores = apply("where", mask, scores, full(-np.inf, scores.shape))
     elif mask is not None:
         scores = plus(scores, mask)
-    return matmul(making.softmax(scores, scores.rank - 1), v)
+    return matmul(constructors.softmax(scores, scores.rank - 1), v)
 
 
 def _dropout(x: Expr, mask: Expr, rate: float) -> Expr:
@@ -232,18 +322,28 @@ def _dropout(x: Expr, mask: Expr, rate: float) -> Expr:
 
 
 _WORDS = """
-convolution | x w | stride? padding? dilation? input_dilation? groups? |
-    correlation; x: N, C, spatial; w: O, C/groups, spatial; padding ((low, high), ...)
-convolution_transposed | x w | stride? padding? output_padding? dilation? groups? |
-    torch's conv_transpose; w: C, O/groups, spatial; padding one number for each spatial
-    axis
-max_pool | x | window stride? padding? dilation? |
+convolution | x w b? | stride? padding? dilation? input_dilation? groups? layout? |
+    correlation; x: N, C, spatial; w: O, C/groups, spatial; b: O; padding ((low, high), ...);
+    layout: where x, w and the result have these axes
+convolution_transposed | x w b? | stride? padding? output_padding? dilation? groups? |
+    torch's conv_transpose; w: C, O/groups, spatial
+max_pool | x | window stride? padding? dilation? ceil_mode? input_dilation? |
     over the last len(window) axes; padding ((low, high), ...) of -inf; stride = window
-avg_pool | x | window stride? padding? count_padding? |
-    mean over windows; count_padding = True
-sum_pool      | x       | window stride? padding?  | sum over windows
+min_pool      | x       | window stride? padding? dilation? input_dilation? | least over windows
+avg_pool | x | window stride? padding? count_include_pad? divisor_override? |
+    mean over windows; count_include_pad = True
+sum_pool      | x       | window stride? padding? input_dilation? | sum over windows
 softmax       | x       | axis           | e**x / sum e**x
 log_softmax   | x       | axis           | x - logsumexp(x)
+safe_softmax  | x       | axis           | softmax, 0 where all of x is -inf
+softmax_backward_data | g y | axis |
+    y (g - sum y g)
+log_softmax_backward_data | g y | axis |
+    g - e**y sum g
+mse_loss | x t | reduction? |
+    (x - t)**2; reduction in 0 (none), 1 (mean, the default), 2 (sum)
+binary_cross_entropy | p t weight? | reduction? |
+    -weight (t log p + (1 - t) log(1 - p)), of logarithms not below -100
 cross_entropy | z t | axis reduction? |
     -sum t log_softmax(z) over axis; integer t are labels; reduction in "mean" (over what is
     left), "sum", "none"
@@ -254,7 +354,7 @@ batch_norm | x scale? shift? mean? variance? | training eps axis? |
     over all axes but axis = 1; in training without mean and variance
 group_norm    | x scale? shift?  | groups eps | x: N, C, ...; scale and shift: C
 rms_norm      | x scale? | axes eps      | x / sqrt(mean x**2 + eps) * scale
-attention | q k v mask? | scale? causal? |
+attention | q k v mask? | scale? is_causal? |
     softmax(scale q k^T + mask) v over the last two axes; a boolean mask keeps where true
 dropout       | x mask  | rate           | x * mask / (1 - rate)
 """
@@ -265,10 +365,20 @@ LAYERS = words(
         "convolution": _convolution,
         "convolution_transposed": _convolution_transposed,
         "max_pool": _max_pool,
+        "min_pool": _min_pool,
         "avg_pool": _avg_pool,
         "sum_pool": _sum_pool,
-        "softmax": making.softmax,
+        "softmax": constructors.softmax,
         "log_softmax": _log_softmax,
+        "safe_softmax": _safe_softmax,
+        "softmax_backward_data": lambda g, y, axis: subtract(
+            times(g, y), times(y, _along(times(g, y), axis))
+        ),
+        "log_softmax_backward_data": lambda g, y, axis: subtract(
+            g, times(apply("exp", y), _along(g, axis))
+        ),
+        "mse_loss": lambda x, t, reduction=1: _reduced(power(subtract(x, t), 2), reduction),
+        "binary_cross_entropy": _binary_cross_entropy,
         "cross_entropy": _cross_entropy,
         "standardize": _standardize,
         "layer_norm": _layer_norm,

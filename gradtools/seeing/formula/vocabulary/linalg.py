@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula import making
+from gradtools.seeing.formula import constructors
 from gradtools.seeing.formula.algebra import (
     adjoint_matrix,
     array,
@@ -17,9 +17,11 @@ from gradtools.seeing.formula.algebra import (
     matmul,
     plus,
     real,
+    reshape,
     scale,
     swap,
     times,
+    unsqueeze,
 )
 from gradtools.seeing.formula.expressions import REAL, Expr, expr
 from gradtools.seeing.formula.vocabulary.record import words
@@ -39,6 +41,19 @@ def _slogdet(a: Expr) -> list[Expr]:
     return [_per_matrix("sign_det", a), _logabsdet(a)]
 
 
+def _solve(a: Expr, b: Expr, left: bool = True) -> Expr:
+    if b.rank == a.rank - 1 and (b.rank == 1 or b.shape == a.shape[:-1]):
+        solved = _solve(a, unsqueeze(b, [b.rank]), left)
+        return reshape(solved, solved.shape[:-1])
+    return constructors.solve(a, b) if left else swap(constructors.solve(swap(a), swap(b)))
+
+
+def _product_of(factor: Expr, upper: bool) -> Expr:
+    """The matrix whose Cholesky factor this is."""
+    h = adjoint_matrix(factor)
+    return matmul(h, factor) if upper else matmul(factor, h)
+
+
 def _triangular_solve(
     a: Expr,
     b: Expr,
@@ -49,12 +64,12 @@ def _triangular_solve(
     left: bool = True,
 ) -> Expr:
     offset = (-1 if lower else 1) if unit else 0
-    a = making.triangle(a, not lower, offset)
+    a = constructors.triangle(a, not lower, offset)
     if unit:
         a = plus(a, broadcast(array(np.eye(a.shape[-1])), a.shape))
     a = swap(a) if transpose else a
     a = conj(a) if conjugate else a
-    return making.solve(a, b) if left else swap(making.solve(swap(a), swap(b)))
+    return _solve(a, b, left)
 
 
 def _cholesky(a: Expr, upper: bool = False) -> Expr:
@@ -64,7 +79,7 @@ def _cholesky(a: Expr, upper: bool = False) -> Expr:
 
 def _matrix_power(a: Expr, exponent: int) -> Expr:
     if exponent < 0:
-        return _matrix_power(making.inverse(a), -exponent)
+        return _matrix_power(constructors.inverse(a), -exponent)
     if exponent == 0:
         return broadcast(array(np.eye(a.shape[-1])), a.shape)
     half = _matrix_power(a, exponent // 2) if exponent > 1 else None
@@ -91,7 +106,7 @@ def _factor(n: int, norm: str | None, forward: bool) -> float:
 def _transform(x: Expr, axes: Any, norm: str | None, forward: bool) -> Expr:
     axes = _all_axes(x, axes)
     n = prod(x.shape[a] for a in axes)
-    result = making.fourier(x, axes, -1 if forward else 1)
+    result = constructors.fourier(x, axes, -1 if forward else 1)
     return scale(_factor(n, norm, forward), result)
 
 
@@ -100,7 +115,7 @@ def _rfft(x: Expr, axes: Any = None, norm: str | None = None) -> Expr:
     spectrum = _transform(x, axes, norm, True)
     limit = list(spectrum.shape)
     limit[axes[-1]] = x.shape[axes[-1]] // 2 + 1
-    return making.cut(spectrum, [0] * x.rank, limit)
+    return constructors.cut(spectrum, [0] * x.rank, limit)
 
 
 def _irfft(x: Expr, axes: Any = None, length: int | None = None, norm: str | None = None) -> Expr:
@@ -117,24 +132,24 @@ def _irfft(x: Expr, axes: Any = None, length: int | None = None, norm: str | Non
     shape = [used if a == last else 1 for a in range(x.rank)]
     weighted = times(x, array(weights.reshape(shape)))
     n = length * prod(x.shape[a] for a in axes[:-1])
-    result = making.fourier(_resized(weighted, last, length), axes, 1)
+    result = constructors.fourier(_resized(weighted, last, length), axes, 1)
     return scale(_factor(n, norm, False), real(result))
 
 
 def _resized(x: Expr, axis: int, size: int) -> Expr:
     """Cut or padded with zeros at the end."""
     limit = [min(n, size) if a == axis else n for a, n in enumerate(x.shape)]
-    x = making.cut(x, [0] * x.rank, limit)
+    x = constructors.cut(x, [0] * x.rank, limit)
     high = [size - n if a == axis else 0 for a, n in enumerate(x.shape)]
-    return making.pad(x, [0] * x.rank, high)
+    return constructors.pad(x, [0] * x.rank, high)
 
 
 def _decomposition(name: str) -> Callable[[Expr], Sequence[Expr]]:
-    return lambda a: making.decomposed(name, a)
+    return lambda a: constructors.decomposed(name, a)
 
 
 def _svd(a: Expr) -> list[Expr]:
-    left, values, right = making.decomposed("svd", a)
+    left, values, right = constructors.decomposed("svd", a)
     return [left, values, adjoint_matrix(right)]
 
 
@@ -143,10 +158,12 @@ det           | a       |                | determinant of the last two axes
 slogdet       | a       |                | sign and log abs det | sign logabsdet
 logdet        | a       |                | log det
 inverse       | a       |                | matrix inverse
-solve         | a b     |                | a^-1 b; b is a matrix (or a batch of them)
+solve         | a b     | left?          | a^-1 b of vectors or matrices; left = False: b a^-1
 triangular_solve | a b | lower? unit? transpose? conjugate? left? |
     a^-1 b of the named triangle; transposed or conjugated; left = False: b a^-1
 cholesky      | a       | upper?         | l with l l^H = a (or u with u^H u = a)
+cholesky_solve | b l    | upper?         | (l l^H)^-1 b, l lower; or (l^H l)^-1 b
+cholesky_inverse | l    | upper?         | (l l^H)^-1, or (l^H l)^-1
 matrix_power  | a       | exponent       | an integer
 expm          | a       |                | matrix exponential
 pinv          | a       |                | pseudo-inverse
@@ -165,13 +182,15 @@ LINALG = words(
         "det": lambda a: _per_matrix("det", a),
         "slogdet": _slogdet,
         "logdet": _logabsdet,
-        "inverse": making.inverse,
-        "solve": making.solve,
+        "inverse": constructors.inverse,
+        "solve": _solve,
+        "cholesky_solve": lambda b, l, upper=False: constructors.solve(_product_of(l, upper), b),
+        "cholesky_inverse": lambda l, upper=False: constructors.inverse(_product_of(l, upper)),
         "triangular_solve": _triangular_solve,
         "cholesky": _cholesky,
         "matrix_power": _matrix_power,
         "expm": lambda a: expr("expm", (a,), a.shape, a.kind),
-        "pinv": making.pseudoinverse,
+        "pinv": constructors.pseudoinverse,
         "eigh": _decomposition("eigh"),
         "svd": _svd,
         "qr": _decomposition("qr"),

@@ -21,7 +21,7 @@ Conventions that hold everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Operation:
         meaning: The result, in mathematics or in NumPy's words.
         outputs: What comes out, where it is more than one array.
         lower: The result as expressions, of the operands and the attributes; None where it takes
-            more than these, such as a program inside (`lowering.py`).
+            more than these, such as a program inside (`../lowering.py`).
     """
 
     name: str
@@ -46,6 +46,15 @@ class Operation:
     meaning: str
     outputs: str = ""
     lower: Callable[..., Any] | None = None
+
+    def takes(self, operands: int, attributes: Collection[str]) -> bool:
+        """Whether an operation with so many operands and these attributes is this word."""
+        names = self.operands.split()
+        most = len(names) if "*" not in self.operands else operands
+        least = sum(not name.endswith("?") and not name.startswith("*") for name in names)
+        known = {name.rstrip("?") for name in self.attributes}
+        needed = {name for name in self.attributes if not name.endswith("?")}
+        return least <= operands <= most and needed <= set(attributes) <= known
 
 
 def words(text: str, lower: Mapping[str, Callable[..., Any]]) -> dict[str, Operation]:

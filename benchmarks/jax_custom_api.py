@@ -1,0 +1,446 @@
+"""JAX's own tests of custom_jvp and custom_vjp, run with both replaced by `gt.custom_rule`.
+
+    python benchmarks/jax_custom_api.py PATH_OF_A_JAX_CHECKOUT
+
+reads `tests/custom_api_test.py` there, runs its two classes with the contract checked
+(`check="first"`) and without (`check="never"`), each in a process of its own, and prints which
+tests pass, and why the others do not. The stand-ins below are all that lies between the two:
+
+- Arguments among `nondiff_argnums` that hold arrays are passed as arguments, the others as static
+  ones. JAX refuses tracers there for a custom_vjp, and so does ours, for they are left static.
+- A cotangent is J^H c in gradtools and J^T c in JAX: complex ones are conjugated on either side.
+- With symbolic zeros JAX's own objects go in; what comes out is handed on as it is.
+- A refusal (`GradtoolsError`) is counted where JAX's test expects an error, whatever its words.
+- Names of primitives in a printed jaxpr are JAX's, and `call_jaxpr` of an equation is its program.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.tree_util import tree_leaves, tree_map
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+HERE = pathlib.Path(__file__)
+CHECK = os.environ.get("GRADTOOLS_CHECK", "first")
+CLASSES = ("CustomJVPTest", "CustomVJPTest")
+
+AFFINE = "its map has a constant part, as a marker: no derivative, and the other mode would lose it"
+REASONS = {
+    "CustomJVPTest.test_float0": AFFINE,
+    "CustomJVPTest.test_float0_initial_style": AFFINE,
+    "CustomVJPTest.test_float0": AFFINE,
+    "CustomVJPTest.test_float0_initial_style": AFFINE,
+    "CustomVJPTest.test_closure_convert": AFFINE,
+    "CustomVJPTest.test_closure_convert_mixed_consts": AFFINE,
+    **{
+        f"Custom{kind}Test.test_symbolic_zero_custom_{kind.lower()}{how}": AFFINE
+        for kind in ("JVP", "VJP")
+        for how in ("_jit", "_vmap", "_jit_vmap")
+    },
+    **{
+        f"Custom{kind}Test.test_symbolic_zero_custom_{kind.lower()}": "it asserts that f was "
+        "called with a Python float; a float is a weakly typed array to a rule"
+        for kind in ("JVP", "VJP")
+    },
+    "CustomVJPTest.test_custom_lin_pretty_print": "its bwd returns an array and no tuple",
+    "CustomVJPTest.test_bwd_rule_shape_mismatch_disable": "a cotangent of a wrong shape, by "
+    "jax_disable_bwd_checks: the flag counts where the author asks for no check",
+    "CustomVJPTest.test_bwd_closes_over_tracer": "bwd closes over what is differentiated, which "
+    "is refused in both backends: pass it as an argument",
+    "CustomVJPTest.test_fwd_closes_over_tracer": "fwd closes over what is differentiated, which "
+    "is refused in both backends: pass it as an argument",
+    "CustomJVPTest.test_resolve_kwargs_error_message": "an error for a keyword-only argument, "
+    "which is an argument like any other",
+    "CustomVJPTest.test_resolve_kwargs_error_message": "an error for a keyword-only argument, "
+    "which is an argument like any other",
+    "CustomVJPTest.test_jvp_error": "an error for forward mode of a reverse rule, which follows "
+    "by transposing",
+}
+"""Why a test does not pass with `check="first"`; some do with `check="never"`."""
+
+
+# --- jax.custom_jvp and jax.custom_vjp, on custom_rule ------------------------------------
+
+
+class _StandIn:
+    """One of the two decorators. There is one rule for each set of arguments that hold arrays.
+
+    Attributes:
+        fun: The function.
+        names: Of its parameters, where they are known.
+        apart: The positions in `nondiff_argnums`.
+        given: What the author gave as a rule: None, or (functions, options).
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        nondiff_argnums: int | Sequence[int] = (),
+        nondiff_argnames: str | Sequence[str] = (),
+    ) -> None:
+        functools.update_wrapper(self, fun, updated=())
+        self.fun, self.given = fun, None
+        numbers = [nondiff_argnums] if isinstance(nondiff_argnums, int) else list(nondiff_argnums)
+        names = [nondiff_argnames] if isinstance(nondiff_argnames, str) else list(nondiff_argnames)
+        self.names = list(inspect.signature(fun).parameters) if numbers or names else []
+        self.apart = sorted({*numbers, *(self.names.index(n) for n in names)})
+        self._rules: dict[Any, Any] = {}
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._rule(self._moved(args, kwargs))(*args, **kwargs)
+
+    def _gives(self, *functions: Any, **options: Any) -> None:
+        self.given = functions, options
+        self._rules.clear()
+
+    def _moved(self, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """Those of `apart` that are passed as arguments here, since they hold arrays."""
+        if not self.apart:
+            return ()
+        bound = inspect.signature(self.fun).bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = [bound.arguments.get(name) for name in self.names]
+        return tuple([i for i in self.apart if any(map(self.moves, tree_leaves(values[i])))])
+
+    @staticmethod
+    def moves(x: Any) -> bool:
+        """Whether x is an array that is passed as an argument."""
+        return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+    def _rule(self, moved: tuple[int, ...]) -> Any:
+        if moved not in self._rules:
+            static = [i for i in self.apart if i not in moved]
+            rule = gt.custom_rule(
+                self.fun, static_argnames=[self.names[i] for i in static], check=CHECK
+            )
+            if self.given is not None:
+                self.install(rule, static, moved)
+            self._rules[moved] = rule
+        return self._rules[moved]
+
+    def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
+        """Gives the author's rule to ours."""
+        raise NotImplementedError
+
+    @staticmethod
+    def in_order(static: list[int], values: Sequence[Any]) -> list[Any]:
+        """The arguments by position, of values of which the static ones lead."""
+        led, rest = iter(values[: len(static)]), iter(values[len(static) :])
+        return [next(led) if i in static else next(rest) for i in range(len(values))]
+
+
+def _named(fun: Any, of: Any) -> Any:
+    fun.__name__ = getattr(of, "__name__", type(of).__name__)
+    return fun
+
+
+class custom_jvp(_StandIn):
+    """`jax.custom_jvp`."""
+
+    jvp: Any = None
+
+    def defjvp(self, jvp: Any, symbolic_zeros: bool = False) -> Any:
+        """JAX's."""
+        self.jvp = jvp
+        self._gives(jvp, symbolic=symbolic_zeros)
+        return jvp
+
+    def defjvps(self, *jvps: Any) -> None:
+        """JAX's."""
+        self.jvp = jvps
+        self._gives(*jvps, symbolic=None)
+
+    def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
+        """Gives the author's rule to ours."""
+        jvps, options = self.given
+        symbolic, (jvp, *_) = options["symbolic"], jvps
+        if symbolic is None:
+            rule.defjvps(*jvps)
+            return
+        if not self.apart and not symbolic:
+            rule.defjvp(jvp)
+            return
+
+        def run(*args: Any) -> Any:
+            *led, primals, tangents = args
+            xs = self.in_order(static, (*led, *primals))
+            dxs = self.in_order(static, (*[None] * len(static), *tangents))
+            every = [i for i in range(len(xs)) if i not in self.apart]
+            ts = [tree_map(_zero_for, xs[i], dxs[i]) if symbolic else dxs[i] for i in every]
+            return jvp(*[xs[i] for i in self.apart], tuple([xs[i] for i in every]), tuple(ts))
+
+        rule.defjvp(_named(run, jvp), symbolic_zeros=symbolic)
+
+
+def _tangent_type(x: Any) -> Any:
+    return jax.typeof(x).to_tangent_aval()
+
+
+def _zero_for(x: Any, dx: Any) -> Any:
+    return SymbolicZero(_tangent_type(x)) if dx is None else dx
+
+
+class custom_vjp(_StandIn):
+    """`jax.custom_vjp`."""
+
+    fwd: Any = None
+    bwd: Any = None
+
+    def defvjp(
+        self, fwd: Any, bwd: Any, symbolic_zeros: bool = False, optimize_remat: bool = False
+    ) -> None:
+        """JAX's."""
+        self.fwd, self.bwd = fwd, bwd
+        self._gives(fwd, bwd, symbolic=symbolic_zeros, remat=optimize_remat)
+
+    @staticmethod
+    def moves(x: Any) -> bool:
+        """Whether x is an array that is passed as an argument; JAX refuses tracers."""
+        return _StandIn.moves(x) and not isinstance(x, jax.core.Tracer)
+
+    def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
+        """Gives the author's rule to ours."""
+        (fwd, bwd), options = self.given
+        symbolic, outs = options["symbolic"], {}
+
+        def run_forward(*args: Any) -> Any:
+            xs = self.in_order(static, args)
+            told = [tree_map(_told, x, is_leaf=_is_told) for x in xs] if symbolic else xs
+            result = fwd(*told)
+            if symbolic:
+                outs["types"] = tree_map(_tangent_type, result[0])
+            return (result[0], (result[1], [xs[i] for i in moved])) if moved else result
+
+        def run_backward(*args: Any) -> Any:
+            *led, res, ct = args
+            known = dict(zip(static, led, strict=True))
+            if moved:
+                res, values = res
+                known |= dict(zip(moved, values, strict=True))
+            if symbolic:
+                ct = tree_map(_zero_of, outs["types"], ct)
+            cts = _conjugated(bwd(*[known[i] for i in self.apart], res, _conjugated(ct)))
+            if not moved:
+                return cts
+            left, count = iter(cts), len(cts) + len(self.apart)
+            return tuple(
+                [None if i in moved else next(left) for i in range(count) if i not in static]
+            )
+
+        given = run_forward if self.apart or symbolic else fwd
+        rule.defvjp(
+            _named(given, fwd) if given is run_forward else fwd,
+            _named(run_backward, bwd),
+            symbolic_zeros=symbolic,
+            optimize_remat=options["remat"],
+        )
+
+
+def _is_told(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
+
+def _told(x: Any) -> Any:
+    return CustomVJPPrimal(x.value, x.perturbed) if _is_told(x) else x
+
+
+def _zero_of(kind: Any, ct: Any) -> Any:
+    return SymbolicZero(kind) if ct is None else ct
+
+
+def _conjugated(tree: Any) -> Any:
+    def one(x: Any) -> Any:
+        complex_one = _StandIn.moves(x) and jnp.issubdtype(x.dtype, jnp.complexfloating)
+        return jnp.conj(x) if complex_one else x
+
+    return tree_map(one, tree, is_leaf=lambda x: isinstance(x, SymbolicZero))
+
+
+# --- JAX's tests in our words -------------------------------------------------------------
+
+
+class _Raised:
+    """An expectation of an error, met by a refusal of ours whatever its words."""
+
+    def __init__(self, inner: Any, regex: str) -> None:
+        self.inner, self.regex = inner, regex
+
+    def __enter__(self) -> Any:
+        return self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        met = self.inner.__exit__(*error)
+        if met and not isinstance(self.inner.exception, GradtoolsError):
+            said = str(self.inner.exception)
+            assert re.search(self.regex, said), f"{self.regex!r} does not match {said!r}"
+        return met
+
+
+def _or_ours(expected: Any) -> tuple[Any, ...]:
+    return (*(expected if isinstance(expected, tuple) else (expected,)), GradtoolsError)
+
+
+class _InOurWords(unittest.TestCase):
+    def assertRaises(self, expected: Any, *args: Any, **kwargs: Any) -> Any:
+        raises = unittest.TestCase.assertRaises
+        return raises(self, _or_ours(expected), *args, **kwargs)
+
+    def assertRaisesRegex(self, expected: Any, regex: Any, *args: Any, **kwargs: Any) -> Any:
+        raises = self.assertRaises
+        context = _Raised(raises(expected), regex)
+        if not args:
+            return context
+        with context:
+            args[0](*args[1:], **kwargs)
+        return None
+
+    def assertEqual(self, first: Any, second: Any, msg: Any = None) -> None:
+        if isinstance(first, str) and "gradtools_" in first:
+            kind = "vjp" if "CustomVJP" in type(self).__name__ else "jvp"
+            first = first.replace("gradtools_primal", f"custom_{kind}_call")
+            first = first.replace("gradtools_tangent", "custom_lin")
+        unittest.TestCase.assertEqual(self, first, second, msg)  # noqa: PT009 - it is unittest
+
+
+def _with_programs(pe: Any) -> Any:
+    """JAX's module of partial evaluation, whose `dce_jaxpr` says the program of our equations."""
+    result = types.SimpleNamespace(**vars(pe))
+
+    def dce_jaxpr(*args: Any, **kwargs: Any) -> Any:
+        jaxpr, *rest = pe.dce_jaxpr(*args, **kwargs)
+        return (jaxpr.replace(eqns=[_with_program(e) for e in jaxpr.eqns]), *rest)
+
+    result.dce_jaxpr = dce_jaxpr
+    return result
+
+
+class _Params(dict[str, Any]):
+    """An equation's parameters, which JAX binds without the program that it looks up."""
+
+    program: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.program() if name == "call_jaxpr" else super().__getitem__(name)
+
+
+def _with_program(eqn: Any) -> Any:
+    if not eqn.primitive.name.startswith("gradtools_"):
+        return eqn
+    params = _Params(eqn.params)
+    run = functools.partial(eqn.primitive.impl, **eqn.params)
+    params.program = lambda: jax.make_jaxpr(run)(*[v.aval for v in eqn.invars]).jaxpr
+    return eqn.replace(params=params)
+
+
+def _suite(path: str) -> unittest.TestSuite:
+    sys.argv = sys.argv[:1]
+    jax.custom_jvp, jax.custom_vjp = custom_jvp, custom_vjp
+    jax.custom_derivatives.custom_jvp = custom_jvp
+    jax.custom_derivatives.custom_vjp = custom_vjp
+    spec = importlib.util.spec_from_file_location("custom_api_test", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    module.pe = _with_programs(module.pe)
+    suite = unittest.TestSuite()
+    for name in CLASSES:
+        kind = type(name, (_InOurWords, getattr(module, name)), {})
+        suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(kind))
+    return suite
+
+
+def _outcomes(path: str) -> dict[str, str]:
+    """By name of a test: "passed", "skipped", or the last line of what it said."""
+    from absl import flags
+
+    flags.FLAGS([sys.argv[0]])
+    suite = _suite(path)
+    names = [_name(test) for test in _every(suite)]
+    result = unittest.TextTestRunner(stream=open(os.devnull, "w")).run(suite)  # noqa: SIM115
+    found = dict.fromkeys(names, "passed")
+    found |= {_name(test): "skipped" for test, _ in result.skipped}
+    for test, said in (*result.failures, *result.errors):
+        found[_name(test)] = said.strip().splitlines()[-1]
+    return found
+
+
+def _every(suite: Any) -> Iterator[Any]:
+    for test in suite:
+        yield from _every(test) if isinstance(test, unittest.TestSuite) else [test]
+
+
+def _name(test: Any) -> str:
+    return f"{type(test).__name__}.{test._testMethodName}"
+
+
+# --- the table ----------------------------------------------------------------------------
+
+
+def _run(path: str, check: str) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "outcomes.json"
+        environment = {**os.environ, "GRADTOOLS_CHECK": check}
+        subprocess.run([sys.executable, str(HERE), path, str(out)], env=environment, check=True)
+        return json.loads(out.read_text())
+
+
+def table(first: dict[str, str], never: dict[str, str]) -> str:
+    """What passes in each run, and what does not, with the reason."""
+    skipped = [n for n, o in first.items() if o == "skipped"]
+    passed = [n for n, o in first.items() if o == "passed"]
+    more = [n for n, o in never.items() if o == "passed" and first[n] not in ("passed", "skipped")]
+    rest = [n for n in first if n not in {*skipped, *passed, *more}]
+    lines = [
+        f"# JAX's tests of custom_jvp and custom_vjp, with custom_rule in their place, jax "
+        f"{jax.__version__}",
+        "",
+        "| tests | all | skipped by JAX | pass, check=first | more, check=never | pass | do not |",
+        "|---|---|---|---|---|---|---|",
+        f"| custom_api_test.py | {len(first)} | {len(skipped)} | {len(passed)} | {len(more)} | "
+        f"{len(passed) + len(more)} | {len(rest)} |",
+    ]
+    for title, names in (("Pass with check=never alone", more), ("Do not pass", rest)):
+        lines += ["", f"{title}:", "", "| test | reason |", "|---|---|"]
+        lines += [f"| {n} | {REASONS.get(n, 'not known: ' + first[n])} |" for n in sorted(names)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    path = pathlib.Path(sys.argv[1])
+    path = path / "tests" / "custom_api_test.py" if path.is_dir() else path
+    if len(sys.argv) == 3:
+        out = pathlib.Path(sys.argv[2])
+        out.write_text(json.dumps(_outcomes(str(path))))
+        return
+    text = table(_run(str(path), "first"), _run(str(path), "never"))
+    print(text)
+    (HERE.parent / "results" / "jax_custom_api.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

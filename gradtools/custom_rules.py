@@ -1,0 +1,414 @@
+"""Own rules: a function with a derivative that its author gives.
+
+The author writes a rule on pytrees, with the signatures of `jax.custom_vjp` and
+`jax.custom_jvp`; here it becomes a `Rule` on flat lists of arrays. For each way of calling the
+function (its static arguments, the structure of the others) there is one such Rule.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
+from typing import Any, overload
+
+import numpy as np
+
+from gradtools.backend import Backend, F, Operators
+from gradtools.calls import describe
+from gradtools.custom_structure import ARRAY, Shaped, looks_of
+from gradtools.errors import GradtoolsError, TypeRefusal
+from gradtools.host_kernels import told_apart
+from gradtools.rule_contract import checked_word
+from gradtools.rules import KEYS, Rule
+from gradtools.static_arguments import Parameters
+
+_MOST_SHAPES = 256
+
+
+class CustomRules(Operators):
+    """The operator that gives a function its own rule."""
+
+    @overload
+    def custom_rule(
+        self, f: Callable[..., Any], static_argnames: Any = (), check: str = "first"
+    ) -> CustomRule: ...
+    @overload
+    def custom_rule(
+        self, f: None = None, static_argnames: Any = (), check: str = "first"
+    ) -> Callable[[Callable[..., Any]], CustomRule]: ...
+    def custom_rule(self, f: Any = None, static_argnames: Any = (), check: str = "first") -> Any:
+        """A function with the value of `f` and a derivative that you give.
+
+        Give a reverse rule, a forward rule, or both; the missing one follows by transposing:
+
+            f.defvjp(fwd, bwd)     fwd(*args) -> (out, residuals)
+                                   bwd(residuals, cotangent) -> one cotangent per argument
+            f.defjvp(rule)         rule(primals, tangents) -> (out, tangent_out)
+
+        Either gives forward and reverse mode, second order in every mix, vmap, compiled code and
+        loops. What `fwd` saves, be it an input, an output, an intermediate or no array at all, is
+        differentiated through `fwd` at second order. Cotangents are J^H v in both backends.
+
+        Args:
+            f: Takes and returns pytrees of arrays. Keyword arguments are bound to its signature,
+                and a rule gets every argument by position, defaults included.
+            static_argnames: A name or names of arguments that are no arrays and select the
+                program; they must be hashable, and lead the arguments of fwd, bwd and rule.
+            check: When the rule is held to what a rule must be: "first" (once for each shape and
+                dtype), "always", or "never", for whoever measures or means what is refused.
+
+        Returns:
+            A function with f's arguments. In `bwd`, None is a zero cotangent, and what belongs
+            to an integer argument; in `rule`, None is the tangent of an integer argument. A
+            float or complex number is an argument like an array; its tangent is a zero.
+
+        Raises:
+            GradtoolsError: (on call) there is no rule; fwd's output, or that of the forward
+                rule, differs from f's in structure, shape or dtype; a cotangent or tangent from
+                what it belongs to; a map is not zero at zero, as where the tangent was
+                forgotten; a rule whose transpose is asked for is not linear; what a rule closes
+                over is differentiated.
+
+        Example:
+            >>> @gt.custom_rule
+            ... def sinh(x):
+            ...     return (gt.xp.exp(x) - gt.xp.exp(-x)) / 2
+            >>> def fwd(x):
+            ...     e, i = gt.xp.exp(x), gt.xp.exp(-x)
+            ...     return (e - i) / 2, (e, i)
+            >>> sinh.defvjp(fwd, lambda res, ct: (ct * (res[0] + res[1]) / 2,))
+            >>> x = gt.asarray(np.float32(1.0))
+            >>> [round(float(g(x)), 4) for g in (sinh, gt.grad(sinh), gt.grad(gt.grad(sinh)))]
+            [1.1752, 1.5431, 1.1752]
+
+        Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3; Radul et al., You
+        only linearize once, 2023.
+        """
+        if f is None:
+            return partial(self.custom_rule, static_argnames=static_argnames, check=check)
+        if not callable(f):
+            raise GradtoolsError(f"custom_rule: f must be a function, got {f!r}.")
+        return CustomRule(self._backend, f, static_argnames, check)
+
+
+# --- the function ------------------------------------------------------------------------
+
+
+_KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
+_GIVEN = {"fun", "fwd", "bwd", "jvp", "remat", "check", "symbolic", "static_argnames", "kernel"}
+
+
+class CustomRule:
+    """A function and its rule; see `custom_rule`.
+
+    To set one of these after a call is like giving the rule anew.
+
+    Attributes:
+        fun: The function that gives the value.
+        fwd: The rule's forward pass, None if not given.
+        bwd: The rule's backward pass, None if not given.
+        jvp: The forward rule, None if not given.
+        remat: Whether before a recomputation f runs in the place of fwd (`optimize_remat`).
+        static_argnames: The names of the static arguments.
+        check: When the rule is held to its contract: "first", "always" or "never".
+        symbolic: Which maps have symbolic zeros: any of "tangent" and "cotangent".
+    """
+
+    __qualname__: str
+    __gradtools_holds__: tuple[str, ...] = ("fun", "fwd", "bwd", "jvp")  # see `rules.captured`
+
+    def __init__(
+        self,
+        backend: Backend,
+        fun: Callable[..., Any],
+        static_argnames: Any,
+        check: str = "first",
+    ) -> None:
+        update_wrapper(self, fun)
+        self.__name__ = _name(fun)
+        self.fun = fun
+        self.fwd: Callable[..., Any] | None = None
+        self.bwd: Callable[..., Any] | None = None
+        self.jvp: Callable[..., Any] | None = None
+        self.remat = False
+        self.check = checked_word("custom_rule", check)
+        self.symbolic: frozenset[str] = frozenset()
+        self._backend = backend
+        self.static_argnames = _static_names(static_argnames)
+        self._begin()
+
+    def __repr__(self) -> str:
+        given = [name for name, rule in (("vjp", self.bwd), ("jvp", self.jvp)) if rule]
+        return f"<{self._kind} {self.__name__}, rules: {' and '.join(given) or 'none'}>"
+
+    _kind = "custom_rule"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        named: Any = sys.modules.get(self.__module__)
+        for name in self.__qualname__.split("."):
+            named = getattr(named, name, None)
+        if named is self:  # a decorated function is pickled by its name, as any function
+            return self.__qualname__
+        return super().__reduce_ex__(protocol)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is known of earlier calls."""
+        return {k: x for k, x in dict(self.__dict__).items() if k not in _KNOWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
+        self._by_key: dict[str, Shaped] = {}
+        self._forget()
+        self._key_of = self._backend.constant_result(self._key)
+        self._out_of = self._backend.constant_result(self._out)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("fun", "fwd", "bwd", "jvp") and not (callable(value) or value is None):
+            raise GradtoolsError(f"{self.__name__}.{name} must be a function, got {value!r}.")
+        super().__setattr__(name, value)
+        if name in _GIVEN and "_shapes" in self.__dict__:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._taken = self._taking()
+        self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
+        self._shapes.clear()
+        self._by_key.clear()
+        self._direct = self._backend.direct_calls(self)
+
+    def _taking(self) -> Parameters:
+        return Parameters.of(self.__name__, self.fun, self.static_argnames)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else partial(self, instance)
+
+    def defvjp(
+        self,
+        fwd: Callable[..., Any],
+        bwd: Callable[..., Any],
+        symbolic_zeros: bool = False,
+        optimize_remat: bool = False,
+    ) -> None:
+        """Gives the reverse rule.
+
+        Args:
+            fwd: `fwd(*args)` returns the output and what bwd needs, any pytree.
+            bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
+                not static. Static arguments lead the arguments of both.
+            symbolic_zeros: Whether fwd and bwd are told what is not differentiated. In the place
+                of each array and number fwd then gets an object with `value` and `perturbed`
+                (PyTorch's `needs_input_grad`), and bwd gets None for a cotangent that is zero.
+            optimize_remat: As in `jax.custom_vjp`, whether under `jax.checkpoint` the forward pass
+                that is computed again later runs f, and not fwd: of use where what fwd saves comes
+                from a kernel that computes it anyway. Without effect with symbolic_zeros, and in
+                PyTorch, whose checkpoint runs the forward pass as it stands.
+        """
+        for name, rule in (("fwd", fwd), ("bwd", bwd)):
+            if not callable(rule):
+                raise GradtoolsError(
+                    f"{self.__name__}.defvjp: {name} must be a function, got {rule!r}."
+                )
+        self.fwd, self.bwd, self.remat = fwd, bwd, optimize_remat
+        self._is_symbolic("cotangent", symbolic_zeros)
+
+    def _is_symbolic(self, which: str, yes: bool) -> None:
+        self.symbolic = self.symbolic | {which} if yes else self.symbolic - {which}
+
+    def defjvp(self, rule: F, symbolic_zeros: bool = False) -> F:
+        """Gives the forward rule: `rule(primals, tangents)` returns the output and its tangent.
+
+        Args:
+            rule: Static arguments lead its arguments.
+            symbolic_zeros: Whether the tangent of what is not differentiated is None, and not an
+                array of zeros.
+
+        Returns:
+            The rule, so this may be used as a decorator.
+        """
+        if not callable(rule):
+            raise GradtoolsError(
+                f"{self.__name__}.defjvp: the rule must be a function, got {rule!r}."
+            )
+        self.jvp = rule
+        self._is_symbolic("tangent", symbolic_zeros)
+        return rule
+
+    def defjvps(self, *rules: Callable[..., Any] | None) -> None:
+        """Gives the forward rule of a function with one output, a part for each argument.
+
+        Args:
+            rules: One for each argument that is not static: `rule(tangent, out, *args)` returns
+                what the output's tangent owes to that argument; None stands for nothing.
+                Static arguments lead the arguments of each.
+        """
+        for i, rule in enumerate(rules):
+            if rule is not None and not callable(rule):
+                raise GradtoolsError(
+                    f"{self.__name__}.defjvps: rule {i} must be a function or None, got {rule!r}."
+                )
+
+        def summed(*args: Any) -> Any:
+            *statics, primals, tangents = args
+            if len(rules) != len(primals):
+                raise GradtoolsError(
+                    f"{self.__name__}.defjvps: {len(rules)} rules for {len(primals)} arguments; "
+                    "give one for each, None where it adds nothing."
+                )
+            out = self._taken.call(self, statics, primals)
+            parts = [
+                rule(*statics, t, out, *primals)
+                for rule, t in zip(rules, tangents, strict=True)
+                if rule is not None and t is not None
+            ]
+            return out, sum(parts[1:], parts[0]) if parts else None
+
+        self.defjvp(summed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The value; differentiated by the rule wherever a derivative is taken."""
+        if self._direct is not None:
+            result = self._direct(self._bound(args, kwargs)[1] if kwargs else args)
+            if result is not NotImplemented:
+                return result
+        backend = self._backend
+        statics, rest = self._bound(args, kwargs)
+        leaves, structure = backend.sketch(rest)
+        leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
+        arrays = tuple([backend.is_array(x) for x in leaves])
+        xs = [x for x in leaves if backend.is_array(x)]
+        others = tuple([x for x in leaves if not backend.is_array(x)])
+        key = self._key_of(self._own_key, statics, structure, arrays, others)
+        ys = backend.apply_rule_by_key(key, *xs)
+        return backend.draw(self._out_of(key, () if backend.compiling() else looks_of(xs)), ys)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """`(statics, rest)` of a call, or an error that names the function."""
+        try:
+            return self._taken.bound(args, kwargs)
+        except TypeError as error:
+            taken = f"{self.__name__}{self._taken.signature}"
+            raise TypeRefusal(f"{self._kind} {taken}: {error}.") from error
+
+    # Compiled code takes what these two return for constants.
+
+    def _key(self, own_key: str, statics: Any, structure: Any, arrays: Any, others: Any) -> str:
+        shape = self._shape(statics, structure, arrays, others)
+        return shape.rule.key
+
+    def _out(self, key: str, looks: Any) -> Any:
+        """The structure that came out where arrays like these went in."""
+        shape = self._by_key[key]
+        if looks in shape.outs:
+            return shape.outs[looks]
+        if looks:  # lengths that are open where a rule is traced may be known where it is called
+            return shape.newest
+        return self._backend.sketch_of(shape.newest)
+
+    def _shape(self, statics: Any, structure: Any, arrays: Any, others: Any) -> Shaped:
+        """The Rule for this way of calling."""
+        key = (statics, structure, arrays, others, told_apart((*statics, *others)))
+        try:
+            result = self._shapes.get(key)
+        except TypeError as error:
+            raise self._unhashable(statics, others) from error
+        if result is None:
+            if self._arrays_in(statics):
+                raise self._unhashable(statics, others)  # PyTorch's tensors are hashable
+            full = _marked(iter(others), arrays)
+            treedef = self._backend.from_sketch(structure)
+            result = self._shapes[key] = Shaped(self, statics, treedef, full)
+            self._by_key[result.rule.key] = result
+            if len(self._shapes) > _MOST_SHAPES:
+                del self._by_key[self._shapes.popitem(last=False)[1].rule.key]
+        return result
+
+    def _arrays_in(self, tree: Any) -> list[Any]:
+        backend = self._backend
+        leaves = backend.flatten(tree)[0]
+        return [x for x in leaves if backend.is_array(x) or isinstance(x, np.ndarray)]
+
+    def _unhashable(self, statics: Any, others: Any) -> GradtoolsError:
+        backend = self._backend
+        name, x = next(
+            (name, x)
+            for name, x in [*zip(self._taken.statics, statics, strict=True)]
+            + [(None, o) for o in others]
+            if not _is_hashable(x) or self._arrays_in(x)
+        )
+        came, held = describe(backend, x), self._arrays_in(x)
+        if name is None:
+            return GradtoolsError(
+                f"{self.__name__}: an argument holds {came}, which is neither an array nor "
+                "hashable. Pass arrays, or make it hashable."
+            )
+        if held:
+            what = f"is {came}" if held[0] is x else f"holds {describe(backend, held[0])}"
+            return GradtoolsError(
+                f"{self.__name__}: the static argument {name!r} {what}, and an array selects no "
+                "program. Take it out of static_argnames; bwd may return None for it."
+            )
+        return GradtoolsError(
+            f"{self.__name__}: the static argument {name!r} is {came}, which is neither an array "
+            "nor hashable. Make it hashable (a tuple, a frozen dataclass)."
+        )
+
+    def _rule(self, shape: Shaped) -> Rule:
+        if self.bwd is None and self.jvp is None:
+            raise GradtoolsError(
+                f"{self.__name__} has no rule yet. Give it one with defvjp(fwd, bwd) or "
+                "defjvp(rule) before it is called."
+            )
+        if self.bwd is None:
+            return self._new_rule(shape, tangent=shape.tangent, joint=shape.joint)
+        joint = None if self.jvp is None else shape.joint
+        return self._new_rule(shape, linearize=shape.linearize, joint=joint)
+
+    def _new_rule(self, shape: Shaped, **maps: Any) -> Rule:
+        maps_of = {"fwd": self.fwd, "bwd": self.bwd, "jvp": self.jvp}
+        given = {name: f for name, f in maps_of.items() if f is not None}
+        return Rule(
+            self.__name__,
+            shape.primal,
+            written=(self.fun, *given.values()),
+            called=tuple([(name, _name(f)) for name, f in given.items()]),
+            dense=True,
+            symbolic=self.symbolic,
+            contract=shape.contract,
+            remat=self.remat and "cotangent" not in self.symbolic,
+            **maps,
+        )
+
+
+def _marked(others: Any, arrays: Sequence[bool]) -> tuple[Any, ...]:
+    """Marks where arrays stand, and what else there is where they do not."""
+    return tuple([ARRAY if a else next(others) for a in arrays])
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _name(f: Any) -> str:
+    return getattr(f, "__name__", None) or type(f).__name__
+
+
+def _static_names(given: Any) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, tuple | list | set | frozenset) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise GradtoolsError(
+            f"custom_rule: static_argnames is {given!r}; expected an argument's name, or a tuple "
+            "of names."
+        )
+    return tuple(names)

@@ -1,0 +1,340 @@
+"""A custom rule at one structure of its arguments: functions on flat lists of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gradtools.backend import Array, Backend
+from gradtools.calls import describe
+from gradtools.errors import GradtoolsError
+from gradtools.host_kernels import told_apart
+from gradtools.rule_contract import Contract, Look, Primal
+from gradtools.rules import Entries, Linearized
+
+if TYPE_CHECKING:
+    from gradtools.custom_rules import CustomRule
+
+
+class _Array:
+    def __repr__(self) -> str:
+        return "*"
+
+
+ARRAY = _Array()
+"""Stands where an array is."""
+
+
+@dataclass(eq=False)
+class Shaped:
+    """A custom rule at fixed static arguments and structure: functions on flat lists of arrays."""
+
+    of: CustomRule
+    statics: tuple[Any, ...]
+    treedef: Any
+    others: tuple[Any, ...]
+    outs: dict[Any, Any] = field(default_factory=dict)
+    newest: Any = None  # of outs
+    refined: Callable[..., Linearized] | None = None  # its maps, differentiable again; see kernels
+
+    def __post_init__(self) -> None:
+        self.backend = self.of._backend
+        self.name = self.of.__name__
+        self.contract = Contract(f"{self.of._kind} {self.name}", self.of.check)
+        self.values: dict[Any, tuple[Any, list[Look]]] = {}
+        self.rule = self.of._rule(self)
+        self.entries = [
+            self.backend.flatten(tree)
+            for tree in self.arguments([ARRAY] * self.others.count(ARRAY))
+        ]
+
+    def arguments(self, values: Sequence[Any]) -> Any:
+        """The arguments, with these values where arrays stand."""
+        left = iter(values)
+        full = [next(left) if o is ARRAY else o for o in self.others]
+        return self.backend.unflatten(self.treedef, full)
+
+    # --- values
+
+    def primal(self, *xs: Array) -> list[Array]:
+        """The function itself."""
+        out = self.of._taken.call(self.of.fun, self.statics, self.arguments(xs))
+        return self.outputs(xs, out, "it")
+
+    def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
+        """The arrays of what f ("it"), fwd or the forward rule returned, held to the contract."""
+        backend = self.backend
+        leaves, out_def = backend.flatten(out)
+        looks = looks_of(xs)
+        ys = [y if backend.is_array(y) else self._as_array(y, who) for y in leaves]
+        if who == "it":
+            self.values[looks] = out_def, self._looks_of(ys)
+        elif self.contract.check != "never":
+            self.contract.ask(who, looks, of=lambda: self._hold(xs, looks, out_def, ys, who))
+        elif looks in self.values:  # known without a run, and nothing here fits another structure
+            self._hold(xs, looks, out_def, ys, who)
+        self.outs[looks] = self.newest = out_def
+        return ys
+
+    def _looks_of(self, ys: Sequence[Array]) -> list[Look]:
+        lengths = [tuple([_length(n) for n in y.shape]) for y in ys]  # a symbol is of its trace
+        return [Look(n, self.backend.dtype_name(y)) for n, y in zip(lengths, ys, strict=True)]
+
+    def _hold(self, xs: Sequence[Array], looks: Any, out_def: Any, ys: Any, who: str) -> bool:
+        """Holds what the forward pass returned to what the function returns, once that is known."""
+        if looks not in self.values:
+            self.backend.sketch_values(self.primal, *xs)
+        if looks not in self.values:
+            return False
+        expected, wanted = self.values[looks]
+        came = self._looks_of(ys)
+        if any(None in look.shape for look in (*came, *wanted)):
+            came, wanted = _without_lengths(came), _without_lengths(wanted)
+        self.contract.same_outputs(who, out_def, came, expected, wanted)
+        return True
+
+    def _as_array(self, y: Any, who: str) -> Array:
+        try:
+            return self.backend.asarray(y)
+        except (TypeError, ValueError, GradtoolsError) as error:
+            came = describe(self.backend, y)
+            raise self._error(f"{who} returned {came}, expected arrays.") from error
+
+    def _error(self, text: str) -> GradtoolsError:
+        return GradtoolsError(f"{self.of._kind} {self.name}: {text}")
+
+    # --- the forward rule
+
+    def joint(self, xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
+        """Outputs and their tangents by the forward rule."""
+        rest = self.arguments(xs)
+        assert self.of.jvp is not None
+        return self.pushed(xs, self.of.jvp(*self.statics, rest, self._tangents(dxs)))
+
+    def pushed(self, xs: Entries, result: Any) -> tuple[list[Array], list[Any]]:
+        """The same from what the forward rule returned."""
+        out, dout = self.pair(result, "the forward rule", "(out, tangent_out)")
+        ys = self.outputs(xs, out, "the forward rule")
+        dys = self._like(dout, self.outs[looks_of(xs)], "the forward rule's tangent")
+        return ys, [
+            self._fitting(dy, y, f"the forward rule's tangent {i}")
+            for i, (dy, y) in enumerate(zip(dys, ys, strict=True))
+        ]
+
+    def tangent(self, xs: Entries, dxs: Entries) -> list[Any]:
+        """The tangents alone."""
+        return self.joint(xs, dxs)[1]
+
+    def _tangents(self, dxs: Sequence[Any]) -> Any:
+        left, symbolic = iter(dxs), "tangent" in self.of.symbolic
+        full = [
+            next(left) if o is ARRAY else None if symbolic or not _is_number(o) else 0.0
+            for o in self.others
+        ]
+        return self.backend.unflatten(self.treedef, full)
+
+    # --- the reverse rule
+
+    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+        """One run of fwd, and the maps that read what it saved.
+
+        perturbed: Which of xs are differentiated, where that is known.
+        """
+        backend, looks = self.backend, looks_of(xs)
+        like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
+        assert self.of.fwd is not None
+        result = self.of.fwd(*self.statics, *self._told(xs, perturbed))
+        out, res = self.pair(result, "fwd", "(out, residuals)")
+        ys = self.outputs(xs, out, "fwd")
+        kept, extras = Residuals.of(backend, res, xs, ys)
+        return self.maps(ys, extras, kept, self.outs[looks], like)
+
+    def maps(
+        self, ys: list[Array], extras: list[Array], kept: Residuals, out_def: Any, like: Any
+    ) -> Linearized:
+        """The maps that read what a run of fwd saved, at arrays like `like`."""
+        backend = self.backend
+
+        def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+            ct = backend.unflatten(out_def, list(cts))
+            assert self.of.bwd is not None
+            result = self.of.bwd(*self.statics, kept.restored(backend, saved), ct)
+            return self.cotangents(result, like)
+
+        def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+            return self.tangent(saved[len(kept.places) :], dxs)
+
+        saves = kept.places
+        if self.of.jvp is not None:
+            saves = (*saves, *range(len(like)))
+        return Linearized(
+            ys,
+            extras,
+            saves,
+            None if self.of.jvp is None else tangent,
+            cotangent,
+            rerun=kept.rerun,
+            pushing=len(saves) - len(kept.places),
+            key=(tuple(like), out_def, kept, told_apart(kept.others)),
+        )
+
+    def _told(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
+        """fwd's arguments; with symbolic zeros each with whether it is differentiated."""
+        if "cotangent" not in self.of.symbolic:
+            return self.arguments(xs)
+        if perturbed is None:
+            perturbed = tuple([self.backend.is_inexact(x) for x in xs])
+        told = iter([Primal(x, p) for x, p in zip(xs, perturbed, strict=True)])
+        full = [
+            next(told)
+            if o is ARRAY
+            else Primal(o, False)
+            if isinstance(o, int | complex | float)
+            else o
+            for o in self.others
+        ]
+        return self.backend.unflatten(self.treedef, full)
+
+    def cotangents(self, found: Any, like: Sequence[Any]) -> list[Any]:
+        """What bwd returned, as one flat entry for each array."""
+        if not isinstance(found, tuple | list) or len(found) != len(self.entries):
+            came = describe(self.backend, found)
+            names = [n for n in self.of._taken.names if n not in self.of.static_argnames]
+            raise self._error(
+                f"bwd returned {came}, expected a tuple of {len(self.entries)}, one cotangent for "
+                f"each argument{' (' + ', '.join(names) + ')' if names else ''}."
+            )
+        leaves: list[Any] = []
+        for i, (entry, (own, treedef)) in enumerate(zip(found, self.entries, strict=True)):
+            if entry is None:
+                leaves += [None] * len(own)
+            else:
+                leaves += self._like(entry, treedef, f"bwd's entry {i}")
+        there = [x for x, o in zip(leaves, self.others, strict=True) if o is ARRAY]
+        return [
+            self._fits(x, shape, dtype, inexact, f"bwd's cotangent of array {i}")
+            for i, (x, (shape, dtype, inexact)) in enumerate(zip(there, like, strict=True))
+        ]
+
+    # --- checks
+
+    def pair(self, result: Any, who: str, what: str) -> Any:
+        """The result, which must be two things."""
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise self._error(
+                f"{who} returned {describe(self.backend, result)}, expected a pair {what}."
+            )
+        return result
+
+    def _like(self, tree: Any, treedef: Any, who: str) -> list[Any]:
+        """What stands in tree at treedef's leaves; None is a zero at any of them."""
+        if tree is None:
+            return [None] * treedef.num_leaves
+        try:
+            leaves = treedef.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            leaves = self._bare(tree, treedef)
+        if leaves is None or any(isinstance(x, tuple | list | dict) for x in leaves):
+            came = self.backend.flatten(tree)[1]
+            raise self._error(f"{who} has the structure {came}, expected {treedef}.")
+        return list(leaves)
+
+    def _bare(self, tree: Any, treedef: Any) -> list[Any] | None:
+        """The same where an array stands for a container that holds one; None for another tree."""
+        backend = self.backend
+        leaves, came = backend.flatten(tree)
+        try:
+            inside = came.flatten_up_to(backend.unflatten(treedef, [ARRAY] * treedef.num_leaves))
+        except (ValueError, TypeError):
+            return None
+        alone = all(backend.flatten(one)[0] == [ARRAY] for one in inside)
+        return leaves if alone and len(leaves) == treedef.num_leaves else None
+
+    def _fitting(self, x: Any, like: Array, who: str) -> Any:
+        return self._fits(x, tuple(like.shape), like.dtype, self.backend.is_inexact(like), who)
+
+    def _fits(self, x: Any, shape: Any, dtype: Any, inexact: bool, who: str) -> Any:
+        """x held to a shape and dtype; None where nothing is differentiated."""
+        if x is None or not inexact:
+            return None
+        zero = self.backend.is_symbolic_zero(x)
+        if not (zero or self.backend.is_array(x)):
+            x = self._as_array(x, who)
+            x = self.backend.cast(x, str(dtype).removeprefix("torch."))
+        unchecked = self.contract.check == "never" and self.backend.lets_shapes_pass()
+        if (tuple(x.shape) != shape and not unchecked) or x.dtype != dtype:
+            name = str(dtype).removeprefix("torch.")
+            raise self._error(
+                f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
+                f"expected {shape} and {name}, those of what it belongs to."
+            )
+        return None if zero else x
+
+
+def looks_of(xs: Sequence[Array]) -> Any:
+    """Shapes and dtypes, by which what was asked of a rule is remembered."""
+    return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
+
+
+def _without_lengths(looks: Sequence[Look]) -> list[Look]:
+    return [Look((None,) * len(look.shape), look.dtype) for look in looks]
+
+
+def _is_number(x: Any) -> bool:
+    """Whether x is a number that has a tangent."""
+    return isinstance(x, float | complex)
+
+
+def _length(n: Any) -> Any:
+    """The length of an axis; those that PyTorch's compiler keeps open look alike, unhashable."""
+    return n if isinstance(n, int) else None
+
+
+_PLAIN = (str, bytes, bool, int, float, complex, type)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What fwd saved: where each array comes from, and all that is no array."""
+
+    treedef: Any
+    places: tuple[int, ...]  # in [*xs, *ys, *extras]
+    others: tuple[Any, ...]
+
+    @property
+    def rerun(self) -> bool:
+        """Whether anything saved may depend on x without being an array."""
+        return any(o is not ARRAY and not isinstance(o, _PLAIN) for o in self.others)
+
+    @classmethod
+    def of(cls, backend: Backend, res: Any, xs: Sequence[Array], ys: Sequence[Array]) -> Any:
+        """The record, and the extras."""
+        leaves, treedef = backend.flatten(res)
+        known = {id(x): i for i, x in reversed(list(enumerate([*xs, *ys])))}
+        start = len(xs) + len(ys)
+        extras: list[Array] = []
+        places: list[int] = []
+        others: list[Any] = []
+        for leaf in leaves:
+            if not backend.is_array(leaf):
+                others.append(leaf)
+                continue
+            others.append(ARRAY)
+            if id(leaf) not in known:
+                known[id(leaf)] = start + len(extras)
+                extras.append(leaf)
+            places.append(known[id(leaf)])
+        return cls(treedef, tuple(places), tuple(others)), extras
+
+    @classmethod
+    def of_arrays(cls, treedef: Any, places: tuple[int, ...]) -> Residuals:
+        """The record of arrays alone."""
+        return cls(treedef, places, (ARRAY,) * len(places))
+
+    def restored(self, backend: Backend, saved: Entries) -> Any:
+        """What fwd saved, from its arrays."""
+        left = iter(saved)
+        return backend.unflatten(
+            self.treedef, [next(left) if o is ARRAY else o for o in self.others]
+        )

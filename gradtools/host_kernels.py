@@ -1,0 +1,494 @@
+"""Host kernels: NumPy, SciPy or ctypes functions inside a framework's program.
+
+A framework that traces a program must know what a kernel returns before it runs it, and has no
+chance to look at what it then returns: so a `Spec` says it, and what comes is held to it here,
+exactly, before a framework could cast or misread it. Under vmap a kernel is called once for each
+example, or once with the batch in front of every argument. A kernel has no derivative of its
+own. How a call enters a framework's program stands in `torch/host.py` and `jax/host.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import numbers
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradtools.containers import whole
+from gradtools.errors import GradtoolsError
+
+if TYPE_CHECKING:
+    from gradtools.bridged_calls import ForeignProgram
+
+Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
+
+_SIZES = {"int": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
+_SIZES["uint"] = _SIZES["int"]
+_DTYPES = {"bool", "bfloat16"} | {f"{kind}{n}" for kind, sizes in _SIZES.items() for n in sizes}
+_PLAIN_KINDS = "biufc"
+_CARRIED = {"bfloat16": "float32"}  # NumPy has no such dtype; a kernel sees the other
+_SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
+_FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array"}
+
+
+@whole
+@dataclass(frozen=True)
+class Spec:
+    """What an array looks like: its shape, and its dtype by name.
+
+    Args:
+        shape: A tuple of integers; an integer n stands for (n,).
+        dtype: A name such as "float32", "bfloat16", "complex128", "int64" or "bool", or a dtype
+            of NumPy or of the framework. It is kept as a name.
+
+    Raises:
+        GradtoolsError: shape or dtype is none.
+
+    Example:
+        >>> gt.Spec((3,), "float32")
+        Spec(shape=(3,), dtype='float32')
+        >>> gt.Spec(3, np.float32) == gt.Spec((3,), "float32")
+        True
+    """
+
+    shape: Shape
+    dtype: str
+
+    def __init__(self, shape: Any, dtype: Any) -> None:
+        object.__setattr__(self, "shape", _shape(shape))
+        object.__setattr__(self, "dtype", _dtype(dtype))
+
+
+def _shape(shape: Any) -> Shape:
+    dims = (shape,) if isinstance(shape, numbers.Integral) else shape
+    try:
+        return tuple([_dim(d) for d in dims])
+    except (TypeError, ValueError):
+        raise GradtoolsError(
+            f"Spec: shape is {shape!r}; it must be a tuple of integers that are not negative, "
+            "such as (2, 3), or () for a number."
+        ) from None
+
+
+def _dim(d: Any) -> Any:
+    if type(d).__module__.partition(".")[0] in _FRAMEWORKS:
+        return d  # a symbol: to read it would fix its size
+    if isinstance(d, bool) or operator.index(d) < 0:
+        raise ValueError(d)
+    return operator.index(d)
+
+
+def _dtype(dtype: Any) -> str:
+    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if name in _DTYPES:
+        return name
+    try:
+        name = np.dtype(dtype).name if dtype is not None else ""
+    except TypeError:
+        name = ""
+    if name not in _DTYPES:
+        raise GradtoolsError(
+            f"Spec: dtype is {dtype!r}; it must name one of bool, int8 to int64, uint8 to uint64, "
+            "float16, bfloat16, float32, float64, complex64 and complex128."
+        )
+    return name
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Kernel:
+    """A function of NumPy arrays, and what it returns.
+
+    Attributes:
+        fun: Gets read-only NumPy arrays where the program has arrays (bfloat16 as float32), in
+            C order, and what is no array as it is; returns NumPy arrays.
+        out: None (one array like the first array argument), a pytree of Specs, or a function
+            from the arguments, each array replaced by its Spec of one example, to one.
+        vectorized: Whether under vmap it is called once, with the batch axes in front of every
+            array, and not once for each example.
+        name: What messages call it.
+        raw: Whether it takes arrays in any layout, an axis of stride 0 for one over which they are
+            the same, and returns a list of arrays that nobody writes, which then are not copied.
+        inside: Of a function of another framework: what looks into it.
+    """
+
+    __gradtools_holds__ = ("fun", "out")  # see `rules.captured`
+
+    fun: Callable[..., Any]
+    out: Any = None
+    vectorized: bool = False
+    name: str = ""
+    raw: bool = False
+    inside: ForeignProgram | None = None
+    traced: dict[str, KernelCall] = field(default_factory=dict, init=False)
+    calls: dict[Any, KernelCall] = field(default_factory=dict, init=False)
+    known: dict[Any, tuple[KernelCall, Results]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.fun):
+            raise GradtoolsError(f"host_function: the kernel must be callable, got {self.fun!r}.")
+        if not self.name:
+            name = getattr(self.fun, "__name__", None) or type(self.fun).__name__
+            object.__setattr__(self, "name", name)
+
+    def __repr__(self) -> str:
+        return f"<host kernel {self.name}>"
+
+    @property
+    def line(self) -> str:
+        """Where it was defined, as messages say it; nothing of a builtin."""
+        code = getattr(_python(self.inside.fun if self.inside else self.fun), "__code__", None)
+        if code is None:
+            return ""
+        what = "function" if self.inside else "kernel"
+        return f" The {what} is at {code.co_filename}:{code.co_firstlineno}."
+
+    def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
+        """The kernel's call with arguments like these, and the arrays among them, in order.
+
+        A NumPy array is one of them; Python's and NumPy's numbers are not.
+        """
+        leaves, treedef = backend.flatten(tuple(args))
+        arrays = [backend.is_array(x) or isinstance(x, np.ndarray) for x in leaves]
+        xs = [backend.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
+        others = tuple([None if a else x for x, a in zip(leaves, arrays, strict=True)])
+        return self._call(backend, treedef, tuple(arrays), others), xs
+
+    def known_call(
+        self, looks: Any, backend: Any, args: Sequence[Any]
+    ) -> tuple[KernelCall, Results]:
+        """The call with arrays that look so as arguments, and what it returns; kept for the next.
+
+        looks: What tells apart arguments for which `out` may say something else.
+        """
+        result = self.known.get(looks)
+        if result is None:
+            call, xs = self.bind(backend, args)
+            specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
+            result = call, call.results(specs)
+            self.known[looks] = result
+            if len(self.known) > _MOST_CALLS:
+                del self.known[next(iter(self.known))]
+        return result
+
+    def _call(self, *structure: Any) -> KernelCall:
+        """The call of this structure, kept for the programs that know it by its key alone."""
+        key = (*structure, *told_apart(structure[-1]))
+        try:
+            result = self.calls.get(key)
+        except TypeError:  # an argument that is not hashable
+            return KernelCall(self, *structure)
+        if result is None:
+            result = self.calls[key] = KernelCall(self, *structure)
+            if len(self.calls) > _MOST_CALLS:
+                del self.calls[next(iter(self.calls))]
+        return result
+
+
+def _python(fun: Any) -> Any:
+    """The Python function under partials, under what wraps it, or that a callable object runs."""
+    while True:
+        if isinstance(fun, functools.partial):
+            fun = fun.func
+        elif isinstance(fun, FunctionType | MethodType):
+            inner = inspect.unwrap(fun)
+            if inner is fun:
+                return fun
+            fun = inner
+        else:
+            return vars(type(fun)).get("__call__")
+
+
+def told_apart(values: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells values apart that are equal: 1 and 1.0 and True, 0.0 and -0.0."""
+    return tuple([(type(v), repr(v) if isinstance(v, float | complex) else "") for v in values])
+
+
+_MOST_CALLS = 256
+_KEYS = map(str, itertools.count())  # text: dynamo makes integers symbolic
+_BY_KEY: weakref.WeakValueDictionary[str, KernelCall] = weakref.WeakValueDictionary()
+
+
+def call_by_key(key: str) -> KernelCall:
+    """The call with this key."""
+    call = call_if_kept(key)
+    if call is None:
+        raise GradtoolsError(
+            "host_function: a compiled program calls a host function that is gone. Keep the "
+            "host function as long as what was compiled with it."
+        )
+    return call
+
+
+def call_if_kept(key: str) -> KernelCall | None:
+    """The call with this key, if what made it is still held."""
+    return _BY_KEY.get(key)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a kernel returns for one example: Specs, and the structure in which they come."""
+
+    specs: tuple[Spec, ...]
+    treedef: Any
+    alone: bool  # whether one array comes, in no container
+    dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)  # as NumPy carries them
+    looks: tuple[Any, ...] = field(init=False, compare=False)  # their shapes and these
+    widened: bool = field(init=False, compare=False)  # whether NumPy has another dtype for one
+
+    def __post_init__(self) -> None:
+        carried = [np.dtype(_carrier(s.dtype)) for s in self.specs]
+        object.__setattr__(self, "dtypes", tuple(carried))
+        pairs = zip(self.specs, carried, strict=True)
+        object.__setattr__(self, "looks", tuple([(s.shape, dtype) for s, dtype in pairs]))
+        object.__setattr__(self, "widened", any(s.dtype in _CARRIED for s in self.specs))
+
+    def are(self, ys: Sequence[Any], batch: Shape) -> bool:
+        """Whether arrays are what was expected, without a word of what is wrong with them."""
+        for y, (shape, dtype) in zip(ys, self.looks, strict=True):
+            if batch:
+                shape = (*batch, *shape)
+            if type(y) is not np.ndarray or y.dtype != dtype or y.shape != shape:
+                return False
+        return True
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KernelCall:
+    """A kernel, and the pytree of its arguments: so it is a function on a flat list of arrays.
+
+    Attributes:
+        kernel: Which kernel.
+        trees: Whose pytrees: a backend.
+        treedef: The structure of the tuple of arguments.
+        arrays: Which leaves are arrays.
+        others: The leaves that are none, None where an array stands.
+        key: A text by which compiled code finds the call again, see `call_by_key`.
+    """
+
+    kernel: Kernel
+    trees: Any
+    treedef: Any
+    arrays: tuple[bool, ...]
+    others: tuple[Any, ...]
+    key: str = field(default_factory=lambda: next(_KEYS))
+    flat: bool = field(init=False)  # whether the arguments are arrays, in no containers
+
+    def __post_init__(self) -> None:
+        _BY_KEY[self.key] = self
+        leaves = [_LEAF] * len(self.arrays)
+        plain = self.trees.unflatten(self.treedef, leaves)
+        flat = all(self.arrays) and all(x is _LEAF for x in plain)
+        object.__setattr__(self, "flat", flat)
+
+    def __repr__(self) -> str:
+        return f"<call of {self.kernel!r}>"
+
+    def keep(self) -> None:
+        """Lets the call live as long as the kernel: a compiled program holds its key only."""
+        self.kernel.traced[self.key] = self
+
+    def results(self, specs: Sequence[Spec]) -> Results:
+        """What comes out where arrays like `specs` go in, those of one example."""
+        out = self._out(specs)
+        result, treedef = self.trees.flatten(out)
+        for spec, path in zip(result, self.trees.leaf_paths(out), strict=True):
+            if not isinstance(spec, Spec):
+                raise self.error(f"out{path} is {spec!r}; it must be a Spec(shape, dtype).")
+        return Results(tuple(result), treedef, isinstance(out, Spec))
+
+    def _out(self, specs: Sequence[Spec]) -> Any:
+        out = self.kernel.out
+        if out is None:
+            if not specs:
+                raise self.error(
+                    "without an array argument nothing says what it returns. "
+                    "Give out=Spec(shape, dtype)."
+                )
+            return specs[0]
+        return out(*self._arguments(specs)) if callable(out) else out
+
+    def run(
+        self,
+        xs: Sequence[np.ndarray],
+        expected: Results,
+        batch: Shape = (),
+    ) -> list[np.ndarray]:
+        """Calls the kernel.
+
+        Args:
+            xs: NumPy arrays with len(batch) axes in front, each as long as batch's or 1.
+            expected: What comes out for one example, see `results`.
+            batch: The sizes of the batch axes.
+
+        Returns:
+            New arrays of the expected shapes behind the batch axes, bfloat16 as float32.
+        """
+        if not self.kernel.raw:
+            xs = [read_only(x) for x in xs]
+        full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs] if batch else xs
+        if self.kernel.raw:
+            return self._held(self._called(full), expected, batch)
+        if not batch:
+            return self.fresh(xs, expected)
+        if self.kernel.vectorized:
+            return self.fresh([read_only(x) for x in full], expected, batch)
+        ys = [np.empty((*batch, *s.shape), _carrier(s.dtype)) for s in expected.specs]
+        for i in np.ndindex(*batch):
+            result = self._held(self._called([x[(*i, ...)] for x in full]), expected)
+            for y, one in zip(ys, result, strict=True):
+                y[i] = one
+        return ys
+
+    def fresh(
+        self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()
+    ) -> list[np.ndarray]:
+        """One call, at arrays that are read-only and in C order, and new arrays of what it returns.
+
+        What a kernel returns may be its argument, or its own workspace.
+        """
+        return self.owned(self._called(xs), expected, batch)
+
+    def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:
+        """New arrays of what the kernel returned, held to what was expected."""
+        ys = self._held(tree, expected, batch)
+        del tree
+        for i, dtype in enumerate(expected.dtypes):
+            if not _is_new(ys, i, dtype):
+                ys[i] = np.array(ys[i], dtype, order="C")
+        return ys
+
+    def _called(self, xs: Sequence[np.ndarray]) -> Any:
+        return self.kernel.fun(*xs) if self.flat else self.kernel.fun(*self._arguments(xs))
+
+    def _held(self, tree: Any, expected: Results, batch: Shape = ()) -> list[Any]:
+        """What the kernel returned, as a flat list, held to what was expected."""
+        kernel = self.kernel
+        if expected.alone and type(tree) is np.ndarray and not kernel.raw:
+            ys, tree = [tree], None  # held once
+            if not batch and (ys[0].shape, ys[0].dtype) == expected.looks[0]:
+                return ys
+        elif kernel.raw:
+            ys = tree
+            if len(ys) != len(expected.specs):
+                count = len(expected.specs)
+                raise self.error(f"it returned {len(ys)} arrays, expected {count}, those of out.")
+        else:
+            ys, tree = self._leaves(tree, expected.treedef), None
+        if expected.are(ys, batch):
+            return ys
+        for i, (y, spec) in enumerate(zip(ys, expected.specs, strict=True)):
+            if wrong := _wrong(y, spec, batch):
+                path = self.trees.leaf_paths(self.trees.unflatten(expected.treedef, ys))[i]
+                raise self.error(f"result{path} {wrong}")
+        return ys
+
+    def _leaves(self, tree: Any, wanted: Any) -> list[Any]:
+        """What stands in `tree` at the leaves of `wanted`, whatever the order of its dicts."""
+        try:
+            leaves = wanted.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            leaves = [None]
+        if any(x is None or isinstance(x, tuple | list | dict) for x in leaves):
+            if tree is None:
+                raise self.error(
+                    f"it returned None, expected {wanted}, the structure of out. A kernel returns "
+                    "its result; a routine that fills an array must return that array."
+                )
+            came = self.trees.flatten(tree)[1]
+            raise self.error(f"it returned the structure {came}, expected {wanted}, that of out.")
+        return leaves
+
+    def _arguments(self, values: Sequence[Any]) -> Any:
+        """The arguments with these values in the place of arrays."""
+        left = iter(values)
+        pairs = zip(self.arrays, self.others, strict=True)
+        return self.trees.unflatten(self.treedef, [next(left) if a else o for a, o in pairs])
+
+    def error(self, text: str) -> GradtoolsError:
+        """An error that names the kernel, and the line at which it was defined."""
+        kernel = self.kernel
+        who = f"bridged {kernel.inside.name}" if kernel.inside else f"host function {kernel.name!r}"
+        return GradtoolsError(f"{who}: {text}{kernel.line}")
+
+    def no_derivative(self) -> GradtoolsError:
+        """What is raised where a derivative is asked for and no rule knows it."""
+        return self.error("it has no derivative of its own. Give it a rule (defvjp or defjvp).")
+
+
+def _is_new(ys: list[Any], i: int, dtype: np.dtype[Any]) -> bool:
+    """Whether an array of this dtype in C order owns its memory, and the list alone holds it."""
+    if type(ys[i]) is not np.ndarray or sys.getrefcount(ys[i]) > _HELD_ONCE:
+        return False
+    flags = ys[i].flags
+    return flags.owndata and flags.c_contiguous and flags.writeable and ys[i].dtype == dtype
+
+
+def _held_once() -> int:
+    """What Python counts of an array that a list alone holds."""
+    ys = [np.empty(0)]
+    return sys.getrefcount(ys[0])
+
+
+_HELD_ONCE = _held_once()
+_LEAF = object()
+
+
+def _wrong(y: Any, spec: Spec, batch: Shape) -> str:
+    """What is wrong with y, in words; empty if nothing is."""
+    shape = (*batch, *spec.shape)
+    behind = f", the batch {batch} in front (vectorized=True)" if batch else ""
+    expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
+    if isinstance(y, np.ndarray | np.generic):
+        if y.shape == shape and y.dtype.name in (spec.dtype, _carrier(spec.dtype)):
+            return ""
+        mend = _mend(y, spec, y.shape == shape) if not batch else ""
+        return f"has shape {y.shape} and dtype {y.dtype}; {expected}.{mend}"
+    if shape == () and _fits(y, spec.dtype):
+        return ""
+    return f"is {_described(y)}; {expected}. Return NumPy arrays."
+
+
+def _mend(y: np.ndarray | np.generic, spec: Spec, same_shape: bool) -> str:
+    """What to write where the shape or only the dtype is another one."""
+    own = f"out=Spec({y.shape}, {y.dtype.name!r})"
+    if same_shape:
+        return f" Nothing is cast: return y.astype({_carrier(spec.dtype)!r}), or say {own}."
+    return f" Say what it returns: {own}, or a function of the arguments' Specs."
+
+
+def _carrier(dtype: str) -> str:
+    return _CARRIED.get(dtype, dtype)
+
+
+def read_only(x: np.ndarray) -> np.ndarray:
+    """x in C order, without a way to make it writable again."""
+    if x.dtype.kind not in _PLAIN_KINDS:  # a framework's own, which NumPy knows as raw bytes
+        x = x.astype(_carrier(x.dtype.name))
+    return np.asarray(np.asarray(x, order="C").data.toreadonly())
+
+
+def _fits(y: Any, dtype: str) -> bool:
+    """Whether a Python number is of this dtype's kind, and within its range."""
+    try:
+        kind = np.dtype(_carrier(dtype)).kind
+        return type(y) is _SCALARS[kind] and np.array(y, _carrier(dtype)) is not None
+    except OverflowError:
+        return False
+
+
+def _described(y: Any) -> str:
+    for base in type(y).__mro__:
+        if framework := _FRAMEWORKS.get(base.__module__.partition(".")[0]):
+            return f"a {framework}"
+    if isinstance(y, bool | int | float | complex):
+        return f"the Python {type(y).__name__} {y!r}"
+    return f"a {type(y).__name__}"

@@ -1,0 +1,84 @@
+"""The sign of complex numbers, whose derivative JAX takes for zero up to version 0.10.
+
+Of s = z / |z| the differential is
+
+    ds = i s Im(conj(s) dz) / |z|
+
+JAX has the rule of a real sign, so that a term is lost wherever one stands between an argument
+and the output, and a gradient that has other terms is wrong. It is refused where the jaxpr shows
+it. A function of which none is made otherwise is traced for this if it is given complex numbers;
+the verdict is kept with the function, for the shapes and dtypes that it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import jax.numpy as jnp
+
+from gradtools.errors import GradtoolsError
+from gradtools.jax import jaxprs, reachability
+
+if TYPE_CHECKING:
+    from gradtools.seeing.nodes import Node
+
+_clear: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()
+
+
+def refuse(caller: str, closed: Any, outs: int) -> None:
+    """Raises if a derivative of the first `outs` outputs goes through the sign of complex numbers.
+
+    Args:
+        caller: The operator that was called.
+        closed: What ``jax.make_jaxpr(f)(*args)`` returns.
+        outs: How many of its outputs are differentiated.
+
+    Raises:
+        GradtoolsError: A sign of complex numbers stands on the way from an input to an output.
+    """
+    if not jaxprs.uses_primitive(closed, reachability.is_complex_sign):
+        return
+    from gradtools.jax.seeing.graphs import graph_of
+    from gradtools.seeing.derivative_flow import between
+
+    graph = graph_of(closed)
+    shown = replace(graph, outputs=graph.outputs[:outs])
+    for value in graph.inputs:
+        for node in between(shown, value, _is_complex_sign):
+            place = f" at {node.source}" if node.source else ""
+            raise GradtoolsError(
+                f"{caller}: f takes the sign of complex numbers{place}, whose derivative this "
+                "version of JAX takes for zero (z / |z| turns with z). Write z / jnp.abs(z); or "
+                "gt.stop_gradient of the sign if it is meant to be a constant."
+            )
+
+
+def may_meet(f: Any, leaves: Sequence[Any]) -> bool:
+    """Whether f, of complex numbers, may take their sign: it was not traced at these shapes."""
+    if not any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves):
+        return False
+    try:
+        known = _clear.get(f, ())
+    except TypeError:  # no weak reference, or no hash
+        known = ()
+    return reachability.complex_sign_is_a_step() and _key(leaves) not in known
+
+
+def remember(f: Any, leaves: Sequence[Any]) -> None:
+    """Notes that f met none at these shapes, or cannot be traced."""
+    try:
+        _clear.setdefault(f, set()).add(_key(leaves))
+    except TypeError:
+        return
+
+
+def _key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((x.shape, str(x.dtype)) for x in leaves)
+
+
+def _is_complex_sign(node: Node) -> bool:
+    """The loss of a real sign is another kind."""
+    return node.native == "sign" and node.loss == "rule"

@@ -1,0 +1,315 @@
+"""Whole modules among the arguments: their floating arrays are differentiated, the rest is fixed.
+
+An `equinox` module is a pytree whose leaves may be functions, strings and integers; a `flax.nnx`
+module is a graph, some of which is no parameter and changes when it is called. A call of a
+function of modules becomes a call of a function of pytrees of arrays:
+
+    f(module, x)   =   g(part of the module, x),      module = part + rest
+
+The part of an equinox module is itself with its inexact arrays alone, as `equinox.filter_grad`
+takes it, that of an nnx module the State of its `nnx.Param`s, as `nnx.grad` does. What an nnx
+module comes to is handed out with f's results, and written to the caller's module afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import is_not
+from typing import Any
+
+import jax
+
+from gradtools.backend import Array
+from gradtools.containers import Containers
+from gradtools.errors import GradtoolsError
+from gradtools.jax import trees
+from gradtools.jax.nnx_state import explained
+
+
+def opened(
+    caller: str,
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    argnums: Sequence[int],
+) -> Opened | None:
+    """The call as one of pytrees of arrays; None if no argument holds a module."""
+    kinds = module_kinds()
+    if not kinds:
+        return None
+    given: dict[Any, Any] = dict(enumerate(args))
+    given |= kwargs
+    result = {key: _modules(kinds, tree) for key, tree in given.items()}
+    nnx = sys.modules.get("flax.nnx")
+    graphs = nnx is not None and any(
+        isinstance(m, nnx.Pytree) for ms in result.values() for m in ms
+    )
+    if not graphs and not any(result[i] for i in argnums):
+        return None
+    return Opened(caller, f, args, kwargs, argnums)
+
+
+def part_of(tree: Any) -> Any:
+    """The tree with the part that is differentiated in the place of each module."""
+    kinds = module_kinds()
+    if not kinds or not _modules(kinds, tree):
+        return tree
+    return _mapped(kinds, lambda x: _part(x) if isinstance(x, kinds) else x, tree)
+
+
+def _part(module: Any) -> Any:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(module, nnx.Pytree):
+        return nnx.state(module, nnx.Param)
+    equinox = sys.modules["equinox"]
+    return equinox.filter(module, equinox.is_inexact_array)
+
+
+def is_module(x: Any) -> bool:
+    """Whether x is a module of a library that the program has imported."""
+    return isinstance(x, module_kinds())
+
+
+def module_kinds() -> tuple[type, ...]:
+    """The classes of modules, of the libraries that the program has imported."""
+    equinox, nnx = sys.modules.get("equinox"), sys.modules.get("flax.nnx")
+    result = [equinox.Module] if equinox is not None else []
+    return tuple([*result, nnx.Pytree] if nnx is not None else result)
+
+
+def _modules(kinds: tuple[type, ...], tree: Any) -> list[Any]:
+    if isinstance(tree, jax.Array):
+        return []
+    return [x for x in _flattened(kinds, tree)[0] if isinstance(x, kinds)]
+
+
+def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
+    """The leaves, modules among them, and the structure."""
+    is_module = lambda x: isinstance(x, kinds)
+    containers = Containers(
+        partial(jax.tree.flatten, is_leaf=is_module),
+        jax.tree.unflatten,
+        trees.leaf_paths,
+        lambda x: isinstance(x, (jax.Array, *kinds)),
+        is_module,
+    )
+    return containers.opened(*containers.flatten(tree))
+
+
+def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with f of its leaves, modules among them."""
+    leaves, treedef = _flattened(kinds, tree)
+    return trees.unflatten(treedef, list(map(f, leaves)))
+
+
+class Opened:
+    """A call whose arguments hold modules, as a function of pytrees of arrays.
+
+    Attributes:
+        args: The arguments, with its part in the place of each differentiated module.
+        changed: The paths of what the latest call changed in modules of flax.nnx.
+    """
+
+    def __init__(
+        self,
+        caller: str,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        argnums: Sequence[int],
+    ) -> None:
+        self.caller, self._f = caller, f
+        self.__name__ = getattr(f, "__name__", type(f).__name__)
+        self.changed: list[Any] = []
+        self._kinds = module_kinds()
+        self._effects: list[Array] = []
+        self._forms: list[Any] = []
+        moving = [args[i] for i in argnums]
+        others = [x for i, x in enumerate(args) if i not in argnums]
+        self._graphs = _Graphs.of(caller, moving, [*others, *kwargs.values()])
+        self._rests = {i: self._rest_of(args[i]) for i in argnums}
+        self.args = [self._parted(x) if i in argnums else x for i, x in enumerate(args)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graphs = self._graphs
+        rests, args = self._rests, tuple(args)
+        if graphs is None:
+            return self._f(
+                *[self._whole(rests.get(i), x, {}) for i, x in enumerate(args)], **kwargs
+            )
+        states = {k: s for i, rest in rests.items() for k, s in self._states(rest, args[i])}
+        copies = graphs.merged(states)
+        whole = [self._whole(rests.get(i), x, copies) for i, x in enumerate(args)]
+        named = {key: self._whole(None, x, copies) for key, x in kwargs.items()}
+        with explained(self.caller):
+            out = self._f(*whole, **named)
+        self.changed, self._forms, self._effects = graphs.changes(copies)
+        return out
+
+    def effects(self) -> list[Array]:
+        """What the latest call changed; they belong to its trace, so they are handed out once."""
+        result, self._effects = self._effects, []
+        return result
+
+    def settle(self, extras: Sequence[Array]) -> None:
+        """Writes the effects, the last of what a call handed out, to the caller's modules."""
+        if self.changed and self._graphs is not None:
+            count = sum(form.num_leaves for form in self._forms)
+            with explained(self.caller):
+                self._graphs.write(self.changed, self._forms, list(extras)[-count:])
+
+    def refuse_changes(self) -> None:
+        """Raises if the latest call changed a module: nothing can hand that on here."""
+        if self.changed:
+            names = [".".join(map(str, path[1:])) for path in self.changed]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise GradtoolsError(
+                f"{self.caller}: f changes a module that it is given ({names[0]}{more}), which "
+                f"{self.caller} does not hand on here. Set the module to evaluation "
+                "(module.eval()), or use functionalize, and the state with has_aux=True."
+            )
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether a differentiated module holds one parameter at several places."""
+        return self._graphs is not None and self._graphs.is_tied
+
+    # --- parts and wholes
+
+    def _parted(self, tree: Any) -> Any:
+        graphs = self._graphs
+
+        def part(x: Any) -> Any:
+            if not isinstance(x, self._kinds):
+                return x
+            return graphs.params[graphs.number(x)] if graphs and graphs.has(x) else _part(x)
+
+        return _mapped(self._kinds, part, tree)
+
+    def _rest_of(self, tree: Any) -> tuple[Any, list[Any]]:
+        """The structure around the modules of a tree, and of each leaf what is kept apart."""
+        leaves, treedef = _flattened(self._kinds, tree)
+        return treedef, [self._rest(x) for x in leaves]
+
+    def _rest(self, x: Any) -> Any:
+        """An nnx module's number, an equinox module without its part; None for what is neither."""
+        if not isinstance(x, self._kinds):
+            return None
+        if self._graphs is not None and self._graphs.has(x):
+            return self._graphs.number(x)
+        equinox = sys.modules["equinox"]
+        return equinox.filter(x, equinox.is_inexact_array, inverse=True)
+
+    def _states(self, rest: tuple[Any, list[Any]], tree: Any) -> Iterator[tuple[int, Any]]:
+        treedef, rests = rest
+        for own, x in zip(rests, treedef.flatten_up_to(tree), strict=True):
+            if isinstance(own, int):
+                yield own, x
+
+    def _whole(self, rest: tuple[Any, list[Any]] | None, tree: Any, copies: dict[int, Any]) -> Any:
+        if rest is None:
+            return self._with_copies(tree, copies)
+        treedef, rests = rest
+        result = []
+        for own, x in zip(rests, treedef.flatten_up_to(tree), strict=True):
+            if isinstance(own, int):
+                result.append(copies[own])
+            else:
+                result.append(x if own is None else sys.modules["equinox"].combine(x, own))
+        return trees.unflatten(treedef, result)
+
+    def _with_copies(self, tree: Any, copies: dict[int, Any]) -> Any:
+        graphs = self._graphs
+        if graphs is None or not _modules(self._kinds, tree):
+            return tree
+        return _mapped(
+            self._kinds, lambda x: copies[graphs.number(x)] if graphs.has(x) else x, tree
+        )
+
+
+class _Graphs:
+    """The nnx modules of a call, split together, so that what they share stays shared.
+
+    Attributes:
+        params: Of each differentiated module, by number, the State of its parameters.
+    """
+
+    @classmethod
+    def of(cls, caller: str, active: Sequence[Any], others: Sequence[Any]) -> _Graphs | None:
+        """Those in the differentiated trees, then those in the others; None if there are none."""
+        nnx = sys.modules.get("flax.nnx")
+        if nnx is None:
+            return None
+        modules = [_modules((nnx.Pytree,), tree) for tree in active]
+        rest = [m for tree in others for m in _modules((nnx.Pytree,), tree)]
+        return cls(caller, nnx, modules, rest) if any(modules) or rest else None
+
+    def __init__(self, caller: str, nnx: Any, active: list[list[Any]], others: list[Any]) -> None:
+        self.nnx = nnx
+        self._refuse_shared(caller, active)
+        first = list({id(m): m for ms in active for m in ms}.values())
+        self._nodes = tuple({id(m): m for m in [*first, *others]}.values())
+        self._numbers = {id(m): k for k, m in enumerate(self._nodes)}
+        count = len(first)
+        self._moving = lambda path, x: path[0] < count and isinstance(x, nnx.Param)
+        self._graph, params, self._rest = nnx.split(self._nodes, self._moving, ...)
+        self.params = [params.get(k, nnx.State({})) for k in range(count)]
+        self._known = dict(nnx.to_flat_state(self._rest))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether a differentiated module holds one parameter at several places."""
+        moving = jax.tree.leaves([self._nodes[k] for k in range(len(self.params))])
+        return len({id(x) for x in moving}) < len(moving)
+
+    def has(self, x: Any) -> bool:
+        return id(x) in self._numbers
+
+    def number(self, x: Any) -> int:
+        return self._numbers[id(x)]
+
+    def merged(self, states: dict[int, Any]) -> dict[int, Any]:
+        """Copies of all modules, those that are differentiated with these parameters."""
+        to_flat = self.nnx.to_flat_state
+        flat = [((k, *path), x) for k, state in states.items() for path, x in to_flat(state)]
+        params = self.nnx.from_flat_state(flat)
+        return dict(enumerate(self.nnx.merge(self._graph, params, self._rest, copy=True)))
+
+    def changes(self, copies: dict[int, Any]) -> tuple[list[Any], list[Any], list[Array]]:
+        """The paths of what a call changed in the copies, its structures, and its leaves.
+
+        What it added, as intermediate values, has no place in the caller's modules.
+        """
+        nodes = tuple(copies[k] for k in range(len(self._nodes)))
+        paths, forms, result = list[Any](), list[Any](), list[Array]()
+        for path, now in self.nnx.to_flat_state(self.nnx.state(nodes, self.nnx.Not(self._moving))):
+            if path not in self._known:
+                continue
+            leaves, form = jax.tree.flatten(now)
+            before = jax.tree.leaves(self._known[path])
+            if len(leaves) != len(before) or any(map(is_not, leaves, before)):
+                paths.append(path)
+                forms.append(form)
+                result += leaves
+        return paths, forms, result
+
+    def write(self, paths: list[Any], forms: list[Any], leaves: list[Array]) -> None:
+        left = iter(leaves)
+        new = [
+            (path, jax.tree.unflatten(form, [next(left) for _ in range(form.num_leaves)]))
+            for path, form in zip(paths, forms, strict=True)
+        ]
+        self.nnx.update(self._nodes, self.nnx.from_flat_state(new))
+
+    def _refuse_shared(self, caller: str, active: list[list[Any]]) -> None:
+        owners: dict[int, int] = {}
+        for i, modules in enumerate(active):
+            for path, x in self.nnx.iter_graph(modules):
+                if isinstance(x, self.nnx.Param) and owners.setdefault(id(x), i) != i:
+                    raise GradtoolsError(
+                        f"{caller}: the parameter {'.'.join(map(str, path[1:]))} stands in two of "
+                        "the differentiated arguments, so that its gradient belongs to both. Pass "
+                        "the modules in one argument, as a tuple or a dict."
+                    )

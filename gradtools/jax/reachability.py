@@ -1,0 +1,369 @@
+"""Which inputs of a jaxpr reach which outputs.
+
+An input is connected to an output when data flows from one to the other without crossing
+the cut table of gradtools: a stopped gradient, a float that becomes an integer or a bool,
+a host callback. A derivative that is zero (round, sign, x**0) is no cut. JAX's own symbolic
+zeros say something else, so the jaxpr itself is read::
+
+    bits(out) = OR of bits(in) over the inputs of the equation that it carries
+
+Sets of inputs are integers, one bit for each input, and every sub-jaxpr is read once. The
+same reading without the cut table, the *raw* flow, tells what decides, too.
+
+Where the gradient is lost on the way is read from the `Graph` that `seeing/graphs.py` makes of a
+jaxpr. How to trace a function, and what to do about an input that does not reach, is left to
+others.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradtools.jax import _upstream as upstream
+from gradtools.jax._upstream import Literal, get_opaque_trace_state
+from gradtools.jax.jaxprs import (
+    RULED,
+    Eqn,
+    InnerJaxpr,
+    Jaxpr,
+    bodies,
+    is_inexact,
+    open_jaxpr,
+    scan_counts,
+    targets,
+)
+
+
+def within_a_trace() -> bool:
+    """Whether JAX traces or differentiates the code that asks."""
+    return bool(get_opaque_trace_state(convention="flax") != _outside())
+
+
+@cache
+def _outside() -> Any:
+    """What JAX says in a new thread, where it traces nothing; who asks first may be in a trace."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(get_opaque_trace_state, convention="flax").result()
+
+
+def reached(closed_jaxpr: Jaxpr) -> list[bool]:
+    """For each input of a jaxpr: does it reach an inexact output?
+
+    Args:
+        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
+
+    Returns:
+        One bool for each input. An input that is not inexact reaches nothing.
+    """
+    columns = zip(*reached_matrix(closed_jaxpr), strict=True)
+    return [any(column) for column in columns] or [False] * len(open_jaxpr(closed_jaxpr).invars)
+
+
+def reached_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
+    """For each output and each input of a jaxpr: does the input reach the output?
+
+    Args:
+        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
+
+    Returns:
+        ``matrix[output][input]``. The row of an output that is not inexact is False, and so is
+        the column of an input that is not.
+    """
+    jaxpr = open_jaxpr(closed_jaxpr)
+    masks = Flow(raw=False).of_jaxpr(jaxpr)
+    active = [is_inexact(var) for var in jaxpr.invars]
+    return [
+        [is_inexact(out) and active[i] and bool(mask >> i & 1) for i in range(len(active))]
+        for out, mask in zip(jaxpr.outvars, masks, strict=True)
+    ]
+
+
+def raw_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
+    """For each output and each input of a jaxpr: does any data flow from one to the other?"""
+    jaxpr = open_jaxpr(closed_jaxpr)
+    count = len(jaxpr.invars)
+    return [[bool(m >> i & 1) for i in range(count)] for m in Flow(raw=True).of_jaxpr(jaxpr)]
+
+
+def _indices(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _union(mask: int, bits: Sequence[int]) -> int:
+    total = 0
+    for i in _indices(mask):
+        total |= bits[i]
+    return total
+
+
+def _any(bits: Sequence[int]) -> int:
+    total = 0
+    for item in bits:
+        total |= item
+    return total
+
+
+# --- what rules say of an equation -------------------------------------------------------
+
+
+def passive(eqn: Eqn) -> set[int]:
+    """The inputs of a rule of ours of which its value is never differentiated."""
+    if eqn.primitive.name not in ("gradtools_primal", "gradtools_value"):
+        return set()
+    return set(eqn.params["rule"].passive)
+
+
+def reaches(eqn: Eqn) -> Sequence[Sequence[bool]] | None:
+    """Which input of a rule of ours reaches which output, where the rule says so."""
+    if eqn.primitive.name != "gradtools_primal" or eqn.params["rule"].reaches is None:
+        return None
+    from gradtools.host_kernels import Spec
+
+    avals = [v.aval for v in eqn.invars]
+    return eqn.params["rule"].reaches(*[Spec(a.shape, str(a.dtype)) for a in avals])
+
+
+@cache
+def complex_sign_is_a_step() -> bool:
+    """Whether JAX takes the derivative of z / |z| for zero, as before 0.11 or so."""
+    z = np.complex64(1 + 1j)
+    with jax.ensure_compile_time_eval():
+        return not bool(jax.jvp(jnp.sign, (z,), (1j * z,))[1])
+
+
+def is_complex_sign(eqn: Eqn) -> bool:
+    """Whether an equation is z / |z|, whose derivative JAX takes for zero: it is lost."""
+    if eqn.primitive.name != "sign" or not jnp.iscomplexobj(eqn.invars[0].aval):
+        return False
+    return complex_sign_is_a_step()
+
+
+# --- leaf equations ----------------------------------------------------------------------
+
+_STOPS = {
+    "stop_gradient": "the gradient is stopped",
+    "pure_callback": "the computation leaves JAX",
+    "io_callback": "the computation leaves JAX",
+}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+ONE_TO_ONE = (
+    *("optimization_barrier", "device_put", "gradtools_reverse_only"),
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "pvary", "pbroadcast"),
+)
+
+
+def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
+    """For each output the inputs that it can carry, or None when it is all of them."""
+    name = eqn.primitive.name
+    if not raw and hasattr(eqn.primitive, "gradtools_connects"):
+        return [_mask(row) for row in eqn.primitive.gradtools_connects(eqn)]
+    if not raw and name in _STOPS:
+        return [0] * len(eqn.outvars)
+    if not raw and is_complex_sign(eqn):
+        return [0]
+    if not raw and (matrix := reaches(eqn)) is not None:
+        return [_mask(row) for row in matrix]
+    if not raw and passive(eqn):
+        active = [i not in passive(eqn) for i in range(len(eqn.invars))]
+        return [_mask(active)] * len(eqn.outvars)
+    if name == "sort":
+        keys = (1 << eqn.params["num_keys"]) - 1 if raw else 0
+        return [1 << i | keys for i in range(len(eqn.invars))]
+    if name in ONE_TO_ONE and len(eqn.invars) == len(eqn.outvars):
+        return [1 << i for i in range(len(eqn.invars))]
+    return None
+
+
+def _mask(row: Sequence[bool]) -> int:
+    return sum(1 << i for i, connected in enumerate(row) if connected)
+
+
+def _from_inexact(eqn: Eqn, bits: Sequence[int]) -> list[int]:
+    return [item if is_inexact(var) else 0 for var, item in zip(eqn.invars, bits, strict=True)]
+
+
+def is_activation_rule(eqn: Eqn) -> bool:
+    """Was this comparison made by jax.nn's derivative of an activation, such as relu?"""
+    return eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
+
+
+# --- the flow ----------------------------------------------------------------------------
+
+
+class Flow:
+    """Carries bits through jaxprs and equations; ``raw`` ignores the cut table.
+
+    Raw flow counts decisions too: what a condition reads flows to all it decides.
+    """
+
+    def __init__(self, raw: bool):
+        self.raw = raw
+        self.uncut = self if raw else Flow(raw=True)
+        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # held, so that no id comes again
+
+    def of_jaxpr(self, jaxpr: Jaxpr) -> list[int]:
+        """For each output the mask of the inputs that flow to it."""
+        if id(jaxpr) not in self._known:
+            env = self.propagate(jaxpr, [1 << i for i in range(len(jaxpr.invars))])
+            self._known[id(jaxpr)] = jaxpr, _read(env, jaxpr.outvars)
+        return self._known[id(jaxpr)][1]
+
+    def propagate(self, jaxpr: Jaxpr, bits: Sequence[int]) -> dict[Any, int]:
+        """The bits of every variable, given those of the inputs."""
+        env = dict(zip(jaxpr.invars, bits, strict=True))
+        for eqn in jaxpr.eqns:
+            inputs = _read(env, eqn.invars)
+            if any(inputs):
+                env.update(zip(targets(eqn), self.step(eqn, inputs), strict=True))
+        return env
+
+    def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
+        """The bits of what an equation writes, given those of what it reads."""
+        inner = bodies(eqn)
+        if not inner:
+            return self._through_leaf(eqn, bits)
+        return [_union(mask, bits) for mask in self._edges(eqn, inner)]
+
+    def _through_leaf(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
+        written, edges = targets(eqn), _leaf_edges(eqn, self.raw)
+        if edges is None or len(written) != len(eqn.outvars):
+            return self._any_to_any(eqn, bits, written)
+        outputs = [_union(mask, bits) for mask in edges]
+        return [
+            b if self.raw or is_inexact(v) else 0 for v, b in zip(written, outputs, strict=True)
+        ]
+
+    def _any_to_any(self, eqn: Eqn, bits: Sequence[int], targets: Sequence[Any]) -> list[int]:
+        """All bits to all, but for the cut where a float becomes something else."""
+        total = _any(bits)
+        if self.raw or all(map(is_inexact, targets)) or is_activation_rule(eqn):
+            return [total] * len(targets)
+        kept = total & ~_any(_from_inexact(eqn, bits))
+        return [total if is_inexact(var) else kept for var in targets]
+
+    def _edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
+        """For each output of a structured equation the mask of its inputs that flow to it."""
+        if eqn.primitive.name in RULED and not self.raw:
+            return self._ruled_edges(eqn, bodies)
+        masks = _untouched(eqn)
+        for body in bodies:
+            if not body.gate:
+                outputs = self._body_edges(body)
+                masks = [a | b for a, b in zip(masks, outputs, strict=True)]
+        gates = self._gates(eqn, bodies, masks) if self.raw else 0
+        return [mask | gates for mask in masks]
+
+    def _body_edges(self, body: InnerJaxpr) -> list[int]:
+        inner = self.of_jaxpr(body.jaxpr)
+        back = {i: inner[k] for k, i in body.carries}
+        inputs = [1 << i for i in body.inputs]
+        return [_union(_closure(mask, back), inputs) for mask in inner]
+
+    def _ruled_edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
+        """A custom rule replaces whatever its function does inside, so no cut counts there."""
+        masks = self.uncut._edges(eqn, bodies)
+        return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
+
+    def _gates(self, eqn: Eqn, bodies: list[InnerJaxpr], masks: Sequence[int]) -> int:
+        """The inputs that decide which branch runs, or how often a loop does."""
+        if eqn.primitive.name == "cond":
+            return 1
+        gate = next((body for body in bodies if body.gate), None)
+        if gate is None:
+            return 0
+        carried = {i: masks[k] for k, i in gate.carries}
+        inputs = [carried.get(i, 1 << at) for i, at in enumerate(gate.inputs)]
+        return _any([_union(mask, inputs) for mask in self.of_jaxpr(gate.jaxpr)])
+
+
+class _CutOutside(Flow):
+    """The cut table counts only outside of some equations."""
+
+    def __init__(self, made: Callable[[Eqn], bool]) -> None:
+        super().__init__(raw=False)
+        self.made = made
+
+    def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
+        return self.uncut.step(eqn, bits) if self.made(eqn) else super().step(eqn, bits)
+
+
+class InnerDerivatives:
+    """What flows through derivatives that a program takes itself; `made` tells their equations.
+
+    An input *enters* one if it reaches, less the cut table, the result of such an equation.
+    """
+
+    def __init__(self, made: Callable[[Eqn], bool]) -> None:
+        self.made, self.flow = made, Flow(raw=False)
+
+    def constants_and_cuts(self, closed_jaxpr: Jaxpr, outs: int) -> tuple[list[bool], list[bool]]:
+        """For each input: does it enter a derivative that is constant, or that is cut afterwards?
+
+        Both are of inputs that do not reach the first `outs` outputs. Within a derivative a cut
+        is one of its own: of a comparison that a maximum's derivative makes, say.
+        """
+        jaxpr = open_jaxpr(closed_jaxpr)
+        entered = self.entered(jaxpr)
+        within, raw, known = (
+            _any(flow.of_jaxpr(jaxpr)[:outs])
+            for flow in (_CutOutside(self.made), Flow(raw=True), self.flow)
+        )
+        constant = entered & ~known & (within | ~raw)
+        cut = entered & ~known & ~constant
+        count = range(len(jaxpr.invars))
+        return [bool(constant >> i & 1) for i in count], [bool(cut >> i & 1) for i in count]
+
+    def entered(self, jaxpr: Jaxpr) -> int:
+        """The mask of the inputs that enter a derivative."""
+        env = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
+        total = 0
+        for eqn in jaxpr.eqns:
+            bits = _read(env, eqn.invars)
+            if not any(bits):
+                continue
+            written = self.flow.step(eqn, bits)
+            env.update(zip(targets(eqn), written, strict=True))
+            if self.made(eqn):
+                total |= _any(written)
+                continue
+            for body in bodies(eqn):
+                inner, back = self.flow.of_jaxpr(body.jaxpr), self.entered(body.jaxpr)
+                back = _closure(back, {i: inner[k] for k, i in body.carries})
+                total |= _union(back, [bits[i] for i in body.inputs])
+        return total
+
+
+def _read(env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
+    return [0 if isinstance(atom, Literal) else env.get(atom, 0) for atom in atoms]
+
+
+def _untouched(eqn: Eqn) -> list[int]:
+    """What leaves a loop as it came, when the loop may run no time at all."""
+    if eqn.primitive.name == "while":
+        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        return [1 << first + k for k in range(len(eqn.outvars))]
+    masks = [0] * len(eqn.outvars)
+    if eqn.primitive.name == "scan" and not eqn.params["length"]:
+        consts, carried = scan_counts(eqn)
+        for k in range(carried):
+            masks[k] = 1 << consts + k
+    return masks
+
+
+def _closure(mask: int, back: dict[int, int]) -> int:
+    """The inputs of a loop's body behind a mask, over any number of rounds."""
+    total = pending = mask
+    while pending:
+        low = pending & -pending
+        new = back.get(low.bit_length() - 1, 0) & ~total
+        total |= new
+        pending = (pending ^ low) | new
+    return total

@@ -1,0 +1,176 @@
+"""Arrays that a rule closes over, made inputs of it: a rule may outlive the trace they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradtools.errors import GradtoolsError
+from gradtools.jax import reachability
+from gradtools.jax.rules.linearizing import hoist, linearized_rule, local_list, pushed_on
+from gradtools.jax.rules.primitives import LinearizedRule
+from gradtools.jax.trees import all_known, is_inexact, struct_of
+from gradtools.rules import KEYS, Rule, closes_over
+
+
+def closes_over_tracer(rule: Rule) -> bool:
+    """Whether what the author of a rule wrote holds an array of a running trace.
+
+    A rule may use itself, so to trace its maps whenever it is applied would never end.
+    """
+    if not reachability.within_a_trace():
+        return False
+    return closes_over(rule, lambda x: isinstance(x, jax.core.Tracer), jax.Array)
+
+
+def closed_over_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule that closes over an array that is differentiated."""
+    return GradtoolsError(
+        f"rule {rule.name!r} closes over an array with respect to which you differentiate; its "
+        "derivative would be lost. Pass that array to the function as an argument."
+    )
+
+
+def lift_captured(
+    rule: Rule, xs: Sequence[Any], differentiated: bool = False
+) -> tuple[Rule, list[Any]]:
+    """The rule with the arrays it closes over appended to its inputs, and those arrays.
+
+    Each map is traced with every tangent present. A rule that closes over nothing is returned
+    as it is.
+
+    differentiated: Whether inputs that are known are differentiated, too.
+    """
+    with pushed_on(local_list("lifting"), rule):
+        return _lift_maps(rule, xs, differentiated)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class ValueLiftedRule(Rule):
+    """A rule of whose functions the value alone was lifted.
+
+    Attributes:
+        lift: `lift(xs)` gives the rule with all lifted, and for each input of that its position in
+            `xs`, or the array that it is.
+    """
+
+    lift: Callable[[Sequence[Any]], tuple[Rule, list[Any]]]
+
+
+def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
+    """The same where a rule's maps use the rule itself: its value is traced, its maps later."""
+    n = len(xs)
+    hoisted, consts = hoist(lambda *a: list(rule.primal(*a)), *xs)
+    lifted = ValueLiftedRule.of(
+        rule,
+        primal=lambda *a: hoisted(a[n:], *a[:n]),
+        captures=False,
+        closed_over=tuple(range(n, n + len(consts))),
+        flow=None,
+        lift=partial(_lift_rest, rule, n, consts),
+    )
+    return lifted, consts
+
+
+def _lift_rest(rule: Rule, n: int, consts: list[Any], xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
+    """What the value closed over is taken from `xs`: it may be batched, or be another trace's."""
+    lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
+    at = {id(c): n + i for i, c in enumerate(consts)}
+    return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
+
+
+def _lift_maps(rule: Rule, xs: Sequence[Any], differentiated: bool) -> tuple[Rule, list[Any]]:
+    n = len(xs)
+    consts: list[Any] = []
+
+    def lift(fun: Any, *examples: Any) -> Any:
+        if fun is None:
+            return None
+        hoisted, result = hoist(fun, *examples)
+        start, stop = len(consts), len(consts) + len(result)
+        consts.extend(result)
+        return lambda own, *args: hoisted(own[start:stop], *args)
+
+    primal = lift(lambda *a: list(rule.primal(*a)), *xs)
+    anyway = differentiated or rule.reverse_only
+    moving = [
+        is_inexact(x) and i not in rule.passive and (anyway or not all_known([x]))
+        for i, x in enumerate(xs)
+    ]  # with respect to what is known nothing is differentiated; an edit shows what it cuts
+    flow = primal if rule.flow is rule.primal else lift(rule.flow, *xs)
+    if not any(moving):
+        return (rule, []) if not consts else _lifted(rule, n, consts, primal, flow)
+    maps = rule if rule.reverse_only else linearized_rule(rule, xs)
+    both, extras = (maps.forward, maps.extras) if isinstance(maps, LinearizedRule) else (None, 0)
+    results = jax.eval_shape(lambda *a: both(*a) if both else primal(consts, *a), *xs)
+    ys = results[: len(results) - extras]
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in [*xs, *results]]
+    saved = [jnp.zeros(s.shape, s.dtype) for s in maps.saved(xs, ys, results[len(ys) :])]
+    dxs = [z if m else None for z, m in zip(zeros, moving, strict=False)]
+    cts = [z for z in zeros[n : n + len(ys)] if is_inexact(z) or rule.reverse_only]
+    forward = lift(both, *xs)
+    tangent = lift(maps.tangent, saved, dxs)
+    cotangent = lift(maps.cotangent, saved, cts)
+    if not consts:
+        return rule, []
+    return _lifted(maps, n, consts, primal, flow, forward, tangent, cotangent, dxs, cts)
+
+
+def _lifted(
+    rule: Rule,
+    n: int,
+    consts: list[Any],
+    primal: Any,
+    flow: Any,
+    forward: Any = None,
+    tangent: Any = None,
+    cotangent: Any = None,
+    dxs: Sequence[Any] = (),
+    cts: Sequence[Any] = (),
+) -> tuple[Rule, list[Any]]:
+    count, more = len(consts), dict[str, Any]()
+    positions = range(n) if rule.saves is None else rule.saves
+    saves = [i if i < n else i + count for i in positions]
+    dxs, cts = ([None if x is None else struct_of(x) for x in xs] for xs in (dxs, cts))
+
+    def unmoved(_: Any, __: Any) -> list[Any]:
+        raise closed_over_error(rule)
+
+    def run_tangent(a: Any, v: Any) -> list[Any]:
+        return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
+
+    def run_cotangent(a: Any, v: Any) -> list[Any]:
+        result = cotangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v, cts))
+        return [*result, *([None] * count)]
+
+    if isinstance(rule, LinearizedRule):
+        more["forward"] = lambda *a: forward(a[n:], *a[:n])
+    lifted = replace(
+        rule,
+        primal=lambda *a: primal(a[n:], *a[:n]),
+        flow=rule.flow and (lambda *a: flow(a[n:], *a[:n])),
+        tangent=run_tangent if tangent else None if cotangent else unmoved,
+        cotangent=cotangent and run_cotangent,
+        linearize=None if cotangent else rule.linearize,
+        joint=None if cotangent else rule.joint,
+        saves=(*saves, *range(n, n + count)),
+        captures=False,
+        closed_over=tuple(range(n, n + count)),
+        written=(),
+        key=next(KEYS),
+        **more,
+    )
+    return lifted, consts
+
+
+def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
+    """`values` with zeros for None wherever `examples` has an array, and None elsewhere."""
+    return [
+        None if e is None else jnp.zeros(e.shape, e.dtype) if v is None else v
+        for v, e in zip(values, examples, strict=True)
+    ]

@@ -1,0 +1,270 @@
+"""A rule at its first derivative: both maps, and what they read, made explicit.
+
+JAX's cotangents are the conjugates of gradtools'. A linearized rule speaks JAX's language; the
+conversion is in `_native` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradtools.errors import GradtoolsError
+from gradtools.jax.rules.checking import (
+    hold_evaluated,
+    hold_maps,
+    hold_transposed,
+    looks_of,
+    moving_of,
+    under_the_trace,
+    would_lose,
+)
+from gradtools.jax.rules.kept_alive import remembered
+from gradtools.jax.rules.primitives import READS_A_VALUE, LinearizedRule, Mask, in_words
+from gradtools.jax.rules.transposing import NOT_LINEAR, transpose_map
+from gradtools.jax.shardings import varies
+from gradtools.jax.trees import conj, filled, likes_of, struct_of, without_none, zeros_of
+from gradtools.rules import Entries, Linearized, Rule, spread
+
+_local = threading.local()
+
+
+def local_list(what: str) -> list[Any]:
+    """The rules whose maps are being lifted, or linearized, by this thread right now."""
+    return _local.__dict__.setdefault(what, [])
+
+
+@contextmanager
+def pushed_on(stack: list[Any], entry: Any) -> Iterator[None]:
+    stack.append(entry)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
+def linearized_rule(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> LinearizedRule:
+    """The rule with both maps, and with what they read made explicit.
+
+    Its maps are JAX's own: conjugated, with cotangents and tangents of floating outputs alone.
+
+    given: Which inputs are differentiated, for a rule that wants to know (`symbolic`); the maps
+        then hold for these.
+    """
+    if isinstance(rule, LinearizedRule):
+        return rule
+    with pushed_on(local_list("linearizing"), rule.contract or rule):
+        return _linearized_now(rule, xs, given if rule.symbolic else None)
+
+
+def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> LinearizedRule:
+    hold_maps(rule, xs, given)
+    result: list[Linearized] = []
+
+    def forward(*xs: Any) -> list[Any]:
+        made = _maps_at(rule, xs, given)
+        result[:] = [_without_arrays(made)]  # tracers would leak
+        return [*made.ys, *made.extras]
+
+    closed = _traced(rule, forward, [jax.typeof(x) for x in xs])
+    run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
+    return LinearizedRule.made_of(rule, result[0], run, given)
+
+
+def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
+    """The jaxpr of what the author of a rule wrote."""
+    with in_words(rule):
+        return jax.make_jaxpr(fun)(*at)
+
+
+def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
+    """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
+    given = given if rule.symbolic else None
+    result: list[Linearized] = []
+
+    def evaluate(*xs: Any) -> list[Any]:
+        made = _maps_at(rule, xs, given)
+        result[:] = [_without_arrays(made)]
+        return _outputs_of(made)
+
+    with pushed_on(local_list("linearizing"), rule.contract or rule):
+        told = hold_maps(rule, xs, given)
+        out = under_the_trace(evaluate, xs)
+        if not told:
+            hold_evaluated(rule, xs, result[0], out)
+    again = lambda *xs: _outputs_of(_maps_at(rule, xs, given))
+    return out, LinearizedRule.made_of(rule, result[0], again, given)
+
+
+def _outputs_of(made: Linearized) -> list[Any]:
+    return [*made.ys, *made.extras]
+
+
+def _without_arrays(made: Linearized) -> Linearized:
+    return replace(made, ys=[], extras=[None] * len(made.extras))
+
+
+def _maps_at(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Linearized:
+    jointly = rule.joint is not None and rule.linearize is None
+    made = _split(rule, xs, given) if jointly else None
+    return made or _native(rule, rule.at(*xs, perturbed=given), xs, given)
+
+
+def _native(
+    rule: Rule, found: Linearized, xs: Sequence[Any], given: Mask | None = None
+) -> Linearized:
+    """The maps of one evaluation as JAX's own; a missing one is the other's transpose."""
+    given_tangent, given_cotangent = found.tangent, found.cotangent
+    like_xs, like_ys, looks = likes_of(xs), likes_of(found.ys), looks_of(xs)
+    inexact = [like is not None for like in like_ys]
+    moving = moving_of(rule, like_xs, given)
+
+    def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+        if given_tangent is None:
+            return transposed_cotangent(saved, dxs)
+        if rule.fills("tangent"):
+            dxs = filled(dxs, like_xs)
+        pairs = zip(given_tangent(saved, dxs), like_ys, strict=True)
+        return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
+
+    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+        if given_cotangent is None:
+            return transposed_tangent(saved, cts)
+        if rule.fills("cotangent"):
+            cts = filled(cts, without_none(like_ys))
+        conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
+        pairs = zip(given_cotangent(saved, conjugated), like_xs, strict=True)
+        return [
+            None if like is None else conj(_checked(rule, "cotangent", ct, like))
+            for ct, like in pairs
+        ]
+
+    def transposed_cotangent(saved: Entries, dxs: Entries) -> list[Any]:
+        def pull(*cts: Any) -> list[Any]:
+            found = zip(cotangent(saved, cts), dxs, strict=True)
+            return [ct for ct, dx in found if dx is not None]
+
+        hold_transposed(rule, looks, pull, without_none(like_ys))
+        return transpose_map(rule, "cotangent", pull, without_none(like_ys), without_none(dxs))
+
+    def transposed_tangent(saved: Entries, cts: Entries) -> list[Any]:
+        if rule.contract is not None and looks in rule.contract.losing:
+            raise rule.contract.lost("tangent", rule.contract.losing[looks])
+
+        def push(*dxs: Any) -> list[Any]:
+            return tangent(saved, spread(dxs, moving))
+
+        examples = [like for like, m in zip(like_xs, moving, strict=True) if m]
+        full = filled(cts, without_none(like_ys))
+        return spread(transpose_map(rule, "tangent", push, examples, full), moving)
+
+    return replace(found, tangent=tangent, cotangent=cotangent)
+
+
+def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRule:
+    """The maps of a rule that needs no evaluation to have them.
+
+    They depend on what the arrays look like alone, and are kept with the rule: JAX compiles a
+    primitive for each rule that it is bound with, and would compile and keep each call's own.
+    """
+    looks = tuple(jax.typeof(x) for x in (*xs, *ys))
+
+    def make() -> LinearizedRule:
+        made = _native(rule, rule.reading(xs, list(ys)), xs)
+        return LinearizedRule.made_of(rule, replace(made, ys=[], extras=[]), rule.primal)
+
+    return remembered(rule, ("maps", looks), make)
+
+
+def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Linearized | None:
+    """A rule that gives values and tangents at once, parted into what x decides and the rest.
+
+    The first part is the forward pass, and what it leaves for the second are the extras.
+    Transposing runs whatever does not depend on a tangent, so transposing twice parts them.
+    """
+    full_like = likes_of(xs)
+    mask = moving_of(rule, full_like, given)
+    like_xs = [like for like, m in zip(full_like, mask, strict=True) if m]
+    ys: list[Any] = []
+    staged: list[bool] = []
+
+    def push(*dxs: Any) -> list[Any]:
+        assert rule.joint is not None
+        full = spread(dxs, mask)
+        ys[:], dys = rule.joint(xs, filled(full, full_like) if rule.fills("tangent") else full)
+        kinds = {type(dx) for dx in dxs if isinstance(dx, jax.core.Tracer)}
+        staged[:] = [type(y) in kinds for y in ys]  # a value in the program of its tangent
+        pairs = zip(dys, likes_of(ys), strict=True)
+        return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
+
+    if any(varies(x) for x in xs):
+        return None
+    if would_lose(rule, xs, push, like_xs):
+        return None
+    try:
+        pull = jax.linear_transpose(push, *map(struct_of, like_xs))
+        if any(staged):
+            return None
+        like_ys = without_none(likes_of(ys))
+        hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
+    except READS_A_VALUE:
+        raise
+    except NOT_LINEAR:
+        return None  # forward mode needs no transpose; reverse mode will say why there is none
+
+    follows = [isinstance(c, jax.core.Tracer) for c in consts]
+    extras = [c for c, f in zip(consts, follows, strict=True) if f]
+    fixed = [None if f else c for c, f in zip(consts, follows, strict=True)]  # outlives a trace
+
+    def back(saved: Entries, *cts: Any) -> list[Any]:
+        new = iter(saved)
+        return hoisted([next(new) if f else c for c, f in zip(fixed, follows, strict=True)], *cts)
+
+    def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+        full = filled([dx for dx, m in zip(dxs, mask, strict=True) if m], like_xs)
+        return transpose_map(rule, "tangent", lambda *cts: back(saved, *cts), like_ys, full)
+
+    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+        return spread(back(saved, *filled(cts, like_ys)), mask)
+
+    places = {id(x): i for i, x in reversed(list(enumerate([*xs, *ys])))}
+    own = list({id(c): c for c in extras if id(c) not in places}.values())
+    places |= {id(c): len(xs) + len(ys) + k for k, c in enumerate(own)}
+    return Linearized(list(ys), own, tuple([places[id(c)] for c in extras]), tangent, cotangent)
+
+
+def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
+    """A zero for None; an error where a map's result does not have the shape it must have."""
+    if value is None:
+        return zeros_of(like)
+    unchecked = jax.config.jax_disable_bwd_checks  # type: ignore[attr-defined]  # made by JAX
+    if jnp.shape(value) != tuple(like.shape) and not unchecked:
+        raise GradtoolsError(
+            f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
+            f"expected {tuple(like.shape)}, that of what it belongs to."
+        )
+    return jnp.asarray(value, like.dtype)
+
+
+def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """`fun` with what it closes over made explicit: `hoisted(consts, *args)`, and consts.
+
+    A rule runs when the trace in which it was made may have ended, and a tracer that it closes
+    over is dead by then. So what it closes over becomes an input.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*examples)
+    treedef = jax.tree.structure(shapes)
+    # Without consts, which the closed one holds, and from JAX 0.12 on the open one as well.
+    jaxpr = closed.jaxpr.replace(constvars=closed.jaxpr.constvars)
+
+    def hoisted(consts: Sequence[Any], *args: Any) -> Any:
+        flat = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(treedef, flat)
+
+    return hoisted, list(closed.consts)

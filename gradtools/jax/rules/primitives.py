@@ -1,0 +1,280 @@
+"""The primitives that a rule becomes in a jaxpr, and what each of them computes.
+
+The linear primitives take what the maps read, then those tangents (or cotangents) that are not
+zero; the static masks `given` and `wanted` say which these are and which ones are asked for,
+and `outs` what comes out. How they are differentiated and batched stands in `rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import batching, mlir
+
+from gradtools.errors import refusal
+from gradtools.jax import jaxprs
+from gradtools.jax._upstream import Primitive, prints_as
+from gradtools.jax.rules.kept_alive import LIFE, MortalPrimitive, mortal, recalled, remembered
+from gradtools.jax.shardings import varies, with_varying_tangent
+from gradtools.jax.trees import is_inexact
+from gradtools.rules import Linearized, Rule, spread
+
+Mask = tuple[bool, ...]
+
+READS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+_IS_TRACED = (
+    "its rule reads the value of an array (a Python if or while, bool(), float(), NumPy) where it "
+    "is traced, as it is under jit, vmap, in loops and at second order. Use jax.numpy.where or "
+    "jax.lax.cond; pass what selects the program by static_argnames; take NumPy code into the "
+    "program by host_function."
+)
+
+
+@contextmanager
+def in_words(rule: Rule) -> Iterator[None]:
+    """Says what JAX says of code that reads the value of a traced array, of an author's rule."""
+    try:
+        yield
+    except READS_A_VALUE as error:
+        if rule.contract is None:
+            raise
+        raise refusal(error, f"{rule.contract.name}: {_IS_TRACED} JAX says: {error}") from error
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LinearizedRule(Rule):
+    """A rule with both maps, and with what they read made explicit.
+
+    Attributes:
+        forward: `forward(*xs)` gives `[*ys, *extras]`.
+        extras: How many extras `forward` gives.
+        perturbed: Where it was evaluated for some inputs alone, which these are; its maps hold for
+            no others, which `whole` has.
+        whole: The rule for all inputs, where there are `perturbed` ones.
+    """
+
+    forward: Callable[..., list[Any]]
+    extras: int
+    perturbed: Mask | None = None
+    whole: Rule | None = None
+
+    @classmethod
+    def made_of(
+        cls,
+        rule: Rule,
+        made: Linearized,
+        forward: Callable[..., list[Any]],
+        given: Mask | None = None,
+    ) -> LinearizedRule:
+        """The rule with the maps of one evaluation, which `forward` repeats."""
+        return cls.of(
+            rule,
+            tangent=made.tangent,
+            cotangent=made.cotangent,
+            saves=made.saves,
+            linearize=None,
+            joint=None,
+            forward=forward,
+            extras=len(made.extras),
+            perturbed=given,
+            whole=None if given is None else rule,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PartialRule(Rule):
+    """A rule that gives the outputs that are `used` alone; its derivative is that of `whole`."""
+
+    used: Mask
+    whole: Rule
+
+    def pick(self, full: Iterable[Any]) -> list[Any]:
+        """What belongs to the outputs that are used."""
+        return [y for y, u in zip(full, self.used, strict=True) if u]
+
+
+def as_arrays(xs: Sequence[Any]) -> list[Any]:
+    """The same with arrays for numbers, which JAX hands on as they were given."""
+    return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
+
+
+def promoting(rule: Rule) -> Any:
+    """An edit's own arithmetic, a real scale times a complex cotangent, however strict JAX is."""
+    return jax.numpy_dtype_promotion("standard") if rule.identity else nullcontext()
+
+
+def eval_primal(*xs: Any, rule: Rule) -> list[Any]:
+    """What the rule's function gives."""
+    return list(rule.primal(*as_arrays(xs)))
+
+
+def _evaluation(*xs: Any, rule: LinearizedRule) -> list[Any]:
+    """Outputs and extras in one, so that both are dropped or recomputed together."""
+    return eval_forward(rule, as_arrays(xs))
+
+
+def _value(*operands: Any, rule: LinearizedRule, xs: int) -> list[Any]:
+    return list(operands[xs : len(operands) - rule.extras])
+
+
+def eval_tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
+    """The rule's tangent map."""
+    n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
+    assert rule.tangent is not None
+    with promoting(rule), in_words(rule):
+        return rule.tangent(operands[:n], spread(operands[n:], given))
+
+
+def eval_cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any) -> Any:
+    """The rule's cotangent map; of its results those that are wanted."""
+    n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
+
+    def run(*operands: Any) -> list[Any]:
+        assert rule.cotangent is not None
+        with promoting(rule), in_words(rule):
+            result = rule.cotangent(operands[:n], spread(operands[n:], given))
+        return [ct for ct, w in zip(result, wanted, strict=True) if w]
+
+    return run(*operands) if rule.flow is None else without_the_rest(run, operands)
+
+
+def without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+    """`run(*operands)` without the equations of which no result is used.
+
+    Under jit XLA leaves them out; outside nobody else would.
+    """
+    closed = jax.make_jaxpr(run)(*operands)
+    return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
+
+
+def eval_forward(maps: LinearizedRule, xs: Any) -> list[Any]:
+    """Outputs and extras of a linearized rule."""
+    if not maps.extras:
+        return list(maps.forward(*[jax.lax.stop_gradient(x) for x in xs]))
+    return list(
+        maps.forward(*[with_varying_tangent(x) if varies(x) and is_inexact(x) else x for x in xs])
+    )
+
+
+def _define(
+    name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]
+) -> MortalPrimitive:
+    primitive = MortalPrimitive(name, "rule")
+    primitive.def_impl(mortal(run))
+    primitive.def_abstract_eval(mortal(abstract))
+    mlir.register_lowering(primitive, mlir.lower_fun(mortal(run), multiple_results=True))
+    return primitive
+
+
+def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
+    def abstract(*avals: Any, **params: Any) -> list[Any]:
+        # `make_jaxpr`, not `eval_shape`: its avals keep weak types and, under shard_map, the
+        # axes over which a value varies.
+        return list(jaxpr_of(run, tuple(avals), params).out_avals)
+
+    return abstract
+
+
+def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
+    """What a primitive with these parameters computes; traced once while its rule lives."""
+    params = {name: value for name, value in params.items() if name != LIFE}
+    make = lambda: jax.make_jaxpr(lambda *xs: run(*xs, **params))(*avals)
+    return remembered(params["rule"], _jaxpr_key(run, avals, params), make)
+
+
+def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tuple[Any, ...]:
+    return run, avals, tuple([item for item in params.items() if item[0] not in ("rule", LIFE)])
+
+
+primal_p = _define("gradtools_primal", eval_primal, _traced_outs(eval_primal))
+evaluation_p = _define("gradtools_evaluation", _evaluation, _traced_outs(_evaluation))
+value_p = _define("gradtools_value", _value, _traced_outs(_value))
+tangent_p = _define("gradtools_tangent", eval_tangent, lambda *operands, ys, **_: list(ys))
+cotangent_p = _define("gradtools_cotangent", eval_cotangent, lambda *operands, xs, **_: list(xs))
+
+
+def _flowing(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
+    assert rule.flow is not None
+    return list(rule.flow(*operands[:xs]))
+
+
+def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
+    """For `tracing`: the jaxpr of an equation of a primitive, if its rule's data flow counts."""
+
+    def flow(eqn: Any) -> Any:
+        if eqn.params["rule"].flow is None:
+            return None
+        return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
+
+    return flow
+
+
+primal_p.gradtools_flow = value_p.gradtools_flow = _flow(_flowing)
+tangent_p.gradtools_flow, cotangent_p.gradtools_flow = _flow(eval_tangent), _flow(eval_cotangent)
+
+
+def _program(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
+    """For `homogeneous`: the jaxpr of what an equation of a primitive computes."""
+    return lambda eqn: jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
+
+
+primal_p.gradtools_program = _program(eval_primal)
+evaluation_p.gradtools_program = _program(_evaluation)
+tangent_p.gradtools_program, cotangent_p.gradtools_program = (
+    _program(eval_tangent),
+    _program(eval_cotangent),
+)
+reverse_only_p = Primitive("gradtools_reverse_only")
+reverse_only_p.multiple_results = True
+reverse_only_p.def_impl(lambda *xs, name: list(xs))
+reverse_only_p.def_abstract_eval(lambda *avals, name: list(avals))
+mlir.register_lowering(
+    reverse_only_p, mlir.lower_fun(lambda *xs, name: list(xs), multiple_results=True)
+)
+reverse_only_p.__doc__ = "Marks, in a jaxpr, a function that forward mode cannot enter."
+
+
+def _mark_batch(args: Any, dims: Any, name: str) -> Any:
+    return reverse_only_p.bind(*args, name=name), dims
+
+
+batching.primitive_batchers[reverse_only_p] = _mark_batch
+
+
+# --- what a printed jaxpr says of them ---------------------------------------------------
+
+
+def _shown_value(eqn: Any) -> dict[str, Any]:
+    """As of a `custom_jvp` or `custom_vjp`: its name, its program and its author's functions."""
+    rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
+    run = eval_primal if eqn.primitive is primal_p else _evaluation
+    used = {"used": list(rule.used)} if isinstance(rule, PartialRule) else {}
+    program = recalled(rule.whole if used else rule, _jaxpr_key(run, avals, eqn.params))
+    shown = used if program is None else used | {"call_jaxpr": program}
+    if rule.called:
+        shown |= {**dict(rule.called), "symbolic_zeros": bool(rule.symbolic)}
+    return {"name": rule.name, **dict(sorted(shown.items()))}
+
+
+def _shown_map(eqn: Any) -> dict[str, Any]:
+    """As of the linear half of a `custom_vjp`; `num_res` is how much it reads."""
+    rule, given = eqn.params["rule"], eqn.params["given"]
+    shown = {
+        "in_zeros": [not g for g in given],
+        "num_res": len(eqn.invars) - sum(given),
+        "symbolic_zeros": bool(rule.symbolic),
+    }
+    of = dict(rule.called) or {"name": rule.name}
+    return dict(sorted({**shown, **{k: x for k, x in of.items() if k != "fwd"}}.items()))
+
+
+prints_as(primal_p, _shown_value)
+prints_as(evaluation_p, _shown_value)
+prints_as(value_p, lambda eqn: {"name": eqn.params["rule"].name})
+prints_as(tangent_p, _shown_map)
+prints_as(cotangent_p, _shown_map)

@@ -1,0 +1,108 @@
+"""The map of a rule that was not given: the transpose of the other one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradtools.errors import GradtoolsError, is_of
+from gradtools.jax import reachability
+from gradtools.jax.rules.checking import check_linear
+from gradtools.jax.rules.primitives import READS_A_VALUE, primal_p
+from gradtools.jax.shardings import varies, varying
+from gradtools.jax.trees import conj, struct_of, without_none, zeros_of
+from gradtools.rules import Rule
+
+NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError)
+
+
+def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
+    """The transpose of `linear` (shaped like `examples` to `values`), applied to `values`."""
+    try:
+        if any(varies(v) for v in values):
+            return _transposed_by_vjp(linear, examples, values)
+        return list(jax.linear_transpose(linear, *map(struct_of, examples))(list(values)))
+    except READS_A_VALUE:
+        raise
+    except NOT_LINEAR as error:
+        if not is_of("jax", error):
+            raise
+        raise GradtoolsError(
+            f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
+            f"but JAX cannot transpose it: a {which} map must be linear in its {which}s. "
+            f"Give the missing map as well, or make this one linear. JAX says: {error}"
+        ) from error
+
+
+def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
+    """Under shard_map with check_vma=True jax.linear_transpose has no types for its inputs.
+
+    The pullback of a linear map is its transpose, anywhere; that it is the same everywhere is
+    read from the jaxpr.
+    """
+    axes = frozenset().union(*map(varies, values))
+    zeros = [varying(zeros_of(e), axes) for e in examples]
+
+    def pulled(at: Any, cts: Any) -> Any:
+        return jax.vjp(lambda *v: linear(*v), *at)[1](cts)
+
+    if not _is_one_kernel(linear, zeros):
+        flow = reachability.raw_matrix(jax.make_jaxpr(pulled)(zeros, list(values)))
+        if any(any(row[: len(zeros)]) for row in flow):
+            raise ValueError("its derivative depends on where it is taken")
+    return list(pulled(zeros, list(values)))
+
+
+def _is_one_kernel(linear: Any, zeros: Sequence[Any]) -> bool:
+    """Whether the map is the backward pass of a host function: numbers say if it is linear."""
+    closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
+    eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
+    if [e.primitive for e in eqns] != [primal_p] or eqns[0].params["rule"].source is None:
+        return False
+    moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
+    likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
+    check_linear(eqns[0].params["rule"], likes, moving)
+    return True
+
+
+def transpose(
+    rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
+) -> list[Any]:
+    """The transpose of `vs -> linear(at, *vs)` in gradtools' convention, at `values`."""
+
+    def own(*vs: Any) -> list[Any]:
+        return [conj(y) for y in linear(at, *map(conj, vs))]
+
+    return transpose_map(rule, which, own, [jax.typeof(x) for x in examples], values)
+
+
+def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any]:
+    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs."""
+    known = [] if callable(cts) else without_none(cts)
+    axes = frozenset().union(*map(varies, [*xs, *known]))
+    outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])
+    pairs = zip(outs, cts(outs) if callable(cts) else cts, strict=True)
+    full = [_zero_cotangent(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
+    return [conj(x) for x in pullback(full)]
+
+
+def _zero_cotangent(y: Any) -> Any:
+    if jnp.issubdtype(y.dtype, jnp.inexact):
+        return jnp.zeros_like(y)
+    return np.zeros(y.shape, jax.dtypes.float0)
+
+
+def push(fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]) -> list[Any]:
+    """The pushforward of `fun` at xs, of `dxs`."""
+    return value_and_push(fun, xs, dxs)[1]
+
+
+def value_and_push(
+    fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The outputs and the pushforward, of one evaluation."""
+    return jax.jvp(lambda *a: list(fun(*a)), tuple(xs), tuple(dxs))

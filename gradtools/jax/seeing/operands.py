@@ -1,0 +1,372 @@
+"""What an equation computes with, in the words of both frameworks.
+
+The order in which its operands are told, and as attributes all else that makes it what it is and
+is not as it is by default. The names are those of `seeing/formula/vocabulary/`; what has no word
+there keeps JAX's own. How an array is laid out, and on which devices, is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from string import ascii_lowercase
+from typing import Any
+
+import numpy as np
+
+from gradtools.jax import jaxprs
+from gradtools.jax.jaxprs import Eqn
+
+Attributes = dict[str, Any]
+
+
+def name_of(eqn: Eqn) -> str:
+    """The neutral name of a primitive."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return "matmul" if _is_matmul(eqn) else "einsum"
+    if name == "select_n" and not _is_choice(eqn):
+        return "select"
+    if name == "fft":
+        kind = eqn.params["fft_type"]
+        return str(getattr(kind, "name", kind)).lower()
+    if name in LOGIC and eqn.outvars[0].aval.dtype == np.bool_:
+        return LOGIC[name]
+    return _NAMES.get(name, name)
+
+
+def order_of(eqn: Eqn) -> tuple[int, ...]:
+    """The positions of its operands, in the order in which they are told."""
+    name = eqn.primitive.name
+    if name == "select_n" and _is_choice(eqn):
+        return 0, 2, 1
+    return (1, 0, 2) if name == "clamp" else tuple(range(len(eqn.invars)))
+
+
+def exponent_of(eqn: Eqn) -> int | None:
+    """The number that is an operand of the operation, and a parameter of the equation."""
+    return int(eqn.params["y"]) if eqn.primitive.name == "integer_pow" else None
+
+
+def attributes_of(eqn: Eqn) -> Attributes:
+    """What it was given that is no array and no program."""
+    name = eqn.primitive.name
+    form = _FORMS.get(name)
+    if form is not None:
+        told = form(eqn.params, eqn)
+        return {key: _plain(value) for key, value in told.items() if value is not None}
+    if name in _NAMED:
+        result = {"name": eqn.params["name"]} if "name" in eqn.params else {}
+    else:
+        result = {key: value for key, value in eqn.params.items() if key not in _UNSAID}
+    plain = {key: _plain(value) for key, value in result.items() if not _is_program(value)}
+    return {key: value for key, value in plain.items() if value is not None and value is not False}
+
+
+def _is_program(value: Any) -> bool:
+    return callable(value) or any(jaxprs.sub_jaxprs(value))
+
+
+def _plain(value: Any) -> Any:
+    """A parameter as numbers, words and tuples of them."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, np.dtype):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+# --- forms -------------------------------------------------------------------------------
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in values)
+
+
+def _unless(usual: Any, value: Any) -> Any:
+    return None if value == usual else value
+
+
+def _is_choice(eqn: Eqn) -> bool:
+    return len(eqn.invars) == 3 and eqn.invars[0].aval.dtype == np.bool_
+
+
+def _reduced(p: Any, eqn: Eqn) -> Attributes:
+    axes = _ints(p["axes"])
+    return {"axes": axes} if len(axes) < len(_shape(eqn.invars[0])) else {}
+
+
+def _broadcast(p: Any, eqn: Eqn) -> Attributes:
+    shape, axes = _ints(p["shape"]), _ints(p["broadcast_dimensions"])
+    last = tuple(range(len(shape) - len(axes), len(shape)))
+    return {"shape": shape} | ({"axes": axes} if axes != last else {})
+
+
+def _reshaped(p: Any, eqn: Eqn) -> Attributes:
+    order = eqn.primitive.name == "reshape" and p["dimensions"]  # transposed so before
+    result: Attributes = {"shape": _shape(eqn.outvars[0])}
+    return {**result, "permutation": _ints(order)} if order else result
+
+
+def _sliced(p: Any, eqn: Eqn) -> Attributes:
+    return {"start": _ints(p["start_indices"]), "limit": _ints(p["limit_indices"])} | (
+        {"stride": _ints(p["strides"])} if p["strides"] and set(p["strides"]) != {1} else {}
+    )
+
+
+def _padded(p: Any, eqn: Eqn) -> Attributes:
+    low, high, interior = (_ints(part) for part in zip(*p["padding_config"], strict=True))
+    return {"low": low, "high": high} | ({"interior": interior} if any(interior) else {})
+
+
+def _is_matmul(eqn: Eqn) -> bool:
+    """Whether it is NumPy's matmul of two arrays with equal batches."""
+    (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
+    a, b = len(_shape(eqn.invars[0])), len(_shape(eqn.invars[1]))
+    batch = tuple(range(len(batch_left)))
+    if tuple(batch_left) != batch or tuple(batch_right) != batch or not (a and b):
+        return False
+    contracted = _ints(left) == (a - 1,) and _ints(right) == (max(b - 2, 0),)
+    if batch:
+        return contracted and a == b == len(batch) + 2
+    return contracted and b <= 2
+
+
+def _contracted(p: Any, eqn: Eqn) -> Attributes:
+    if _is_matmul(eqn):
+        return {}
+    return {"subscripts": subscripts(eqn)}
+
+
+def subscripts(eqn: Eqn) -> str:
+    """A contraction as einsum says it."""
+    (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
+    names = iter(ascii_lowercase)
+    first = [next(names) for _ in _shape(eqn.invars[0])]
+    tied = dict(zip((*right, *batch_right), (*left, *batch_left), strict=True))
+    second = [first[tied[i]] if i in tied else next(names) for i in range(eqn.invars[1].aval.ndim)]
+    out = [first[i] for i in batch_left]
+    out += [letter for i, letter in enumerate(first) if i not in (*left, *batch_left)]
+    out += [letter for i, letter in enumerate(second) if i not in tied]
+    return f"{''.join(first)},{''.join(second)}->{''.join(out)}"
+
+
+def _convolved(p: Any, eqn: Eqn) -> Attributes:
+    spatial = len(p["window_strides"])
+    usual: dict[str, Any] = {"stride": (1,) * spatial, "padding": ((0, 0),) * spatial}
+    usual |= {"dilation": (1,) * spatial, "input_dilation": (1,) * spatial}
+    usual |= {"groups": 1, "batch_groups": 1}
+    result = {
+        "stride": _ints(p["window_strides"]),
+        "padding": tuple(_ints(pair) for pair in p["padding"]),
+        "dilation": _ints(p["rhs_dilation"]),
+        "input_dilation": _ints(p["lhs_dilation"]),
+        "groups": p["feature_group_count"],
+        "batch_groups": p["batch_group_count"],
+    }
+    result = {key: value for key, value in result.items() if value != usual[key]}
+    specs = [tuple(spec) for spec in p["dimension_numbers"]]
+    plain = tuple(range(spatial + 2))
+    return result if specs == [plain] * 3 else {**result, "layout": tuple(specs)}
+
+
+def _pooled(p: Any, eqn: Eqn) -> Attributes:
+    """Of the last axes, from the first on along which there is a window."""
+    window, stride = _ints(p["window_dimensions"]), _ints(p["window_strides"])
+    padding = tuple(_ints(pair) for pair in p["padding"])
+    dilation, inner = _ints(p["window_dilation"]), _ints(p["base_dilation"])
+    along = zip(window, stride, padding, dilation, inner, strict=True)
+    first = next((i for i, axis in enumerate(along) if axis != (1, 1, (0, 0), 1, 1)), 0)
+    result: dict[str, Any] = {"window": window[first:], "stride": stride[first:]}
+    result["padding"] = padding[first:]
+    result |= {"dilation": dilation[first:], "input_dilation": inner[first:]}
+    ones, none = (1,) * len(result["window"]), ((0, 0),) * len(result["window"])
+    usual = {"stride": result["window"], "padding": none, "dilation": ones, "input_dilation": ones}
+    return {key: value for key, value in result.items() if value != usual.get(key)}
+
+
+def _transformed(p: Any, eqn: Eqn) -> Attributes:
+    """Along the last axes; of the inverse to real numbers the length of the last."""
+    lengths, rank = _ints(p["fft_lengths"]), len(_shape(eqn.invars[0]))
+    axes = tuple(range(rank - len(lengths), rank))
+    return {"axes": axes, "length": lengths[-1] if name_of(eqn) == "irfft" else None}
+
+
+def _of_triangle(p: Any, eqn: Eqn) -> Attributes:
+    """What is not lower, from the left, and the matrix itself."""
+    return {
+        "lower": _unless(True, bool(p["lower"])),
+        "left": _unless(True, bool(p["left_side"])),
+        "unit": _unless(False, bool(p["unit_diagonal"])),
+        "transpose": _unless(False, bool(p["transpose_a"])),
+        "conjugate": _unless(False, bool(p["conjugate_a"])),
+    }
+
+
+def _gathered(p: Any, eqn: Eqn) -> Attributes:
+    d, shape = p["dimension_numbers"], _shape(eqn.invars[0])
+    axes, sizes = _ints(d.start_index_map), _ints(p["slice_sizes"])
+    usual = tuple(1 if a in axes else n for a, n in enumerate(shape))
+    collapsed = _ints(d.collapsed_slice_dims)
+    last = len(_shape(eqn.outvars[0]))
+    whole = tuple(range(last - len(d.offset_dims), last))
+    return {
+        "axes": axes,
+        "sizes": sizes if sizes != usual else None,
+        "kept": tuple(a for a in axes if a not in collapsed) or None,
+        "offset_axes": _ints(d.offset_dims) if _ints(d.offset_dims) != whole else None,
+        "batch_axes": _ints(d.operand_batching_dims) or None,
+        "index_batch_axes": _unless_first(d.start_indices_batching_dims),
+        "mode": _bounds(p["mode"]),
+    }
+
+
+def _scattered(p: Any, eqn: Eqn) -> Attributes:
+    d = p["dimension_numbers"]
+    window, last = _ints(d.update_window_dims), len(_shape(eqn.invars[2]))
+    axes, inserted = _ints(d.scatter_dims_to_operand_dims), _ints(d.inserted_window_dims)
+    kind = eqn.primitive.name.replace("scatter", "").strip("-_")
+    return {
+        "axes": axes,
+        "kept": tuple(a for a in axes if a not in inserted) or None,
+        "window": window if window != tuple(range(last - len(window), last)) else None,
+        "batch_axes": _ints(d.operand_batching_dims) or None,
+        "index_batch_axes": _unless_first(d.scatter_indices_batching_dims),
+        "bounds": _bounds(p["mode"]),
+        "mode": kind or None,
+    }
+
+
+def _unless_first(axes: Any) -> tuple[int, ...] | None:
+    result = _ints(axes)
+    return None if result == tuple(range(len(result))) else result
+
+
+def _bounds(mode: Any) -> str | None:
+    """What becomes of an index out of bounds, where it is not JAX's usual."""
+    name = _plain(mode)
+    return None if name in ("fill_or_drop", "promise_in_bounds", None) else str(name)
+
+
+RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+RELATIONS |= {"eq_to": "==", "lt_to": "<", "le_to": "<="}  # the total order of a sort
+LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
+_MOVES = ["copy", "copy_p", "device_put", "pvary", "pbroadcast", "gradtools_reverse_only"]
+_REDUCTIONS = ["reduce_sum", "reduce_prod", "reduce_max", "reduce_min"]
+_REDUCTIONS += ["reduce_and", "reduce_or", "reduce_xor"]
+_RUNNING = ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"]
+_WINDOWS = ["reduce_window_sum", "reduce_window_max", "reduce_window_min"]
+_SCATTERS = ["scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"]
+_SCATTERS += [name.replace("-", "_") for name in _SCATTERS[1:]]
+_FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
+    **dict.fromkeys(_REDUCTIONS, _reduced),
+    **dict.fromkeys(("argmax", "argmin"), lambda p, e: {"axis": _ints(p["axes"])[0]}),
+    **dict.fromkeys(_RUNNING, lambda p, e: {"axis": p["axis"], "reverse": p["reverse"] or None}),
+    **dict.fromkeys(_WINDOWS, _pooled),
+    **dict.fromkeys(_SCATTERS, _scattered),
+    **dict.fromkeys(RELATIONS, lambda p, e: {"relation": RELATIONS[e.primitive.name]}),
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
+    "broadcast_in_dim": _broadcast,
+    "transpose": lambda p, e: {"permutation": _ints(p["permutation"])},
+    "dot_general": _contracted,
+    "conv_general_dilated": _convolved,
+    "gather": _gathered,
+    "slice": _sliced,
+    "dynamic_slice": lambda p, e: {"sizes": _ints(p["slice_sizes"])},
+    "pad": _padded,
+    "concatenate": lambda p, e: {"axis": p["dimension"]},
+    "convert_element_type": lambda p, e: {"dtype": str(e.outvars[0].aval.dtype)},
+    "sort": lambda p, e: {"axis": p["dimension"], "num_keys": _unless(1, p["num_keys"])},
+    "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
+    "iota": lambda p, e: {"axis": p["dimension"]},
+    "integer_pow": lambda p, e: {},
+    "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"] or None},
+    "top_k": lambda p, e: {"k": p["k"], "axis": p["axis"] % len(_shape(e.invars[0]))},
+    "round": lambda p, e: {
+        "rounding_method": _unless("to_nearest_even", _plain(p["rounding_method"]))
+    },
+    "fft": _transformed,
+    "triangular_solve": _of_triangle,
+    **dict.fromkeys(_MOVES, lambda p, e: {}),
+}
+# What is said of these is their name alone; of a composite its own attributes, too.
+_NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
+# Where an array lies and how precisely it may be computed; what a program inside is called by.
+_UNSAID = frozenset(
+    ["accuracy", "sharding", "out_sharding", "out_dtype", "preferred_element_type", "precision"]
+    + [
+        "weak_type",
+        "dimensions",
+        "input_dtype",
+        "index_dtype",
+        "rule",
+        "linear",
+        "unroll",
+        "debug_info",
+    ]
+    + ["in_tree", "out_tree", "ctx_mesh", "inline", "keep_unused", "update_consts"]
+    + ["indices_are_sorted", "unique_indices", "is_stable", "_split_transpose", "backend"]
+    + ["num_consts", "num_carry", "cond_nconsts", "body_nconsts", "symbolic_zeros"]
+)
+
+_NAMES = {
+    native: line.split()[0]
+    for line in """
+        identity        copy copy_p pvary pbroadcast device_put gradtools_reverse_only
+        stop            stop_gradient
+        negate          neg
+        arcsin          asin
+        arccos          acos
+        arctan          atan
+        arcsinh         asinh
+        arccosh         acosh
+        arctanh         atanh
+        sigmoid         logistic
+        erfinv          erf_inv
+        add             add_any
+        subtract        sub
+        multiply        mul
+        power           pow integer_pow
+        maximum         max
+        minimum         min
+        arctan2         atan2
+        divide          div
+        fmod            rem
+        clip            clamp
+        where           select_n
+        sum             reduce_sum psum psum2 psum_invariant
+        sum_pool        reduce_window_sum
+        prod            reduce_prod
+        max             reduce_max pmax
+        min             reduce_min pmin
+        max_pool        reduce_window_max
+        min_pool        reduce_window_min
+        unbind          unstack
+        all             reduce_and
+        any             reduce_or
+        compare         eq ne lt le gt ge eq_to lt_to le_to
+        cast            convert_element_type reduce_precision
+        broadcast       broadcast_in_dim
+        reshape         squeeze expand_dims
+        flip            rev
+        scatter         scatter-mul scatter-min scatter-max scatter_mul
+        scatter_add     scatter-add scatter-sub scatter_sub select_and_scatter_add
+        topk            top_k
+        logcumsumexp    cumlogsumexp
+        update          dynamic_update_slice addupdate swap
+        convolution     conv_general_dilated
+        callback        pure_callback io_callback
+        checkpoint      remat remat2
+        call            jit pjit closed_call core_call xla_call
+    """.strip().splitlines()
+    for native in line.split()[1:]
+}
+__all__ = ["attributes_of", "exponent_of", "name_of", "order_of", "subscripts"]

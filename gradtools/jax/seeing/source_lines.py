@@ -1,0 +1,104 @@
+"""Source lines of equations: the innermost line of the user's own, and the modules around it.
+
+Whose a frame is says `gradtools.code_origin`; where none is the user's, the innermost of an
+installed package stands in.
+JAX keeps with each equation the stack that made it, up to where it began to trace.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from gradtools.code_origin import PACKAGE, USER, is_in, is_ours, kind_of
+from gradtools.jax._upstream import file_of, stack_of
+
+if TYPE_CHECKING:
+    from gradtools.seeing.nodes import Source
+
+
+def source(eqn: Any, site: Source | None = None) -> Source | None:
+    """The innermost line of the user's own code that made an equation.
+
+    A stack ends where JAX began to trace a function, so inside of a library's function there may
+    be no such line; `site`, that of the call, is then given back, and where there is none a line
+    of an installed package.
+    """
+    package: Source | None = None
+    for frame in stack_of(eqn):
+        kind = kind_of(frame.file_name)
+        if kind == USER:
+            return _line(frame)
+        if kind == PACKAGE and package is None:
+            package = _line(frame)
+    return site or package
+
+
+def _line(frame: Any) -> Source:
+    return _source(frame.file_name, frame.line_num, frame.function_name.rpartition(".")[2])
+
+
+def _source(file: str, line: int, function: str) -> Source:
+    from gradtools.seeing.nodes import Source  # a room that is loaded when a line is asked for
+
+    return Source(file, line, function)
+
+
+def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:
+    """The innermost line of the user's that an error went through, and the modules around it."""
+    result: dict[int, Source] = {}
+    modules: list[str] = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        result[kind_of(code.co_filename)] = _source(code.co_filename, line, code.co_name)
+        modules += _module(code.co_qualname, code.co_filename)
+    return result.get(USER, result.get(PACKAGE)), tuple(modules)
+
+
+def is_in_rule(eqn: Any) -> bool:
+    """Whether an equation runs in the backward of a `jax.custom_vjp` whose lines JAX did not keep.
+
+    Its stack then begins at the call of the function with the rule.
+    """
+    for frame in stack_of(eqn):
+        if frame.function_name == "custom_vjp.__call__" and is_in(("jax",), frame.file_name):
+            return True
+        if kind_of(frame.file_name) == USER:
+            return False
+    return False
+
+
+def is_own(jaxpr: Any) -> bool | None:
+    """Whether the function behind a jaxpr is a library's, not the user's; None if unknown."""
+    where = file_of(jaxpr)
+    return is_in(_LIBRARIES, where) if where else None
+
+
+def is_gradtools(jaxpr: Any) -> bool:
+    return is_ours(file_of(jaxpr))
+
+
+def modules_around(eqn: Any) -> tuple[str, ...]:
+    """The classes whose ``__call__`` led to an equation, outermost first.
+
+    Modules of flax.nnx, and callables of the user's own, give their scopes no name.
+    """
+    names: list[str] = []
+    for frame in takewhile(lambda frame: not frame.file_name.startswith(_SEEING), stack_of(eqn)):
+        names += _module(frame.function_name, frame.file_name)
+    return tuple(reversed(names))
+
+
+def _module(function: str, file: str) -> list[str]:
+    """The class, if a function is the call of a module."""
+    owner, _, method = function.rpartition(".")
+    called = method == "__call__" and owner and "<" not in owner and owner[0] != "_"
+    return [owner] if called and not is_in(_ENGINES, file) else []
+
+
+_ENGINES = ("jax", "jaxlib", "gradtools")
+_LIBRARIES = (*_ENGINES, "flax", "equinox", "optax", "jaxtyping")
+_HERE = os.path.dirname(__file__)
+_SEEING = os.path.join(os.path.dirname(_HERE), "seeing") + os.sep

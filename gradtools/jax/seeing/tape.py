@@ -1,0 +1,243 @@
+"""A jaxpr run on numbers, with each operation that carries a derivative kept on a tape.
+
+Calls, branches and short loops are written out, so that a step is an operation inside of them. A
+step knows its operands and the leaves on whose paths they lie, and how a cotangent is pulled back
+through it alone::
+
+    ct of the operands = (d results / d operands)^T  ct of the results
+
+That is compiled once for each operation, its parameters and shapes, so equal layers share it, and
+so do later calls. Which operations carry a derivative is read from the `Graph` of the jaxpr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradtools.jax import jaxprs
+from gradtools.jax._upstream import Literal
+from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
+from gradtools.seeing.derivative_flow import links_of
+from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph
+
+_UNROLLED = 2000  # so many equations a loop may be when it is written out
+_Apply = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Moving:
+    """An array, and the leaves, one bit each, in which it is differentiable.
+
+    Attributes:
+        array: The array.
+        leaves: The leaves; none of an array that carries no derivative.
+        number: Its number on the tape.
+    """
+
+    array: Any
+    leaves: int = 0
+    number: int = -1
+
+
+@dataclass(frozen=True)
+class TapeStep:
+    """One operation as it ran.
+
+    Attributes:
+        apply: The operation, from its operands to its results.
+        arrays: Its operands.
+        operands: By position those that carry a derivative.
+        results: The same of its results.
+        node: Its node in the graph.
+        packs: Whether it only takes a loop's arrays apart, or puts them together.
+        key: What it is apart from its operands, to compile it once; None if it must not be.
+        context: The settings in which it ran.
+    """
+
+    apply: _Apply
+    arrays: tuple[Any, ...]
+    operands: Mapping[int, Moving]
+    results: Mapping[int, Moving]
+    node: Node
+    packs: bool = False
+    key: Hashable = None
+    context: Any = None
+
+    def pulled(
+        self, given: Mapping[int, Any], wanted: Sequence[int], arrays: Sequence[Any] = ()
+    ) -> list[Any]:
+        """What these cotangents of results are for these operands, here or at other arrays."""
+        op = _Pull(self.apply, tuple(given), tuple(wanted), self.key)
+        pull = _compiled if self.key is not None else _at_once
+        at = tuple(arrays or self.arrays)
+        if self.context is None:
+            return list(pull(op, at, list(given.values())))
+        with self.context.manager:
+            return list(pull(op, at, list(given.values())))
+
+
+@dataclass(frozen=True)
+class _Pull:
+    """Which operation is transposed, and to what; equal ones are compiled once."""
+
+    apply: _Apply = field(compare=False)
+    given: tuple[int, ...]
+    wanted: tuple[int, ...]
+    key: Hashable
+
+
+def _at_once(op: _Pull, arrays: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
+    def fun(*moving: Any) -> list[Any]:
+        outs = op.apply(replaced_at(arrays, op.wanted, moving))
+        return [outs[k] for k in op.given]
+
+    result: Sequence[Any] = jax.vjp(fun, *[arrays[i] for i in op.wanted])[1](cts)
+    return result
+
+
+_compiled = partial(jax.jit, static_argnums=0)(_at_once)
+
+
+@dataclass
+class Tape:
+    """Runs a jaxpr beside its graph; `steps` are what carried a derivative, in order."""
+
+    steps: list[TapeStep] = field(default_factory=list)
+    _count: int = 0
+
+    def run(self, closed: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
+        return self._jaxpr(closed.jaxpr, graph, [*map(Moving, closed.consts), *args])
+
+    def moving(self, array: Any, leaves: int) -> Moving:
+        if not leaves or not is_inexact(array) or isinstance(array, jax.Ref):
+            return Moving(array)
+        self._count += 1
+        return Moving(array, leaves, self._count)
+
+    def _jaxpr(self, jaxpr: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
+        env: dict[Any, Moving] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+        for eqn, node in zip(jaxpr.eqns, graph.nodes, strict=True):
+            operands = [_read(env, atom) for atom in eqn.invars]
+            outs = None
+            if any(x.leaves for x in operands):
+                outs = self._written_out(eqn, node, operands)
+            if outs is None:
+                outs = self._operation(eqn, node, operands, links_of(graph, node))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [_read(env, atom) for atom in jaxpr.outvars]
+
+    def _operation(
+        self, eqn: Any, node: Node, operands: Sequence[Moving], links: Links
+    ) -> list[Moving]:
+        apply = partial(jaxprs.bound, eqn)
+        leaves = [_leaves(row, operands) for row in links]
+        return self._step(apply, operands, leaves, node, key=_key(eqn), context=eqn.ctx)
+
+    def _step(
+        self,
+        apply: _Apply,
+        operands: Sequence[Moving],
+        leaves: Sequence[int],
+        node: Node,
+        **about: Any,
+    ) -> list[Moving]:
+        arrays = tuple(x.array for x in operands)
+        outs = [self.moving(y, of) for y, of in zip(apply(arrays), leaves, strict=False)]
+        entering = {i: x for i, x in enumerate(operands) if x.leaves}
+        leaving = {k: y for k, y in enumerate(outs) if y.leaves}
+        if entering and leaving:
+            self.steps.append(TapeStep(apply, arrays, entering, leaving, node, **about))
+        return outs
+
+    # --- what is written out
+
+    def _written_out(self, eqn: Any, node: Node, operands: Sequence[Moving]) -> list[Moving] | None:
+        name, inner = eqn.primitive.name, jaxprs.bodies(eqn)
+        if any(body.jaxpr.constvars for body in inner):  # their values are not at hand here
+            return None
+        if name == "cond":
+            k = min(max(int(operands[0].array), 0), len(inner) - 1)
+            return self._body(node, k, inner[k], operands)
+        if name == "scan":
+            return self._loop(eqn, node, inner[0], operands)
+        if name in jaxprs.CALLS and inner:
+            return self._body(node, 0, inner[0], operands)
+        return None
+
+    def _body(self, node: Node, k: int, inner: Any, operands: Sequence[Moving]) -> list[Moving]:
+        args = [operands[i] for i in inner.inputs]
+        return self._jaxpr(inner.jaxpr, node.bodies[k].graph, args)
+
+    def _loop(
+        self, eqn: Any, node: Node, inner: Any, operands: Sequence[Moving]
+    ) -> list[Moving] | None:
+        length = eqn.params["length"]
+        if not length or length * len(inner.jaxpr.eqns) > _UNROLLED:
+            return None
+        consts, carried = jaxprs.scan_counts(eqn)
+        first, carry = operands[:consts], list(operands[consts : consts + carried])
+        columns = [self._taken_apart(x, length, node) for x in operands[consts + carried :]]
+        rounds: list[Any] = [None] * length
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            rows = [column[i] for column in columns]
+            outs = self._body(node, 0, inner, [*first, *carry, *rows])
+            carry, rounds[i] = outs[:carried], outs[carried:]
+        columns = list(zip(*rounds, strict=True))
+        return [*carry, *(self._put_together(column, node) for column in columns)]
+
+    def _taken_apart(self, x: Moving, length: int, node: Node) -> list[Moving]:
+        return self._step(_rows, [x], [x.leaves] * length, node, packs=True, key="rows")
+
+    def _put_together(self, rows: Sequence[Moving], node: Node) -> Moving:
+        leaves = 0
+        for x in rows:
+            leaves |= x.leaves
+        return self._step(_stacked, rows, [leaves], node, packs=True, key="stacked")[0]
+
+
+def _rows(arrays: Sequence[Any]) -> Sequence[Any]:
+    (x,) = arrays
+    return list(jnp.unstack(x)) if is_inexact(x) else [x[i] for i in range(len(x))]
+
+
+def _stacked(arrays: Sequence[Any]) -> Sequence[Any]:
+    return [jnp.stack(arrays)]
+
+
+def _leaves(links: Sequence[Dependence], operands: Sequence[Moving]) -> int:
+    result = 0
+    for link, x in zip(links, operands, strict=True):
+        if link == Dependence.DIFFERENTIABLE:
+            result |= x.leaves
+    return result
+
+
+def _read(env: dict[Any, Moving], atom: Any) -> Moving:
+    if not isinstance(atom, Literal):
+        return env[atom]
+    aval: Any = atom.aval
+    return Moving(np.asarray(atom.val, aval.dtype))
+
+
+def _key(eqn: Any) -> Hashable:
+    """An equation apart from its operands; None if it holds functions, which differ each time."""
+    params = eqn.params
+    if any(map(callable, params.values())) or any(jaxprs.sub_jaxprs(params)):
+        return None
+    key = eqn.primitive, tuple(sorted(params.items(), key=lambda item: item[0]))
+    try:
+        hash(key)
+    except TypeError:  # a parameter that cannot be compared: compiled each time
+        return None
+    return key
+
+
+__all__ = ["Moving", "TapeStep", "Tape"]

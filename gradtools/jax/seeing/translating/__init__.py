@@ -1,0 +1,1 @@
+"""JAX's programs in the vocabulary of the formula: what `programs` uses."""

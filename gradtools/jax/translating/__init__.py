@@ -1,1 +1,0 @@
-"""JAX's programs in the vocabulary of the formula: what `gradtools.jax.vocabulary` uses."""

@@ -1,0 +1,417 @@
+"""Reductions of a matrix of scores along one axis, as states that tiles are merged into.
+
+A tile of scores s[r, c] is lifted to one state for each row, states of two tiles merge, and the
+merged state gives the results y:
+
+    sum           y = sum_j s_j
+    max           m = max_j s_j, with n entries at the maximum
+    logsumexp     m = max_j s_j, z = sum_j exp(s_j - m),  y = m + log z
+    softmax       the same with a = sum_j exp(s_j - m) v_j,  y = a / z
+    take          s_t, of the row's own column t
+
+The last two are the online softmax (Milakov and Gimelshein, Online normalizer calculation for
+softmax, 2018): the sums of a smaller m are rescaled when a larger one comes. The derivative of
+each is again a sum over tiles, with weights w_j that y alone says at any tile:
+
+    sum, max, logsumexp   dy = sum_j w_j ds_j               w = 1, (s = m) / n, exp(s - y)
+    softmax               dy = sum_j w_j ((v_j - y) ds_j + dv_j)      w = exp(s - logsumexp)
+    take                  dy = ds_t
+
+`push` gives the terms of these sums, `pull` their adjoint: the cotangents of one tile's scores
+from those of y. Both are written in the framework's operations, so they are differentiated again.
+Each function sees a tile with the reduced axis second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gradtools.backend import Array, Backend
+from gradtools.errors import GradtoolsError
+
+Arrays = list[Any]
+_NARROW = ("float16", "bfloat16")
+
+
+def wide(backend: Backend, x: Array) -> Array:
+    """x as sums are made: of 16 bits in float32."""
+    return backend.cast(x, "float32") if backend.dtype_name(x) in _NARROW else x
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The sum, and what all reductions have.
+
+    Attributes:
+        backend: Whose operations are used.
+        caller: The operator, for messages.
+        count: How many entries a whole row has.
+        owned: Whether nothing else holds the scores of a tile once they are reduced.
+    """
+
+    backend: Backend
+    caller: str
+    count: int
+    owned: bool = False
+    real = False  # whether scores are compared
+    indexed = False  # whether a tile's last array is the index of the reduced axis
+    more = 0  # results besides one for each array, which the derivative alone reads
+    empty: ClassVar[tuple[float, ...]] = ()  # the state of no entry; 0 in the leaves behind
+
+    def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
+        """Raises if a tile is not what is reduced."""
+        for x in tile:
+            self._check_scores(x, shape)
+
+    def _check_scores(self, x: Any, shape: tuple[int, int]) -> None:
+        backend = self.backend
+        if tuple(x.shape[:2]) != shape or not backend.is_inexact(x):
+            raise GradtoolsError(
+                f"{self.caller}: f's scores are of shape {tuple(x.shape)} and dtype "
+                f"{backend.dtype_name(x)}; expected floating numbers of shape {shape}: one for "
+                "each row and column of the tile, further axes behind."
+            )
+        if self.real and backend.is_complex(x):
+            raise GradtoolsError(
+                f"{self.caller}: f's scores are complex, which have no order; a maximum or "
+                "exponential weights need real ones. Take the real part in f."
+            )
+
+    def dtypes(self, names: list[str]) -> list[str]:
+        """Those of the results, from those of a tile."""
+        return [*names, *names[:1] * self.more]
+
+    def states(self, count: int) -> list[float]:
+        """The state of no entry, for a state of so many leaves."""
+        return [*self.empty, *[0.0] * (count - len(self.empty))]
+
+    def lift(self, tile: Arrays) -> Arrays:
+        """The state of one tile."""
+        return [self.backend.xp.sum(wide(self.backend, x), axis=1) for x in tile]
+
+    def merge(self, a: Arrays, b: Arrays) -> Arrays:
+        """The state of both."""
+        return [x + y for x, y in zip(a, b, strict=True)]
+
+    def finish(self, state: Arrays) -> Arrays:
+        """The results."""
+        return state
+
+    def stats(self, ys: Arrays) -> Arrays:
+        """Those results that `push` and `pull` read at each tile."""
+        return []
+
+    def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
+        """The sums, along a tile's rows, whose total `pushed` takes."""
+        return self.lift(moved)
+
+    def pushed(self, sums: Arrays, ys: Arrays) -> Arrays:
+        """The tangents of the results."""
+        return sums
+
+    def pulling(self, ys: Arrays, cts: Arrays) -> Arrays:
+        """What `pull` reads of the cotangents of the results, one array for each."""
+        return cts
+
+    def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
+        """The cotangents of a tile."""
+        (x,), (ct,) = tile, cts
+        return [self._like(self._behind(ct) + self.backend.zeros_like(wide(self.backend, x)), x)]
+
+    def _like(self, ct: Array, x: Array) -> Array:
+        return self.backend.cast(ct, x)
+
+    def _behind(self, x: Array) -> Array:
+        """A row's number at each of its entries."""
+        return self.backend.xp.expand_dims(x, axis=1)
+
+
+class _Mean(Reduction):
+    """The sum over the number of entries."""
+
+    def finish(self, state: Arrays) -> Arrays:
+        return [x / self.count for x in state]
+
+    def pushed(self, sums: Arrays, ys: Arrays) -> Arrays:
+        return self.finish(sums)
+
+    def pulling(self, ys: Arrays, cts: Arrays) -> Arrays:
+        return self.finish(cts)
+
+
+class _Weighted(Reduction):
+    """Reductions of one array of scores whose derivative has weights."""
+
+    real = True
+
+    def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
+        raise NotImplementedError
+
+    def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
+        w = self.weights(tile[0], stats, *tile[1:])
+        return [self.backend.xp.sum(w * wide(self.backend, moved[0]), axis=1)]
+
+    def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
+        w = self.weights(tile[0], stats, *tile[1:])
+        return [self._like(w * self._behind(cts[0]), tile[0])]
+
+
+class _Max(_Weighted):
+    """The largest entry; of equal ones each has the same part of the derivative.
+
+    Which entry it is says its index, for a tile that is computed again in another program may be
+    rounded otherwise. Equal ones are those within rounding of it.
+    """
+
+    more = 2
+    indexed = True
+    empty = (-float("inf"),)
+
+    def lift(self, tile: Arrays) -> Arrays:
+        xp, x = self.backend.xp, wide(self.backend, tile[0])
+        m = xp.max(x, axis=1)
+        count = xp.sum(self.backend.cast(x == self._behind(m), x), axis=1)
+        return [m, count, tile[1][xp.argmax(x, axis=1)]]
+
+    def merge(self, a: Arrays, b: Arrays) -> Arrays:
+        m = self.backend.xp.maximum(a[0], b[0])
+        count = a[1] * self.backend.cast(a[0] == m, m) + b[1] * self.backend.cast(b[0] == m, m)
+        return [m, count, self.backend.xp.where(a[0] >= b[0], a[2], b[2])]
+
+    def finish(self, state: Arrays) -> Arrays:
+        m, count, first = state
+        one = self.backend.ones_like(count)
+        count = self.backend.xp.where(m == m, self.backend.xp.maximum(count, one), count * 0)
+        return [m, count, first]  # no entry is equal to a maximum that is not a number
+
+    def stats(self, ys: Arrays) -> Arrays:
+        return [*map(self.backend.stop_gradient, ys[:2]), ys[2]]
+
+    def weights(self, scores: Array, stats: Arrays, index: Any = None) -> Array:
+        xp, x = self.backend.xp, self.backend.stop_gradient(wide(self.backend, scores))
+        m, count, first = map(self._behind, stats)
+        index = xp.reshape(index, (1, -1) + (1,) * (len(x.shape) - 2))
+        near = (x == m) | (xp.abs(x - m) <= 8 * xp.finfo(x.dtype).eps * xp.abs(m))
+        alone = self.backend.cast((index == first) & (x == x), x)
+        shared = self.backend.cast(near, x) / xp.maximum(count, self.backend.ones_like(count))
+        shared = xp.where(count == 0, self.backend.zeros_like(shared) + float("nan"), shared)
+        return xp.where(count == 1, alone, shared)
+
+    def pushed(self, sums: Arrays, ys: Arrays) -> Arrays:
+        return [sums[0], None, None]
+
+    def pulling(self, ys: Arrays, cts: Arrays) -> Arrays:
+        return [_filled(self.backend, cts[0], ys[0])]
+
+
+class _LogSumExp(_Weighted):
+    """The logarithm of the sum of exponentials; that of no entry, or of -inf alone, is -inf."""
+
+    empty = (-float("inf"),)
+
+    def lift(self, tile: Arrays) -> Arrays:
+        m, e = self._shifted(tile[0])
+        return [m, self.backend.xp.sum(e, axis=1)]
+
+    def _shifted(self, scores: Array) -> tuple[Array, Array]:
+        """The largest entries, and the exponentials below them."""
+        xp, x = self.backend.xp, wide(self.backend, scores)
+        m = xp.max(x, axis=1)
+        return m, self._exponentials(x, self._finite(m))
+
+    def _exponentials(self, x: Array, base: Array) -> Array:
+        """e to the scores relative to a base for each row."""
+        own, behind = self.backend.tiles.of_own, self._behind(base)
+        return own("exp", own("subtract", x, behind) if self.owned else x - behind)
+
+    def _finite(self, m: Array) -> Array:
+        """m, or 0 where exponentials are not to be taken relative to it."""
+        return self.backend.xp.where(self.backend.xp.isfinite(m), m, self.backend.zeros_like(m))
+
+    def merge(self, a: Arrays, b: Arrays) -> Arrays:
+        m = self.backend.xp.maximum(a[0], b[0])
+        base = self._finite(m)
+        ours, theirs = self._factor(a[0], base), self._factor(b[0], base)
+        pairs = zip(a[1:], b[1:], strict=True)
+        return [m, *[x * _like_rank(ours, x) + y * _like_rank(theirs, y) for x, y in pairs]]
+
+    def _factor(self, old: Array, base: Array) -> Array:
+        xp = self.backend.xp
+        return xp.exp(xp.where(xp.isfinite(old), old - base, self.backend.zeros_like(old)))
+
+    def finish(self, state: Arrays) -> Arrays:
+        return [self._finite(state[0]) + self.backend.xp.log(state[1])]
+
+    def stats(self, ys: Arrays) -> Arrays:
+        none = ys[0] == -float("inf")  # a row of -inf has weights 0
+        return [self.backend.xp.where(none, self.backend.zeros_like(ys[0]), ys[0])]
+
+    def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
+        return self._exponentials(wide(self.backend, scores), stats[0])
+
+
+class _Softmax(_LogSumExp):
+    """The mean of values, weighted by the softmax of the scores; 0 where all scores are -inf.
+
+    Values have the shape [rows, columns, ...] of a tile, or [1, columns, ...].
+    """
+
+    @property
+    def _xp(self) -> Any:
+        return self.backend.xp
+
+    def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
+        if len(tile) < 2:
+            raise GradtoolsError(
+                f"{self.caller}: reduce='softmax' takes a pair (scores, values) from f."
+            )
+        self._check_scores(tile[0], shape)
+        if len(tile[0].shape) != 2:
+            raise GradtoolsError(
+                f"{self.caller}: f's scores have the shape {tuple(tile[0].shape)}; with "
+                "reduce='softmax' they are a matrix. Take further axes by vmap."
+            )
+        for v in tile[1:]:
+            if tuple(v.shape[:2]) not in (shape, (1, shape[1])) or not self.backend.is_inexact(v):
+                raise GradtoolsError(
+                    f"{self.caller}: f's values are of shape {tuple(v.shape)} and dtype "
+                    f"{self.backend.dtype_name(v)}; expected floating numbers of shape "
+                    f"({shape[0]} or 1, {shape[1]}, ...). Of values that belong to columns alone "
+                    "return v[None]."
+                )
+
+    def lift(self, tile: Arrays) -> Arrays:
+        m, e = self._shifted(tile[0])
+        return [m, self._xp.sum(e, axis=1), *[self._weighted(e, v) for v in tile[1:]]]
+
+    def _weighted(self, w: Array, v: Array) -> Array:
+        """sum_j w_ij v_ij."""
+        flat, w = self._alike(self._flat(v), w)
+        if self._shared(w, v):
+            result = w @ flat[0]
+        else:
+            result = self._xp.squeeze(self._behind(w) @ flat, axis=1)
+        return self._xp.reshape(result, (w.shape[0], *v.shape[2:]))
+
+    def _shared(self, w: Array, v: Array) -> bool:
+        return v.shape[0] == 1 and w.shape[0] != 1
+
+    def _flat(self, v: Array) -> Array:
+        return self._xp.reshape(wide(self.backend, v), (*v.shape[:2], -1))
+
+    def _alike(self, a: Array, b: Array) -> tuple[Array, Array]:
+        """Both in one dtype: values may be complex, or wider than scores."""
+        if a.dtype == b.dtype:
+            return a, b
+        dtype = self._xp.result_type(a, b)
+        return self._xp.astype(a, dtype), self._xp.astype(b, dtype)
+
+    def _dual(self, ct: Array) -> Array:
+        """What a cotangent is multiplied by values with: <c, v> is the real part of conj(c) v."""
+        return self._xp.conj(ct) if self.backend.is_complex(ct) else ct
+
+    def _real(self, x: Array) -> Array:
+        return self._xp.real(x) if self.backend.is_complex(x) else x
+
+    def _along(self, ct: Array, v: Array) -> Array:
+        """The products <c_i, v_ij> of a row's cotangent with its values."""
+        g = self._xp.reshape(self._dual(ct), (ct.shape[0], -1))
+        flat, g = self._alike(self._flat(v), g)
+        if self._shared(g, v):
+            return self._real(g @ flat[0].T)
+        return self._real(self._xp.squeeze(flat @ self._xp.expand_dims(g, axis=2), axis=2))
+
+    def _spread(self, w: Array, ct: Array, v: Array) -> Array:
+        """The cotangent of values, w_ij ct_i."""
+        w, g = self._alike(w, self._xp.reshape(ct, (ct.shape[0], -1)))
+        shared, apart = lambda: w.T @ g, lambda: self._xp.expand_dims(w, axis=2) * self._behind(g)
+        result = shared() if self._shared(w, v) else apart()
+        return self._like(self._xp.reshape(result, v.shape), v)
+
+    def finish(self, state: Arrays) -> Arrays:
+        z = state[1]
+        z = self._xp.where(z == 0, z + 1, z)
+        return [*super().finish(state), *[a / _like_rank(z, a) for a in state[2:]]]
+
+    def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
+        w = self.weights(tile[0], stats)
+        moving = w * wide(self.backend, moved[0])
+        pairs = zip(tile[1:], moved[1:], strict=True)
+        sums = [self._weighted(moving, v) + self._weighted(w, dv) for v, dv in pairs]
+        return [self._xp.sum(moving, axis=1), *sums]
+
+    def pushed(self, sums: Arrays, ys: Arrays) -> Arrays:
+        first = sums[0]
+        return [
+            first,
+            *[s - _like_rank(first, y) * y for s, y in zip(sums[1:], ys[1:], strict=True)],
+        ]
+
+    def pulling(self, ys: Arrays, cts: Arrays) -> Arrays:
+        """The cotangents of the values, and of the scores' normaliser before them."""
+        outs = ys[1:]
+        full = [_filled(self.backend, ct, y) for ct, y in zip(cts[1:], outs, strict=True)]
+        norm = None if cts[0] is None else cts[0]
+        for g, y in zip(full, outs, strict=True):
+            product = self._real(self._dual(g) * y)
+            term = self._xp.sum(self._xp.reshape(product, (y.shape[0], -1)), axis=1)
+            norm = -term if norm is None else norm - term
+        return [norm, *full]
+
+    def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
+        w = self.weights(tile[0], stats)
+        slope, own = self._behind(cts[0]), self.backend.tiles.of_own
+        for v, g in zip(tile[1:], cts[1:], strict=True):
+            slope = own("add", self._along(g, v), slope)
+        values = [self._spread(w, g, v) for v, g in zip(tile[1:], cts[1:], strict=True)]
+        return [self._like(own("multiply", slope, w), tile[0]), *values]
+
+
+class _Take(Reduction):
+    """The score of one column of each row, by its index; 0 where there is none of that index."""
+
+    indexed = True
+
+    def dtypes(self, names: list[str]) -> list[str]:
+        return names[:1]
+
+    def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
+        whole = len(tile) == 2 and "int" in self.backend.dtype_name(tile[1])
+        if not whole or len(tile[0].shape) != 2 or tuple(tile[1].shape) != shape[:1]:
+            came = [(tuple(x.shape), self.backend.dtype_name(x)) for x in tile]
+            raise GradtoolsError(
+                f"{self.caller}: reduce='take' takes a pair (scores, index) from f, a matrix of "
+                f"shape {shape} and {shape[0]} integers; it has {came}."
+            )
+        self._check_scores(tile[0], shape)
+
+    def lift(self, tile: Arrays) -> Arrays:
+        x, at, index = tile
+        return [self.backend.tiles.taken(wide(self.backend, x), at, index)]
+
+    def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
+        return self.lift([moved[0], *tile[1:]])
+
+    def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
+        x, at, index = tile
+        return [self._like(self.backend.tiles.put(cts[0], at, index), x), None]
+
+
+KINDS: dict[str, type[Reduction]] = {
+    "sum": Reduction,
+    "mean": _Mean,
+    "max": _Max,
+    "logsumexp": _LogSumExp,
+    "softmax": _Softmax,
+    "take": _Take,
+}
+
+
+def _like_rank(x: Array, like: Array) -> Array:
+    """x with axes of one element behind, as many as broadcast it over like."""
+    return x.reshape(tuple(x.shape) + (1,) * (len(like.shape) - len(x.shape)))
+
+
+def _filled(backend: Backend, ct: Any, y: Array) -> Array:
+    return backend.zeros_like(y) if ct is None else ct

@@ -1,0 +1,470 @@
+"""autograd.Functions without double backward: a derivative that would be lost is refused by name.
+
+A torch.autograd.Function, or an operator with a registered backward, may compute its gradient
+where autograd does not look: under no_grad, through NumPy, from an intermediate that it saved. The
+gradient is right then, and its own derivative is zero or lacks a term, in silence. So a class is
+never trusted: it is tried (trials.py), once, when a derivative of its gradient may be asked for.
+What it loses, and what cannot be tried, is refused by a node beside the gradient, a gate, that the
+engine enters only on its way to what is lost. A constant gradient (of a linear map, a mask, a
+straight-through estimator) loses nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gradtools.backend import Fun
+from gradtools.errors import GradtoolsError, LostDerivativeError
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import (
+    CPP_FUNCTION,
+    CPP_NODE,
+    OWN,
+    TORCHSCRIPT_LOSES,
+    Survey,
+    all_behind,
+    graph_of,
+    here,
+    is_cpp_function,
+    is_spent,
+    is_torchscript,
+    node_of,
+    surveyed,
+)
+from gradtools.torch.double_backward_trials import Trial, Untried, standing_in, told
+from gradtools.torch.nondifferentiable import beside
+from gradtools.torch.rules.checking import value_of
+from gradtools.torch.upstream_bugs.gradients import rightly
+
+Tensor = torch.Tensor
+is_wrapped = upstream.is_wrapped
+Args = tuple[Any, ...]
+
+
+# --- gates at custom code ----------------------------------------------------------------
+
+
+def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with respect to which somebody may differentiate a graph again.
+
+    aliases: Leaves that belong to the derivative itself are not among them.
+    """
+    own = {id(x) for x in aliases}
+    leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
+    result = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
+    for x in (*aliases, *(x for opened in here.opened for x in opened.aliases)):
+        if x.grad_fn is not None and x.grad_fn in nodes:
+            result[id(x)] = x
+    return list(result.values())
+
+
+def refuse_lossy(caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey) -> None:
+    """Raises if custom code loses what its gradient depends on at the arguments."""
+    for node in survey.custom:
+        key = _key_of(node)
+        _Gating(caller, key, partial(_tried, fun, leaves, key), ()).ask("inputs")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Guard:
+    """What is needed to ask about the custom code in the graph of one evaluation.
+
+    Attributes:
+        caller: The operator that the user called.
+        fun: What was evaluated, at these leaves.
+        survey: Its graph.
+        aliases: The leaves' names in that graph.
+    """
+
+    caller: str
+    fun: Fun
+    leaves: Sequence[Tensor]
+    survey: Survey
+    aliases: Sequence[Tensor]
+
+    @contextmanager
+    def watching(self, again: bool) -> Iterator[None]:
+        """Inside, a pullback runs. again: Whether its result may be differentiated."""
+        handles = [node.register_prehook(self._refusing) for node in self.survey.lost]
+        if again:
+            nodes = [node for node in self.survey.custom if not _is_fine(node)]
+            handles += [node.register_hook(self._gate(node)) for node in nodes]
+        try:
+            with rightly(self.survey.wrong):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _refusing(self, cts: Any) -> None:
+        raise GradtoolsError(
+            f"{self.caller}: f holds an operator without a backward pass (PyTorch's own message "
+            "names it, once, in a warning: no autograd kernel was registered), so a term of the "
+            "gradient is lost. Give the operator a backward by torch.library.register_autograd, "
+            "or wrap it in gt.custom_rule; if it is a constant, call it under torch.no_grad."
+        )
+
+    def _gate(self, node: Any) -> Callable[[Any, Any], Any]:
+        key = _key_of(node)
+        tried = partial(_tried, self.fun, self.leaves, key)
+        return _Gating(self.caller, key, tried, self.aliases).hook(node)
+
+
+class _Gating(NamedTuple):
+    """Puts gates beside what a node of custom code gives.
+
+    Attributes:
+        caller: The operator that the user called.
+        key: The class.
+        tried: What it loses, by a trial; its argument is whether in forward mode.
+        aliases: Leaves that belong to the derivative itself.
+    """
+
+    caller: str
+    key: _Key
+    tried: Callable[[bool], set[str]]
+    aliases: Sequence[Tensor]
+
+    def hook(self, node: Any) -> Callable[[Any, Any], Any]:
+        parents = [parent for parent, _ in node.next_functions]
+
+        def hook(given: Any, cts: Any) -> Any:
+            there = [g for g in given if isinstance(g, Tensor)]
+            if not there or self.key.fine(upstream.forward_level() >= 0):
+                return None
+            if upstream.forward_level() >= 0:
+                self.ask("inputs", forward=True)
+                self.ask("cotangents", forward=True)
+            if not torch.is_grad_enabled():
+                return None
+            behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
+            inputs = _tracked_in(all_behind(parents), self.aliases)
+            constant = not any(g.requires_grad for g in there)
+            # A gate would make of a constant something that leads on.
+            if constant and (behind or inputs) and not self._may_lose():
+                return None
+            for which, sources in (("cotangents", behind), ("inputs", inputs)):
+                if sources:
+                    there = list(beside(there, sources, partial(self.ask, which)))
+            left = iter(there)
+            return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
+
+        return hook
+
+    def _may_lose(self) -> bool:
+        fine = self.key.fine(False)
+        if fine is not None:
+            return not fine
+        try:
+            return bool(self.tried(False))
+        except Untried:
+            return True
+
+    def ask(self, which: str, forward: bool = False) -> None:
+        """Raises if the derivative along these is lost, or may be."""
+        if not self.key.fine(forward):
+            _ask(self.caller, self.key, which, partial(self.tried, forward))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Called:
+    """A call of a torch.autograd.Function, of which is asked later what its gradient loses.
+
+    Attributes:
+        node: Its node in autograd's graph.
+        kind: The class.
+        apply: What calls it.
+        args: What it was given.
+    """
+
+    node: Any
+    kind: Any
+    apply: Any
+    args: Args
+
+    def loses(self, outs: Sequence[Tensor], leaf: Tensor) -> bool:
+        """Whether the gradient of outs at a leaf loses here how it depends on the call's inputs."""
+        if self.node not in graph_of(outs) or node_of(leaf) not in all_behind([self.node]):
+            return False
+        key = _Key(self.kind, tuple(self.node.needs_input_grad))
+        if key.fine(False):
+            return False
+        try:
+            return "inputs" in _noted(Trial.of(self.apply, self.args), key, False)
+        except Untried:  # nobody is blamed for what cannot be seen
+            return False
+
+
+@contextmanager
+def gated_calls(caller: str, aliases: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, a function runs whose graph is differentiated again: its custom code gets gates.
+
+    For functions that cannot run once more by themselves: each call is tried at its arguments.
+    """
+
+    def gated(kind: Any, beneath: Any, args: Args) -> Any:
+        out = beneath(*args)
+        key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
+        outs = out if isinstance(out, tuple | list) else (out,)
+        nodes: list[Any] = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        if nodes and not kind.__module__.startswith(OWN) and not key.fine(False):
+            trial = Trial.of(beneath, args)
+            nodes[0].register_hook(
+                _Gating(caller, key, partial(_noted, trial, key), aliases).hook(nodes[0])
+            )
+        return out
+
+    with standing_in(gated):
+        yield
+
+
+def gate_compiled(caller: str, outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+    """Gates for a graph of such a function at what is written in C++: its calls are not seen."""
+
+    def tried(key: _Key, forward: bool) -> set[str]:
+        raise Untried("it is written in C++, and is called in what gradtools runs by itself")
+
+    for node in surveyed(outs).custom:
+        if type(node).__name__ == CPP_NODE and not _is_fine(node):
+            key = _key_of(node)
+            node.register_hook(_Gating(caller, key, partial(tried, key), aliases).hook(node))
+
+
+def _ask(caller: str, key: _Key, which: str, tried: Callable[[], set[str]]) -> None:
+    """Raises if a class loses the derivative of its gradient along these, or cannot be tried."""
+    if key == _TORCHSCRIPT:
+        raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
+    try:
+        lost = which in tried()
+    except Untried as why:
+        raise LostDerivativeError(
+            f"{caller}: f holds {key.name}, whose gradient is to be differentiated with respect to "
+            f"its {which}. PyTorch may lose that in silence, so a class is tried once, by finite "
+            f"differences, and this one could not be: {why}. Use gt.custom_rule; or take a second "
+            "derivative of it once where it can be tried, by a call that may be repeated and near "
+            "arguments that it takes, which gradtools remembers."
+        ) from why
+    if lost:
+        raise LostDerivativeError(_message(caller, key, which))
+
+
+def _message(caller: str, key: _Key, which: str) -> str:
+    return (
+        f"{caller}: f holds {key.name}, whose backward gives a gradient that autograd cannot "
+        f"differentiate with respect to its {which} (it is marked once_differentiable, computes "
+        "under no_grad or outside of PyTorch, or uses a detached tensor or a saved intermediate, "
+        "torch#76185), so that a second derivative is lost. Write backward of PyTorch's operations "
+        "on saved inputs and outputs, or use gt.custom_rule."
+    )
+
+
+class _Calls(TorchFunctionMode):
+    """The same inside functorch's transforms, whose graphs do not show what they are made of."""
+
+    def __init__(self, caller: str) -> None:
+        super().__init__()
+        self.caller = caller
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        out = fun(*args, **(kwargs or {}))
+        if fun is upstream.custom_function_call and not args[0].__module__.startswith(OWN):
+            self._note(args[0], args[1:], out)
+        return out
+
+    def _note(self, kind: Any, args: Args, out: Any) -> None:
+        outs = out if isinstance(out, tuple | list) else (out,)
+        nodes: list[Any] = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
+        if not nodes or key.fine(False):
+            return
+        again = any(_is_tracked_beneath(x) for x, n in zip(args, key.needs, strict=True) if n)
+        call = tuple([value_of(x) if isinstance(x, Tensor) else x for x in args])
+        if any(isinstance(x, Tensor) and x.is_meta for x in args):
+            return  # which has no numbers
+
+        def hook(given: Any, cts: Any) -> None:
+            behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
+            for which, caller in (("inputs", again), ("cotangents", behind)):
+                if caller:
+                    _ask(self.caller, key, which, partial(self._lost, key, call))
+
+        nodes[0].register_hook(hook)
+
+    def _lost(self, key: _Key, call: Args) -> set[str]:
+        if any(x is None and needed for x, needed in zip(call, key.needs, strict=True)):
+            raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
+        with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
+            pairs = zip(call, key.needs, strict=True)
+            args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
+            return _noted(Trial.of(key.kind.apply, args), key, False)
+
+
+def calls_guarded(caller: str) -> AbstractContextManager[Any]:
+    """Around a function that functorch differentiates, where that is differentiated again."""
+    modes = upstream.function_modes()
+    return nullcontext() if any(isinstance(mode, _Calls) for mode in modes) else _Calls(caller)
+
+
+def _is_tracked_beneath(x: Tensor) -> bool:
+    """Whether another derivative is being taken with respect to x than the innermost one."""
+    levels = upstream.get_interpreter_stack() or ()
+    if any(level.key() == upstream.TransformType.Jvp for level in levels[:-1]):
+        return True
+    while is_wrapped(x):
+        x = upstream.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
+
+
+# --- is a class's backward differentiable? -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A class, and which of its arguments were differentiated."""
+
+    kind: Any
+    needs: tuple[bool, ...]
+
+    @property
+    def name(self) -> str:
+        if isinstance(self.kind, _CppFunction):
+            return f"the C++ torch::autograd::Function {self.kind.name}"
+        name = self.kind.__name__
+        if not name.startswith(_GENERATED):
+            return f"the torch.autograd.Function {name}"
+        return f"the custom operator {name.removeprefix(_GENERATED).rpartition('_')[0]}"
+
+    @property
+    def unseen(self) -> str:
+        """Why no call of it was seen."""
+        if isinstance(self.kind, _CppFunction):
+            return (
+                "evaluated a second time, f calls no operator of torch.ops in whose graph it is "
+                "(what is bound to Python in another way is not seen; bind it by TORCH_LIBRARY)"
+            )
+        return "evaluated a second time, f does not call it in this thread"
+
+    def fine(self, forward: bool) -> bool | None:
+        """Whether it was tried, and lost nothing; None if it was not."""
+        if self == _TORCHSCRIPT:
+            return not forward
+        return _SEEN.get(self.kind, {}).get((self.needs, forward))
+
+    def note(self, fine: bool, forward: bool) -> None:
+        _SEEN.setdefault(self.kind, {})[self.needs, forward] = fine
+
+
+@dataclass(frozen=True)
+class _CppFunction:
+    """A class that is written in C++, of which Python sees the name."""
+
+    name: str
+
+
+_TORCHSCRIPT = _Key(_CppFunction("TorchScript"), ())
+_cpp_function = cache(_CppFunction)  # one for each name, which stays
+_GENERATED = "GeneratedBackwardFor_"
+# What was seen of a class: whether it is fine. One that is not is tried again where it matters,
+# for a class that is handed functions may lose the derivative of one and not of another.
+_SEEN: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+def _key_of(node: Any) -> _Key:
+    if is_torchscript(node):
+        return _TORCHSCRIPT
+    if type(node).__name__ == CPP_NODE:
+        return _Key(_cpp_function(node.name().removeprefix(CPP_FUNCTION)[:-1]), ())
+    return _Key(upstream.forward_class(type(node)), tuple(node.needs_input_grad))
+
+
+def _is_fine(node: Any) -> bool:
+    forward = upstream.forward_level() >= 0
+    return _key_of(node).fine(forward) is True
+
+
+def _noted(trial: Trial, key: _Key, forward: bool) -> set[str]:
+    """What a call loses, which is remembered of its class."""
+    result = trial.lost(forward)
+    if result is not None:
+        key.note(not result, forward)
+    return result or set()
+
+
+def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
+    """What is lost by calls of a class in fun, which runs once more: its effects are undone.
+
+    Raises:
+        Untried: No call could be tried.
+    """
+    from gradtools.torch.seeing.recorded_run import rerun
+
+    result: list[set[str] | None] = []
+    why: list[str] = []
+
+    def tried(beneath: Any, args: Args) -> None:
+        if torch.is_grad_enabled() and len(result) < _CALLS:
+            try:
+                result.append(Trial.of(beneath, args).lost(forward))
+            except Untried as error:
+                why.append(str(error))
+
+    def called(kind: Any, beneath: Any, args: Args) -> Any:
+        needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
+        if kind is key.kind and needs == key.needs[: len(needs)]:
+            tried(beneath, args)
+        return beneath(*args)
+
+    try:
+        with (
+            standing_in(called),
+            _OperatorCalls(key, tried),
+            upstream.temporarily_clear_interpreter_stack(),
+        ):
+            rerun(lambda xs: fun(*xs)[0], leaves)
+    except Exception as error:
+        why.append(f"evaluated a second time, f raises {told(error)}")
+    if not result:
+        raise Untried((*why, key.unseen)[0])
+    lost = set[str]().union(*[each for each in result if each is not None])
+    if any(each is not None for each in result):
+        key.note(not lost, forward)
+    return lost
+
+
+_CALLS = 4  # of one class in f that are tried
+
+
+class _OperatorCalls(TorchFunctionMode):
+    """Inside, calls of operators in whose graph a class that is written in C++ stands are tried."""
+
+    def __init__(self, key: _Key, tried: Callable[[Any, Args], None]) -> None:
+        super().__init__()
+        self.key, self.tried = key, tried
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        out = fun(*args, **(kwargs or {}))
+        if isinstance(self.key.kind, _CppFunction) and isinstance(fun, _OPERATORS):
+            flat, treedef = upstream.tree_flatten((args, kwargs or {}))
+            outs = [y for y in upstream.tree_leaves(out) if isinstance(y, Tensor)]
+            own = graph_of(outs) - graph_of([x for x in flat if isinstance(x, Tensor)])
+            if any(is_cpp_function(node) and _key_of(node) == self.key for node in own):
+                self.tried(partial(_called_flat, fun, treedef), tuple(flat))
+        return out
+
+
+_OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
+
+
+def _called_flat(fun: Any, treedef: Any, *flat: Any) -> Any:
+    args, kwargs = upstream.tree_unflatten(flat, treedef)
+    return fun(*args, **kwargs)

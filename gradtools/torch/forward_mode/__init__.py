@@ -1,0 +1,1 @@
+"""Forward mode where PyTorch's own is wrong, lacking or dear."""

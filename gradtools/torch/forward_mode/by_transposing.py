@@ -1,0 +1,201 @@
+"""Forward mode by transposing reverse mode, where PyTorch's own is wrong or lacking.
+
+With J the Jacobian of F at x, reverse mode knows the map u -> J^H u. It is linear, so its pullback
+is J itself, at any u:
+
+    J t  =  (d/du <J^H u, t>)^H
+
+which is the double backward trick of Townsend (A new trick for calculating Jacobian vector
+products, 2017). What pushes and what pulls back are functions of x and of t or u whose reverse mode
+PyTorch knows as well; each carries a rule of this kind itself. So F is right in every mix of modes,
+at every order and under every transform, as far as its backward pass can be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradtools.errors import GradtoolsError
+from gradtools.rules import Rule, spread
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import guarded, surveyed
+from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.rules.installing import apply_rule
+from gradtools.torch.rules.transposing import unpacked, vjp_of_inexact
+
+Tensor = torch.Tensor
+Entries = Sequence[Any]
+Flat = Callable[..., list[Tensor]]
+
+
+class NoTranspose(GradtoolsError):
+    """The backward pass cannot be differentiated, so it has no transpose."""
+
+
+def by_reverse_mode(
+    name: str, fun: Flat, xs: Sequence[Tensor], opaque: bool = False
+) -> list[Tensor]:
+    """`fun(*xs)`, whose forward mode is the transpose of its reverse mode.
+
+    Args:
+        name: What errors call it.
+        fun: Takes tensors and returns a list of tensors; floating and complex ones may be
+            differentiated.
+        xs: Its arguments.
+        opaque: Whether no transform of torch.func may enter it: under vmap it is called once for
+            each example.
+
+    Raises:
+        NoTranspose: (when a tangent is pushed) Its backward pass has no derivative.
+    """
+    return apply_rule(rule_of_reverse_mode(name, fun, opaque), *xs)
+
+
+def rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
+    """The rule by which `by_reverse_mode` calls a function."""
+
+    def primal(*xs: Tensor) -> list[Tensor]:
+        return fun(*[x.detach() for x in xs])
+
+    def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+        return _linear(name, partial(_pushed, name, fun, opaque), saved, dxs, opaque)
+
+    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+        return _linear(name, partial(_pulled, name, fun, opaque), saved, cts, opaque)
+
+    def mapped(size: int, axes: Entries, xs: Sequence[Tensor], randomness: str) -> Any:
+        each = rule_of_reverse_mode(name, partial(_looped, fun, size, tuple(axes)), opaque)
+        return each, list(xs), lambda outs: (0,) * len(outs)
+
+    batch = mapped if opaque else None
+    return Rule(name, primal, tangent, cotangent, captures=False, mapped=batch)
+
+
+def _looped(fun: Flat, size: int, axes: Entries, *xs: Tensor) -> list[Tensor]:
+    """`fun` of each example, stacked."""
+    pairs = list(zip(xs, axes, strict=True))
+    rows = [fun(*[x if d is None else x.select(d, i) for x, d in pairs]) for i in range(size)]
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def _linear(name: str, linear: Any, xs: Entries, vs: Entries, opaque: bool) -> list[Any]:
+    """`linear(xs, vs)`, a function of all its tensors by a rule of the same kind."""
+    there = [v is not None for v in vs]
+    there_out: list[bool] = []
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        result = linear(tensors[: len(xs)], spread(tensors[len(xs) :], there))
+        there_out[:] = [v is not None for v in result]
+        return [v for v in result if v is not None]
+
+    result = by_reverse_mode(name, flat, [*xs, *(v for v in vs if v is not None)], opaque)
+    return spread(result, there_out)
+
+
+def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
+    """The pullback of cts; None where x cannot be differentiated."""
+    mask = [is_inexact(x) for x in xs]
+    with unpacked():
+        ys, pull = _evaluated(name, fun, xs, mask, opaque)
+        result = pull(_filled(ys, cts), _is_tracked([*xs, *cts]))
+    return spread(_filled([x for x, m in zip(xs, mask, strict=True) if m], result), mask)
+
+
+def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entries) -> list[Any]:
+    """The pushforward of dxs; None where y cannot be differentiated."""
+    mask = [dx is not None for dx in dxs]
+    try:
+        with torch.enable_grad(), unpacked():
+            ys, pull = _evaluated(name, fun, xs, mask, opaque)
+            carried = [is_inexact(y) for y in ys]
+
+            def cotangents(*us: Tensor) -> list[Tensor]:
+                return _filled(moving, pull(spread(us, carried), True))
+
+            moving = [x for x, m in zip(xs, mask, strict=True) if m]
+            at = [torch.ones_like(y) for y, c in zip(ys, carried, strict=True) if c]
+            if opaque and _is_tracked(moving):
+                from gradtools.torch.double_backward import refuse_lossy
+
+                survey = surveyed([y for y in ys if y.requires_grad])
+                refuse_lossy(name, lambda *xs: (fun(*xs), []), xs, survey)
+            _, push = _evaluated(name, cotangents, at, [True] * len(at), False)
+            dys = push([dx for dx in dxs if dx is not None], _is_tracked([*xs, *dxs]))
+    except (RuntimeError, NotImplementedError) as error:
+        raise NoTranspose(
+            f"forward mode of {name} is had by differentiating its backward pass, of which "
+            f"PyTorch says: {error} Use reverse mode (grad, vjp), or give it a rule of its own by "
+            "gt.custom_rule."
+        ) from error
+    return spread(_filled(at, dys), carried)
+
+
+def _evaluated(
+    name: str, fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool], custom: bool
+) -> Any:
+    """`fun(*xs)` and its pullback to the masked arguments, by the engine that stands here.
+
+    custom: Whether it is tried if its pullback may be differentiated.
+    """
+    if upstream.peek_interpreter_stack() is not None:
+        return _evaluated_in_functorch(fun, xs, mask)
+    with torch.enable_grad():
+        aliases = [_alias(x) if m else x.detach() for x, m in zip(xs, mask, strict=True)]
+        ys = fun(*aliases)
+    caller = [x for x, m in zip(aliases, mask, strict=True) if m]
+    survey = surveyed([y for y in ys if y.requires_grad]) if custom else None
+
+    def pull(cts: Entries, create: bool) -> list[Any]:
+        pairs = [(y, ct) for y, ct in zip(ys, cts, strict=True) if ct is not None]
+        pairs = [(y, ct) for y, ct in pairs if y.requires_grad]
+        if not pairs or not caller:
+            return [None] * len(caller)
+        tried: Any = nullcontext()
+        if survey is not None:
+            guard = guarded(name, lambda *xs: (fun(*xs), []), xs, survey, caller, create)
+            tried = guard or tried
+        with tried:
+            return list(
+                torch.autograd.grad(
+                    [y for y, _ in pairs],
+                    caller,
+                    [ct for _, ct in pairs],
+                    retain_graph=True,
+                    create_graph=create,
+                    allow_unused=True,
+                )
+            )
+
+    return ys, pull
+
+
+def _evaluated_in_functorch(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool]) -> Any:
+    def run(*moving: Tensor) -> Any:
+        new = iter(moving)
+        return fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)])
+
+    moving = [x for x, m in zip(xs, mask, strict=True) if m]
+    ys, carried, pullback = vjp_of_inexact(run, *moving)
+
+    def pull(cts: Entries, create: bool) -> list[Any]:
+        filled = [ct for ct, c in zip(_filled(ys, cts), carried, strict=True) if c]
+        return [v.view_as(v) for v in pullback(tuple(filled))]
+
+    return ys, pull
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+
+def _filled(ys: Sequence[Tensor], cts: Entries) -> list[Tensor]:
+    return [torch.zeros_like(y) if ct is None else ct for y, ct in zip(ys, cts, strict=True)]
+
+
+def _is_tracked(xs: Entries) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in xs)

@@ -1,0 +1,165 @@
+"""Forward mode that heeds torch.no_grad: what f computes under it has no tangent.
+
+PyTorch's dual numbers pass through `no_grad` as if it were not there, so a function that stops a
+gradient with it would have one derivative in reverse mode and another in forward mode. Here
+
+    y = f(x) under no_grad        dy = 0
+
+in both: a function mode sees gradients switched off and on, and switches tangents with them. What
+has a tangent says of itself that it requires a gradient, as it does in reverse mode, so that a
+function that asks goes the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, redispatch_function
+
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.hooks import PassedBy
+from gradtools.torch.upstream_bugs.derivatives import is_wrong_at, pushed_rightly
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
+_is_wrapped = upstream.is_wrapped
+graphs: Callable[[bool], None] = upstream.set_grad_enabled  # type: ignore[attr-defined]
+_tangents: Callable[[bool], None] = upstream.set_forward_mode_enabled
+_is_excluded: Callable[[Any], bool] = upstream.is_dispatch_key_excluded
+_AUTOGRAD = upstream.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_AS_IT_IS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+_REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class Stops(TorchFunctionMode):
+    """For one function in a dual level, with gradients on.
+
+    hidden: Whether no graph is wanted of what f does, though f sees gradients on: each operation
+        then runs without one, until f switches them on itself because it needs one.
+    again: Whether the tangents may be differentiated: some then go another way.
+    caller: The operator that pushes f along, if it refuses hooks on gradients.
+    """
+
+    def __init__(self, hidden: bool, again: bool = False, caller: str | None = None) -> None:
+        super().__init__()
+        self._asked = caller
+        self._hooks: PassedBy | None = None
+        self._again = again
+        self._inside: Any = None  # what in C has the same name as its wrapper in Python
+        self._level = upstream.forward_level()
+        self._hidden = hidden
+        self._stopped: int | None = None  # beneath how many transforms f switched gradients off
+
+    def __enter__(self) -> Stops:
+        super().__enter__()
+        if self._asked is not None:
+            self._hooks = PassedBy(self._asked, self._moves)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._stopped is not None:  # f has left gradients off
+            _tangents(True)
+        hooks, self._hooks = self._hooks, None  # which hold this mode
+        if hooks is not None:
+            hooks.end(error[0] is None)
+
+    def _moves(self, x: Tensor) -> bool:
+        if _is_wrapped(x):
+            return x.is_floating_point() or x.is_complex()
+        return _unpack(x, level=self._level)[1] is not None
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if fun is graphs:
+            return self._switched(*args)
+        if fun is torch.autograd.grad:
+            return self._pulled(fun, args, kwargs)
+        if fun is Tensor.register_hook and self._hooks is not None:
+            return self._hooks.register(fun, *args, **kwargs)
+        if upstream.peek_interpreter_stack() is not None:
+            return Stops.flowing(self, fun, types, args, kwargs)
+        if fun == _REQUIRES and not upstream.is_frameworks_own_question(1):
+            return fun(*args) or self._requires(args[0])
+        if not self.ruled(fun) and self._may_enter(fun, types, args, kwargs):
+            return self._within(fun, args, kwargs)  # which sees gradients on, as f does
+        if not (self._hidden and torch.is_grad_enabled()):
+            return self.flowing(fun, types, args, kwargs)
+        graphs(False)
+        try:
+            return self.flowing(fun, types, args, kwargs)
+        finally:
+            graphs(True)
+
+    def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The function, in the caller's modes; of one in Python, its operations are seen."""
+        if self._may_enter(fun, types, args, kwargs):
+            return self._within(fun, args, kwargs)
+        return pushed_rightly(fun, args, kwargs, self._again)
+
+    def ruled(self, fun: Any) -> bool:
+        """Whether `flowing` has a rule of its own for a function."""
+        return False
+
+    def _may_enter(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> bool:
+        in_python = type(fun) is FunctionType and fun is not self._inside
+        return in_python and all(map(_is_plain, types)) and not is_wrong_at(fun, args, kwargs)
+
+    def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A function of PyTorch's in Python, inside of which this mode stays."""
+        before, self._inside = self._inside, fun
+        TorchFunctionMode.__enter__(self)
+        try:
+            return redispatch_function(fun, (), args, kwargs)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+            self._inside = before
+
+    def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
+        constant = (
+            not kwargs.get("create_graph", args[4:5] == (True,))
+            and upstream.package_that_called(1) != "gradtools"
+        )
+        on = upstream.is_forward_mode_enabled()
+        _tangents(on and not constant)
+        try:
+            return self._within(fun, args, kwargs)
+        finally:
+            _tangents(on)
+
+    def _switched(self, on: bool) -> None:
+        """f switches gradients on or off; on, but to leave off as it was, means that it needs them.
+
+        Transforms of torch.func switch them on inside, whatever was before.
+        """
+        depth = len(upstream.get_interpreter_stack() or ())
+        graphs(on)
+        if not on:
+            self._stopped = depth if self._stopped is None else self._stopped
+        elif self._stopped is None or depth <= self._stopped:
+            self._stopped = None
+            self._hidden = self._hidden and (depth > 0 or upstream.is_leaving_a_block(1))
+        _tangents(self._stopped is None)
+
+    def _requires(self, x: Tensor) -> bool:
+        """Whether x would require a gradient in reverse mode; where a graph is kept, it does.
+
+        Beneath autograd, as in the `__torch_dispatch__` of a wrapper, nothing has a tangent.
+        """
+        if _is_excluded(_AUTOGRAD) or _unpack(x, level=self._level)[1] is None:
+            return False
+        if self._stopped is None and not self._hidden:
+            x.requires_grad_()
+        return True
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a class of tensors leaves functions as they are."""
+    return kind in _PLAIN or getattr(kind.__torch_function__, "__func__", None) is _AS_IT_IS

@@ -1,0 +1,374 @@
+"""Forward mode where one operand alone has a tangent: f(dx, w), in place of PyTorch's rules.
+
+PyTorch's forward rules make a symbolic zero for the tangent of every weight, bias and number, and
+then multiply and add it up; a layer so takes three products in place of two, and a sum with a
+number takes hundreds of microseconds (the shape of such a sum is found by python code). Where one
+operand alone has a tangent, and the operation f is linear in that operand,
+
+    y = f(x, w)        dy = f(dx, w)
+
+is all there is to do. What is not in the table here, or has several tangents, goes PyTorch's own
+way; so does what is called inside of PyTorch, which a function mode does not see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.forward_mode.no_grad import Stops, graphs
+from gradtools.torch.forward_mode.symbolic_zeros import NoProductsOfZero
+from gradtools.torch.upstream_bugs.derivatives import pushed_by_pytorch
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_make: Callable[..., Tensor] = upstream.make_dual  # type: ignore[attr-defined]
+_unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
+
+
+def tangent_of(x: Tensor) -> Tensor | None:
+    """x's tangent at the innermost level."""
+    tangent: Tensor | None = _unpack(x, level=upstream.forward_level())[1]
+    return tangent
+
+
+class OneTangent(Stops):
+    """For a dual level without a graph, and outside of functorch's transforms.
+
+    fixed: Tensors known to have no tangent, as long as nobody changes them in place.
+    """
+
+    def __init__(self, fixed: Iterable[Tensor] = ()) -> None:
+        super().__init__(hidden=True)
+        self._held = [*fixed]  # so that their ids are theirs
+        versions = map(upstream.version_of, self._held)
+        self._versions = dict(zip(map(id, self._held), versions, strict=True))
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function; one that stands in the table at once, where f has switched nothing."""
+        rule = _RULES.get(fun) if self._hidden and torch.is_grad_enabled() else None
+        if rule is None or upstream.peek_interpreter_stack() is not None:
+            return super().__torch_function__(fun, types, args, kwargs)
+        kwargs = kwargs or {}
+        graphs(False)
+        try:
+            result = rule(self, fun, args, kwargs)
+            return super().flowing(fun, types, args, kwargs) if result is None else result
+        finally:
+            graphs(True)
+
+    def ruled(self, fun: Any) -> bool:
+        """Whether it stands in the table."""
+        return fun in _RULES
+
+    def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
+        rule = None if torch.is_grad_enabled() else _RULES.get(fun)
+        if rule is not None:
+            result = rule(self, fun, args, kwargs)
+            if result is not None:
+                return result
+        return super().flowing(fun, types, args, kwargs)
+
+    def parts(self, x: Any) -> tuple[Any, Tensor | None]:
+        """A tensor's value and its tangent."""
+        known = self._versions.get(id(x))
+        if (known is not None and known == upstream.version_of(x)) or not isinstance(x, Tensor):
+            return x, None
+        value, tangent = _unpack(x, level=self._level)
+        return value, tangent
+
+    def dual(self, y: Tensor, dy: Tensor) -> Tensor:
+        """A tensor with this tangent."""
+        return _make(y, dy, level=self._level)
+
+    def fixes(self, xs: Iterable[Any]) -> bool:
+        """Whether none of these has a tangent."""
+        for x in xs:  # most of which are known
+            version = self._versions.get(id(x))
+            if (version is None or version != upstream.version_of(x)) and self.parts(x)[
+                1
+            ] is not None:
+                return False
+        return True
+
+
+# --- rules: the result, or None where PyTorch's own way is taken --------------------------------
+
+
+def _as_it_is(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """PyTorch's own rule: it makes no symbolic zero, and nothing is known to be wrong with it."""
+    return pushed_by_pytorch(fun, args, kwargs)
+
+
+def _layer(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A linear or convolutional layer: of an input, a weight, a bias, and what follows."""
+    if len(args) < 3 or kwargs:
+        args, kwargs = _positional(args, kwargs)
+    if len(args) < 3:
+        return None
+    x, weight, bias, *more = args
+    if not mode.fixes((weight, bias)):
+        return None
+    x, dx = mode.parts(x)
+    if dx is None:
+        return None
+    if fun is functional.linear:
+        if _is_wide(x, dx, weight, bias):
+            return mode.dual(*_at_once(x, dx, weight, bias))
+        if dx.dim() > 2:  # else each row of a view is multiplied apart
+            dx = dx.contiguous()
+    dy = fun(dx, weight, None, *more, **kwargs)
+    return mode.dual(fun(x, weight, bias, *more, **kwargs), dy)
+
+
+def _is_wide(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a linear layer's time is mostly that of reading its weight, as its inputs are few."""
+    size = weight.numel()
+    if size < _MANY or size < 8 * x.numel() or x.dim() < 2 or x.shape != dx.shape:
+        return False
+    plain = type(x) is type(dx) is Tensor and type(weight) in _PLAIN
+    return plain and weight.layout is x.layout is _STRIDED and _one_dtype(x, dx, weight, bias)
+
+
+def _at_once(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both products in one, which reads the weight once; each result in storage of its own."""
+    y, dy = torch.unsafe_chunk(functional.linear(torch.cat((x, dx)), weight), 2)
+    return y.clone() if bias is None else y + bias, dy.clone()
+
+
+def _positional(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Input, weight and bias by position, where the first two came so; the bias may be missing."""
+    if len(args) != 2:
+        return args, kwargs
+    return (*args, kwargs.get("bias")), {k: v for k, v in kwargs.items() if k != "bias"}
+
+
+def _product(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of two operands, linear in each."""
+    if kwargs or len(args) != 2:
+        return None
+    (a, da), (b, db) = map(mode.parts, args)
+    if (da is None) == (db is None):
+        return None
+    return mode.dual(fun(a, b), fun(a if da is None else da, b if db is None else db))
+
+
+def _quotient(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Linear in the first operand alone."""
+    return _product(mode, fun, args, kwargs) if mode.fixes(args[1:]) else None
+
+
+def _sum(first: int, second: int) -> Any:
+    """Of two operands, with these signs."""
+
+    def rule(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        if kwargs or len(args) != 2:
+            return None
+        (a, da), (b, db) = map(mode.parts, args)
+        if da is not None and db is not None:
+            return mode.dual(fun(a, b), fun(da, db)) if _alike(a, b) else None
+        dx, sign = (da, first) if db is None else (db, second)
+        if dx is None:
+            return None
+        y = fun(a, b)
+        return mode.dual(y, _tangent_of(y, dx if sign > 0 else dx.neg()))
+
+    return rule
+
+
+def _tangent_of(y: Tensor, dx: Tensor) -> Tensor:
+    """The same in y's shape and dtype, as a tensor of its own: y may be changed in place."""
+    dx = dx if dx.shape == y.shape else dx.expand(y.shape)
+    return dx.to(y.dtype, copy=True)
+
+
+def _layer_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """But for the weight its derivative is a symmetric matrix, so its pullback pushes."""
+    x, shape, weight, bias, eps = _of_layer_norm(*args, **kwargs)
+    if not mode.fixes((weight, bias)) or not _one_dtype(x, weight, bias):
+        return None
+    x, dx = mode.parts(x)
+    if dx is None:
+        return None
+    y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+    dy, _, _ = torch.ops.aten.native_layer_norm_backward.default(
+        dx.contiguous(), x.contiguous(), shape, mean, rstd, None, None, [True, False, False]
+    )
+    return mode.dual(y, dy if weight is None else dy.mul_(weight))
+
+
+def _batch_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As it is evaluated it is a product and a sum; in training it goes PyTorch's way."""
+    x, training, eps, fixed = _of_batch_norm(*args, **kwargs)
+    if training or not mode.fixes(fixed):
+        return None
+    x, dx = mode.parts(x)
+    if dx is None:
+        return None
+    mean, variance, weight, bias = fixed
+    y = fun(x, mean, variance, weight, bias, eps=eps)
+    zero = torch.zeros_like(mean)
+    return mode.dual(y, fun(dx, zero, variance, weight, None, eps=eps))
+
+
+def _softmax(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Its derivative, diag(p) - p p^T along an axis, is symmetric: its pullback pushes."""
+    x, dim, dtype = _of_softmax(*args, **kwargs)
+    if type(dim) is not int or dtype is not None or not _one_dtype(x):
+        return None
+    x, dx = mode.parts(x)
+    if dx is None:
+        return None
+    y = torch.softmax(x, dim)
+    return mode.dual(y, upstream.softmax_pullback(dx, y, dim, y.dtype))
+
+
+def _dropout(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Nothing, where nothing is dropped: PyTorch returns the very input, too."""
+    x, p, training = _of_dropout(*args, **kwargs)
+    return None if training and p > 0 else x
+
+
+def _composed(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """PyTorch's own way through layers that one call holds, less what fixed weights would cost."""
+    with NoProductsOfZero():
+        return fun(*args, **kwargs)
+
+
+def _attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The plain formula without mask and dropout, where no fused kernel is allowed to run."""
+    q, k, v, mask, dropout, causal, scale, grouped = _of_attention(*args, **kwargs)
+    if mask is not None or dropout or causal or grouped or any(allowed() for allowed in _FUSED):
+        return None
+    if q.dtype not in _WIDE or not _one_dtype(q, k, v):
+        return None
+    root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    (q, dq), (k, dk), (v, dv) = map(mode.parts, (q, k, v))
+    if dq is None and dk is None and dv is None:
+        return None
+    q, k = q * root, (k * root).transpose(-2, -1)
+    dq, dk = _times(dq, root), None if dk is None else _times(dk, root).transpose(-2, -1)
+    probabilities = torch.softmax(q @ k, -1)
+    tangents = _product_of(q, dq, k, dk)
+    if tangents is not None:
+        dtype = probabilities.dtype
+        tangents = upstream.softmax_pullback(tangents, probabilities, -1, dtype)
+    return mode.dual(probabilities @ v, _product_of(probabilities, tangents, v, dv))
+
+
+def _times(dx: Any, number: float) -> Any:
+    return None if dx is None else dx * number
+
+
+def _product_of(a: Tensor, da: Any, b: Tensor, db: Any) -> Any:
+    """The tangent of a matrix product."""
+    if da is None:
+        return None if db is None else a @ db
+    return da @ b if db is None else (da @ b).add_(a @ db)
+
+
+def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether nothing is cast, be it by autocast."""
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype != dtype:
+            return False
+    return not upstream.is_any_autocast_enabled()
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two tensors have one shape, dtype and device."""
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return both and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
+# --- arguments by PyTorch's names: a call binds them many times faster than `inspect` ------------
+
+
+def _of_layer_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    return input, normalized_shape, weight, bias, eps
+
+
+def _of_batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    return input, training, eps, (running_mean, running_var, weight, bias)
+
+
+def _of_softmax(
+    input: Any, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None, **others: Any
+) -> Any:
+    usual = not others and type(_stacklevel) is int  # at its place may stand a dtype
+    return input, dim if usual else None, dtype
+
+
+def _of_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return input, p, training
+
+
+def _of_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+
+
+_MANY = 2**18  # below it joining the inputs costs more than it saves
+_PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
+_WIDE = (torch.float32, torch.float64)  # the plain formula of others has steps of its own
+_FUSED = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+
+_ALIKE: dict[Any, tuple[Any, ...]] = {
+    _as_it_is: (
+        *(torch.tanh, Tensor.tanh, torch.sigmoid, Tensor.sigmoid, torch.relu, Tensor.relu),
+        *(functional.gelu, torch.exp, Tensor.exp, torch.sin, torch.cos),
+        *(Tensor.reshape, Tensor.view, Tensor.transpose, Tensor.contiguous),
+    ),
+    _layer: (
+        *(functional.linear, functional.conv1d, functional.conv2d, functional.conv3d),
+        functional.conv_transpose1d,
+        *(functional.conv_transpose2d, functional.conv_transpose3d),
+    ),
+    _product: (
+        *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply),
+        *(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__),
+        *(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
+    ),
+    _quotient: (torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide),
+    _sum(1, 1): (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
+    _sum(1, -1): (torch.sub, Tensor.sub, Tensor.__sub__),
+    _sum(-1, 1): (torch.rsub, Tensor.__rsub__),
+    _layer_norm: (functional.layer_norm,),
+    _batch_norm: (functional.batch_norm,),
+    _softmax: (functional.softmax, torch.softmax, Tensor.softmax),
+    _dropout: (functional.dropout,),
+    _composed: (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+    _attention: (functional.scaled_dot_product_attention,),
+}
+_RULES = {fun: rule for rule, those in _ALIKE.items() for fun in those}

@@ -1,0 +1,153 @@
+"""Whole modules among the arguments: their parameters are differentiated, the rest is fixed.
+
+The part of a `torch.nn.Module` that is differentiated is the dictionary of its parameters that
+require grad, by name; the rest is the module. f gets a structural copy with other parameters,
+as `functionalize` makes it, which shares all else with the caller's module: frozen parameters,
+buffers, hooks. What a call assigns anew is assigned to the caller's module, too. A module may
+stand anywhere in a tree: in a list, a dictionary, a dataclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradtools.errors import GradtoolsError
+from gradtools.torch import trees
+from gradtools.torch.compiling import is_compiling
+
+Tensor = torch.Tensor
+
+
+def opened(
+    caller: str,
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    argnums: Sequence[int],
+) -> Opened | None:
+    """The call as one of dictionaries of tensors; None if no differentiated argument is a module.
+
+    Compiled code cannot build copies of modules: there they are refused as what is no array.
+    """
+    for i in argnums:
+        if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):
+            return Opened(caller, f, args, argnums)
+    return None
+
+
+def _holds_module(tree: Any) -> bool:
+    """Whether a module stands in a tree; the commonest trees are not flattened for that."""
+    kind = type(tree)
+    if kind is dict:
+        return any(map(_holds_module, tree.values()))
+    if kind in (list, tuple):
+        return any(map(_holds_module, tree))
+    if tree is None or isinstance(tree, Tensor):
+        return False
+    return any(map(_is_module, _flattened(tree)[0]))
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, nn.Module)
+
+
+def part_of(tree: Any) -> Any:
+    """The tree with the parameters that are differentiated in the place of each module."""
+    return with_parts(
+        tree,
+        lambda m: {name: _alias(p) for name, p in m.named_parameters() if p.requires_grad},
+    )
+
+
+def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
+    """The tree with its part in the place of each module."""
+    if isinstance(tree, Tensor) or not _holds_module(tree):
+        return tree
+    leaves, treedef = _flattened(tree)
+    return trees.unflatten(treedef, [part(x) if _is_module(x) else x for x in leaves])
+
+
+def _flattened(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves, modules among them, and the structure."""
+    return trees.WITH_MODULES.opened(*trees.WITH_MODULES.flatten(tree))
+
+
+def _alias(p: Tensor) -> Tensor:
+    """A parameter detached, so that results are; what a derivative around this one is taken of."""
+    return p.detach() if isinstance(p, nn.Parameter) else p
+
+
+class Opened:
+    """A call some of whose arguments hold modules, as a function of their parameters.
+
+    Attributes:
+        args: The arguments, with its parameters in the place of each differentiated module.
+    """
+
+    is_tied = False  # a tied parameter is listed once
+    changed = ()  # what a call changes is written at once
+
+    def __init__(
+        self, caller: str, f: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
+    ) -> None:
+        self._f = f
+        self.__name__ = getattr(f, "__name__", type(f).__name__)
+        self._trees = {i: _flattened(args[i]) for i in argnums}
+        result = [x for leaves, _ in self._trees.values() for x in leaves if _is_module(x)]
+        _check(caller, result)
+        self.args = [part_of(x) if i in self._trees else x for i, x in enumerate(args)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """f at modules with these parameters."""
+        from gradtools.torch.modules import Copy
+
+        copies: list[Copy] = []
+
+        def whole(own: Any, x: Any) -> Any:
+            if not _is_module(own):
+                return x
+            copies.append(Copy(own, x))
+            return copies[-1].root
+
+        given = list(args)
+        for i, (leaves, treedef) in self._trees.items():
+            pairs = zip(leaves, treedef.flatten_up_to(args[i]), strict=True)
+            given[i] = trees.unflatten(treedef, [whole(own, x) for own, x in pairs])
+        try:
+            return self._f(*given, **kwargs)
+        finally:
+            for copy in copies:
+                copy.hand_back()
+
+    def effects(self) -> list[Tensor]:
+        """Nothing: what a call changes is written at once."""
+        return []
+
+    def settle(self, extras: Sequence[Tensor]) -> None:
+        """Nothing is left to be written."""
+
+    def refuse_changes(self) -> None:
+        """Nothing is lost."""
+
+
+def _check(caller: str, modules: Sequence[nn.Module]) -> None:
+    """Refuses modules whose tensors cannot be given, and two that share a parameter."""
+    from gradtools.keras_models import is_keras, refusal
+    from gradtools.torch.modules import check_module
+
+    owners: dict[int, int] = {}
+    for k, module in enumerate(modules):
+        if is_keras(module):
+            raise refusal(caller, "a differentiated argument", module)
+        check_module(caller, module)
+        for name, p in module.named_parameters():
+            if p.requires_grad and owners.setdefault(id(p), k) != k:
+                raise GradtoolsError(
+                    f"{caller}: the parameter {name} stands in two of the differentiated modules, "
+                    "so that its gradient belongs to both. Pass one module that holds them, as "
+                    "nn.ModuleDict or nn.ModuleList."
+                )

@@ -1,0 +1,1 @@
+"""Programs that run again chunk by chunk: what `chunked`, `frozen` and `microbatched` stand on."""

@@ -1,0 +1,543 @@
+"""Programs over chunks, each of them one node of autograd's graph.
+
+What `chunked` and `frozen` run is a program: `replay.Forward` is f itself, with what a chunk needs
+to be computed again; `Backward` and `Pushed` are the two linear maps of another program, and
+programs in their turn. A program is evaluated without a graph, and its node differentiates it by
+the program derived from it, so that derivatives of any order run at the memory of one chunk.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradtools.errors import GradtoolsError
+from gradtools.rules import Rule, spread
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, refuse_lost
+from gradtools.torch.double_backward import gate_compiled, gated_calls
+from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact
+from gradtools.torch.known_errors import explained, torch_says
+from gradtools.torch.replaying.guards import marked, steps
+from gradtools.torch.replaying.slicing import (
+    Entries,
+    Rows,
+    Tensor,
+    aliases_of,
+    cut_up,
+    flattened,
+    primal_of,
+    tensors_of,
+    views_of,
+)
+from gradtools.torch.replaying.summing import Joint, Sums, adding_leaves, join, joint_of
+from gradtools.torch.rules.installing import apply_rule, reverse_only_at
+from gradtools.torch.upstream_bugs.gradients import rightly, wrong_nodes
+from gradtools.torch.upstream_bugs.lost_terms import guarded_gradients
+
+left_to_python(__name__)
+
+
+class ChunkProgram:
+    """A function of each chunk's tensors and of shared ones, that is run chunk by chunk."""
+
+    leaves: list[Tensor]  # what it reaches by itself
+
+    forward: Any  # the `Forward` that runs f, which does not hold itself: no cycle keeps tensors
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
+        raise NotImplementedError
+
+    def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
+        """All chunks' outputs and the sums, without a graph."""
+        raise NotImplementedError
+
+    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
+        """Runs f on a chunk only for what it does to the state of later ones."""
+        raise NotImplementedError
+
+    def attaches(self, i: int, k: int) -> bool:
+        """Whether output k of chunk i has a derivative."""
+        return True
+
+    def pull(
+        self,
+        widths: Any,
+        width: int,
+        there: Any,
+        rows: Rows,
+        shared: Entries,
+        joint: Joint | None = None,
+    ) -> list[Any]:
+        """Cotangents of the inputs; rows and shared end in the vectors, as in `_Derived`."""
+        return outputs_of(Backward(self, widths, width, there, joint), rows, shared)
+
+    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+        return outputs_of(Pushed(self, widths, width, there), rows, shared)
+
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
+        """The same for a batch, and which of its inputs then have its axis in front.
+
+        on: Which of the inputs have it, row by row, the shared ones last; at least one does.
+        randomness: As in torch.vmap.
+        whole: Whether all inputs are to have it.
+        """
+        raise NotImplementedError
+
+
+class _Derived(ChunkProgram):
+    """A program made of another, which it evaluates with a graph, chunk by chunk.
+
+    Its inputs are the other's, followed by vectors: those for which `there` says so.
+    """
+
+    transposes = False  # whether it differentiates the other's pullback along its cotangents
+
+    def __init__(
+        self,
+        of: ChunkProgram,
+        widths: list[int],
+        shared_width: int,
+        there: list[list[bool]],
+        joint: Joint | None = None,
+    ) -> None:
+        self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, of.forward
+        self.widths, self.shared_width, self.there = widths, shared_width, there
+        # One entry for each batch of vmap, the outermost first: whether the vectors alone have
+        # it. The other program then runs as it ran before, and a graph serves many vectors.
+        self.vectors_only: tuple[bool, ...] = ()
+        self.sums: Sums | None = None  # while it is evaluated, chunk after chunk
+
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
+        result, widths = copy.copy(self), [*self.widths, self.shared_width]
+        own = [row[:k] for row, k in zip(on, widths, strict=True)]
+        alone = not whole and not any(map(any, own))
+        result.vectors_only = (alone, *self.vectors_only)
+        wanted = own
+        if not alone:
+            result.of, wanted = self.of.batched(size, own, randomness, True)
+            result.forward = result.of.forward
+        vectors = zip(wanted, on, widths, strict=True)
+        return result, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
+
+    def pulled(
+        self, outs: Entries, inputs: Entries, cts: Entries, own: int, *how: bool
+    ) -> list[Any]:
+        """As `pulled_back`, for every batch that the vectors alone have.
+
+        own: How many inputs there are before the leaves.
+        """
+        if not any(self.vectors_only):
+            return pulled_back(outs, inputs, cts, *how)
+        given, counts = [ct is not None for ct in cts], list[bool]()
+
+        def pull(*cts: Tensor) -> Any:
+            grads = pulled_back(outs, inputs, spread(cts, given), *how)
+            counts[:] = [g is not None for g in grads]
+            parts = grads[:own], grads[own:]
+            return tuple([tuple([g for g in part if g is not None]) for part in parts])
+
+        fun: Callable[..., Any] = pull
+        for k in reversed(range(len(self.vectors_only))):
+            if self.vectors_only[k]:
+                axis = self.vectors_only[:k].count(False)  # a sum over a batch has lost its axis
+                fun = torch.vmap(fun, axis, (axis, 0), randomness="same")
+        result, sums = fun(*(ct for ct in cts if ct is not None))
+        return spread([*result, *sums], counts)
+
+    def explained(self) -> AbstractContextManager[None]:
+        """PyTorch's errors in our words; frozen reads them, to go another way."""
+        caller = self.forward.caller
+        return explained(caller) if caller != "frozen" else nullcontext()
+
+    def needs(self, i: int) -> bool:
+        """Whether anything is asked of chunk i."""
+        return True
+
+    def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
+        """The inputs of the other program at chunk i, then the vectors, None where not there."""
+        k, m = self.widths[i], self.shared_width
+        return xs[:k], shared[:m], spread(xs[k:], self.there[i]), spread(shared[m:], self.there[-1])
+
+    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
+        self.of.pass_by(i, *self.split(i, xs, shared)[:2])
+
+    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
+        """Which chunks were had from graphs that were kept."""
+        return set()
+
+    def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
+        count, sums = len(rows), self._begun()
+        if upstream.forward_level() >= 0:
+            rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
+        result: Rows = [self.nothing(i) for i in range(count)]
+        self.forward.check_storages()
+        with self.forward.without_hooks(), torch.set_grad_enabled(False):
+            had = self.from_retained(rows, shared, result, sums)
+            again = [i for i in range(count) if self.needs(i) and i not in had]
+            if again:
+                self.sums = None if self.forward.beneath else sums
+                with self._summing(), self.forward.replaying():
+                    for i in steps(self.forward.chunks, again[-1] + 1):
+                        if i in again:
+                            self._add(result, sums, i, rows[i], shared)
+                        else:
+                            self.pass_by(i, rows[i], shared)
+        return result, sums.total or self.nothing_summed()
+
+    def _begun(self) -> Sums:
+        """What earlier nodes of this backward pass gave for the leaves; nobody else holds it."""
+        sums = Sums()
+        handed = self.joint.handed(self.leaves) if self.joint is not None else []
+        if any(x is not None for x in handed):
+            sums.add([*[None] * self.shared_width, *handed])
+        return sums
+
+    @contextmanager
+    def _summing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.sums = None
+
+    def _add(self, found: Rows, sums: Sums, i: int, xs: Entries, shared: Entries) -> None:
+        found[i], terms = self.one(i, xs, shared)
+        sums.add(terms)
+
+    def nothing(self, i: int) -> list[Any]:
+        """The outputs of a chunk of which nothing is asked."""
+        raise NotImplementedError
+
+    def nothing_summed(self) -> list[Any]:
+        """The sums of no chunk."""
+        raise NotImplementedError
+
+    def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
+        """The other program's inputs, outputs and sums, with a graph between them."""
+        create = torch.is_grad_enabled()
+        a, b = (views_of(xs), views_of(shared)) if create else (aliases_of(xs), aliases_of(shared))
+        # A pullback that is transposed gates what runs in it by itself.
+        twice = create or (self.transposes and not isinstance(self.of, _Derived))
+        gates = gated_calls(self.forward.caller, [*a, *b]) if twice else nullcontext()
+        with torch.enable_grad(), gates:
+            ys, terms = self.of.one(i, a, b)
+        if create:
+            outs = tensors_of((*ys, *terms))
+            refuse_lost(self.forward.caller, outs)
+            gate_compiled(self.forward.caller, outs, [*a, *b])
+        return [*a, *b, *self.leaves], ys, terms
+
+
+class Backward(_Derived):
+    """The pullback: of cotangents, to cotangents of each chunk's inputs; the others are summed."""
+
+    def needs(self, i: int) -> bool:
+        """Whether a cotangent comes in, at the chunk or at what is summed."""
+        return any(self.there[i]) or any(self.there[-1])
+
+    def nothing(self, i: int) -> list[Any]:
+        return [None] * self.widths[i]
+
+    def nothing_summed(self) -> list[Any]:
+        return [None] * (self.shared_width + len(self.leaves))
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        """Cotangents of the chunk's inputs, then of what all chunks share."""
+        create = torch.is_grad_enabled()
+        xs, shared, cts, shared_cts = self.split(i, xs, shared)
+        inputs, ys, terms = self._within(i, xs, shared)
+        cts += shared_cts if terms else []
+        own, outs = len(xs) + len(shared), [*ys, *terms]
+        sums = None if create else self.sums
+        with self.forward.going_back(create), self.explained():
+            grads = self._pulled_adding(sums, outs, inputs, cts, own, create, create)
+        return grads[: len(xs)], grads[len(xs) :]
+
+    def _pulled_adding(
+        self, sums: Sums | None, outs: Entries, inputs: Entries, cts: Entries, own: int, *how: bool
+    ) -> list[Any]:
+        """As `pulled`, but what leaves get is added to sums that are there, and None."""
+        single = not (self.forward.batches or any(self.vectors_only))
+        if not single or sums is None or not sums.has_any:
+            return self.pulled(outs, inputs, cts, own, *how)
+        with adding_leaves(sums, self.shared_width, self.leaves, outs) as (roots, taken):
+            grads = self.pulled(roots, inputs, cts, own, *how)
+        for k in taken:
+            grads[own + k] = None
+        return grads
+
+    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
+        forward = self.forward
+        retained = forward.retained if self.of.forward is self.of else {}
+        if not retained:
+            return set()
+        keep = upstream.keeps_graph()
+        own = next(iter(retained.values()))[1]
+        inputs = [x for xs, _, _ in retained.values() for x in xs]
+        outs = [y for _, _, ys in retained.values() for y in ys]
+        cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
+        # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
+        inputs += own
+        reading = forward.reading
+        reading[0] = True
+        once = nullcontext() if forward.hooked else forward.going_back()
+        inputs, width = [*inputs, *self.leaves], len(inputs)
+        try:
+            with self.explained(), once:
+                how = keep, False, forward.is_right
+                grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
+        finally:
+            reading[0] = False
+        had, left = set(retained), iter(grads)
+        for i in retained:
+            found[i] = [next(left) for _ in range(self.widths[i])]
+        sums.add(list(left))
+        if not keep:
+            retained.clear()
+        return had
+
+
+def _refuse_edits(outs: Entries) -> None:
+    """An edited cotangent is no linear map, whose transposed would be the pushforward."""
+    for node in nodes_of(tensors_of(outs)):
+        edit = reverse_only_at(node)
+        if edit is not None:
+            raise GradtoolsError(
+                f"chunked: f holds {edit}, which has a reverse rule only, so forward mode cannot "
+                "enter it. Use vjp or grad, or for second derivatives "
+                "mode='reverse_over_reverse'."
+            )
+
+
+class Pushed(_Derived):
+    """The pushforward, as the transpose of the pullback: dual levels do not nest."""
+
+    transposes = True
+
+    def nothing(self, i: int) -> list[Any]:
+        """Outputs with no tangent have no place."""
+        return []
+
+    def nothing_summed(self) -> list[Any]:
+        return []
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        create = torch.is_grad_enabled()
+        xs, shared, dxs, dshared = self.split(i, xs, shared)
+        inputs, ys, terms = self._within(i, xs, shared)
+        outs = [*ys, *terms]
+        _refuse_edits(outs)
+        with torch.enable_grad():
+            dummies = [_dummy(y) for y in outs]
+            pulled = pulled_back(outs, inputs, dummies, True, True)
+        there = [d is not None for d in dummies]
+        wanted = [d for d in dummies if d is not None]
+        pushed = self.pulled(pulled, wanted, [*dxs, *dshared], len(wanted), create, create)
+        pushed = spread(pushed, there)
+        return pushed[: len(ys)], pushed[len(ys) :]
+
+
+def pulled_back(
+    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool, is_right: bool = False
+) -> list[Any]:
+    """Cotangents of outs to cotangents of inputs, where there is a way.
+
+    is_right: Whether PyTorch is known to have all gradients right there.
+    """
+    pairs = [
+        (y, ct)
+        for y, ct in zip(outs, cts, strict=True)
+        if ct is not None and isinstance(y, Tensor) and y.requires_grad
+    ]
+    caller = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+    if not pairs or not any(caller):
+        return [None] * len(inputs)
+    ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
+    wrong = [] if is_right else wrong_nodes(ys)
+    with rightly(wrong) if wrong else nullcontext():
+        grads: Any = upstream.pulled(ys, xs, [ct for _, ct in pairs], keep, create)
+    if create:
+        grads = guarded_gradients("chunked or frozen", ys, grads)
+    return spread(grads, caller)
+
+
+def _dummy(y: Any) -> Tensor | None:
+    tracked = isinstance(y, Tensor) and y.requires_grad
+    return torch.zeros_like(y, requires_grad=True) if tracked else None
+
+
+# --- a program as one node of autograd's graph --------------------------------------------
+
+
+def node_of(
+    program: ChunkProgram, rows: Rows, shared: Entries, known: tuple[Rows, list[Any]] | None = None
+) -> tuple[Rows, list[Any]]:
+    """The outputs and sums of a program, differentiable with respect to its inputs and leaves.
+
+    known: The outputs and sums, if they were evaluated already. Beneath functorch they cannot
+    be, since there the evaluation stands under the transforms' levels.
+    """
+    inputs = [*flattened(rows), *shared, *program.leaves]
+    shape: list[Any] = []
+    eager = False
+    outs = [] if known is None else _chosen(program, known, shape, True)
+    if known is not None:
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        dual = upstream.forward_level() >= 0 and any(map(is_dual, inputs))
+        if not outs or not (tracked or dual):
+            return known
+        eager = not dual and not is_compiling()
+    maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
+    if eager:
+        results = upstream.applied(_ProgramNode, maps, outs, *inputs)
+    else:
+        results = apply_rule(_rule(maps, known and outs), *inputs)
+    counts, there = shape
+    flat = spread(results, there)
+    if known is not None and not all(there):
+        everything = [*flattened(known[0]), *known[1]]
+        flat = [y if t else e for y, t, e in zip(flat, there, everything, strict=True)]
+    parts = cut_up(flat, counts)
+    return parts[:-1], parts[-1]
+
+
+def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
+    """The outputs and sums that are the node's outputs; shape tells afterwards which."""
+    outs: list[Tensor] = []
+    there: list[bool] = []
+    for i, ys in enumerate([*found[0], found[1]]):
+        for k, y in enumerate(ys):
+            there.append(isinstance(y, Tensor) and (not known or program.attaches(i, k)))
+            if there[-1]:
+                outs.append(y)
+    shape[:] = [list(map(len, found[0])), there]
+    return outs
+
+
+@dataclass(frozen=True)
+class _Maps:
+    """The two linear maps of a program on its inputs, rows of `widths` and `width` shared."""
+
+    program: ChunkProgram
+    widths: list[int]
+    width: int
+    shape: list[Any]  # as `_chosen` says it
+
+    def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
+        counts, there = self.shape
+        full = spread(cts, there)
+        if self.program is self.program.forward:  # its sums are carries
+            full = full[: sum(counts)]
+        result = self._vectors(saved, full, counts)
+        with marked(self.program.forward.caller):
+            return self.program.pull(self.widths, self.width, result[2], *result[:2], joint)
+
+    def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
+        result = self._vectors(saved, dxs, self.widths)
+        with marked(self.program.forward.caller):
+            pushed = self.program.push(self.widths, self.width, result[2], *result[:2])
+        there = self.shape[1]
+        pushed += [None] * (len(there) - len(pushed))  # of carries
+        return [dy for dy, t in zip(pushed, there, strict=True) if t]
+
+    def _vectors(self, saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
+        parts, vs = cut_up(saved, self.widths), cut_up(given, counts)
+        there = [[v is not None for v in row] for row in vs]
+        both = [
+            [*xs, *(v for v in row if v is not None)]
+            for xs, row in zip([*parts[:-1], parts[-1][: self.width]], vs, strict=True)
+        ]
+        return both[:-1], both[-1], there
+
+
+class _ProgramNode(torch.autograd.Function):
+    """A program where the engine alone differentiates: no transform, and no dual number yet.
+
+    A rule's node is for those as well, and takes longer than a small network.
+    """
+
+    recorded_as = "chunked"
+
+    @staticmethod
+    def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:
+        ctx.maps = maps
+        join(ctx, maps.program.leaves)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(*[y for y in outs if not is_inexact(y)])
+        return tuple([y.view_as(y) if any(y is x for x in inputs) else y for y in outs])
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor | None) -> Any:
+        there, joint = [None if ct is None else alive(ct) for ct in cts], joint_of(ctx)
+        with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
+            result = ctx.maps.cotangent(_unchanged(ctx), there, joint)
+        if joint is not None:
+            own = len(result) - len(ctx.leaves)
+            result[own:] = joint.handed_on(ctx.leaves, result[own:])
+        return None, None, *result
+
+
+def _unchanged(ctx: Any) -> Any:
+    """What was saved; autograd tells of a tensor that was changed since, in words of its own."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified" not in torch_says(error):
+            raise
+        caller = ctx.maps.program.forward.caller
+        raise GradtoolsError(
+            f"{caller}: an argument or a parameter was changed in place after the forward pass, "
+            "and the backward pass needs it as it was. Clone it before you change it."
+        ) from error
+
+
+def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
+    """A program as a rule on its inputs and leaves."""
+    program, widths, width, shape = maps.program, maps.widths, maps.width, maps.shape
+
+    def primal(*xs: Tensor) -> list[Tensor]:
+        ys = known
+        if ys is None:
+            parts = cut_up(xs, widths)
+            result = program.evaluate(parts[:-1], parts[-1][:width])
+            ys = _chosen(program, result, shape, False)
+        return [y.view_as(y) if any(y is x for x in xs) else y for y in ys]  # an input is saved
+
+    def mapped(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
+        count = sum(widths) + width
+        on = cut_up([d is not None for d in axes[:count]], widths)
+        result, wanted = program.batched(size, on, randomness, False)
+        front = [
+            x if not w else x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d, w in zip(xs[:count], axes[:count], flattened(wanted), strict=True)
+        ]
+
+        def axes_of(out: Entries) -> tuple[int | None, ...]:
+            batched = [True] * len(shape[1])
+            if isinstance(result, Backward) and not result.vectors_only[0]:
+                # the sums of leaves are sums over the batch, too
+                batched[len(batched) - len(result.leaves) :] = [False] * len(result.leaves)
+            pairs = zip(batched, shape[1], strict=True)
+            return tuple([0 if b else None for b, there in pairs if there])
+
+        batch = _rule(_Maps(result, widths, width, shape))
+        return batch, [*front, *xs[count:]], axes_of
+
+    caller = program.forward.caller
+    return Rule(caller, primal, maps.tangent, maps.cotangent, captures=False, mapped=mapped)
+
+
+def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:
+    """What a program derived from another gives, differentiable where that is asked."""
+    known = None
+    if upstream.peek_interpreter_stack() is None:
+        known = program.evaluate(rows, shared)
+    rows, sums = node_of(program, rows, shared, known)
+    return [*flattened(rows), *sums]

@@ -1,0 +1,633 @@
+"""f over chunks: a first pass that keeps no graph, and chunks that are computed again.
+
+Chunks run in order from one snapshot of all that f's result depends on, and so go through the same
+states as in the first pass; afterwards everything is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge, increment_version
+
+from gradtools.chunks import Chunks
+from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python, nodes_of
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact
+from gradtools.torch.known_errors import torch_says
+from gradtools.torch.modes import Modes, default_device, without_cached_weights
+from gradtools.torch.randomness import Randomness
+from gradtools.torch.replaying.consistency import (
+    Verification,
+    hook_count,
+    kinds_of,
+    register_own_hook,
+)
+from gradtools.torch.replaying.guards import (
+    REPLAYS,
+    Captures,
+    Substituted,
+    bytes_saved,
+    captured_error,
+    check_cached,
+    check_modules,
+    edge_error,
+    has_asked,
+    is_recorded,
+    is_replaying,
+    is_wrapped,
+    parameters_of,
+    set_replaying,
+    steps,
+)
+from gradtools.torch.replaying.nodes import ChunkProgram
+from gradtools.torch.replaying.slicing import (
+    Entries,
+    Rows,
+    Tensor,
+    aliases_of,
+    cut_off,
+    cut_up,
+    entered,
+    flattened,
+    pieces_of,
+    tensors_of,
+    untracked,
+)
+from gradtools.torch.rules.installing import reverse_only_at
+from gradtools.torch.state import Snapshot
+from gradtools.torch.upstream_bugs.gradients import WRONG
+
+left_to_python(__name__)
+_PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
+_grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
+
+
+class Forward(ChunkProgram):
+    """f itself, with what a chunk needs to be computed again.
+
+    Beneath functorch's levels all tensors are inputs, since the levels' own are gone when the
+    backward pass runs, the carry among the shared ones; it comes out where sums stand.
+    """
+
+    saves_parameters = True  # so that autograd itself tells of those that are changed
+    compares_leaves = compares_bits = True  # where f is computed again
+
+    def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
+        self.chunks, self.beneath = chunks, beneath
+        self.caller = chunks.batch.caller
+        self.pieces, self.count = pieces_of(chunks), chunks.cut.count
+        self.tensors = tensors_of([*chunks.shared, *chunks.carry, *self.pieces[0]])
+        self.modes = Modes.now({x.device.type for x in self.tensors})
+        self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
+        self.start = self._snapshot(like)
+        self._check_modules()
+        self.moving = [self._moving(piece) for piece in self.pieces]
+        self.moving_shared = self._moving(chunks.shared)
+        self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
+        self.shared = [chunks.shared[k] for k in self.moving_shared]
+        self.first_carry = self.carry = [untracked(x) for x in chunks.carry]
+        self.leaves: list[Tensor] = []
+        self.attached: list[list[bool]] = []
+        self.captured = self._captured() if chunks.batch.caller == "checkpoint" else []
+        self.begun: set[Any] = set()  # nodes at which the first pass's graph begins
+        self.shared += self.captured
+        if beneath:
+            self.shared += self.carry
+            self.leaves = parameters_of(self.start)
+        self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
+        self.reading = [False]  # whether a graph that was kept is differentiated here
+        self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
+        self.verification = Verification.of(self, chunks.options.verify)
+        self.is_again = False  # whether chunks are computed again
+        self.standing = self.start  # then: what stands for everyone else
+        self.ends: dict[int, tuple[dict[str, int], list[int]]] = {}  # see `_check_end`
+        self.hooked = False  # whether hooks on gradients were set in f
+        self.accumulates = False  # whether f itself adds to its leaves' .grad
+        self.versions: list[tuple[Tensor, int, str]] = []
+        self.storages: list[tuple[Tensor, Any]] = []  # where the leaves' entries lie
+        self.drawn: Randomness | None = None
+        self.once: str | None = None  # a Function in f's graph that has no second derivative
+        self.edit: str | None = None  # a rule there that has a reverse rule only
+        self.is_right = True  # whether PyTorch has all gradients there right
+        self.functions: set[Any] = set()  # the autograd.Functions there
+        self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
+
+    @property
+    def forward(self) -> Forward:
+        return self
+
+    def _check_modules(self) -> None:
+        check_modules(self.caller, self.start, self.chunks.f)
+
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
+        result = copy.copy(self)
+        # What was drawn before there was a batch is drawn again once for all of it.
+        randomness = randomness if any(map(any, on)) else "same"
+        result.batches = ((size, randomness), *self.batches)
+        return result, [[True for _ in row] for row in on]
+
+    def _snapshot(self, like: Snapshot | None) -> Snapshot:
+        try:
+            return Snapshot.of(self.roots, self.tensors, like)
+        except GradtoolsError as error:
+            raise GradtoolsError(f"{self.caller}: {error}") from None
+
+    def _captured(self) -> list[Tensor]:
+        """What f closes over that is computed, or a transform's: arguments that have no name."""
+        result = [x for x, _ in self.start.reached.watched]
+        if self.beneath:
+            return [x for x in result if is_wrapped(x)]
+        with upstream.DisableTorchFunction():  # what another program stands for is asked itself
+            return [x for x in result if is_dual(x) or (self.modes.grad and not x.is_leaf)]
+
+    def _given(self) -> list[Tensor]:
+        """The tensors that all chunks see as they are: what f does to them stays."""
+        own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
+        return [x for x in (*own, *self.first_carry) if isinstance(x, Tensor)]
+
+    def _moving(self, xs: Entries) -> list[int]:
+        """Which of xs are inputs of the node."""
+        tensors = [(k, x) for k, x in enumerate(xs) if isinstance(x, Tensor)]
+        if self.beneath:
+            return [k for k, _ in tensors]
+        if not self.modes.grad:
+            return []
+        return [k for k, x in tensors if x.requires_grad or is_dual(x)]
+
+    def attaches(self, i: int, k: int) -> bool:
+        return self.attached[i][k]
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        """f at one chunk, whose carry stays for the next one."""
+        if self.drawn is not None:
+            self.drawn.restore()  # to where the streams stood when the chunk before had run
+        if self.beneath and i == 0:
+            carry_at = len(self.moving_shared) + len(self.captured)
+            self.carry = [untracked(x) for x in shared[carry_at:]]
+        pieces, own = list(self.pieces[i]), list(self.chunks.shared)
+        for k, original in self.originals.get(i, {}).items():
+            pieces[k] = original.clone()
+        for k, x in zip(self.moving[i], xs, strict=True):
+            pieces[k] = x if is_inexact(x) or not self.beneath else x.clone()
+        for k, x in zip(self.moving_shared, shared, strict=False):
+            own[k] = x
+        own += shared[len(self.moving_shared) :][: len(self.captured)]
+        again = self.modes.outside_of_batchings() if self.is_again else nullcontext()
+        check = self.verification
+        watched = check.watching(i) if check else nullcontext()
+        with again, without_cached_weights() as weights, watched as seen:
+            hooks = None if self.is_again else (upstream.hooks_made(), hook_count())
+            outs, carry = self._called(i, pieces, own)
+            if weights:
+                check_cached(self.caller, self.start)
+            if hooks is not None:
+                self.hooked |= self._sets_hooks(*hooks)
+        if check is not None and self.is_again:
+            inputs = [*xs, *shared] if self.compares_leaves else None
+            check.compare(i, outs, seen, inputs, self.batches)
+        elif check is not None:
+            check.keep(i, outs, seen, self.batches)
+        self.carry = [untracked(x) for x in carry]
+        if self.is_again:
+            self._check_end(i + 1)
+        if self.is_again and i + 1 < self.count:
+            self.drawn = self.start.streams.again()
+        return outs, []
+
+    def _sets_hooks(self, first: int, before: int) -> bool:
+        """Whether f set hooks on gradients, of those with numbers from `first` on."""
+        count = hook_count() - before
+        if not count:
+            return False
+        held = [module for module, _ in self.start.reached.modules.values()]
+        keys = [key for m in held for key in upstream.forward_hook_numbers(m)]
+        return count != sum(key >= first for key in keys)
+
+    def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
+        """f at one chunk, under vmap once for each of `batches`."""
+        if not self.batches:
+            return self._on(i, pieces, own, self.carry)
+        flat = [*pieces, *own, *self.carry]
+        there = [isinstance(x, Tensor) for x in flat]
+        axes = [0 if self.beneath or k in self.moving[i] else None for k in range(len(pieces))]
+        moving = {*self.moving_shared, *range(len(own) - len(self.captured), len(own))}
+        axes += [0 if self.beneath or k in moving else None for k in range(len(own))]
+        axes += [0 if self.beneath or i > 0 else None for _ in self.carry]
+        counts: list[int] = []
+
+        def one(*xs: Tensor) -> tuple[Tensor, ...]:
+            left = iter(xs)
+            full = [next(left) if t else x for x, t in zip(flat, there, strict=True)]
+            parts = cut_up(full, [len(pieces), len(own)])
+            outs, carry = self._on(i, *parts)
+            counts[:] = [len(outs)]
+            return (*outs, *carry)
+
+        fun: Callable[..., Any] = one
+        in_dims = tuple([axis for axis, t in zip(axes, there, strict=True) if t])
+        for _, randomness in reversed(self.batches):
+            fun = torch.vmap(fun, in_dims, randomness=randomness)
+        result = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
+        return result[: counts[0]], result[counts[0] :]
+
+    def _on(self, i: int, pieces: Any, own: Any, carry: Any) -> tuple[list[Any], list[Any]]:
+        """f at one chunk. own: What is shared, then what stands for what f captured."""
+        if not self.captured:
+            return self.chunks.call(i, i, pieces, own, carry)
+        count = len(self.chunks.shared)
+        with Substituted(self.captured, own[count:]) as substituted:
+            outs, carry = self.chunks.call(i, i, pieces, own[:count], carry)
+            return substituted.within(outs), carry
+
+    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
+        """f once more, for what it does to streams, buffers and the carry."""
+        self.one(i, aliases_of(xs), aliases_of(shared))
+
+    # --- the first pass
+
+    def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
+        """The first pass. Notes leaves, and keeps the last chunks' graphs."""
+        before = self._grads()
+        keep = torch.is_grad_enabled()
+        try:
+            upstream.set_grad_enabled(self.modes.grad)
+            result = self._first_pass(rows, shared)
+        except BaseException:
+            self.start.restore()
+            raise
+        finally:
+            upstream.set_grad_enabled(keep)
+        self.accumulates = self._grads() != before
+        return result, self.carry if self.beneath else []
+
+    def _grads(self) -> list[tuple[int, int]]:
+        """The `.grad` of leaves, and in which version they are."""
+        grads = map(_grad_of, filter(_is_leaf, self.start.reached.tensors))
+        return [(id(g), upstream.version_of(g)) for g in grads if g is not None]
+
+    def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
+        grad, budget = self.modes.grad, self.chunks.options.memory_budget
+        kept = self._kept()
+        given = [x for x in (*flattened(rows), *shared, *self._given()) if not x.is_inference()]
+        versions = [upstream.version_of(x) for x in given]
+        # What f keeps aside may reach the loss, through a graph that is used for nothing else.
+        apart = kept or self.beneath or is_recorded()
+        enter = entered if grad and not apart else aliases_of if grad else list
+        own, result = enter(shared), []
+        leaves: dict[int, Tensor] = {}
+        began: list[int] = []
+        for i in steps(self.chunks, self.count):
+            began.append(upstream.nodes_made())
+            if i and i == self.count - kept:
+                self._note_end(i)
+            xs = enter(rows[i])
+            if grad and kept and self.caller == "chunked":
+                _refuse_others(self.reading, *xs, *(own if i == 0 else ()))
+            measured = i == 0 and kept > 0 and budget is not None
+            with bytes_saved(self) if measured else nullcontext([0]) as size:
+                outs = self._one_keeping_originals(i, xs, own)
+            self._check_modes()
+            if measured and budget is not None:
+                kept = min(budget // max(size[0], 1), self.count)
+            if grad:
+                reached = self._find_leaves(i, outs, began, [*xs, *own])
+                leaves.update(reached)
+                if self.verification is not None:
+                    self.verification.leaves[i] = reached
+                if i >= self.count - kept:
+                    self.retained[i] = (xs, own, outs)
+            self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
+            result.append([cut_off(y) for y in outs])
+            del xs, outs  # and with them the graph, before the next one grows
+        if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
+            raise self._in_place("")
+        self._note_leaves(list(leaves.values()))
+        self._note_versions()
+        self._let_go_of_kept()
+        if grad and self.captured:
+            self._let_go_of_unused(own[len(self.moving_shared) :])
+        self.start = self.start.without_unused_streams()
+        self._note_end(self.count)
+        if self.verification is not None and not self.start.reached.stands():
+            self.verification.held = self.start.watched_now()
+        return result
+
+    def _check_modes(self) -> None:
+        """Raises if f leaves a mode switched, in which the next chunk would run."""
+        grad, device = torch.is_grad_enabled() != self.modes.grad, default_device()
+        grad = grad and self.caller != "frozen"  # whose use is one call
+        if grad or device != self.modes.device:
+            what = "whether gradients are taken" if grad else f"the default device (to {device})"
+            how = "torch.no_grad()" if grad else "torch.device(...)"
+            raise GradtoolsError(
+                f"{self.caller}: f switches {what} and leaves it so. Switch it before the call, or "
+                f"inside of f by `with {how}:`."
+            )
+
+    def _note_end(self, count: int) -> None:
+        """Where streams and buffers stand when so many chunks have run first."""
+        if self._verifies and not self.beneath:
+            self.ends[count] = self.start.streams.marks(), self.start.reached.contents_versions()
+
+    @property
+    def _verifies(self) -> bool:
+        return self.chunks.options.verify is not False
+
+    def _check_end(self, count: int) -> None:
+        """Raises if they stand elsewhere when so many chunks have run again.
+
+        f then draws more or less than it did, or another thread draws, or calls f's modules.
+        """
+        if count not in self.ends or self.batches:
+            return
+        marks, versions = self.ends[count]
+        streams = self.start.streams.marks()
+        moved = [stream for stream, stands in streams.items() if stands != marks[stream]]
+        if moved:
+            raise GradtoolsError(
+                f"{self.caller}: {moved[0]} stands elsewhere after f was computed again than after "
+                "it was computed first. f draws from it only once (what it keeps in a cache, say), "
+                "or another thread draws from it meanwhile, whose numbers would come twice: give "
+                "that thread a generator of its own."
+            )
+        now = self.start.reached.contents_versions()
+        # What f leaves out when it is computed again, by `is_replaying`, is its own affair.
+        off = operator.gt if has_asked() else operator.ne
+        moved_too = [k for k, pair in enumerate(zip(now, versions, strict=True)) if off(*pair)]
+        if self.compares_bits and moved_too:
+            k = moved_too[0]
+            name = self.start.name_of(lambda x: x is self.start.reached.owned[k]) or "a buffer"
+            raise GradtoolsError(
+                f"{self.caller}: {name} is not changed as often when f is computed again as when "
+                "it was computed first. f changes it by a way of its own each time, or another "
+                "thread calls the same module meanwhile, whose changes would be lost: let one "
+                "wait for the other."
+            )
+
+    def _let_go_of_kept(self) -> None:
+        """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
+        if self.retained and not self.start.reached.stands():
+            nodes = {n for _, _, outs in self.retained.values() for n in nodes_of(tensors_of(outs))}
+            held = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
+            if not nodes.isdisjoint(nodes_of(held)):
+                self.retained.clear()
+
+    def _let_go_of_unused(self, entered: list[Tensor]) -> None:
+        """Of what f captured only what its outputs reach is an input: a loss that is kept is none.
+
+        entered: What stood for it.
+        """
+        pairs = zip(self.captured, entered, strict=True)
+        self.captured = [
+            x for x, alias in pairs if is_dual(x) or get_gradient_edge(alias).node in self.begun
+        ]
+        self.shared[len(self.moving_shared) :] = self.captured
+        self.begun.clear()
+
+    def _kept(self) -> int:
+        packed = upstream.saved_tensors_hooks_on(False) is not None
+        if packed or self.beneath or not self.modes.grad:
+            return 0  # what a checkpoint or an offload packs is unpacked once, in its own way
+        return self.chunks.options.retain if self.chunks.options.memory_budget is None else 1
+
+    def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
+        """One chunk; copies of the pieces that it changes in place stay."""
+        fixed = {
+            k: x
+            for k, x in enumerate(self.pieces[i])
+            if isinstance(x, Tensor) and k not in self.moving[i] and not x.is_inference()
+        }
+        keep = self.modes.grad
+        before = {k: (x.clone(), upstream.version_of(x)) for k, x in fixed.items()} if keep else {}
+        try:
+            with Captures(self) if self.beneath else nullcontext():
+                outs, _ = self.one(i, xs, own)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in torch_says(error):
+                raise
+            raise self._in_place(f" PyTorch says: {error}") from error
+        changed = {
+            k: x for k, (x, version) in before.items() if upstream.version_of(fixed[k]) != version
+        }
+        if changed:
+            self.originals[i] = changed
+            for k in changed:
+                increment_version(self._source(i, k))
+        return outs
+
+    def _in_place(self, more: str) -> GradtoolsError:
+        return GradtoolsError(
+            f"{self.caller}: f changes an argument in place that is differentiated or not split, "
+            f"or a parameter, and it cannot be put back. Clone it in f first.{more}"
+        )
+
+    def _source(self, i: int, k: int) -> Tensor:
+        """The argument that piece k of chunk i is a part of."""
+        splits = self.chunks.splits
+        return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
+
+    def _find_leaves(
+        self, i: int, outs: Entries, began: list[int], own: list[Tensor]
+    ) -> dict[int, Tensor]:
+        """The leaves that chunk i's graph reaches; refuses what belongs to another computation.
+
+        began: Autograd's count of nodes when each chunk began.
+        own: Where the graph begins.
+        """
+        leaves: dict[int, Tensor] = {}
+        for y in outs:
+            if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
+                raise captured_error(self, None)
+        ends, stop = {id(x) for x in own}, {x.grad_fn for x in own if x.grad_fn is not None}
+        nodes = nodes_of(tensors_of(outs), stop)
+        if self.captured:
+            self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
+            self.begun |= {y.grad_fn for y in tensors_of(outs)}
+        if self.verification is not None:
+            self.verification.kinds[i] = kinds_of(nodes)
+        for node in nodes:
+            kind: Any = type(node)
+            if kind is upstream.AccumulateGrad:
+                if id(node.variable) not in ends:
+                    leaves[id(node.variable)] = node.variable
+                continue
+            if upstream.sequence_of(node) < began[-1] and not _is_cast_of_leaf(node):
+                of_pass = upstream.sequence_of(node) >= began[0]
+                raise edge_error(self, i, node) if of_pass else captured_error(self, node)
+            if kind in _PLAIN:
+                continue
+            if kind.__name__ in WRONG:
+                self.is_right = False
+            elif not issubclass(kind, BackwardCFunction):
+                _PLAIN.add(kind)
+            else:
+                if upstream.is_once_differentiable(kind):
+                    self.once = kind.__name__.removesuffix("Backward")
+                self.edit = reverse_only_at(node) or self.edit
+                self.functions.add(upstream.forward_class(kind))
+        return leaves
+
+    def _note_leaves(self, found: list[Tensor]) -> None:
+        if not self.beneath:
+            self.leaves = found
+            return
+        known = {id(x) for x in self.leaves}
+        for leaf in found:
+            if id(leaf) not in known:
+                raise captured_error(self, leaf)
+
+    def _note_versions(self) -> None:
+        """What the backward pass reads must be then what it is now."""
+        if not any(map(any, self.attached)):
+            return
+        moved = self.start.changed(parameters=True)
+        if moved:
+            carry = ", or pass it in an argument that carry_argnums names"
+            raise GradtoolsError(
+                f"{self.caller}: f changes {moved[0]} in place, which it captured, and it cannot "
+                "be put back for the backward pass, being a parameter (which an embedding with "
+                "max_norm changes, too), or large and outside of modules. Change it outside of f, "
+                f"or make it a buffer of a module{carry if self.caller == 'chunked' else ''}."
+            )
+        given = self._given()
+        for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *given):
+            if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
+                self.versions.append((x, upstream.version_of(x), "an argument"))
+        split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
+        own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views by now
+        result = (*self._reached(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
+        plain = [x for x in result if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
+        self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
+
+    def _reached(self) -> list[Tensor]:
+        """The leaves that f reaches by itself, differentiated or not."""
+        return self.leaves
+
+    # --- and again
+
+    def check_storages(self) -> None:
+        """Raises if leaves have other entries by `.data`, of which no version tells."""
+        moved = [x for x, storage in self.storages if x.untyped_storage() is not storage]
+        if moved:
+            kind = "a parameter" if any(x is moved[0] for x in self._reached()) else "an argument"
+            name = self.start.name_of(lambda x: x is moved[0]) or kind
+            raise GradtoolsError(
+                f"{self.caller}: the data of {name} was replaced after the forward pass (by .data, "
+                "vector_to_parameters, module.to or module.float), and the backward pass needs it "
+                "as it was. Do it after the backward pass."
+            )
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Inside, f runs from where it began; outside, everything is as it stands now."""
+        self.check_storages()
+        changed = [name for x, version, name in self.versions if upstream.version_of(x) != version]
+        changed += self.start.changed(parameters=not self.saves_parameters)
+        if changed:
+            raise GradtoolsError(
+                f"{self.caller}: {changed[0]} was changed in place after the forward pass, and the "
+                "backward pass needs it as it was. Clone it before you change it."
+            )
+        with REPLAYS:
+            outer = is_replaying(), self.is_again, self.carry, self.drawn
+            before = self.standing if self.is_again else None
+            self.standing = self.start.now()
+            # Where f goes backward itself, what it adds was added before. Elsewhere .grad is left
+            # alone: another thread's backward pass may add to it meanwhile.
+            watched = self.start.reached.watched if self.accumulates else []
+            grads = [(x, x.grad) for x, _ in watched if x.is_leaf]
+            try:
+                for x, grad in grads:
+                    if grad is not None:
+                        x.grad = None
+                if self.standing is not self.start:
+                    self.start.restore()
+                self.carry, self.drawn, self.is_again = self.first_carry, None, True
+                set_replaying(True)
+                yield
+            finally:
+                set_replaying(outer[0])
+                _, self.is_again, self.carry, self.drawn = outer
+                self.standing.restore()
+                self.standing = before or self.standing
+                for x, grad in grads:
+                    if x.grad is not grad:
+                        x.grad = grad
+        if self.verification is not None:
+            self.verification.done()
+
+    @contextmanager
+    def going_back(self, again: bool = False) -> Iterator[None]:
+        """Inside, a chunk that was computed again is differentiated.
+
+        What hooks on gradients do then stays. again: For a second derivative; they did it before.
+        """
+        if again or not (self.is_again and self.hooked):
+            reached = self.start.reached
+            before = reached.contents_versions() if self.compares_bits else []
+            yield
+            if before and reached.contents_versions() != before and self._verifies:
+                raise GradtoolsError(
+                    f"{self.caller}: a module's buffers change in the backward pass of a chunk: "
+                    "torch.utils.checkpoint inside of f computes it once more, and by itself would "
+                    "count twice. Use gradtools' checkpoint in its place, which counts once; so "
+                    "does verify=False here."
+                )
+            return
+        state = self.start.now()
+        self.standing.restore()
+        set_replaying(False)
+        try:
+            yield
+        finally:
+            set_replaying(True)
+            self.standing = self.start.now()
+            state.restore()
+
+    def without_hooks(self) -> AbstractContextManager[None]:
+        """The leaves' hooks fire once, on the sum, and not for each chunk."""
+        return self._without_hooks() if self.leaves else nullcontext()
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        with REPLAYS:
+            held = [hooks for x in self.leaves if (hooks := upstream.tensor_hooks(x))]
+            kept = [dict(hooks) for hooks in held]
+            try:
+                for hooks in held:
+                    hooks.clear()
+                yield
+            finally:
+                for hooks, those in zip(held, kept, strict=True):
+                    hooks.update(those)
+
+
+def _refuse_others(reading: list[bool], *xs: Any) -> None:
+    """Has whoever else differentiates a graph that begins at xs be told that it ends there."""
+
+    def refuse(ct: Tensor) -> None:
+        if not reading[0]:
+            raise GradtoolsError(
+                "chunked: what f kept aside (in an attribute, a list, a hook) is differentiated, "
+                "and of its gradient the part of an argument would be lost. Return it from f, "
+                "detach it, or use retain=0."
+            )
+
+    for x in xs:
+        if isinstance(x, Tensor) and x.requires_grad:
+            register_own_hook(x, refuse)
+
+
+def _is_cast_of_leaf(node: Any) -> bool:
+    """Whether a node is a weight in another dtype, which autocast keeps: it may be of any call."""
+    parents = [parent for parent, _ in node.next_functions]
+    leaf = len(parents) == 1 and type(parents[0]).__name__ == "AccumulateGrad"
+    return leaf and type(node).__name__ == "ToCopyBackward0"

@@ -1,0 +1,117 @@
+"""Each chunk's part of every argument, and tensors as leaves of a chunk's own graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from gradtools.chunks import Chunks
+from gradtools.errors import GradtoolsError
+from gradtools.torch.compiling import left_to_python
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact
+from gradtools.torch.operation_marks import CHUNK, data_of, detached
+from gradtools.torch.replaying.guards import is_wrapped
+
+left_to_python(__name__)
+
+Tensor = torch.Tensor
+Entries = Sequence[Any]  # tensors, or None
+Rows = list[list[Any]]  # one for each chunk
+
+
+def flattened(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    return [*chain.from_iterable(rows)]
+
+
+def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
+    """Rows of these widths, then a row of what is left."""
+    rows: Rows = []
+    at = 0
+    for width in widths:
+        rows.append([*flat[at : at + width]])
+        at += width
+    rows.append([*flat[at:]])
+    return rows
+
+
+def pieces_of(chunks: Chunks) -> list[list[Any]]:
+    """Each chunk's part of every array that is split, then its part of lists."""
+    columns = [_parts(chunks, x, axis) for x, axis in chunks.splits]
+    return [
+        [*(column[i] for column in columns), *map(_apart, chunks.lists[i])]
+        for i in range(chunks.cut.count)
+    ]
+
+
+def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
+    if x.layout is not torch.strided or x.is_nested:
+        raise GradtoolsError(
+            f"{chunks.batch.caller}: an argument that is split is a {_layout(x)} tensor, which has "
+            "no axis to cut on. Give its dense form, or share it (None in in_axes)."
+        )
+    cut, tracked = chunks.cut, x.requires_grad or is_wrapped(x)
+    if tracked and cut.interleaved:  # one node for all, whose backward pass is one scatter
+        x = x.index_select(axis, torch.tensor(flattened(cut.rows), device=x.device))
+    if tracked:
+        return x.split(cut.sizes, axis)
+    before = (slice(None),) * axis
+    return [_apart(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]
+
+
+def _layout(x: Tensor) -> str:
+    return "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"
+
+
+def _apart(x: Any) -> Any:
+    """The same memory, whose changes are counted apart: a graph of another piece is untouched."""
+    plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
+    return data_of(x, CHUNK) if plain and not is_dual(x) else x
+
+
+def tensors_of(xs: Entries) -> list[Tensor]:
+    return [x for x in xs if isinstance(x, Tensor)]
+
+
+def primal_of(x: Any) -> Any:
+    """A dual number's primal; anything else as it is."""
+    return forward_ad.unpack_dual(x).primal if is_dual(x) else x
+
+
+def untracked(x: Any) -> Any:
+    """The same numbers, in no graph."""
+    return detached(x, CHUNK) if isinstance(x, Tensor) else x
+
+
+def cut_off(y: Any) -> Any:
+    """A chunk's output without its graph."""
+    return detached(y, CHUNK) if isinstance(y, Tensor) and y.requires_grad else y
+
+
+def aliases_of(xs: Entries) -> list[Any]:
+    return [alias_of(x) for x in xs]
+
+
+def alias_of(x: Tensor) -> Tensor:
+    """The same numbers as a leaf of a graph of its own; integers as they are."""
+    if not is_inexact(x):
+        return x
+    if not (torch.is_inference_mode_enabled() or x.is_inference()):
+        return detached(primal_of(x), CHUNK).requires_grad_()
+    with torch.inference_mode(False):
+        x = x.clone() if x.is_inference() else detached(primal_of(x), CHUNK)
+        return x.requires_grad_()
+
+
+def entered(xs: Entries) -> list[Any]:
+    """The same numbers, in the graph that they are in, or as leaves of a graph of their own."""
+    plain = lambda x: x.requires_grad and x.layout is torch.strided and not is_dual(x)
+    return [x[...] if plain(x) else alias_of(x) for x in xs]  # view_as has other strides
+
+
+def views_of(xs: Entries) -> list[Any]:
+    """The same numbers, in the graph that they are in, under names of their own."""
+    return [x[...] if x.requires_grad else alias_of(x) for x in xs]

@@ -1,0 +1,201 @@
+"""Sums of gradients: of chunks, as soon as autograd has computed each, and of several nodes.
+
+`torch.autograd.grad` hands all gradients over at the end: beside the sum so far a whole second set
+of them. Here a hook on each leaf takes its gradient when it is complete, adds it to the sum, and
+leaves a zero of no memory in its place, so that one set is alive and one leaf's gradient.
+
+Two towers that share an encoder are two nodes, and autograd adds what they give for a leaf once
+both have run: until then the gradients of each are alive. Here a node hands what it has for a leaf
+on to the next one that runs in the same pass, and the last one gives the sum to autograd, which
+waits for all of them either way.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python
+from gradtools.torch.modes import batchings
+from gradtools.torch.replaying.consistency import register_own_hook
+
+Tensor = torch.Tensor
+left_to_python(__name__)
+_NARROW = (torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, torch.nn.Parameter)
+_task = upstream.current_graph_task  # which call of the engine runs a hook
+
+
+class Sums:
+    """Terms that add up, narrow ones in float32, in place where nobody else sees it."""
+
+    def __init__(self) -> None:
+        self._sums: list[Any] = []
+        self._dtypes: list[Any] = []
+        self._owned: list[bool] = []
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._sums)
+
+    def add(self, terms: Sequence[Any]) -> None:
+        """One more of each; None is zero."""
+        if not self._sums:
+            self._sums, self._dtypes = [None] * len(terms), [None] * len(terms)
+            self._owned = [False] * len(terms)
+        for k, term in enumerate(terms):
+            if term is not None:
+                self.add_one(k, term)
+
+    def add_one(self, k: int, term: Tensor) -> None:
+        total = self._sums[k]
+        if total is None:
+            self._sums[k], self._dtypes[k] = term, term.dtype
+        elif self._owned[k] and not (total.requires_grad or term.requires_grad):
+            total += term
+        else:
+            wide = total.float() if total.dtype in _NARROW else total
+            self._sums[k], self._owned[k] = wide + term, True
+
+    @property
+    def total(self) -> list[Any]:
+        """The sums, in the terms' dtypes."""
+        pairs = zip(self._sums, self._dtypes, strict=True)
+        return [s if s is None or s.dtype == dtype else s.to(dtype) for s, dtype in pairs]
+
+
+@contextmanager
+def adding_leaves(
+    sums: Sums, at: int, leaves: Sequence[Tensor], outs: Sequence[Any]
+) -> Iterator[tuple[list[Any], set[int]]]:
+    """Inside, gradients of leaves are added to the sums from `at` on; autograd gives zeros.
+
+    Yields outs for autograd to begin at, and the numbers of those leaves whose gradient is added.
+    Another thread's backward pass through the same leaves has another task, and goes by.
+    """
+    tracked = [isinstance(y, Tensor) and y.requires_grad for y in outs]
+    pairs = list(zip(outs, tracked, strict=True))
+    plain = [x for x in leaves if type(x) in _PLAIN]
+    if len(plain) < len(leaves) or any(t and y.layout is not torch.strided for y, t in pairs):
+        yield list(outs), set()
+        return
+    begun, taken = set[int](), set[int]()
+    with torch.enable_grad():
+        roots = [y.view_as(y) if t else y for y, t in pairs]
+    for y, t in zip(roots, tracked, strict=True):
+        if t:
+            register_own_hook(y, lambda ct: begun.add(_task()))
+
+    def taker(k: int) -> Callable[[Tensor], Tensor | None]:
+        def take(grad: Tensor) -> Tensor | None:
+            if _task() not in begun or type(grad) is not Tensor or grad.is_sparse:
+                return None
+            sums.add_one(at + k, grad)
+            taken.add(k)
+            return grad.new_zeros(()).expand(grad.shape)
+
+        return take
+
+    bare = [x for x in leaves if upstream.tensor_hooks(x) is None]
+    handles = [register_own_hook(x, taker(k)) for k, x in enumerate(leaves)]
+    try:
+        yield roots, taken
+    finally:
+        for handle in handles:
+            handle.remove()
+        for x in bare:
+            upstream.set_tensor_hooks(x, None)
+
+
+# --- one sum for several nodes --------------------------------------------------------------
+
+_will_run = upstream.will_run  # in that call
+_LOCK = threading.Lock()  # devices have threads of their own
+_NODES: weakref.WeakSet[Any] = weakref.WeakSet()
+_JOINTS: weakref.WeakValueDictionary[int, Joint]
+
+
+class Joint:
+    """What is handed on between the nodes of one backward pass.
+
+    left: How many nodes are yet to give their part of a leaf, by the leaf's id.
+    sums: What those that have run gave, and the stream on which it is computed.
+    """
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        self.left = Counter(id(x) for node in nodes for x in node.leaves)
+        self.sums: dict[int, tuple[Tensor, Any]] = {}
+
+    def handed(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """What earlier nodes gave for these leaves, which is the caller's from now on."""
+        if not self.sums:
+            return [None] * len(leaves)
+        with _LOCK:
+            result = [self.sums.pop(id(x), None) for x in leaves]
+        return [None if entry is None else _here(*entry) for entry in result]
+
+    def handed_on(self, leaves: Sequence[Tensor], grads: Sequence[Any]) -> list[Any]:
+        """Of gradients those that nobody adds to any more, for autograd; a node calls it once."""
+        grads = [
+            g if more is None else more if g is None else more + g
+            for g, more in zip(grads, self.handed(leaves), strict=True)
+        ]
+        with _LOCK:
+            for k, x in enumerate(leaves):
+                self.left[id(x)] -= 1
+                if self.left[id(x)] > 0 and grads[k] is not None:
+                    self.sums[id(x)] = grads[k], _stream(grads[k])
+                    grads[k] = None
+        return grads
+
+
+_JOINTS = weakref.WeakValueDictionary()
+
+
+def join(node: Any, leaves: Sequence[Tensor]) -> None:
+    """Has a node take part. The nodes that wait hold what they share, so that it goes with them.
+
+    leaves: Its last inputs.
+    """
+    node.leaves, node.joints = leaves, {}
+    if leaves and all(x.requires_grad for x in leaves):  # else autograd takes nothing for some
+        with _LOCK:
+            _NODES.add(node)
+
+
+def joint_of(node: Any) -> Joint | None:
+    """What the nodes of this backward pass share; None where gradients are differentiated, say."""
+    plain = upstream.peek_interpreter_stack() is None and not batchings()
+    task = _task()  # none where a node is called by hand
+    if task < 0 or torch.is_grad_enabled() or not plain or node not in _NODES:
+        return None
+    with _LOCK:
+        result = _JOINTS.get(task)
+        if result is None:
+            nodes = [other for other in _NODES if _will_run(other)]
+            result = Joint(nodes)
+            for other in nodes:
+                other.joints[task] = result
+            _JOINTS[task] = result
+        node.joints.pop(task, None)
+        return result
+
+
+def _stream(x: Tensor) -> Any:
+    return None if x.device.type == "cpu" else torch.accelerator.current_stream(x.device)
+
+
+def _here(x: Tensor, stream: Any) -> Tensor:
+    """A tensor that another stream computes, once it is there."""
+    here = _stream(x)
+    if stream is not None and here != stream:
+        here.wait_stream(stream)
+        x.record_stream(here)
+    return x

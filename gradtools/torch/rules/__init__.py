@@ -1,0 +1,1 @@
+"""Rules in PyTorch: how one is installed, transposed and held to its contract."""

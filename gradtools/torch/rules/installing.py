@@ -1,0 +1,774 @@
+"""How a rule enters PyTorch: one `torch.autograd.Function` with both modes and its own vmap.
+
+Double backward differentiates the code of the cotangent map, so a rule is differentiated at any
+order. Three things are not as PyTorch's manual has them:
+
+- A `jvp` staticmethod runs with forward gradients switched off, so nested forward mode drops a
+  term in silence (torch#197867). Ours reads the primal part of what was saved and switches them
+  on again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` tells when that is over.
+- Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func`
+  (torch#192985, torch#193279). It sees one opaque call, which functorch's levels then enter.
+- A missing map is the transpose of the other one. PyTorch transposes without asking whether the
+  map is linear, so linearity is checked, once for each rule.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import repeat
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.autograd.graph import get_gradient_edge
+
+from gradtools.errors import GradtoolsError, warn
+from gradtools.rules import (
+    KEYS,
+    Linearized,
+    Rule,
+    batched,
+    by_key,
+    closes_over,
+    reverse_only_text,
+    spread,
+)
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
+from gradtools.torch.functorch_wrappers import (
+    alive,
+    filled,
+    is_dual,
+    is_inexact,
+    is_wrapped,
+    like,
+    may_be_dual,
+    ones,
+    unwrapped,
+    zeros,
+)
+from gradtools.torch.operation_marks import RULE
+from gradtools.torch.patches import are_watched
+from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.rules.checking import Question, hold_linear, hold_zero
+from gradtools.torch.rules.transposing import in_eager, in_own_transpose, transposed
+from gradtools.torch.upstream_bugs.gradients import right_vjp
+
+Tensor = torch.Tensor
+
+
+def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
+    """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
+    # Dynamo does not say of an input whether it is differentiated; there it counts as if it were.
+    if rule.reverse_only and _pushing() and any(is_compiling() or x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
+    if is_compiling():
+        return list(_apply_by_key(rule.key, *xs))
+    return list(_apply(rule, xs))
+
+
+def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
+    """`apply_rule` of a rule in both modes, which compiled code knows by its key alone."""
+    return list(_apply_by_key(key, *xs) if is_compiling() else _apply(by_key(key), xs))
+
+
+_eager = threading.local()
+_compiled: list[str] = []  # dynamo follows a plain list; it is empty before and after
+
+
+def _pushing() -> list[str]:
+    """The operators that transpose f's pullback right now, which a nonlinear rule cannot take."""
+    return _compiled if is_compiling() else _eager.__dict__.setdefault("pushing", [])
+
+
+def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
+    """`evaluate(*args)`, refusing rules that have no forward mode."""
+    pushing = _pushing()
+    pushing.append(caller)
+    try:
+        return evaluate(*args)
+    finally:
+        pushing.pop()
+
+
+@dataclass(eq=False)
+class RuleApplication:
+    """One application of a rule: what its evaluation left for the linear maps.
+
+    Tensors stand in autograd's own store; here is only what is no tensor.
+    """
+
+    rule: Rule
+    found: Linearized | None = None
+    count: int = 0  # of outputs; extras follow
+    randomness: Any = None
+    own: bool = False  # whether no output may be a view, of which a transform would not know
+    perturbed: tuple[bool, ...] | None = None  # which inputs are differentiated, where known
+
+    def note(self, found: Linearized) -> None:
+        """Keeps the maps, without the arrays."""
+        self.count = len(found.ys)
+        self.found = Linearized(
+            [], [], found.saves, found.tangent, found.cotangent, found.rerun, found.pushing
+        )
+
+
+def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    for x in xs:
+        if x.is_nested and _is_strided(x):
+            raise GradtoolsError(
+                f"rule {rule.name!r}: an argument is a nested tensor of the strided layout, of "
+                "which PyTorch knows no shape. Make it with layout=torch.jagged, or pass its "
+                "buffer (x.values()) and what says its lengths."
+            )
+    if torch.compiler.is_exporting() and upstream.peek_interpreter_stack() is None:
+        return _exported(rule, xs)
+    if rule.written:
+        if not _differentiated(xs):
+            return _undifferentiated(rule, xs)
+        if in_own_transpose(rule, xs):
+            return rule.primal(*xs)
+    if rule.captures and _closes_over_tracked(rule):
+        raise closed_over_error(rule)
+    if not rule.reverse_only and _forward_mode_alone(xs) and not are_watched():
+        return _pushed(rule, xs)
+    point = _point(rule, xs)
+    out = _apply_at(point, xs)
+    return out[: point.count]
+
+
+def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
+    """An application of a rule at xs that is about to begin."""
+    point = RuleApplication(rule)
+    if "cotangent" in rule.symbolic and in_eager():
+        point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
+    return point
+
+
+def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The value alone: an exported program holds operations, and PyTorch's own derivatives.
+
+    PyTorch inlines a Function there, whose gradient is then that of its operations or, exported
+    strictly, none (both in silence). Where torch.export takes derivatives, it fails before
+    (torch#125984).
+    """
+    ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
+    tracked = [x for x in (*xs, *ys) if x.requires_grad]
+    if tracked and torch.is_grad_enabled():
+        warn(
+            f"torch.export: the program holds the values of {rule.name}, and no own derivative: "
+            "to autograd its outputs are constants there. Train the model that is exported, and "
+            "not what comes out; or say by torch.no_grad() around torch.export.export that the "
+            "values are enough."
+        )
+    return [y.detach() if y.requires_grad else y for y in ys]
+
+
+def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
+    """Whether dual numbers are all that is differentiated here."""
+    if upstream.forward_level() < 0 or not in_eager():
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
+
+
+def _pushed(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs with their tangents, without a graph: no Function is needed for that."""
+    point = _point(rule, xs)
+    duals = [forward_ad.unpack_dual(x) if may_be_dual(x) else (x, None) for x in xs]
+    dxs = [t for _, t in duals]
+    if all(dx is None for dx in dxs) or any(dx is not None and dx.requires_grad for dx in dxs):
+        return list(_apply_at(point, xs)[: point.count])  # nothing to push, or along a graph
+    xs = [x for x, _ in duals]
+    joint = rule.joint
+    if joint is not None:
+        likes = [like(x) for x in xs]
+        if rule.fills("tangent"):
+            dxs = filled(dxs, likes)
+        hold_zero(Question(rule, "tangent", lambda xs, dxs: joint(xs, dxs)[1], xs, likes))
+        return as_duals(rule, xs, dxs, *joint(xs, dxs))
+    out = _evaluate(point, xs)
+    assert point.found is not None
+    ctx = SimpleNamespace(point=point, unusual=unusual((*xs, *out)))
+    _look(ctx, xs, out)
+    everything = (*xs, *out)
+    moving = [None if i in rule.passive else dx for i, dx in enumerate(dxs)]
+    with torch.no_grad():
+        dys = _tangent(ctx, [everything[i] for i in point.found.saves], moving)
+    return as_duals(rule, xs, dxs, out[: point.count], filled(dys, ctx.like_ys[: point.count]))
+
+
+def as_duals(rule: Rule, xs: Any, dxs: Any, ys: Any, dys: Any) -> list[Tensor]:
+    """The outputs of a rule at xs with their tangents, of one evaluation."""
+    if any(map(_is_captured, ys)):
+        raise closed_over_error(rule)
+    pairs = zip(_own(ys, xs), _own(dys, dxs, xs, ys), strict=True)
+    level = upstream.forward_level()
+    return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
+
+
+def _closes_over_tracked(rule: Rule) -> bool:
+    """Whether a rule holds a tensor whose derivative its forward pass would strip."""
+    if _is_derived(rule) or not rule.written:
+        return False
+    if closes_over(rule, lambda x: isinstance(x, Tensor) and x.requires_grad, Tensor, False):
+        return True
+    if upstream.peek_interpreter_stack() is not None:
+        return closes_over(rule, lambda x: isinstance(x, Tensor) and is_wrapped(x), Tensor)
+    if upstream.forward_level() >= 0:
+        return closes_over(rule, is_dual, Tensor)
+    return False
+
+
+def _is_derived(rule: Rule) -> bool:
+    """Whether the rule's value is itself a derivative, whose graph is not wanted."""
+    return bool(rule.written) and rule.linearize is None and rule.joint is None
+
+
+def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The value alone. A rule may use itself: here ends what else would never end."""
+    if _is_derived(rule):
+        with torch.no_grad():
+            return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
+    ys = rule.primal(*xs)
+    if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
+        raise closed_over_error(rule)
+    return list(ys)
+
+
+def _apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    function = _ReverseOnly if point.rule.reverse_only else _BothModes
+    if upstream.peek_interpreter_stack() is not None:
+        point.own = True
+    elif not any(map(is_wrapped, xs)):
+        # `Function.apply` without its signature, which it makes anew at each call: half the time.
+        return super(torch.autograd.Function, function).apply(point, *_apart(xs))
+    return function.apply(point, *_apart(xs))
+
+
+def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The same, one tensor given twice under two names: a saved input may not be an output."""
+    if len(set(map(id, xs))) == len(xs):
+        return list(xs)
+    return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
+
+
+def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs and extras at plain tensors. What else than these requires grad was captured."""
+    rule = point.rule
+    if not rule.captures:
+        result = rule.at(*xs)
+    elif _is_derived(rule):
+        result = rule.reading(xs, _undifferentiated(rule, xs))
+    else:
+        twice = rule.joint is not None  # the value by f, and a tangent by the forward rule
+        unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
+        before = Randomness.now(xs) if unsure else None
+        versions = versions_of(xs)
+        with torch.enable_grad():
+            result = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
+        if versions != versions_of(xs):
+            raise written_error(rule)
+        if (result.extras or result.rerun) and rule in SAVES_NO_EXTRAS:
+            SAVES_NO_EXTRAS.discard(rule)
+            return _evaluate(point, xs)
+        if not result.extras and not result.rerun:
+            SAVES_NO_EXTRAS.add(rule)
+            before = before if twice else None
+        if any(_is_captured(y) for y in (*result.ys, *result.extras)):
+            raise closed_over_error(rule)
+        if before is not None and not before.stands():
+            point.randomness = before
+            result = drawing_again(result, before) if twice else result
+    point.note(result)
+    return [*result.ys, *result.extras]
+
+
+def drawing_again(found: Linearized, randomness: Randomness) -> Linearized:
+    """The same with a tangent map that draws what f drew, each time."""
+    tangent = found.tangent
+    assert tangent is not None
+
+    def drawn(saved: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+        with restored(randomness):
+            return list(tangent(saved, dxs))
+
+    return replace(found, tangent=drawn)
+
+
+def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs; those that share memory with an input or each other as views, which says so.
+
+    Autograd cannot follow what is then written in place, and refuses that of a custom view alone.
+    """
+    if len(ys) == 1 and not any(map(_shares, xs, repeat(ys[0]))):
+        return ys
+    result = list(ys)
+    for i, y in enumerate(ys):
+        x = next((x for x in xs if _shares(x, y)), None)
+        if x is not None and y is not x and not upstream.is_view(y):
+            result[i] = _view_like(x, y)
+        elif any(_shares(o, y) for o in (*ys[:i], *ys[i + 1 :])):
+            result[i] = y.view_as(y)
+    return result
+
+
+is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
+
+
+def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+    """The same, each in memory of its own, for dual numbers may be written in place."""
+    held: list[Tensor] = []
+    for xs in others:
+        held += [unwrapped(x) for x in xs if x is not None and _is_strided(x)]
+    own = list(found)
+    for i, y in enumerate(own):
+        if y is None or not _is_strided(y):
+            continue
+        inner = unwrapped(y)
+        if any(map(is_alias_of, held, repeat(inner))):
+            own[i] = y.clone()
+        else:
+            held.append(inner)
+    return own
+
+
+def _is_strided(x: Tensor) -> bool:
+    """Whether x has a memory that can be shared, as a sparse tensor has not."""
+    return x.layout is torch.strided
+
+
+def _look(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    """Keeps what the inputs and outputs look like."""
+    ctx.looks = [(x.shape, x.dtype, x.device) for x in xs]
+    ctx.like_xs, ctx.like_ys = list(map(like, xs)), list(map(like, ys))
+
+
+def _unusual(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
+    """The first layout that is not strided, of what may be differentiated."""
+    needed = [x for x, need in zip(xs, ctx.needs_input_grad[1:], strict=True) if need]
+    return unusual((*needed, *ys))
+
+
+def unusual(xs: Sequence[Any]) -> torch.layout | None:
+    """The first layout that maps are not transposed in."""
+    for x in xs:
+        if x is not None and x.layout is not torch.strided and x.layout is not torch.sparse_coo:
+            return x.layout
+    return None
+
+
+def _refuse_layout(ctx: Any, which: str) -> None:
+    """Raises where a map is to be transposed through tensors that have no strides."""
+    if ctx.unusual is not None:
+        name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
+        raise GradtoolsError(
+            f"rule {ctx.point.rule.name!r}: the other mode follows by transposing its {which} "
+            f"map, which takes strided tensors, and one is {name}. Give the missing map as well, "
+            "or pass the tensor's values as an argument."
+        )
+
+
+def _cloned(y: Tensor) -> Tensor:
+    """A copy, no view; what functions give a tensor of a subclass is one."""
+    copied = y.clone()
+    return upstream.make_subclass(type(y), copied) if upstream.is_view(copied) else copied
+
+
+def _shares(x: Tensor, y: Tensor) -> bool:
+    return x is y or (is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
+
+
+def _view_like(x: Tensor, y: Tensor) -> Tensor:
+    """The view of x that y is, or y's own copy."""
+    if x.dtype != y.dtype:
+        return y.clone()
+    return x.as_strided(y.shape, y.stride(), y.storage_offset())
+
+
+# They are not evaluated again, so where the generators stood need not be known.
+SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
+
+
+def _is_captured(y: Tensor) -> bool:
+    return y.requires_grad or is_wrapped(y)
+
+
+def _is_tracked(y: Tensor) -> bool:
+    return y.requires_grad or upstream.is_gradtrackingtensor(y) or is_dual(y)
+
+
+def _differentiated(xs: Sequence[Tensor]) -> bool:
+    """Whether any derivative is being taken here that may ask for one of xs."""
+    levels = upstream.get_interpreter_stack() or ()
+    if any(level.key() in _DERIVATIVES for level in levels):
+        return True
+    plain = [unwrapped(x) for x in xs] if levels else xs
+    if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
+        return True
+    if upstream.forward_level() < 0:
+        return False
+    return any(is_dual(x) for x in plain)
+
+
+_DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
+
+
+def versions_of(xs: Sequence[Tensor]) -> list[int]:
+    """How often each tensor that requires grad was written in place."""
+    return [upstream.version_of(x) for x in xs if x.requires_grad and not is_wrapped(x)]
+
+
+def written_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule whose forward pass writes in its arguments."""
+    return GradtoolsError(
+        f"rule {rule.name!r} writes in place in an argument that is differentiated, of which "
+        "autograd would not know: a rule has no mark_dirty. Return a new tensor, and write it "
+        "into the old one where the rule is called."
+    )
+
+
+def closed_over_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule that closes over a tensor that is differentiated."""
+    return GradtoolsError(
+        f"rule {rule.name!r} closes over a tensor that is differentiated, or mapped by vmap, "
+        "outside of it; that would be lost. Pass the tensor to the function as an argument."
+    )
+
+
+class _ReverseOnly(torch.autograd.Function):
+    """A rule whose cotangent map is not linear: it has no forward mode."""
+
+    recorded_as = RULE
+
+    @staticmethod
+    def forward(point: RuleApplication, *xs: Tensor) -> tuple[Tensor, ...]:
+        out = _evaluate(point, xs)
+        assert point.found is not None
+        if point.own or upstream.forward_level() >= 0:
+            # The tangent of an output that is a view would have to be one too.
+            out = [_cloned(y) if upstream.is_view(y) else y for y in _own(out, xs)]
+        else:
+            out[: point.count] = as_views(out[: point.count], xs)
+        # What torch.func unwraps may be one tensor under two names, as in `_apart`.
+        saved = {id(xs[i]) for i in point.found.saves if i < len(xs)}
+        return tuple([y.view_as(y) if id(y) in saved else y for y in out])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        ctx.point = point = inputs[0]
+        xs, result = inputs[1:], point.found
+        ctx.count = len(xs)
+        ctx.save_for_backward(*[xs[i] for i in result.saves])
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor) -> Any:
+        return (None, *ctx.point.found.cotangent(ctx.saved_tensors, cts))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, point: RuleApplication, *xs: Tensor) -> Any:
+        """The rule of a batch under whatever transform comes next, the maps of one example."""
+        one = replace(point.rule, source=point.rule.source or point.rule, key=next(KEYS))
+        if one.linearize is None:
+            point.found = one.reading(xs, [])
+        else:
+            linearize = one.linearize
+
+            def noted(*xs: Tensor, **told: Any) -> Linearized:
+                result = linearize(*xs, **told)
+                point.note(result)
+                return result
+
+            one = replace(one, linearize=noted)
+        if one.mapped is not None:
+            rule, xs, axes_of = one.mapped(info.batch_size, in_dims[1:], xs, info.randomness)
+            out = _apply_at(replace(point, rule=rule, found=None), xs)
+            point.count = len(out)
+            return tuple(out), axes_of(out)
+        axes = tuple([None if d is None else 0 for d in in_dims[1:]])
+        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[1:], strict=True)]
+        rule = batched(one, _Lists, axes, None, info.batch_size)
+        batch = replace(point, rule=rule, found=None)
+        out = _apply_at(batch, front)
+        point.count = batch.count
+        return tuple(out), (0,) * len(out)
+
+
+# PyTorch asks for this signature at every call, and building it costs as much as the call.
+_ReverseOnly.forward.__signature__ = inspect.signature(_ReverseOnly.forward)  # type: ignore[attr-defined]
+
+
+def reverse_only_at(node: Any) -> str | None:
+    """The name of the rule without forward mode that a node of a graph stands for."""
+    is_one = type(node) is upstream.backward_class(_ReverseOnly)
+    return node.point.rule.name if is_one else None
+
+
+class _BothModes(_ReverseOnly):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        ctx.point = point = inputs[0]
+        xs, result = inputs[1:], point.found
+        everything = (*xs, *outputs)
+        ctx.set_materialize_grads(False)
+        ctx.count = len(xs)
+        ctx.pushing, ctx.pulling = result.saves, result.saves[: len(result.saves) - result.pushing]
+        if result.rerun or len(outputs) > point.count:
+            ctx.pushing, ctx.pulling = (
+                [*saves, *(i for i in range(len(xs)) if i not in saves)]
+                for saves in (ctx.pushing, ctx.pulling)
+            )
+        ctx.save_for_backward(*[everything[i] for i in ctx.pulling])
+        ctx.save_for_forward(*[everything[i] for i in ctx.pushing])
+        ctx.unusual = _unusual(ctx, xs, outputs)
+        _look(ctx, xs, outputs)
+        if None in ctx.like_ys:
+            ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor | None) -> Any:
+        return None, *pulled_back(ctx, cts)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
+        point = ctx.point
+        with upstream.forward_mode_enabled(True), _real_tensors_too(ctx.saved_tensors):
+            kept = [alive(x) for x in ctx.saved_tensors]
+            tensors = [
+                forward_ad.unpack_dual(x, level=0).primal if may_be_dual(x) else x for x in kept
+            ]
+            moving = [None if i in point.rule.passive else dx for i, dx in enumerate(dxs)]
+            dys = _tangent(ctx, tensors, moving)
+            if len(ctx.like_ys) > point.count:
+                dys += _extras_pushed(ctx, _xs(ctx, ctx.pushing, tensors), moving)
+            return tuple(filled(_own(dys, dxs, tensors), ctx.like_ys))
+
+
+def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
+    """The backward pass, of any order."""
+    point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
+    cts = tuple([None if ct is None else alive(ct) for ct in cts])
+    inner, hidden = cts[: point.count], cts[point.count :]
+    parts = []
+    with _real_tensors_too(tensors):
+        if any(ct is not None for ct in inner):
+            parts.append(_cotangent(ctx, tensors, inner))
+        if any(ct is not None for ct in hidden):
+            parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
+    if not parts:
+        return (None,) * len(ctx.like_xs)
+    return parts[0] if len(parts) == 1 else list(map(_sum, *parts))
+
+
+def _sum(*terms: Any) -> Any:
+    there = [t for t in terms if t is not None]
+    return sum(there[1:], there[0]) if there else None
+
+
+def _xs(ctx: Any, kept: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs, where they were kept for a second evaluation."""
+    return [tensors[kept.index(i)] for i in range(len(ctx.like_xs))]
+
+
+# --- the maps, and the one that was not given --------------------------------------------
+
+
+def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors[: len(ctx.point.found.saves)]
+
+
+def _asked(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> Question:
+    """A question about one of the maps; in compiled code it is asked of another evaluation."""
+    return Question(ctx.point.rule, which, run, at, likes, ctx.looks)
+
+
+def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    rule, result, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    if rule.fills("tangent"):
+        dxs = filled(dxs, ctx.like_xs)
+    if result.tangent is not None:
+        if rule.contract is not None:
+            hold_zero(_asked(ctx, "tangent", result.tangent, saved, ctx.like_xs))
+        return list(result.tangent(saved, dxs))
+    likes = ctx.like_ys[: ctx.point.count]
+    mask = [like is not None for like in likes]
+    present = [i for i, dx in enumerate(dxs) if dx is not None]
+
+    def run(at: Any, cts: Any) -> list[Any]:
+        pulled = result.cotangent(at, spread(cts, mask))
+        return [pulled[i] for i in present]
+
+    _refuse_layout(ctx, "cotangent")
+    hold_linear(_asked(ctx, "cotangent", result.cotangent, saved, likes))
+    examples = [ones(*like) for like in likes if like]
+    return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
+
+
+def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    rule, result, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    likes = ctx.like_ys[: ctx.point.count]
+    if result.cotangent is not None and rule.contract is not None:
+        hold_zero(_asked(ctx, "cotangent", result.cotangent, saved, likes))
+    if result.rerun and torch.is_grad_enabled():
+        xs = _xs(ctx, ctx.pulling, tensors)
+        with restored(ctx.point.randomness):
+            result = rule.at(*xs, perturbed=ctx.point.perturbed)
+        everything = [*xs, *result.ys, *result.extras]
+        saved = [everything[i] for i in result.saves]
+    if rule.fills("cotangent"):
+        cts = filled(cts, likes)
+    if result.cotangent is not None:
+        pulled = list(result.cotangent(saved, cts))
+        if rule.dense:
+            pulled = filled(pulled, ctx.like_xs)
+        if rule.captures and torch.is_grad_enabled() and in_eager():
+            refuse_captured(rule, pulled, (*tensors, *saved, *cts))
+        return pulled
+    mask = [like is not None and i not in rule.passive for i, like in enumerate(ctx.like_xs)]
+
+    def run(at: Any, moving: Any) -> list[Any]:
+        dxs = spread(moving, mask)
+        return list(result.tangent(at, filled(dxs, ctx.like_xs) if rule.dense else dxs))
+
+    kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
+    _refuse_layout(ctx, "tangent")
+    hold_linear(_asked(ctx, "tangent", result.tangent, saved, kept))
+    examples = [ones(*like) for like in kept if like]
+    return spread(transposed(rule, run, saved, examples, list(cts)), mask)
+
+
+def refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
+    """Raises if the results' graph holds a leaf that is not behind what the map was handed."""
+    if any(True for _ in other_leaves(results, known)):
+        raise closed_over_error(rule)
+
+
+def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
+    """The nodes of leaves in the results' graph that are not behind what is known."""
+    if any(x is not None and is_wrapped(x) for x in (*results, *known)):
+        return  # a transform's wrapper shows no graph
+    known = [x for x in known if x is not None and x.requires_grad]
+    seen = {get_gradient_edge(x).node for x in known}
+    todo = [x for x in results if x is not None and x.requires_grad]
+    nodes = [get_gradient_edge(x).node for x in todo]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions and hasattr(node, "variable"):
+            yield node
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def transpose(
+    rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
+) -> list[Any]:
+    """The transpose of `vs -> linear(at, *vs)`, of tensors like `examples`, at `values`."""
+    run = lambda at, vs: linear(at, *vs)
+    hold_linear(Question(rule, which, run, at, [like(e) for e in examples]))
+    return transposed(rule, run, at, examples, values)
+
+
+# --- extras: differentiated through the code that made them -------------------------------
+
+
+def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
+    """The pullback from the wanted extras to the inputs, by a second evaluation."""
+    point, mask = ctx.point, [like is not None for like in ctx.like_xs]
+    moving = [x for x, m in zip(xs, mask, strict=True) if m]
+    extras: list[Tensor] = []
+
+    def run(*changed: Tensor) -> tuple[Tensor, ...]:
+        new = iter(changed)
+        full = [next(new) if m else x for x, m in zip(xs, mask, strict=True)]
+        result = point.rule.at(*full, perturbed=point.perturbed)
+        extras[:] = result.extras
+        return tuple([e for e, w in zip(result.extras, wanted, strict=True) if w])
+
+    with restored(point.randomness):
+        _, pullback = right_vjp(run, *moving)
+    return pullback, mask
+
+
+def _extras_pullback(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    pullback, mask = _extras_vjp(ctx, xs, [ct is not None for ct in cts])
+    return spread(pullback(tuple([ct for ct in cts if ct is not None])), mask)
+
+
+def _extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    """Tangents of the extras. Dual levels do not nest, so it is the transpose of the pullback."""
+    likes = ctx.like_ys[ctx.point.count :]
+    wanted = [like is not None for like in likes]
+    if not any(wanted) or _first_order(xs):
+        return [None] * len(likes)
+    pullback, mask = _extras_vjp(ctx, xs, wanted)
+    nothing = tuple([zeros(*like) for like in likes if like])
+    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *nothing)[:2]
+    moving = [dx for dx, m in zip(dxs, mask, strict=True) if m]
+    pairs = zip(pulled, moving, strict=True)
+    dense = [torch.zeros_like(p) if dx is None else dx for p, dx in pairs]
+    return spread(push(tuple(dense)), wanted)
+
+
+def _first_order(xs: Sequence[Tensor]) -> bool:
+    """Whether forward mode at xs is all that is asked, so nothing reads a tangent of an extra."""
+    return in_eager() and not any(x.requires_grad for x in xs)
+
+
+# --- vmap and torch.compile --------------------------------------------------------------
+
+
+class _Lists:
+    """What `rules.batched` asks of a framework."""
+
+    @staticmethod
+    def vmap_list(fun: Callable[..., Any], axes: tuple[Any, ...], size: int) -> Any:
+        if all(a is None for a in axes):
+            return lambda *xs: [y.expand(size, *y.shape) for y in fun(*xs)]
+        return torch.vmap(lambda *xs: tuple(fun(*xs)), in_dims=axes, randomness="different")
+
+    @staticmethod
+    def vmap_extras(fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
+        def run(*xs: Tensor) -> tuple[list[Tensor], list[int]]:
+            out = _Lists.vmap_list(fun, axes, size)(*xs)
+            return out, [0] * len(out)
+
+        return run
+
+    @staticmethod
+    def sum_leading(x: Tensor) -> Tensor:
+        return x.sum(0)
+
+
+@opaque_to_dynamo
+def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
+    """`apply_rule` as one node of dynamo's graph, which holds no Python objects."""
+    with _real_tensors_too(xs):
+        return tuple(_apply(by_key(key), xs))
+
+
+def _real_tensors_too(xs: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Lets a compiled graph take the tensors that a rule closes over for constants."""
+    return _NOTHING if upstream.TracingContext.try_get() is None else _real_tensors(xs)
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _real_tensors(xs: Sequence[Tensor]) -> Iterator[None]:
+    mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before

@@ -1,0 +1,1 @@
+"""How a run of PyTorch is recorded, measured and written as formulas, for `gradtools.seeing`."""

@@ -1,0 +1,116 @@
+"""Where in the user's program a line runs: the innermost line of their own, and the modules.
+
+Whose a frame is says `gradtools.code_origin`; where none is the user's, the innermost of an
+installed package stands in. The search ends at the function that runs the user's program.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from gradtools.code_origin import LIBRARY, USER, kind_of
+from gradtools.seeing.nodes import Source
+from gradtools.torch import _upstream as upstream
+
+
+def place(end: Callable[..., Any]) -> tuple[Source | None, str]:
+    """The user's line that is running, and "checkpoint" if it runs inside of one.
+
+    end: The function that ran the user's program; frames beyond it are not looked at.
+    """
+    last = end.__code__
+    frame: FrameType | None = sys._getframe(1)
+    result: FrameType | None = None
+    kind, mark = LIBRARY, ""
+    while frame is not None and frame.f_code is not last:
+        of = kind_of(frame.f_code.co_filename)
+        if of == LIBRARY and upstream.is_of_checkpoint(frame):
+            mark = "checkpoint"
+        elif of < kind:
+            result, kind = frame, of
+        frame = frame.f_back
+    return (None if result is None else _source(result)), mark
+
+
+def line_of_error(error: BaseException) -> Source | None:
+    """The innermost line of the user's that an error went through."""
+    result: Source | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        if kind_of(trace.tb_frame.f_code.co_filename) == USER:
+            code = trace.tb_frame.f_code
+            result = Source(code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    return result
+
+
+def _source(frame: FrameType) -> Source:
+    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+# --- modules -----------------------------------------------------------------------------
+
+
+class Scopes:
+    """The modules that are running, outermost first, by the names that they have in each other."""
+
+    def __init__(self) -> None:
+        self.path: tuple[str, ...] = ()
+        self._running: list[torch.nn.Module] = []
+        self._paths: list[tuple[str, ...]] = []
+        self._names: dict[int, dict[int, str]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, modules that this thread calls are noted."""
+        thread = threading.get_ident()
+
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            if threading.get_ident() == thread:
+                self._enter(module)
+
+        def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
+            if threading.get_ident() == thread and self._running:
+                self._leave(module)
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        name = self._names_in(self._running[-1]).get(id(module)) if self._running else None
+        self._running.append(module)
+        self._paths.append(self.path)
+        self.path = (*self.path, name or type(module).__name__)
+
+    def _leave(self, module: torch.nn.Module) -> None:
+        """A module that raised may not have been left: those above it are left with it."""
+        if all(running is not module for running in self._running):
+            return
+        while self._running:
+            self.path = self._paths.pop()
+            if self._running.pop() is module:
+                return
+
+    def _names_in(self, module: torch.nn.Module) -> dict[int, str]:
+        if id(module) not in self._names:
+            result = module.named_modules(remove_duplicate=True)
+            self._names[id(module)] = {id(part): name for name, part in result}
+        return self._names[id(module)]

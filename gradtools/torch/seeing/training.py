@@ -1,0 +1,100 @@
+"""What a PyTorch model holds, and what its optimiser changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradtools.calls import with_article
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.training import FROZEN, LOOSE, PARAMETER, TABLE, HeldArray, Optimised
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_inexact
+
+Tensor = torch.Tensor
+_DEPTH = 4  # how deep plain containers are searched
+
+
+def held(caller: str, model: Any) -> list[HeldArray]:
+    """The arrays of a model, or of a tree of models and tensors, each once."""
+    result = list(_of(model, ""))
+    if not result:
+        raise GradtoolsError(
+            f"{caller}: model is {with_article(type(model).__name__)} without parameters; expected "
+            "a torch.nn.Module, or a tuple or dict of modules and tensors."
+        )
+    first: dict[int, HeldArray] = {}
+    for one in sorted(result, key=lambda one: one.role not in (PARAMETER, FROZEN)):
+        first.setdefault(id(one.array), one)
+    return list(first.values())
+
+
+def _of(model: Any, name: str) -> Iterator[HeldArray]:
+    if isinstance(model, nn.Module):
+        yield from _of_module(model, f"{name}." if name else "")
+    elif isinstance(model, Tensor) and is_inexact(model):
+        yield HeldArray(name or "tensor", model, PARAMETER if model.requires_grad else FROZEN)
+    elif isinstance(model, Mapping):
+        for key, part in model.items():
+            yield from _of(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(model, Sequence) and not isinstance(model, str):
+        for i, part in enumerate(model):
+            yield from _of(part, f"{name}[{i}]")
+
+
+def _of_module(module: nn.Module, before: str) -> Iterator[HeldArray]:
+    for name, p in module.named_parameters():
+        yield HeldArray(before + name, p, PARAMETER if p.requires_grad else FROZEN)
+    for name, b in module.named_buffers():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if b.requires_grad or isinstance(b, nn.Parameter):
+            yield HeldArray(before + name, b, "buffer")
+        elif is_inexact(b) and not type(owner).__module__.startswith("torch.nn."):
+            yield HeldArray(before + name, b, TABLE)
+    listed = {id(part) for part in module.modules()}
+    for path, part in module.named_modules():
+        for name, value in dict(vars(part)).items():
+            if name not in upstream.SLOTS:
+                here = f"{before}{path}.{name}" if path else before + name
+                yield from _hidden(value, here, listed, _DEPTH)
+
+
+def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[HeldArray]:
+    """What an attribute holds that the module does not see."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield HeldArray(name, value, "unregistered" if depth == _DEPTH else "plain_list")
+        elif depth == _DEPTH and is_inexact(value):
+            yield HeldArray(name, value, LOOSE)
+    elif isinstance(value, nn.Module):
+        if id(value) not in listed and depth < _DEPTH:
+            listed.add(id(value))
+            for own, p in value.named_parameters(name):
+                yield HeldArray(own, p, "plain_list")
+    elif depth and type(value) in (list, tuple, dict):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in pairs:
+            yield from _hidden(part, f"{name}[{key!r}]", listed, depth - 1)
+
+
+def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
+    several = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    groups = []
+    for one in several:
+        if not hasattr(one, "param_groups"):
+            raise GradtoolsError(
+                f"{caller}: optimizer is {with_article(type(one).__name__)}; expected a "
+                "torch.optim.Optimizer, or a list of them."
+            )
+        groups += one.param_groups
+    stepped = [(i, k, p) for i, group in enumerate(groups) for k, p in enumerate(group["params"])]
+    ids, own = {id(p) for _, _, p in stepped}, {id(one.array) for one in held}
+    strange = [(i, k, p) for i, k, p in stepped if id(p) not in own]
+    shapes = {one.array.shape for one in held}
+    detail = "of the shapes that the model's own have" if strange else ""
+    detail = detail if all(p.shape in shapes for _, _, p in strange) else ""
+    names = [f"optimizer.param_groups[{i}]['params'][{k}]" for i, k, _ in strange]
+    return Optimised(lambda one: id(one.array) in ids, [(name, detail) for name in names])

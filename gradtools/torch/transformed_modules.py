@@ -1,0 +1,83 @@
+"""A module whose call is transformed, and which else is the module that it was.
+
+As with `torch.nn.DataParallel` the result of a transformation of a module is a module; unlike
+there parameters keep their names, so that a `state_dict` does not tell whether it was saved with
+or without the transformation. Parameters, buffers and submodules are held in the module's own
+dictionaries, and what a module may define for itself is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradtools.torch import _upstream as upstream
+
+_SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
+
+
+def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
+    """`make(f)`, as a module if f is one of Python's; a ScriptModule holds nothing itself."""
+    plain = isinstance(f, torch.nn.Module) and all(name in f.__dict__ for name in _SHARED)
+    return Transformed(f, make(f)) if plain else make(f)
+
+
+class Transformed(upstream.ModuleLike):
+    """A module with another call."""
+
+    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        held = {name: module.__dict__[name] for name in _SHARED}
+        self.__dict__.update(held, _own=module, _call=call, __wrapped__=module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformed call; hooks of every module see the user's modules alone."""
+        hooked = upstream.has_hooks(self)
+        return super().__call__(*args, **kwargs) if hooked else self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    @property
+    def training(self) -> bool:
+        return self._own.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_own" in self.__dict__:
+            self._own.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("_own")
+        return super().__getattr__(name) if own is None else getattr(own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_own" not in self.__dict__ or name in self.__dict__ or self._is_of_the_call(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._own, name, value)
+
+    def _is_of_the_call(self, name: str) -> bool:
+        """Whether it concerns this call: another `forward`, or a note of who exchanged that."""
+        return name == "forward" or (name[0] == "_" and not hasattr(self._own, name))
+
+    def __repr__(self) -> str:
+        return f"{self._call.__name__.partition('_')[0]}({self._own!r})"
+
+    # --- what a module may define for itself
+
+    def train(self, mode: bool = True) -> Transformed:
+        self._own.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> Transformed:  # type: ignore[override]
+        self._own.apply(fn)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own.load_state_dict(*args, **kwargs)

@@ -1,1 +1,0 @@
-"""PyTorch's programs in the vocabulary of the formula: what `gradtools.torch.vocabulary` uses."""

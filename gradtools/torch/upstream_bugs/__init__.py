@@ -1,0 +1,1 @@
+"""What PyTorch differentiates wrongly, with the right derivative or a refusal in its place."""

@@ -336,6 +336,13 @@ def test_dtype_casts_inputs_and_parameters():
     assert module.weight.dtype == torch.float32 and ported.kernel.dtype == jnp.float32
 
 
+def test_of_single_numbers_a_factor_is_named_only_if_it_is_a_known_one():
+    f, x = lambda x: x * x, (np.array(0.7),)
+    for factor, cause in ((2.0, "constant factor"), (1.37, "no known pattern")):
+        with pytest.raises(AgreementError, match=f"Likely cause: {cause}"):
+            cross_check(torch=f, jax=lambda x, k=factor: f(x) * k, args=x, order=0)
+
+
 @pytest.mark.parametrize("n", [3, 7])
 def test_a_variance_of_a_sample_and_one_of_a_population_differ_by_a_known_factor(n):
     said = name_factor(n / (n - 1), {"the batch size": n})

@@ -20,7 +20,7 @@ from gradtools.testing.report import CONVENTION, compare_arrays
 from gradtools.testing.tolerances import TOLERANCES, coarser
 
 MODULES = (
-    *(f"testing.{name}" for name in ("tolerances", "report", "compare", "kinks", "factors")),
+    *(f"testing.{name}" for name in ("tolerances", "report", "compare", "kinks", "factor_names")),
     "conformance.records",
 )
 

@@ -41,7 +41,7 @@ def _names(factor: float, sizes: Mapping[str, int]) -> Iterator[str]:
     for name, size in sizes.items():
         if size > 1 and _is(factor, size):
             yield f"{name}"
-        if size > 1 and _is(factor, size / (size - 1)) and size != 2:
+        if size > 1 and _is(factor, size / (size - 1)):
             yield f"n / (n - 1) for n = {size}, {name}: unbiased and biased"
         if size > 2 and _is(factor, math.sqrt(size)):
             yield f"the root of {name}"

@@ -43,7 +43,11 @@ class Encoding(collections.UserDict):
 
 
 class Own(dict):
-    pass
+    """With more than its items, too."""
+
+    def __init__(self, data, label):
+        super().__init__(data)
+        self.label = label
 
 
 class Ordered(collections.OrderedDict):
@@ -76,7 +80,7 @@ KINDS = {
     "a dict": lambda x, m: {"x": x, "mask": m},
     "an OrderedDict": lambda x, m: collections.OrderedDict(x=x, mask=m),
     "a UserDict": lambda x, m: Encoding({"x": x, "mask": m}, ["tokens"]),
-    "a dict of one's own": lambda x, m: Own(x=x, mask=m),
+    "a dict of one's own": lambda x, m: Own({"x": x, "mask": m}, "train"),
     "an OrderedDict of one's own": lambda x, m: Ordered(x=x, mask=m),
     "an abstract mapping": lambda x, m: Abstract({"x": x, "mask": m}),
     "a proxy": lambda x, m: types.MappingProxyType({"x": x, "mask": m}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -136,6 +137,20 @@ def test_a_contrastive_loss_is_that_of_its_matrix(options, world):
         )  # fmt: skip
 
     world.holds(found, wanted, args)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_loss_over_the_devices_is_their_mean(symmetric):
+    """Over the lanes of a vmap, which JAX takes for devices."""
+    import jax
+
+    import gradtools.jax as gj
+
+    x, y = np.random.default_rng(0).normal(size=(2, 6, 3))
+    loss = partial(gj.contrastive_loss, logit_scale=1.3, symmetric=symmetric, tile_size=TILE)
+    lanes = jax.vmap(partial(loss, axis_name="d"), axis_name="d")
+    found = lanes(x.reshape(2, 3, 3), y.reshape(2, 3, 3))
+    np.testing.assert_allclose(found.mean(), loss(x, y), rtol=1e-12)
 
 
 # --- cross entropy -----------------------------------------------------------------------

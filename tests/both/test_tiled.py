@@ -361,6 +361,7 @@ def test_second_derivatives_of_attention_by_finite_differences(gt):
         (lambda gt, x, y: gt.tiled(3), "tiled: f is an int"),
         (lambda gt, x, y: gt.tiled(abs, tile_size=0), "tiled: tile_size is 0"),
         (lambda gt, x, y: gt.tiled(abs, memory_budget=0), "tiled: memory_budget is 0"),
+        (lambda gt, x, y: gt.tiled(abs, rows=()), "tiled: rows is \\(\\); expected the position"),
         (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "product")(x, y), "reduce is 'product'"),
         (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "sum", over="all")(x, y), "over is 'all'"),
         (

@@ -53,6 +53,20 @@ def test_a_seed_is_not_negative(capsys):
     assert "--seed: expected a whole number from 0 on, got '-1'" in capsys.readouterr().err
 
 
+def test_the_least_seed_is_zero_and_the_least_number_of_seeds_one():
+    for command, number in (("measure a:b --shapes 3 --seed", "0"), ("demo --seeds", "1")):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command.split(), number, "--help"])
+        assert stop.value.code == 0
+
+
+def test_random_complex_arguments_have_both_parts():
+    (z,) = command_inputs.arrays(None, "3:complex64", 0)
+    assert z.dtype == "complex64"
+    assert (z.real != 0).all()
+    assert (z.imag != 0).all()
+
+
 @pytest.mark.parametrize(
     ("code", "says"),
     [

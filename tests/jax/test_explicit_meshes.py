@@ -9,7 +9,15 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradtools.jax as gt
+from gradtools.jax import shardings
 
 PROGRAM = """
 import itertools, warnings
@@ -130,3 +138,24 @@ def test_every_operator_gives_the_numbers_of_one_device_over_explicit_axes() -> 
         check=False,
     )
     assert found.stdout.strip() == "done", found.stdout + found.stderr[-3000:]
+
+
+XS = np.random.default_rng(0).normal(size=(7, 2))
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_rows_that_are_left_over_have_their_gradients_over_an_explicit_axis(size) -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.asarray(XS), NamedSharding(mesh, P("d")))
+        each = gt.per_example_grad(lambda w, x: (w**2 * x).sum(), chunk_size=size)
+        np.testing.assert_allclose(each(jnp.ones(2), x), 2 * XS)
+
+
+@pytest.mark.parametrize(("rows", "entry"), [(8, "d"), (7, None)])
+def test_an_axis_is_sharded_by_the_devices_that_divide_it(rows, entry) -> None:
+    mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    like = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=NamedSharding(mesh, P("d")))
+    with jax.sharding.use_abstract_mesh(mesh):
+        f = lambda x: shardings.placed(shardings.whole(x, 0)[:rows], 0, "d")
+        assert jax.eval_shape(f, like).sharding.spec[0] == entry

@@ -61,6 +61,13 @@ def test_bodies_that_differ_in_a_rule_are_two():
         np.testing.assert_allclose(diagonal(rule), factor)
 
 
+def test_bodies_that_differ_in_the_number_of_their_results_are_two():
+    x = jnp.asarray(X)
+    for count in (1, 2):
+        found = gt.jacobian(lambda x, n=count: [x * 2] * n, chunk_size=1)(x)
+        assert len(found) == count
+
+
 def test_within_a_trace_the_loop_is_part_of_it():
     f = lambda x: gt.jacobian(jnp.sin, chunk_size=2)(x)
     np.testing.assert_allclose(np.diag(jax.jit(f)(jnp.asarray(X))), np.cos(X))

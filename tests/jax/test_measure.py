@@ -49,6 +49,11 @@ AGREE = {
 }
 
 
+def test_a_window_is_reduced_with_one_operation_less_than_it_has_entries():
+    f = lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 3), (1, 1), "valid")
+    assert flops(f, draw(4, 5)) == 3 * 3 * (2 * 3 - 1)
+
+
 @pytest.mark.parametrize("name", AGREE)
 def test_without_loops_it_agrees_with_xla(name):
     """To some per cent: XLA also counts the adding of a reduction's first element."""

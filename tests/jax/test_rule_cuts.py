@@ -118,3 +118,18 @@ def test_a_stop_in_the_users_own_code_beside_a_rule_is_not_the_rules():
     assert all(found.kind == "stopped_in_rule" for found in gt.why_zero(f, X))
     g = lambda x: jax.lax.stop_gradient(x).sum() + elsewhere(x)
     assert [found.kind for found in gt.why_zero(g, X)] == ["detached"]
+
+
+def test_of_rules_that_stop_alike_the_one_on_the_line_of_the_call_is_named():
+    def first(x):
+        if not x.ndim:
+            return stopped(x)
+        return jax.grad(elsewhere)(x).sum()
+
+    def second(x):
+        if not x.ndim:
+            return elsewhere(x)
+        return jax.grad(stopped)(x).sum()
+
+    for f, rule in ((first, "elsewhere"), (second, "stopped")):
+        assert [found.operation for found in gt.why_zero(f, X).findings] == [rule]

@@ -7,6 +7,7 @@ compared at order 2, too.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import partial
 
@@ -828,6 +829,15 @@ def test_of_what_is_written_twice_to_one_place_the_last_stays(update):
 def test_reading_beyond_the_end_gives_what_jax_fills_in():
     formula = checked(lambda x: jnp.take(x, jnp.asarray([0, 9]), fill_value=2.0), real(3))
     assert formula.marked == ()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne],
+)
+def test_a_comparison_of_constants_is_right_where_they_are_equal_too(chosen):
+    f = lambda x: x[jnp.where(chosen(jnp.arange(3), 1), 0, 1)] * 2
+    assert checked(f, real(3)).marked == ()
 
 
 def test_a_function_of_the_user_with_a_familiar_name_is_read_as_it_is():

@@ -225,6 +225,13 @@ def test_splitting_under_vmap_is_splitting_one_by_one(torch_arrays):
     assert torch.equal(mapped, torch.stack([torch_arrays.split(k, 3) for k in keys]))
 
 
+def test_a_torch_child_alone_is_the_one_among_its_siblings(torch_arrays):
+    from gradtools.torch.arrays import fold_in
+
+    key = torch_arrays.key(7)
+    assert [fold_in(key, i).tolist() for i in range(3)] == torch_arrays.split(key, 3).tolist()
+
+
 def test_a_torch_child_does_not_depend_on_the_number_of_siblings(torch_arrays):
     key = torch_arrays.key(0)
     assert torch_arrays.split(key, 2).tolist() == torch_arrays.split(key, 9)[:2].tolist()

@@ -292,6 +292,15 @@ def test_the_third_derivative_is_right_in_every_mix_of_modes(
     close(lower(f(lift(backend_name, x))), np.asarray(expected), EXACT)
 
 
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_the_jacobian_of_what_is_empty_is_empty(gt, backend_name, chunk_size):
+    x = lift(backend_name, np.ones(3))
+    jacobian = gt.jacobian(lambda x: (x[:0] * 2, x * 2), mode="reverse", chunk_size=chunk_size)
+    empty, full = lower(jacobian(x))
+    assert empty.shape == (0, 3)
+    close(full, 2 * np.eye(3), 0)
+
+
 @pytest.mark.parametrize("inner", ["forward_over_reverse", "reverse_over_reverse"])
 @pytest.mark.parametrize("outer", ["grad", "jvp"])
 def test_the_derivative_of_an_hvp_is_the_third_derivative(gt, backend_name, outer, inner):

@@ -142,6 +142,22 @@ def test_every_other_derivative_gives_zeros(gt, backend_name, path):
             assert not lower(value).any(), name
 
 
+@pytest.mark.parametrize("name", ["grad", "minimax_value_and_grad"])
+def test_zeros_are_offered_where_they_can_be_asked_for_and_not_elsewhere(gt, backend_name, name):
+    x = lift(backend_name, X)
+    calls = {
+        "grad": lambda: gt.grad(lambda x, y: gt.xp.sum(x * x), (0, 1))(x, x),
+        "minimax_value_and_grad": lambda: gt.minimax_value_and_grad(
+            lambda x, y: gt.xp.sum(x * x), 0, 1
+        )(x, x),
+    }
+    with pytest.raises(DisconnectedInputError, match="argument 1 does not reach") as caught:
+        calls[name]()
+    offered = 'pass disconnected_inputs="zeros".' in str(caught.value)
+    assert offered == (name == "grad")
+    assert ("Leave it out of what is differentiated" in str(caught.value)) != offered
+
+
 # --- arguments and leaves ----------------------------------------------------------------
 
 

@@ -110,3 +110,10 @@ def test_an_edit_is_named_whatever_kind_of_function_it_is_given(gt, how):
 
     with pytest.raises(DisconnectedInputError, match="cut by transform_gradient at "):
         gt.grad(f, 1)(*at(gt))
+
+
+def test_the_scale_alone_moves_nothing(gt):
+    x, s = at(gt)
+    y, dy = gt.jvp(lambda s: gt.scale_gradient(x, s), (s,), (s,))
+    np.testing.assert_array_equal(gt.to_numpy(y), gt.to_numpy(x))
+    np.testing.assert_array_equal(gt.to_numpy(dy), 0)

@@ -388,8 +388,9 @@ def test_a_cotangent_inside_both_bounds_is_unchanged_bit_for_bit(gt, native, rng
 
 def test_a_norm_exactly_at_the_bound_is_not_clipped(gt):
     """There is no epsilon: 5 / 5 is 1."""
-    (found,) = clipped(gt, [np.array([3.0, 4.0])], max_norm=5.0)
-    assert gt.to_numpy(found).tolist() == [3.0, 4.0]
+    for *ct, norm in ((3.0, 4.0, 5.0), (33.0, 56.0, 65.0)):
+        (found,) = clipped(gt, [np.array(ct)], max_norm=norm)
+        assert gt.to_numpy(found).tolist() == ct
 
 
 def test_the_norm_is_that_of_all_leaves_jointly(gt, rng):

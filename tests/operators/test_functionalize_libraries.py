@@ -372,6 +372,18 @@ def test_an_equinox_module_that_takes_no_key_is_called_without_one():
     assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], [1, 1])
 
 
+def test_an_equinox_module_that_takes_any_keyword_gets_the_key():
+    class Noisy(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x, **kwargs):
+            return self.w * x + jax.random.normal(kwargs["key"], x.shape)
+
+    apply, params, state = functionalize(Noisy(jnp.ones(2)))
+    wanted = 1 + jax.random.normal(KEY, (2,))
+    assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], wanted)
+
+
 @LIBRARIES
 def test_wrong_params_are_named(make):
     apply, params, state = make()

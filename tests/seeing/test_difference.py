@@ -105,6 +105,8 @@ def test_another_activation_is_told():
 def test_another_dtype_is_told():
     found = graph_diff(short_words(), short_words(dtype="float64"))
     assert found.changed[0].what == ("dtype: float32 ≠ float64",)
+    found = graph_diff(short_words(dtype="int32"), short_words(dtype="int64"))
+    assert [change.what for change in found.changed] == [("dtype: int32 ≠ int64",)] * 5
 
 
 def test_a_mark_of_one_alone_is_told():

@@ -388,6 +388,14 @@ def test_the_first_difference_is_named_with_both_values():
     assert answer.derivation - answer.formula == pytest.approx(1.0)
     assert str(answer).startswith("no: W̄[1, 2] is ")
 
+    def is_off_before(w, x, b, g):
+        dw, *others = forgets_one(w, x, b, g)
+        dw[0, 1] += 1e-4
+        dw[0, 0] += 1e-15
+        return dw, *others
+
+    assert formula.agrees_with(is_off_before).where == "W̄[0, 1]"
+
 
 def test_a_forgotten_conjugate_is_found():
     formula = derive(PROGRAMS["complex affine"]())

@@ -10,6 +10,7 @@ from formula_table import CASES, ELSEWHERE, cplx, definite, real
 from gradtools import GradtoolsError
 from gradtools.seeing.formula.formula import derive
 from gradtools.seeing.formula.legend import DEFINITIONS
+from gradtools.seeing.formula.typesetting import number
 from gradtools.seeing.formula.vocabulary import OPERATIONS
 
 RNG = np.random.default_rng(3)
@@ -255,3 +256,19 @@ def test_complex_singular_vectors_are_refused():
     graph = _through("svd", _singular, None)(at.shape, str(at.dtype))
     with pytest.raises(GradtoolsError, match="phases are free"):
         derive(graph)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1j, "i"), (-1j, "-i"), (-2j, "-2i"), (1 - 1j, "1 - 1i"), (1 + 2j, "1 + 2i")],
+)
+def test_a_complex_number_is_written_with_its_sign(value, text):
+    assert number(value).text == text
+
+
+def test_one_over_a_zero_stays_in_the_formula():
+    b = Builder()
+    x = b.input("x", (3,))
+    formula = derive(b.graph(b("multiply", x, b("power", b.number(0.0), b.number(-1.0)))))
+    with np.errstate(divide="ignore"):
+        assert np.isinf(formula.evaluate([np.ones(3)]).outputs[0]).all()

@@ -13,6 +13,7 @@ from seeing_graphs import SHAPES, Builder, random_graph, transformer
 
 from gradtools.seeing.box_text import LINE, card_of, short, size_of, text_width
 from gradtools.seeing.collapse import outline_of
+from gradtools.seeing.drawing import drawn
 from gradtools.seeing.layout import interpreter, script
 from gradtools.seeing.outline import ALIVE, Block, size_text
 from gradtools.seeing.row_order import arrange
@@ -218,6 +219,18 @@ def test_what_is_cut_is_drawn_over_other_lines(picture):
     wires = re.findall(r'<g class="wire".*', picture.body)
     cuts = ["edge cut" in wire for wire in wires]
     assert len(wires) == len(picture.lines) and cuts == sorted(cuts)
+
+
+def test_what_explains_the_colours_lies_on_the_page_below_all_else(picture):
+    drawing = drawn(picture)
+    top, height = (float(n) for n in re.search(r'viewBox="0 (\S+) \S+ (\S+)"', drawing).groups())
+    key = drawing[drawing.index(picture.body) + len(picture.body) :]
+    places = [float(y) for y in re.findall(r'<text[^>]* y="([^"]+)"', key)]
+    if not picture.boxes:
+        assert not places
+        return
+    assert picture.top + picture.height < min(places)
+    assert max(places) < top + height
 
 
 def test_all_lies_on_the_page(picture):

@@ -19,7 +19,8 @@ from flax import linen, nnx
 import gradtools.jax
 import gradtools.torch
 from gradtools import GradtoolsError
-from gradtools.testing import AgreementError, cross_check
+from gradtools.testing import AgreementError, cross_check, tolerance
+from gradtools.testing.factor_names import name_factor
 from gradtools.testing.layouts import match_parameters
 
 X = np.array([0.3, -0.7, 1.2])
@@ -333,6 +334,25 @@ def test_dtype_casts_inputs_and_parameters():
     )
     assert report and {c.dtype for c in report} == {"float64"}
     assert module.weight.dtype == torch.float32 and ported.kernel.dtype == jnp.float32
+
+
+def test_of_single_numbers_a_factor_is_named_only_if_it_is_a_known_one():
+    f, x = lambda x: x * x, (np.array(0.7),)
+    for factor, cause in ((2.0, "constant factor"), (1.37, "no known pattern")):
+        with pytest.raises(AgreementError, match=f"Likely cause: {cause}"):
+            cross_check(torch=f, jax=lambda x, k=factor: f(x) * k, args=x, order=0)
+
+
+@pytest.mark.parametrize("n", [3, 7])
+def test_a_variance_of_a_sample_and_one_of_a_population_differ_by_a_known_factor(n):
+    said = name_factor(n / (n - 1), {"the batch size": n})
+    assert said == f"n / (n - 1) for n = {n}, the batch size: unbiased and biased"
+    assert name_factor(n, {"the batch size": n}) == "the batch size"
+
+
+def test_the_table_of_tolerances_ends_with_the_second_order():
+    with pytest.raises(GradtoolsError, match="order is 3; the table has orders 0, 1 and 2"):
+        tolerance("float64", order=3)
 
 
 def test_bfloat16_has_its_own_tolerance():

@@ -1893,3 +1893,11 @@ def test_the_key_of_a_late_chunk_is_made_without_those_before_it():
     assert all(torch.equal(fold_in(key, i), row) for i, row in enumerate(gt.split(key, 20)))
     late = fold_in(key, 2**40)  # of a split into as many keys: 16 TB
     assert late.shape == (2,) and not torch.equal(late, fold_in(key, 2**40 - 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_microbatched_loss_has_the_dtype_of_its_chunks(dtype):
+    w, x = torch.ones((), dtype=dtype), torch.ones(6, dtype=dtype)
+    value, grad = gt.microbatched(lambda w, x: (w * x).mean(), 2)(w, x)
+    assert value.dtype == grad.dtype == dtype
+    assert value == 1

@@ -174,6 +174,16 @@ def test_what_is_drawn_from_a_distribution_of_the_values_is_compared_at_these_al
     assert "nearby f draws other numbers" in said
 
 
+def test_what_is_written_through_a_conjugate_is_refused():
+    def f(z):
+        y = z * 2
+        y.conj().mul_(1j)
+        return y.abs().sum()
+
+    with pytest.raises(GradtoolsError, match="through a view of another dtype, or of a conjugate"):
+        gt.formula(f, torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
+
+
 def test_an_operation_that_writes_and_returns_something_else_is_read():
     mean, var = torch.zeros(2), torch.ones(2)
     f = lambda x: torch.ops.aten._native_batch_norm_legit(x, None, None, mean, var, True, 0.1, 0)[0]

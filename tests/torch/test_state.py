@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradtools.code_origin import LIBRARY, PACKAGE, USER, whose
 from gradtools.torch import randomness, state
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import Snapshot
@@ -212,6 +213,12 @@ def test_what_gradtools_knows_of_a_function_is_no_state_of_the_user(transform: s
     reached = Snapshot.of([f], []).reached
     assert len(reached.maps) < 40
     assert not any(items is globals() for items, _ in reached.maps)
+
+
+def test_a_class_is_of_who_wrote_its_module():
+    assert [whose(kind) for kind in (Snapshot, nn.Linear, random.Random)] == [LIBRARY] * 3
+    assert whose(pytest.Item) == PACKAGE
+    assert whose(type("Mine", (), {"__module__": __name__})) == USER
 
 
 class Shared:

@@ -210,6 +210,7 @@ TABLE = """
 1 a.clamp(-0.5, 0.5) + a.clamp(min=b) + a.clamp_max(0.3) ; (4) (4)
 1 a.abs() * a.sign() + a.frac() + a.floor() + a % 2 + torch.fmod(a, b) ; (4) p(4)
 1 torch.lerp(a, b, 0.3) + torch.addcmul(a, a, b, value=2) + torch.addcdiv(a, a, b) ; (4) p(4)
+1 torch.logit(a.abs(), 0.35)                        ; u(9)
 1 torch.sinc(a) + torch.logit(a.abs()) + a.nan_to_num() + torch.deg2rad(a) ; u(4)
 2 torch.sigmoid(a) + F.logsigmoid(a) + F.softplus(a) ; (4)
 2 F.gelu(a) + F.gelu(a, approximate="tanh") + F.silu(a) ; (4)

@@ -321,8 +321,7 @@ def _items(x: Any) -> dict[Any, Any]:
     """What a dictionary or a class holds, at one moment: another thread may write to it."""
     if isinstance(x, type):
         return vars(x).copy()
-    ordered = isinstance(x, OrderedDict)  # whose order is its own
-    return dict(OrderedDict.items(x)) if ordered else dict.copy(x)
+    return dict.copy(x) if type(x) is dict else dict(_kind_of(x).items(x))
 
 
 def _refill(x: Any, entries: tuple[Any, ...]) -> None:

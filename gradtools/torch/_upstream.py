@@ -250,17 +250,6 @@ Functions: Any = function._SingleLevelFunction
 """The base beneath `torch.autograd.Function`: an `apply` set here for the time of a call is met by
 who keeps a bound `Function.apply`, too. Gone: patch Function, and miss those."""
 
-
-def applied(kind: Any, *args: Any) -> Any:
-    """`kind.apply(*args)` of a Function without setup_context, where no transform is under way.
-
-    Gone: `apply` itself, which binds defaults and looks into each argument.
-    """
-    if any(map(is_wrapped, [x for x in args if isinstance(x, Tensor)])):  # it may have ended
-        return kind.apply(*args)
-    return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
-
-
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack

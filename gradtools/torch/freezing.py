@@ -35,7 +35,14 @@ from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import CHUNK, detached
 from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
-from gradtools.torch.replaying.nodes import Backward, Pushed, node_of, outputs_of, pulled_back
+from gradtools.torch.replaying.nodes import (
+    Backward,
+    Pushed,
+    applied,
+    node_of,
+    outputs_of,
+    pulled_back,
+)
 from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.slicing import Entries, Rows, alias_of, flattened, primal_of
 from gradtools.torch.replaying.summing import Sums
@@ -188,7 +195,7 @@ class _Use(Forward):
                 None if g is None else detached(g, CHUNK) for g in known[1]
             ]  # in no graph of its own
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
-        caller = upstream.applied(_PullbackInputs, back, tuple(cts), *zs)
+        caller = applied(_PullbackInputs, back, tuple(cts), *zs)
         _, grads = node_of(back, rows, caller, known)
         return self.guarded(grads)
 

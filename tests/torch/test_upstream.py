@@ -16,6 +16,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.replaying.nodes import applied
 
 Tensor = torch.Tensor
 
@@ -321,12 +322,12 @@ def test_a_function_is_applied_as_by_its_own_apply():
             return ct * ctx.by, None
 
     x, ended = _x(), []
-    y = upstream.applied(Double, x, 2.0)
+    y = applied(Double, x, 2.0)
     assert y.tolist() == [2.0, 4.0] and type(y.grad_fn) is Double._backward_cls
     assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2.0, 2.0]
     torch.func.grad(lambda x: ended.append(x) or x.sum())(torch.ones(2))
     assert upstream.is_wrapped(ended[0])
-    assert upstream.applied(Double, ended[0], 2.0).tolist() == [2.0, 2.0]
+    assert applied(Double, ended[0], 2.0).tolist() == [2.0, 2.0]
 
 
 def test_a_graph_ends_in_nodes_of_one_class():

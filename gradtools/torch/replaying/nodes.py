@@ -43,6 +43,19 @@ from gradtools.torch.upstream_bugs.lost_terms import guarded_gradients
 left_to_python(__name__)
 
 
+def applied(kind: Any, *args: Any) -> Any:
+    """`kind.apply(*args)` of a Function without setup_context, where no transform is under way.
+
+    Where `apply` itself binds defaults and looks into each argument. It stands in a room that
+    dynamo leaves alone, for it compiles no `apply` but that of `torch.autograd.Function`.
+    """
+    if any(
+        map(upstream.is_wrapped, [x for x in args if isinstance(x, Tensor)])
+    ):  # it may have ended
+        return kind.apply(*args)
+    return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
+
+
 class ChunkProgram:
     """A function of each chunk's tensors and of shared ones, that is run chunk by chunk."""
 
@@ -395,7 +408,7 @@ def node_of(
         eager = not dual and not is_compiling()
     maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
     if eager:
-        results = upstream.applied(_ProgramNode, maps, outs, *inputs)
+        results = applied(_ProgramNode, maps, outs, *inputs)
     else:
         results = apply_rule(_rule(maps, known and outs), *inputs)
     counts, there = shape

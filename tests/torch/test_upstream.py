@@ -311,10 +311,13 @@ def test_where_a_mode_looks_on_the_engine_is_called_as_by_autograd_grad(monkeypa
 
 
 def test_a_function_is_applied_as_by_its_own_apply():
+    wrapped = []
+
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, by):
             ctx.by = by
+            wrapped.append(upstream.is_wrapped(x))
             return x * by
 
         @staticmethod
@@ -328,6 +331,7 @@ def test_a_function_is_applied_as_by_its_own_apply():
     torch.func.grad(lambda x: ended.append(x) or x.sum())(torch.ones(2))
     assert upstream.is_wrapped(ended[0])
     assert applied(Double, ended[0], 2.0).tolist() == [2.0, 2.0]
+    assert wrapped == [False, False]  # what a transform that has ended wrapped came as it is
 
 
 def test_a_graph_ends_in_nodes_of_one_class():

@@ -1,4 +1,4 @@
-"""Everything that this wing relies on and JAX does not document: the one room that may.
+"""Every undocumented name of JAX that gradtools uses, each with its reason; no other file uses any.
 
 `jax._src` is used for one thing that is public elsewhere: the classes of a jaxpr. Their public
 place, `jax.extend.core`, comes with all of Pallas, which was half of the time that

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that this wing relies on, and why: the one room that may.
+"""Every private name of PyTorch that gradtools uses, each with its reason; no other file uses any.
 
 All other files go through here, which `tests/house/test_upstream.py` reads from their source; tests
 in `tests/torch/test_upstream.py` hold that each name still does what is relied on, and that no

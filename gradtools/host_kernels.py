@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtools.code_origin import definition_of
 from gradtools.containers import whole
 from gradtools.errors import GradtoolsError
 
@@ -145,11 +146,11 @@ class Kernel:
     @property
     def line(self) -> str:
         """Where it was defined, as messages say it; nothing of a builtin."""
-        code = getattr(_python(self.inside.fun if self.inside else self.fun), "__code__", None)
-        if code is None:
+        source = definition_of(_python(self.inside.fun if self.inside else self.fun))
+        if source is None:
             return ""
         what = "function" if self.inside else "kernel"
-        return f" The {what} is at {code.co_filename}:{code.co_firstlineno}."
+        return f" The {what} is at {source.file}:{source.line}."
 
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """The kernel's call with arguments like these, and the arrays among them, in order.

@@ -549,9 +549,9 @@ def is_compiled(f: Any) -> bool:
 # process, because nothing else in PyTorch tells. Beside them, where they are needed and nowhere
 # else, with what each buys and costs:
 #
-# - Texts of PyTorch's errors, for which it has no types (`refusals`, `recording/refusals`,
-#   `freezing`, `passes`, `kernels`). Buys words that say what to do, and another way where a kernel
-#   lacks a derivative. Costs: reworded upstream, PyTorch's own error is raised in their place.
+# - Texts of PyTorch's errors, for which it has no types (`known_errors`). Buys words that
+#   say what to do, and another way where a kernel lacks a derivative. Costs: reworded upstream,
+#   PyTorch's own error is raised in their place.
 # - Classes that are patched for the time of a call (`patches`). Buys calls that no mode sees. Costs
 #   each thread's call of them a look at whether it is meant.
 # - An import hook (`compiling`). Dynamo takes marks by identity, and importing it to set them takes

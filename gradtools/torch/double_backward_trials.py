@@ -5,7 +5,7 @@ compared with
 
     (g(x + h v, ct) - g(x - h v, ct)) / 2 h
 
-and the same in ct. What is lost, and who is refused, is said in customcode.py.
+and the same in ct. What is lost, and who is refused, is said in double_backward.py.
 """
 
 from __future__ import annotations

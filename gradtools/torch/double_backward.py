@@ -3,10 +3,10 @@
 A torch.autograd.Function, or an operator with a registered backward, may compute its gradient
 where autograd does not look: under no_grad, through NumPy, from an intermediate that it saved. The
 gradient is right then, and its own derivative is zero or lacks a term, in silence. So a class is
-never trusted: it is tried (double_backward_trials.py), once, when a derivative of its gradient may be asked for.
-What it loses, and what cannot be tried, is refused by a node beside the gradient, a gate, that the
-engine enters only on its way to what is lost. A constant gradient (of a linear map, a mask, a
-straight-through estimator) loses nothing.
+never trusted: it is tried (double_backward_trials.py), once, when a derivative of its gradient may
+be asked for. What it loses, and what cannot be tried, is refused by a node beside the gradient, a
+gate, that the engine enters only on its way to what is lost. A constant gradient (of a linear map,
+a mask, a straight-through estimator) loses nothing.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradtools.seeing.nodes import Source
+from gradtools.code_origin import Source
 
 
 @dataclass(frozen=True)

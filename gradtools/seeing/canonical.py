@@ -13,7 +13,7 @@ written as them: what two frameworks write differently.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import isnan, prod
 from typing import Any
 
@@ -22,7 +22,9 @@ from gradtools.seeing.canonical_forms import (
     CanonicalExpression,
     Expressions,
     Form,
+    Labels,
     NoForm,
+    operand,
     widened,
 )
 from gradtools.seeing.canonical_rules import RULES, attributes_of
@@ -317,27 +319,18 @@ class Canonical:
     ) -> Form:
         """An operation on each element; axes that lie on the same axis of the result are one."""
         rank = max(len(form.shape) for form in given)
+        places = [range(rank - len(form.shape), rank) for form in given]
         shape = [1] * rank
-        for form in given:
-            for p, n in enumerate(form.shape, rank - len(form.shape)):
+        for form, at in zip(given, places, strict=True):
+            for p, n in zip(at, form.shape, strict=True):
                 shape[p] = n if shape[p] == 1 else shape[p]
-        given = self._aligned(given, rank)
+        pairs = [*zip(self.aligned(given, places), places, strict=True)]
         if commutes:
-            given = sorted(given, key=lambda form: (form.key, form.dims))
-        labels: dict[tuple[int, int], int] = {}
-        sizes: list[int] = []
-        operands = []
-        for form in given:
-            where = self._where(form, rank)
-            for axis in range(len(form.sizes)):
-                if where[axis] not in labels:
-                    labels[where[axis]] = len(labels)
-                    sizes.append(form.sizes[axis])
-            operands.append((form.key, tuple(labels[where[a]] for a in range(len(form.sizes)))))
-        dims = tuple(tuple(labels[q, j] for q, j in sorted(labels) if q == p) for p in range(rank))
-        expression = CanonicalExpression(operation, tuple(attributes), tuple(operands))
-        key = self.expressions.number(expression)
-        return Form(key, tuple(sizes), dims, tuple(shape))
+            pairs.sort(key=lambda pair: (pair[0].key, pair[0].dims))
+        labels = Labels(pairs)
+        expression = CanonicalExpression(operation, tuple(attributes), tuple(labels.operands))
+        number = self.expressions.number(expression)
+        return labels.form(number, range(len(labels.sizes)), range(rank), shape)
 
     def combined(self, operation: str, a: Form, b: Form) -> Form:
         """The sum, difference, product, maximum or minimum of two."""
@@ -377,36 +370,29 @@ class Canonical:
         if not isinstance(expression, CanonicalExpression) or expression.operation != operation:
             return [form]
         result = []
-        for key, labels in expression.operands:
-            number = {label: i for i, label in enumerate(labels)}
-            if any(a in number for axes in form.dims if len(axes) > 1 for a in axes) and any(
-                0 < sum(a in number for a in axes) < len(axes) for axes in form.dims
-            ):
+        for place, (_, labels) in enumerate(expression.operands):
+            if any(0 < sum(a in labels for a in axes) < len(axes) for axes in form.dims):
                 return [form]  # part of a merged axis
-            dims = tuple(tuple(number[a] for a in axes if a in number) for axes in form.dims)
-            shape = tuple(n if axes else 1 for n, axes in zip(form.shape, dims, strict=True))
-            result.append(Form(key, tuple(form.sizes[label] for label in labels), dims, shape))
+            result.append(operand(form, place, expression))
         return result
 
-    def _where(self, form: Form, rank: int) -> dict[int, tuple[int, int]]:
-        """For each axis of an expression the axis of the result, and the place in it."""
-        shift = rank - len(form.shape)
-        return {a: (p + shift, j) for p, axes in enumerate(form.dims) for j, a in enumerate(axes)}
+    def aligned(self, forms: Sequence[Form], names: Sequence[Sequence[Hashable]]) -> list[Form]:
+        """What is merged in one operand is split in the others that share the axis, by name."""
+        lengths: dict[Hashable, tuple[int, ...]] = {}
+        for form, named in zip(forms, names, strict=True):
+            for axes, name in zip(form.dims, named, strict=True):
+                result = tuple(form.sizes[a] for a in axes)
+                if len(result) > len(lengths.get(name, ())):
+                    lengths[name] = result
+        return [
+            self.split(form, {p: lengths.get(name, ()) for p, name in enumerate(named)})
+            for form, named in zip(forms, names, strict=True)
+        ]
 
-    def _aligned(self, given: Sequence[Form], rank: int) -> list[Form]:
-        """What is merged in one operand is split in the others."""
-        lengths: dict[int, tuple[int, ...]] = {}
-        for form in given:
-            for p, axes in enumerate(form.dims, rank - len(form.shape)):
-                parts = tuple(form.sizes[a] for a in axes)
-                if len(parts) > len(lengths.get(p, ())):
-                    lengths[p] = parts
-        return [self.split(form, lengths, rank - len(form.shape)) for form in given]
-
-    def split(self, form: Form, lengths: Mapping[int, tuple[int, ...]], shift: int = 0) -> Form:
+    def split(self, form: Form, lengths: Mapping[int, tuple[int, ...]]) -> Form:
         """A value with some of its axes split in parts of these lengths."""
-        for p in range(len(form.dims)):
-            axes, parts = form.dims[p], lengths.get(p + shift, ())
+        for p, parts in lengths.items():
+            axes = form.dims[p]
             if not axes or len(parts) < 2 or tuple(form.sizes[a] for a in axes) == parts:
                 continue
             if len(axes) > 1 or prod(parts) != form.sizes[axes[0]]:
@@ -483,47 +469,21 @@ class Canonical:
     def contracted(self, subscripts: str, *given: Form) -> Form:
         """A sum of products, as einsum says it."""
         inside, out = subscripts.split("->")
-        parts = inside.split(",")
-        lengths: dict[str, tuple[int, ...]] = {}
-        for letters, form in zip(parts, given, strict=True):
-            for letter, axes in zip(letters, form.dims, strict=True):
-                result = tuple(form.sizes[a] for a in axes)
-                if len(result) > len(lengths.get(letter, ())):
-                    lengths[letter] = result
-        split = [
-            self.split(form, {p: lengths.get(c, ()) for p, c in enumerate(letters)})
-            for letters, form in zip(parts, given, strict=True)
-        ]
-        pairs = sorted(zip(split, parts, strict=True), key=lambda pair: pair[0].key)
-        labels: dict[tuple[str, int], int] = {}
-        sizes: list[int] = []
-        operands = []
-        for form, letters in pairs:
-            where = {
-                a: (c, j)
-                for c, axes in zip(letters, form.dims, strict=True)
-                for j, a in enumerate(axes)
-            }
-            for a in range(len(form.sizes)):
-                if where[a] not in labels:
-                    labels[where[a]] = len(labels)
-                    sizes.append(form.sizes[a])
-            operands.append((form.key, tuple(labels[where[a]] for a in range(len(form.sizes)))))
-        kept = [labels[name] for name in labels if name[0] in out]
-        number = {label: i for i, label in enumerate(kept)}
+        names = inside.split(",")
+        pairs = zip(self.aligned(given, names), names, strict=True)
+        labels = Labels(sorted(pairs, key=lambda pair: pair[0].key))
+        kept = [k for (name, _), k in labels.numbers.items() if name in out]
         shapes = {
             c: n
-            for form, letters in zip(given, parts, strict=True)
+            for form, letters in zip(given, names, strict=True)
             for c, n in zip(letters, form.shape, strict=True)
             if n != 1
         }
-        repeats = prod(n for c, n in shapes.items() if c not in out and not lengths.get(c))
+        repeats = prod(n for c, n in shapes.items() if c not in out and not labels.of(c))
         told = (("out", tuple(kept)), *((("repeats", repeats),) if repeats != 1 else ()))
-        key = self.expressions.number(CanonicalExpression("matmul", told, tuple(operands)))
-        dims = tuple(
-            tuple(number[labels[c, j]] for j in range(len(lengths.get(c, ())))) for c in out
-        )
-        return Form(key, tuple(sizes[a] for a in kept), dims, tuple(shapes.get(c, 1) for c in out))
+        expression = CanonicalExpression("matmul", told, tuple(labels.operands))
+        shape = [shapes.get(c, 1) for c in out]
+        return labels.form(self.expressions.number(expression), kept, out, shape)
 
     def reshaped(self, x: Form, shape: tuple[int, ...]) -> Form:
         """Axes merged, added and taken off; one that is split is a split expression."""

@@ -20,13 +20,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from gradtools.seeing.canonical_forms import CanonicalExpression, Form, NoForm, widened
+from gradtools.seeing.canonical_forms import (
+    CanonicalExpression,
+    Form,
+    Labels,
+    NoForm,
+    operand,
+    widened,
+)
 from gradtools.seeing.nodes import Node, PlainGraph
 
 if TYPE_CHECKING:
     from gradtools.seeing.canonical import Canonical, Parts
-
-Label = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -394,44 +399,6 @@ def _tied(c: Canonical, x: Form, access: Access) -> tuple[Form, Access]:
     return x, replace(access, picks=picks, tied=tied)
 
 
-class _Labels:
-    """Numbers for the axes of operands: one for each name."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Label, int] = {}
-        self.sizes: list[int] = []
-        self.operands: list[tuple[int, tuple[int, ...]]] = []
-
-    def add(self, form: Form, named: Callable[[int], Label]) -> None:
-        """An operand; `named`: for each of its array's axes what the axis is."""
-        where = {a: (*named(p), j) for p, axes in enumerate(form.dims) for j, a in enumerate(axes)}
-        for a, size in enumerate(form.sizes):
-            if where[a] not in self.numbers:
-                self.numbers[where[a]] = len(self.numbers)
-                self.sizes.append(size)
-        labels = tuple(self.numbers[where[a]] for a in range(len(form.sizes)))
-        self.operands.append((form.key, labels))
-
-    def of(self, *name: Any) -> tuple[int, ...]:
-        """The numbers of an axis, which may be several that are merged."""
-        result = [(label[-1], k) for label, k in self.numbers.items() if label[:-1] == name]
-        return tuple(k for _, k in sorted(result))
-
-
-def _aligned(c: Canonical, forms: Sequence[Form], names: Sequence[Sequence[Label]]) -> list[Form]:
-    """What is merged in one operand is split in the others that share the axis."""
-    lengths: dict[Label, tuple[int, ...]] = {}
-    for form, named in zip(forms, names, strict=True):
-        for axes, name in zip(form.dims, named, strict=True):
-            result = tuple(form.sizes[a] for a in axes)
-            if len(result) > len(lengths.get(name, ())):
-                lengths[name] = result
-    return [
-        c.split(form, {p: lengths.get(name, ()) for p, name in enumerate(named)})
-        for form, named in zip(forms, names, strict=True)
-    ]
-
-
 def _read(c: Canonical, node: Node, x: Form, access: Access, shape: tuple[int, ...]) -> Form:
     x, access = _tied(c, x, access)
     access = replace(access, picks={a: i for a, i in access.picks.items() if x.dims[a]})
@@ -442,23 +409,19 @@ def _read(c: Canonical, node: Node, x: Form, access: Access, shape: tuple[int, .
     )
     over = [("b", k) for k in range(len(access.over))]
     names = [[name(a) for a in range(len(x.shape))], *([over] * len(order))]
-    forms = _aligned(c, [x, *(access.picks[a] for a in order)], names)
-    labels = _Labels()
-    for form, named in zip(forms, names, strict=True):
-        labels.add(form, named.__getitem__)
+    forms = c.aligned([x, *(access.picks[a] for a in order)], names)
+    labels = Labels(zip(forms, names, strict=True))
+    kept = {*range(len(labels.sizes))}
     if not order and len(set(labels.operands[0][1])) == len(forms[0].sizes):
-        key, kept = forms[0].key, list(range(len(labels.sizes)))
+        key = forms[0].key
     else:
-        pairs = sorted(zip([labels.of("p", a) for a in order], labels.operands[1:], strict=True))
+        pairs = sorted(zip([labels.of(("p", a)) for a in order], labels.operands[1:], strict=True))
         picked = tuple(p for p, _ in pairs)
         told = (("picked", picked), *access.more, *_unlike(access))
-        operands = (labels.operands[0], *(operand for _, operand in pairs))
+        operands = (labels.operands[0], *(read for _, read in pairs))
         key = c.expressions.number(CanonicalExpression("index", told, operands))
-        gone = {k for axes in picked for k in axes}
-        kept = [k for k in range(len(labels.sizes)) if k not in gone]
-    number = {k: i for i, k in enumerate(kept)}
-    dims = tuple(tuple(number[k] for k in labels.of(*place)) for place in access.lies)
-    return Form(key, tuple(labels.sizes[k] for k in kept), dims, shape)
+        kept.difference_update(*picked)
+    return labels.form(key, kept, access.lies, shape)
 
 
 def counts_from_the_end(graph: PlainGraph) -> bool:
@@ -497,18 +460,15 @@ def _written(
         lies,
         *([over] * len(order)),
     ]
-    forms = _aligned(c, [whole, update, *(access.picks[a] for a in order)], names)
-    labels = _Labels()
-    for form, named in zip(forms, names, strict=True):
-        labels.add(form, named.__getitem__)
+    forms = c.aligned([whole, update, *(access.picks[a] for a in order)], names)
+    labels = Labels(zip(forms, names, strict=True))
     extra = []
     for a, n in enumerate(whole.shape):  # axes along which what is written to only repeats
-        if n != 1 and not labels.of(*picked(a)):
-            labels.numbers[*picked(a), 0] = len(labels.sizes)
-            labels.sizes.append(n)
+        if n != 1 and not labels.of(picked(a)):
+            labels.number((picked(a), 0), n)
         if n != 1 and not forms[0].dims[a]:
-            extra.append((labels.of(*picked(a)), n))
-    pairs = sorted(zip([labels.of("p", a) for a in order], labels.operands[2:], strict=True))
+            extra.append((labels.of(picked(a)), n))
+    pairs = sorted(zip([labels.of(("p", a)) for a in order], labels.operands[2:], strict=True))
     more = (
         ("mode", mode),
         ("picked", tuple(p for p, _ in pairs)),
@@ -516,12 +476,10 @@ def _written(
         *access.more,
         *_unlike(access),
     )
-    operands = (*labels.operands[:2], *(operand for _, operand in pairs))
+    operands = (*labels.operands[:2], *(read for _, read in pairs))
     key = c.expressions.number(CanonicalExpression("scatter", more, operands))
-    kept = sorted(k for a in range(len(whole.shape)) for k in labels.of(*picked(a)))
-    number = {k: i for i, k in enumerate(kept)}
-    dims = tuple(tuple(number[k] for k in labels.of(*picked(a))) for a in range(len(whole.shape)))
-    return Form(key, tuple(labels.sizes[k] for k in kept), dims, whole.shape)
+    axes = [picked(a) for a in range(len(whole.shape))]
+    return labels.form(key, {k for axis in axes for k in labels.of(axis)}, axes, whole.shape)
 
 
 def _untied(c: Canonical, access: Access) -> Access:
@@ -591,20 +549,12 @@ def _as_set(c: Canonical, x: Form, update: Form, access: Access) -> tuple[Form, 
     made = c.expressions.known[winner]
     if len(read) != 1 or len(numbered) != 1 or made.operands[1][0] != numbered[0]:
         return None
-    return _operand(x, kept, 1), _operand(update, taken, 1)
+    return operand(x, 1, kept), operand(update, 1, taken)
 
 
 def _reads(c: Canonical, key: int, of: int) -> bool:
     made = c.expressions.known[key]
     return getattr(made, "operation", "") == "index" and made.operands[0][0] == of
-
-
-def _operand(form: Form, made: Any, place: int) -> Form:
-    """One operand of an elementwise operation, as it lies in the result."""
-    key, labels = made.operands[place]
-    number = {label: i for i, label in enumerate(labels)}
-    dims = tuple(tuple(number[a] for a in axes if a in number) for axes in form.dims)
-    return replace(form, key=key, sizes=tuple(form.sizes[a] for a in labels), dims=dims)
 
 
 RULES: Mapping[str, Callable[..., list[Form]]] = {

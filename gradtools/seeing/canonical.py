@@ -27,7 +27,7 @@ from gradtools.seeing.canonical_forms import (
     operand,
     widened,
 )
-from gradtools.seeing.canonical_rules import RULES, attributes_of
+from gradtools.seeing.canonical_rules import attributes_of, rule_of
 from gradtools.seeing.nodes import Body, Node, PlainGraph
 
 BRANCHING = frozenset(
@@ -53,22 +53,6 @@ _OF_ONE_ITSELF = frozenset(["sum", "mean", "prod", "max", "min", "logsumexp"])
 _LUMPED = frozenset(
     ["scatter", "index", "update", "random", "dropout", "max_pool", "avg_pool", "callback"]
 )
-WRITTEN_OUT = frozenset(
-    ["mean", "variance", "softmax", "log_softmax", "logsumexp", "layer_norm", "relu", "silu"]
-    + ["deviation", "norm", "mse_loss", "lerp", "addcmul", "addcdiv", "leaky_relu", "elu", "gelu"]
-    + [
-        "attention",
-        "clip",
-        "addmm",
-        "baddbmm",
-        "addmv",
-        "matmul",
-        "einsum",
-        "reciprocal",
-        "rsqrt",
-        "square",
-    ]
-)  # operations that are written, loosely, as those that they are made of
 
 
 Parts = tuple[tuple[int, int, int], ...]  # start, limit and step along each axis
@@ -174,10 +158,11 @@ class Canonical:
             return self._call(node, given, shapes)
         if node.bodies:
             return self._opaque(node, given, shapes, self._bodies(node))
-        rule = None if node.mark in _MARKS else RULES.get(node.operation)
+        rule = None if node.mark in _MARKS else rule_of(node.operation, self.loosely)
         try:
             if rule is not None:
-                made = rule(self, node, given, shapes[0])
+                result = rule(self, node, given, shapes[0])
+                made = result if isinstance(result, list) else [result]
                 if [form.shape for form in made] == shapes[: len(made)]:
                     rest = [
                         self._part(node, given, shapes, k) for k in range(len(made), len(shapes))
@@ -248,15 +233,8 @@ class Canonical:
         loss = None if node.loss in _TOLD_BY_NAME else node.loss
         more = (("bodies", tuple(bodies)), ("draw", draw), ("loss", loss), ("mark", node.mark))
         told = (*attributes_of(node), *((name, value) for name, value in more if value))
-        operands = tuple((self._whole(form), ()) for form in given)
-        made = []
-        for k, shape in enumerate(shapes):
-            fresh = self._fresh(shape, ("fresh", k))
-            key = self.expressions.number(
-                CanonicalExpression(named, (*told, ("result", (k, shape))), operands)
-            )
-            made.append(Form(key, fresh.sizes, fresh.dims, fresh.shape))
-        return made
+        keys = [self.of_whole(named, [*told, ("result", r)], given) for r in enumerate(shapes)]
+        return [self.fresh_axes(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
     def _part(self, node: Node, given: list[Form], shapes: list[tuple[int, ...]], k: int) -> Form:
         """What comes out besides: that is opaque, the node is not."""
@@ -293,10 +271,7 @@ class Canonical:
 
     def joined(self, axis: int, given: Sequence[Form], shape: Sequence[int]) -> Form:
         """Arrays one after the other."""
-        operands = tuple((self._whole(form), ()) for form in given)
-        key = self.expressions.number(
-            CanonicalExpression("concatenate", (("axis", axis),), operands)
-        )
+        key = self.of_whole("concatenate", [("axis", axis)], given)
         self.parts[key] = axis, given
         return self.fresh_axes(key, shape)
 
@@ -432,10 +407,10 @@ class Canonical:
         shape = tuple(1 if p in gone else x.shape[p] for p in places)
         return Form(key, tuple(x.sizes[a] for a in left), dims, shape)
 
-    def pooled(self, operation: str, x: Form, attributes: Any) -> int:
-        """The number of an operation on the windows of a whole array."""
-        operands = ((self._whole(x), ()),)
-        return self.expressions.number(CanonicalExpression(operation, attributes, operands))
+    def of_whole(self, operation: str, attributes: Any, given: Sequence[Form]) -> int:
+        """The number of an operation on whole arrays, as they are arranged."""
+        operands = tuple((self._whole(form), ()) for form in given)
+        return self.expressions.number(CanonicalExpression(operation, tuple(attributes), operands))
 
     def along(self, operation: str, x: Form, axis: int, attributes: Any = ()) -> Form:
         """An operation along one axis that stays."""
@@ -536,6 +511,3 @@ class Canonical:
         left = iter(old)
         dims = tuple(() if n == 1 else next(left)[0] for n in shape)
         return Form(x.key, x.sizes, dims, shape)
-
-
-__all__ = ["BRANCHING", "WRITTEN_OUT", "Canonical", "Parts"]

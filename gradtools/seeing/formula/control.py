@@ -267,15 +267,8 @@ def ruled(
 
 def without_rules(roots: Sequence[Expr]) -> list[Expr]:
     """The same, with what has a rule once as what its program says."""
-    new: dict[Expr, Expr] = {}
-    for x in order(roots):
-        args = tuple(new[a] for a in x.args)
-        if x.op == "ruled" and x["once"]:
-            new[x] = args[x["output"]]
-            continue
-        same = all(a is b for a, b in zip(args, x.args, strict=True))
-        new[x] = x if same else rebuild(x, args)
-    return [new[root] for root in roots]
+    program_of = lambda x: x.args[x["output"]] if x.op == "ruled" and x["once"] else x
+    return substitute(roots, {}, rebuild, program_of)
 
 
 def _ruled_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list[Expr | None]:

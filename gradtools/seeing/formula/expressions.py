@@ -193,8 +193,12 @@ def substitute(
     roots: Iterable[Expr],
     known: Mapping[Expr, Expr],
     rebuild: Callable[[Expr, tuple[Expr, ...]], Expr],
+    then: Callable[[Expr], Expr] = lambda x: x,
 ) -> list[Expr]:
-    """The roots with some expressions replaced by others, the rest made anew by ``rebuild``."""
+    """The roots with some expressions replaced by others, the rest made anew by ``rebuild``.
+
+    then: What each expression becomes once its arguments are what they become.
+    """
     roots = list(roots)
     new = dict(known)
     for node in order(roots):
@@ -202,5 +206,5 @@ def substitute(
             continue
         args = tuple(new[arg] for arg in node.args)
         same = all(a is b for a, b in zip(args, node.args, strict=True))
-        new[node] = node if same else rebuild(node, args)
+        new[node] = then(node if same else rebuild(node, args))
     return [new[root] for root in roots]

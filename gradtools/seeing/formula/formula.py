@@ -251,14 +251,7 @@ class Formula:
             return self
         rng = np.random.default_rng(seed)
         chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
-        worst = verify(
-            self,
-            reference,
-            points=chosen,
-            tolerance=tolerance,
-            captured=captured,
-            finite=finite,
-        )
+        worst = verify(self, reference, chosen, tolerance, captured, finite)
         return Formula(self._derived, Check(points, worst, tolerance))
 
     def agrees_with(
@@ -534,20 +527,14 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Formul
     outputs = list(program.outputs)
     active = [k for k, p in enumerate(program.inputs) if p.is_inexact and (wrt is None or k in wrt)]
     names, output_names = leaf_names(lowered, outputs)
-    cotangents = [
-        placeholder(f"cotangent of {w.text}", y.shape, y.kind, role="cotangent")
-        for y, w in zip(outputs, output_names, strict=True)
-        if y.is_inexact
-    ]
-    inexact = [y for y in outputs if y.is_inexact]
-    for g, w in zip(
-        cotangents,
-        [w for y, w in zip(outputs, output_names, strict=True) if y.is_inexact],
-        strict=True,
-    ):
+    inexact = [(y, w) for y, w in zip(outputs, output_names, strict=True) if y.is_inexact]
+    cotangents = []
+    for y, w in inexact:
+        g = placeholder(f"cotangent of {w.text}", y.shape, y.kind, role="cotangent")
+        cotangents.append(g)
         names[g] = ts.bar(w)
     sources = [program.inputs[k] for k in active]
-    result, table = adjoint(inexact, cotangents, sources)
+    result, table = adjoint([y for y, _ in inexact], cotangents, sources)
     tables = [table]
     outputs, result = _with_one_loop_each(outputs, result)
     directions: list[Expr] = []
@@ -560,37 +547,16 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Formul
         plain = control.without_rules(result)
         second, other = adjoint(plain, directions, [*sources, *cotangents])
         tables.append(other)
-        second_names = [_partial(names[p]) for p in (*sources, *cotangents)]
+        second_names = [_partial(names[p]) for p in (*program.inputs, *cotangents)]
     outputs, result, second = _with_one_loop_each(outputs, result, second)
     place = dict(zip(active, result, strict=True))
     gradients = [place.get(k) for k in range(len(program.inputs))]
     gradient_names = [ts.bar(names[p]) for p in program.inputs]
     full_second = _spread(second, active, len(program.inputs), len(cotangents))
-    full_names = (
-        [
-            *(_partial(names[p]) for p in program.inputs),
-            *second_names[len(sources) :],
-        ]
-        if order_ == 2
-        else []
-    )
     pairs, whole = _in_complex_numbers(program.inputs, cotangents, gradients, names)
-    return _FormulaPrograms(
-        lowered,
-        order_,
-        outputs,
-        cotangents,
-        gradients,
-        directions,
-        full_second,
-        tables,
-        names,
-        output_names,
-        gradient_names,
-        full_names,
-        pairs,
-        whole,
-    )
+    programs = lowered, order_, outputs, cotangents, gradients, directions, full_second, tables
+    written = names, output_names, gradient_names, second_names, pairs, whole
+    return _FormulaPrograms(*programs, *written)
 
 
 def _in_complex_numbers(

@@ -43,7 +43,7 @@ from gradtools.seeing.formula.algebra import (
     total,
 )
 from gradtools.seeing.formula.control import rebuild
-from gradtools.seeing.formula.expressions import Expr, Program, order
+from gradtools.seeing.formula.expressions import Expr, Program, substitute
 from gradtools.seeing.formula.primitives.elementwise import apply
 
 Pattern = Callable[[Expr], Expr | None]
@@ -51,12 +51,7 @@ Pattern = Callable[[Expr], Expr | None]
 
 def recognise(program: Program) -> Program:
     """The program with the patterns that are known written as what they are."""
-    new: dict[Expr, Expr] = {}
-    for x in order(program.outputs):
-        args = tuple(new[a] for a in x.args)
-        same = all(a is b for a, b in zip(args, x.args, strict=True))
-        new[x] = _named(x if same else rebuild(x, args))
-    return Program(program.inputs, tuple(new[x] for x in program.outputs))
+    return Program(program.inputs, tuple(substitute(program.outputs, {}, rebuild, _named)))
 
 
 def _named(x: Expr) -> Expr:

@@ -184,7 +184,7 @@ def _is_natural(c: Canonical, index: Form) -> bool:
 # --- the rules ---------------------------------------------------------------------------
 
 
-def _index(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _index(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, *indices = given
     if node.native.endswith("take"):  # of all entries, in order
         x = c.reshaped(x, (prod(x.shape),))
@@ -193,26 +193,26 @@ def _index(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form
         access = _listed(c, node, x, indices)
     else:
         raise NoForm
-    return [_read(c, node, x, access, shape)]
+    return _read(c, node, x, access, shape)
 
 
 def _all_of(index: Form) -> tuple[tuple[str, int], ...]:
     return tuple(("b", k) for k in range(len(index.shape)))
 
 
-def _embedding(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _embedding(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, index = given
     if node.attributes.get("padding_idx", -1) != -1:
         raise NoForm
     access = Access({0: index}, {}, index.shape, (*_all_of(index), ("a", 1)))
-    return [_read(c, node, x, access, shape)]
+    return _read(c, node, x, access, shape)
 
 
-def _taken_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _taken_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, index = given
     if not x.shape:
         raise NoForm
-    return [_read(c, node, x, _along(node.attributes["axis"], x, index), shape)]
+    return _read(c, node, x, _along(node.attributes["axis"], x, index), shape)
 
 
 def taken(c: Canonical, node: Node, x: Form, index: Form) -> Form:
@@ -221,7 +221,7 @@ def taken(c: Canonical, node: Node, x: Form, index: Form) -> Form:
     return _read(c, node, x, access, index.shape)
 
 
-def _gather(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _gather(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, indices = given
     a = node.attributes
     picked = {*a["axes"], *a.get("batch_axes", ())}
@@ -231,26 +231,32 @@ def _gather(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
     access, slices = _of_window(c, node, x, indices, sizes, windows)
     for axis, part in slices.items():
         x = c.sliced(x, axis, *part)
-    return [_read(c, node, x, access, shape)]
+    return _read(c, node, x, access, shape)
 
 
-def _index_put(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _index_put(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, *indices, update = given
     mode = node.attributes.get("mode", "set")
     access = _listed(c, node, x, indices)
-    return [_written(c, node, x, update, access, mode)]
+    return _written(c, node, x, update, access, mode)
 
 
-def _at_rows(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _at_rows(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     """`index_add`, `index_copy`, `index_fill`: at one integer vector along one axis."""
     x, index, update = given
-    axis = node.attributes.get("axis", (*node.attributes.get("axes", ()), None)[0])
-    if axis is None or node.attributes.keys() - {"axis", "axes", "reduce"}:
-        raise NoForm
+    axis = _axis_of(node)
     lies = tuple(("b", 0) if a == axis else ("a", a) for a in range(len(x.shape)))
     mode = _mode_of(node)
     index = c.reshaped(index, (prod(index.shape),))
-    return [_written(c, node, x, update, Access({axis: index}, {}, index.shape, lies), mode)]
+    return _written(c, node, x, update, Access({axis: index}, {}, index.shape, lies), mode)
+
+
+def _axis_of(node: Node) -> int:
+    """The axis that is written along, where nothing else is said but how."""
+    axis = node.attributes.get("axis", (*node.attributes.get("axes", ()), None)[0])
+    if axis is None or node.attributes.keys() - {"axis", "axes", "reduce"}:
+        raise NoForm
+    return int(axis)
 
 
 def _mode_of(node: Node) -> str:
@@ -261,10 +267,10 @@ def _mode_of(node: Node) -> str:
 _MODES = {"sum": "add", "amax": "max", "amin": "min", "prod": "mul", "multiply": "mul"}
 
 
-def _scatter_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _scatter_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, index, update = given
-    axis = node.attributes.get("axis", (*node.attributes.get("axes", ()), None)[0])
-    if axis is None or not x.shape or node.attributes.keys() - {"axis", "axes", "reduce"}:
+    axis = _axis_of(node)
+    if not x.shape:
         raise NoForm
     rank = len(update.shape)
     if rank == len(index.shape):  # of a longer update the beginning is written
@@ -276,11 +282,11 @@ def _scatter_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> l
         counting = c.counting(shape, axis)
         given = [index, counting]
         hit = c.elementwise("compare", given, (("relation", "=="),), True)
-        return [c.elementwise("where", [hit, replace(update, dims=(), shape=()), c.number(value)])]
-    return [_written(c, node, x, update, _along(axis, x, index), mode)]
+        return c.elementwise("where", [hit, replace(update, dims=(), shape=()), c.number(value)])
+    return _written(c, node, x, update, _along(axis, x, index), mode)
 
 
-def _scatter(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _scatter(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     """Of either framework."""
     if node.native.strip("_").endswith(("index_add", "index_copy", "index_fill")):
         return _at_rows(c, node, given, shape)
@@ -303,10 +309,10 @@ def _scatter(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Fo
         if access.picks or access.tied or access.over not in ((), (1,)):
             raise NoForm
         parts = tuple(slices.get(p, (0, n, 1)) for p, n in enumerate(x.shape))
-        return [_placed(c, x, update, access, parts, mode)]
+        return _placed(c, x, update, access, parts, mode)
     if mode == "add" and (result := _as_set(c, x, update, access)) is not None:
         (x, update), mode = result, "set"
-    return [_written(c, node, x, update, access, mode)]
+    return _written(c, node, x, update, access, mode)
 
 
 def _stepping(
@@ -335,7 +341,7 @@ def _stepping(
     return Access({}, {}, (), lies), {axis: part}
 
 
-def _update(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _update(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     """A slice that is overwritten; PyTorch's copy into a whole array is what is copied."""
     if node.native.endswith(("copy_", "copy")) and len(given) == 1:
         (x,) = given
@@ -343,7 +349,7 @@ def _update(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
         dtypes = c.dtype_of(node, 0), c.dtype_made(node)
         result = replace(x, dims=dims, shape=tuple(shape))
         same = dtypes[0] == dtypes[1]
-        return [result if same else c.elementwise("cast", [result], (("dtype", dtypes[1]),))]
+        return result if same else c.elementwise("cast", [result], (("dtype", dtypes[1]),))
     x, update, *starts = given
     a = node.attributes
     if starts:  # JAX's, which moves a start inside
@@ -357,7 +363,7 @@ def _update(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
     drop = a.get("drop", ())
     lies = tuple(("a", p) for p in range(len(x.shape)) if p not in drop)
     access = Access({}, {}, (), lies)
-    return [_placed(c, x, update, access, parts, "set")]
+    return _placed(c, x, update, access, parts, "set")
 
 
 def _part(c: Canonical, start: Form, length: int, of: int) -> tuple[int, int, int]:
@@ -368,7 +374,7 @@ def _part(c: Canonical, start: Form, length: int, of: int) -> tuple[int, int, in
     return int(known), int(known) + length, 1
 
 
-def _iota(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _iota(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     """0, 1, 2, .. along an axis; PyTorch's has a start and a step."""
     axis, step = node.attributes.get("axis", 0), node.attributes.get("step", 1)
     numbers = [c.expressions.value(form.key) for form in given]
@@ -376,7 +382,7 @@ def _iota(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]
         raise NoForm
     result = c.counting(shape, axis, c.dtype_made(node))
     start = c.number(numbers[0]) if len(numbers) > 1 and numbers[0] else None
-    return [result if start is None else c.elementwise("add", [result, start], (), True)]
+    return result if start is None else c.elementwise("add", [result, start], (), True)
 
 
 # --- what both come to -------------------------------------------------------------------
@@ -557,7 +563,7 @@ def _reads(c: Canonical, key: int, of: int) -> bool:
     return getattr(made, "operation", "") == "index" and made.operands[0][0] == of
 
 
-RULES: Mapping[str, Callable[..., list[Form]]] = {
+RULES: Mapping[str, Callable[..., Form]] = {
     "index": _index,
     "embedding": _embedding,
     "take_along": _taken_along,

@@ -369,13 +369,10 @@ class _FormulaPrograms:
     calling: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     def _whole_title(self) -> Written:
+        names = [[self.names[x] for x in (p.whole, p.real, p.imaginary)] for p in self.pairs]
         sums = [
-            Written(
-                f"{self.names[p.whole].text} = {a.text} + i {b.text}",
-                f"{self.names[p.whole].latex} = {a.latex} + i\\, {b.latex}",
-            )
-            for p in self.pairs
-            for a, b in [(self.names[p.real], self.names[p.imaginary])]
+            Written(f"{z.text} = {a.text} + i {b.text}", f"{z.latex} = {a.latex} + i\\, {b.latex}")
+            for z, a, b in names
         ]
         return _title("that is, with", ts.join(sums, ", ", ",\\; ", ts.SUM))
 
@@ -411,13 +408,8 @@ class _FormulaPrograms:
         shown = [
             n for g, n in zip(self.gradients, self.gradient_names, strict=True) if g is not None
         ]
-        terms = [
-            Written(
-                f"⟨{self.names[u].text}, {n.text}⟩",
-                rf"\left\langle {self.names[u].latex}, {n.latex} \right\rangle",
-            )
-            for u, n in zip(self.directions, shown, strict=True)
-        ]
+        pairs = zip(self.directions, shown, strict=True)
+        terms = [ts.inner_product(self.names[u], n) for u, n in pairs]
         return _title("the adjoint of that, of s =", ts.summed(terms))
 
     def legend(self, statements: Statements) -> list[Written]:

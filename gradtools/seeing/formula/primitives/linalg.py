@@ -146,8 +146,7 @@ def _gaps_pullback(y, g, x, w):
 
 def _det_pullback(y, g, a):
     """g conj(det) A^-H."""
-    weight = times(g, conj(y))
-    return [_weighted(weight, adjoint_matrix(inverse(a)))]
+    return [_weighted(times(g, conj(y)), adjoint_matrix(inverse(a)))]
 
 
 def _logabsdet_pullback(y, g, a):
@@ -263,11 +262,7 @@ def _half_form(w: ExpressionWriter, x: Expr) -> Written:
 
 def _gaps_form(w: ExpressionWriter, x: Expr) -> Written:
     w.note("gaps(X; λ): Xᵢⱼ / (λⱼ - λᵢ), and 0 on the diagonal (Giles 2008, for eigenvectors)")
-    inner, values = (w.whole(a) for a in x.args)
-    return Written(
-        f"gaps({inner.text}; {values.text})",
-        rf"\operatorname{{gaps}}\left({inner.latex}; {values.latex}\right)",
-    )
+    return function("gaps", [join([w.whole(a) for a in x.args], "; ", "; ", SUM)])
 
 
 def _logabsdet_form(w: ExpressionWriter, x: Expr) -> Written:

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph
+from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph, even_links
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 Strengths = Mapping[int, Dependence]
@@ -170,11 +170,7 @@ def links_of(graph: PlainGraph, node: Node) -> Links:
         if node not in _links:
             _links[node] = _links_of_bodies(node)
         return _links[node]
-    inputs = [graph.values[value].is_inexact for value in node.inputs]
-    return tuple(
-        tuple(_FULL if out and into else _CUT for into in inputs)
-        for out in (graph.values[value].is_inexact for value in node.outputs)
-    )
+    return even_links(node, graph.values)
 
 
 _links: WeakKeyDictionary[Node, Links] = WeakKeyDictionary()

@@ -16,7 +16,7 @@ programs inside in `translating/calls.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import Literal
 from gradtools.jax.seeing import recorded_run
 from gradtools.jax.seeing.translating import calls
 from gradtools.jax.seeing.translating.folding import folded, is_foldable
@@ -75,14 +74,14 @@ class _JaxprTranslator(Writer):
 
     def run(self, jaxpr: Any, consts: Sequence[Entry], args: Sequence[Entry]) -> list[Entry]:
         """Writes a jaxpr's equations; the entries of its outputs."""
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         silent = calls.without_derivative(jaxpr)
-        for eqn in jaxprs.needed(jaxpr, effects=False):
-            entries = [_read(env, atom) for atom in eqn.invars]
+
+        def step(i: int, eqn: Any, entries: list[Entry]) -> list[Entry]:
             stops = eqn.primitive.name == "stop_gradient" and eqn.outvars[0] in silent
-            result = entries if stops else self.step(eqn, entries)
-            env.update(zip(eqn.outvars, result, strict=True))
-        return [_read(env, atom) for atom in jaxpr.outvars]
+            return entries if stops else self.step(eqn, entries)
+
+        read = jaxpr.replace(eqns=jaxprs.needed(jaxpr, effects=False))
+        return jaxprs.interpreted(read, [*consts, *args], step, _constant)
 
     def step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """One equation."""
@@ -126,8 +125,8 @@ def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
 
 
-def _read(env: Mapping[Any, Entry], atom: Any) -> Entry:
-    return Known(np.asarray(atom.val)) if isinstance(atom, Literal) else env[atom]
+def _constant(literal: Any) -> Entry:
+    return Known(np.asarray(literal.val))
 
 
 def _folded(eqn: Any, entries: Sequence[Any]) -> list[Entry]:

@@ -226,7 +226,7 @@ def compared(a: PlainGraph, b: PlainGraph, names: tuple[str, str]) -> GraphDiffe
         steps = [alignment.first[i] for i in one], [alignment.second[j] for j in two]
         last = steps[0][-1], steps[1][-1]
         what: tuple[str, ...] = ()
-        if _single(one, two):
+        if len(one) == len(two) == 1:
             same = (one, two) in pair.same
             what = _differences(*last, of, equal, equal or same, crossing)
         more = otherwise.get((one, two), ())
@@ -271,10 +271,6 @@ def _lost_gradients(a: PlainGraph, b: PlainGraph) -> list[list[Node]]:
         [node for name, node in result[side].items() if name not in result[1 - side]]
         for side in (0, 1)
     ]
-
-
-def _single(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
-    return len(one) == len(two) == 1
 
 
 def _owners(graph: PlainGraph) -> dict[int, PlainGraph]:

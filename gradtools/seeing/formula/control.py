@@ -319,10 +319,6 @@ def _opaque_form(w: ExpressionWriter, x: Expr) -> Written:
     )
 
 
-def _ruled_form(w: ExpressionWriter, x: Expr) -> Written:
-    return w.whole(x.args[x["output"]])
-
-
 def _cond_form(w: ExpressionWriter, x: Expr) -> Written:
     """One case for each branch, the operands written in."""
     cases = []
@@ -342,4 +338,8 @@ def _cond_form(w: ExpressionWriter, x: Expr) -> Written:
     )
 
 
-FORMS: dict[str, Form] = {"opaque": _opaque_form, "cond": _cond_form, "ruled": _ruled_form}
+FORMS: dict[str, Form] = {
+    "opaque": _opaque_form,
+    "cond": _cond_form,
+    "ruled": lambda w, x: w.whole(x.args[x["output"]]),
+}

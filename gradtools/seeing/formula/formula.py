@@ -125,7 +125,7 @@ class Formula:
         lines = []
         for section in self._written():
             lines += [section.title.text, *_aligned_text(section.lines), ""]
-        lines += ["where", *(f"  {w.text}" for w in self._legend())]
+        lines += ["where", *(f"  {w.text}" for w in self._derived.legend(self._statements))]
         lines += [f"  {name.text}" for name in self._recognised()]
         lines += [f"  {note}" for note in self._statements.writer.notes]
         lines += [f"  ⚠ {name}, no translation" for name in self.marked]
@@ -183,9 +183,6 @@ class Formula:
         self._written()
         used = self._statements.writer.recognised
         return [definition for name, definition in DEFINITIONS.items() if name in used]
-
-    def _legend(self) -> list[Written]:
-        return self._derived.legend(self._statements)
 
     # Numbers.
 

@@ -212,10 +212,6 @@ def _while(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     return control.loop(condition, body, args, a["condition_consts"], a["body_consts"])
 
 
-def _cond(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
-    return control.cond([_body(b.graph, lowered) for b in node.bodies], args)
-
-
 def _custom_rule(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     forward, backward = (b.graph for b in node.bodies)
     results = _walk(forward, dict(zip(forward.inputs, args, strict=True)), lowered)
@@ -230,6 +226,8 @@ _WITH_BODIES = {
     "call": _call,
     "scan": _scan,
     "while": _while,
-    "cond": _cond,
+    "cond": lambda node, args, lowered: control.cond(
+        [_body(b.graph, lowered) for b in node.bodies], args
+    ),
     "custom_rule": _custom_rule,
 }

@@ -39,16 +39,12 @@ def opened(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry] | None:
     """The results of an equation with programs inside; None for any other."""
     name = eqn.primitive.name
     if name == "platform_index":
-        return [_known(_platform(eqn.params["platforms"]))]
+        return [Known(np.asarray(_platform(eqn.params["platforms"])))]
     if name in (*jaxprs.CALLS, *jaxprs.RULED):
         return _call(w, eqn, entries)
     if name in _RULES:
         return _rule(w, eqn, entries)
     return _CONTROL[name](w, eqn, entries) if name in _CONTROL else None
-
-
-def _known(value: Any) -> Entry:
-    return Known(np.asarray(value))
 
 
 def _is_known(entry: Entry) -> bool:
@@ -280,10 +276,6 @@ def _matrix(operation: str, same_shape: bool = False) -> Callable[..., Any]:
     return word
 
 
-def _pinv(w: Any, jaxpr: Any, *entries: Entry) -> Any:
-    return w("pinv", w.number(entries[0])) if len(entries) == 1 else None
-
-
 def _eigh(w: Any, jaxpr: Any, a: Entry) -> Any:
     both = any(e.primitive.name == "add" for e in jaxpr.eqns)
     return w("eigh", w.number(a)) if both and len(jaxpr.outvars) == 2 else None
@@ -335,7 +327,9 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "inv": _matrix("inverse", same_shape=True),
     "expm": _matrix("expm", same_shape=True),
     "eigh": _eigh,
-    "pinv": _pinv,
+    "pinv": lambda w, jaxpr, *entries: (
+        w("pinv", w.number(entries[0])) if len(entries) == 1 else None
+    ),
     "solve": _solve,
 }
 

@@ -108,11 +108,6 @@ def _window_of(starts, sizes, shape):
     return tuple(slice(b, b + k) for b, k in zip(begins, sizes, strict=True))
 
 
-def _dynamic_slice(y, x, *starts):
-    """A window."""
-    return x[_window_of(starts, y.shape, x.shape)]
-
-
 def _dynamic_pad(y, u, *starts):
     """Zeros with a window."""
     out = np.zeros(y.shape, u.dtype)
@@ -249,14 +244,6 @@ def _take_along_form(w: ExpressionWriter, x: Expr) -> Written:
     return _part(w.whole(x.args[0]), where)
 
 
-def _put_along_form(w: ExpressionWriter, x: Expr) -> Written:
-    return _at(w, "add_at", _ADDED, w.whole(x.args[1]), x.args[:1])
-
-
-def _along_set_form(w: ExpressionWriter, x: Expr) -> Written:
-    return _at(w, "set_at", _SET, w.whole(x.args[1]), x.args[::2])
-
-
 def _window_form(name: str, arrays: int, note: str) -> Form:
     def form(w: ExpressionWriter, x: Expr) -> Written:
         where = join([w.whole(s) for s in x.args[arrays:]], ", ", ", ", SUM)
@@ -328,12 +315,17 @@ INDEXING: dict[str, Primitive] = {
     "put_along": Primitive(
         _put_along,
         linear(lambda y, g, u, i: take_along(g, i, y["axis"])),
-        form=_put_along_form,
+        form=lambda w, x: _at(w, "add_at", _ADDED, w.whole(x.args[1]), x.args[:1]),
         ties=_tie_along,
     ),
-    "along_set": Primitive(_along_set, _along_set_pullback, form=_along_set_form, ties=tie_first),
+    "along_set": Primitive(
+        _along_set,
+        _along_set_pullback,
+        form=lambda w, x: _at(w, "set_at", _SET, w.whole(x.args[1]), x.args[::2]),
+        ties=tie_first,
+    ),
     "dynamic_slice": Primitive(
-        _dynamic_slice,
+        lambda y, x, *starts: x[_window_of(starts, y.shape, x.shape)],
         linear(lambda y, g, x, *s: dynamic_pad(g, s, x.shape)),
         form=_window_form("window", 1, "window[i](x): the part of x that starts at i"),
     ),

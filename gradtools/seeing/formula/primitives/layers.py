@@ -144,11 +144,6 @@ def _max_unpool(y, g, x):
     return _scatter_windows(y, y.shape, places, values, g.dtype)
 
 
-def _sum_pool(y, x):
-    """The sum of each window."""
-    return sum(p for _, p in _pool_windows(y, x, 0, _pool_space(y, y.shape)))
-
-
 def _sum_unpool(y, g):
     """G added all over each window."""
     space = _pool_space(y, g.shape)
@@ -185,31 +180,6 @@ def _pooled(name, args, shape, y):
     """Another pooling over the windows of y."""
     windows = {name: y[name] for name in ("window", "stride", "padding", "dilation")}
     return pooled(name, args, shape, windows)
-
-
-def _max_pool_pullback(y, g, x):
-    """The cotangent goes back to where x is greatest."""
-    return [_pooled("max_unpool", (g, x), x.shape, y)]
-
-
-def _max_unpool_pullback(y, u, g, x):
-    """What stands where x is greatest."""
-    return [_pooled("max_pick", (u, x), g.shape, y), None]
-
-
-def _max_pick_pullback(y, g, u, x):
-    """The cotangent goes back to where x is greatest."""
-    return [_pooled("max_unpool", (g, x), x.shape, y), None]
-
-
-def _sum_pool_pullback(y, g, x):
-    """The cotangent goes all over each window."""
-    return [_pooled("sum_unpool", (g,), x.shape, y)]
-
-
-def _sum_unpool_pullback(y, u, g):
-    """The sum of each window."""
-    return [_pooled("sum_pool", (u,), g.shape, y)]
 
 
 # --- notation
@@ -285,19 +255,33 @@ LAYERS: dict[str, Primitive] = {
         _tie_convolution,
     ),
     "max_pool": _pooling(
-        "maxpool", "maxpool: the greatest of each window", _max_pool, _max_pool_pullback
+        "maxpool",
+        "maxpool: the greatest of each window",
+        _max_pool,
+        lambda y, g, x: [_pooled("max_unpool", (g, x), x.shape, y)],
     ),
     "max_unpool": _pooling(
         "unpool",
         "unpool(g; x): g put back to where x is greatest",
         _max_unpool,
-        _max_unpool_pullback,
+        lambda y, u, g, x: [_pooled("max_pick", (u, x), g.shape, y), None],
     ),
     "max_pick": _pooling(
-        "pick", "pick(u; x): u where x is greatest in each window", _max_pick, _max_pick_pullback
+        "pick",
+        "pick(u; x): u where x is greatest in each window",
+        _max_pick,
+        lambda y, g, u, x: [_pooled("max_unpool", (g, x), x.shape, y), None],
     ),
     "sum_pool": _pooling(
-        "sumpool", "sumpool: the sum of each window", _sum_pool, _sum_pool_pullback
+        "sumpool",
+        "sumpool: the sum of each window",
+        lambda y, x: sum(p for _, p in _pool_windows(y, x, 0, _pool_space(y, y.shape))),
+        lambda y, g, x: [_pooled("sum_unpool", (g,), x.shape, y)],
     ),
-    "sum_unpool": _pooling("sumpoolᵀ", "sumpoolᵀ: its adjoint", _sum_unpool, _sum_unpool_pullback),
+    "sum_unpool": _pooling(
+        "sumpoolᵀ",
+        "sumpoolᵀ: its adjoint",
+        _sum_unpool,
+        lambda y, u, g: [_pooled("sum_pool", (u,), g.shape, y)],
+    ),
 }

@@ -103,11 +103,6 @@ def _variance(y, x):
     return np.var(x, y["axes"], ddof=y["correction"])
 
 
-def _deviation(y, x):
-    """The square root of variance plus eps."""
-    return np.sqrt(_variance(y, x) + y["eps"])
-
-
 # --- cotangents of the arguments
 
 
@@ -115,11 +110,6 @@ def _extreme_pullback(y, g, x):
     """The cotangent where x is the extreme: 1[x = y] g."""
     at = indicator(x, "==", spread(y, y["axes"], x.shape))
     return [times(at, spread(g, y["axes"], x.shape))]
-
-
-def _prod_pullback(y, g, x):
-    """The product over each entry: y g / x."""
-    return [_conj_divide(spread(times(conj(y), g), y["axes"], x.shape), x)]
 
 
 def _conj_divide(a: Expr, b: Expr) -> Expr:
@@ -130,12 +120,12 @@ def _conj_divide(a: Expr, b: Expr) -> Expr:
 def _logsumexp_pullback(y, g, x):
     """softmax(x) g."""
     axes = y["axes"]
-    p = softmax(x, axes[0]) if len(axes) == 1 else _softmax_over(x, y, axes)
+    p = (
+        softmax(x, axes[0])
+        if len(axes) == 1
+        else apply("exp", subtract(x, spread(y, axes, x.shape)))
+    )
     return [times(conj(p), spread(g, axes, x.shape))]
-
-
-def _softmax_over(x, y, axes):
-    return apply("exp", subtract(x, spread(y, axes, x.shape)))
 
 
 def _softmax_pullback(y, g, x):
@@ -186,24 +176,9 @@ def _variance_pullback(y, g, x):
     return [scale(2 / (_count(x, axes) - y["correction"]), times(_centred(x, axes), weight))]
 
 
-def _norm_pullback(y, g, x):
-    """x g / |x|."""
-    return [times(x, spread(divide(real(g), y), y["axes"], x.shape))]
-
-
 def _running_sum(x, axis, reverse):
     """A running sum."""
     return along("cumsum", x, axis, reverse=reverse)
-
-
-def _cumsum_pullback(y, g, x):
-    """The running sum from behind."""
-    return [_running_sum(g, y["axis"], not y["reverse"])]
-
-
-def _cumprod_pullback(y, g, x):
-    """The running sum of y g from behind, over x."""
-    return [_conj_divide(_running_sum(times(conj(y), g), y["axis"], not y["reverse"]), x)]
 
 
 def _logcumsumexp_pullback(y, g, x):
@@ -304,7 +279,11 @@ REDUCTIONS: dict[str, Primitive] = {
     "all": _reduction("all", _over_axes(np.all)),
     "max": _reduction("max", _over_axes(np.max), _extreme_pullback),
     "min": _reduction("min", _over_axes(np.min), _extreme_pullback),
-    "prod": _reduction("prod", _over_axes(np.prod), _prod_pullback),
+    "prod": _reduction(
+        "prod",
+        _over_axes(np.prod),
+        lambda y, g, x: [_conj_divide(spread(times(conj(y), g), y["axes"], x.shape), x)],
+    ),
     "logsumexp": _reduction("logsumexp", _logsumexp, _logsumexp_pullback),
     "variance": _reduction("var", _variance, _variance_pullback),
     "softmax": _along("softmax", lambda y, x: _softmax(x, y["axis"]), _softmax_pullback),
@@ -318,16 +297,29 @@ REDUCTIONS: dict[str, Primitive] = {
         _standardize, _standardize_pullback, form=_standardize_form, ties=tie_same
     ),
     "deviation": Primitive(
-        _deviation, _deviation_pullback, form=_deviation_form, ties=_tie_reduced
+        lambda y, x: np.sqrt(_variance(y, x) + y["eps"]),
+        _deviation_pullback,
+        form=_deviation_form,
+        ties=_tie_reduced,
     ),
     "norm": Primitive(
         lambda y, x: np.sqrt((np.abs(x) ** 2).sum(y["axes"])),
-        _norm_pullback,
+        lambda y, g, x: [times(x, spread(divide(real(g), y), y["axes"], x.shape))],
         form=_norm_form,
         ties=_tie_reduced,
     ),
-    "cumsum": _along("cumsum", _running(np.cumsum), _cumsum_pullback),
-    "cumprod": _along("cumprod", _running(np.cumprod), _cumprod_pullback),
+    "cumsum": _along(
+        "cumsum",
+        _running(np.cumsum),
+        lambda y, g, x: [_running_sum(g, y["axis"], not y["reverse"])],
+    ),
+    "cumprod": _along(
+        "cumprod",
+        _running(np.cumprod),
+        lambda y, g, x: [
+            _conj_divide(_running_sum(times(conj(y), g), y["axis"], not y["reverse"]), x)
+        ],
+    ),
     "logcumsumexp": _along(
         "logcumsumexp", _running(np.logaddexp.accumulate), _logcumsumexp_pullback
     ),

@@ -163,10 +163,6 @@ def _diagonal_matrix(x: Expr, offset: int = 0, axes: Any = None) -> Expr:
     return _transpose(square, order)
 
 
-def _triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
-    return constructors.triangle(x, bool(upper), int(offset))
-
-
 # Indexing.
 
 
@@ -469,7 +465,7 @@ ARRAYS = words(
         "replication_pad": lambda x, padding: _padded_by_index(x, padding, "edge"),
         "flip": lambda x, axes=(): constructors.flip(x, axes) if x.rank and axes else x,
         "roll": _roll,
-        "triangle": _triangle,
+        "triangle": lambda x, upper, offset=0: constructors.triangle(x, bool(upper), int(offset)),
         "diagonal": _diagonal,
         "diagonal_matrix": _diagonal_matrix,
         "index": _index,

@@ -166,10 +166,6 @@ def _spread_out(x: Expr, dilation: Any, value: float) -> Expr:
     return ARRAYS["pad"].lower(x, low=none, high=none, interior=interior, value=value)  # type: ignore[misc]
 
 
-def _min_pool(x: Expr, window: Any, **more: Any) -> Expr:
-    return negate(_max_pool(negate(x), window, **more))
-
-
 def _sum_pool(
     x: Expr, window: Any, stride: Any = None, padding: Any = None, input_dilation: Any = None
 ) -> Expr:
@@ -319,10 +315,6 @@ def _attention(
     return matmul(constructors.softmax(scores, scores.rank - 1), v)
 
 
-def _dropout(x: Expr, mask: Expr, rate: float) -> Expr:
-    return scale(1 / (1 - rate), times(x, mask))
-
-
 _WORDS = """
 convolution | x w b? | stride? padding? dilation? input_dilation? groups? layout? |
     correlation; x: N, C, spatial; w: O, C/groups, spatial; b: O; padding ((low, high), ...);
@@ -367,7 +359,7 @@ LAYERS = words(
         "convolution": _convolution,
         "convolution_transposed": _convolution_transposed,
         "max_pool": _max_pool,
-        "min_pool": _min_pool,
+        "min_pool": lambda x, window, **more: negate(_max_pool(negate(x), window, **more)),
         "avg_pool": _avg_pool,
         "sum_pool": _sum_pool,
         "softmax": constructors.softmax,
@@ -388,6 +380,6 @@ LAYERS = words(
         "group_norm": _group_norm,
         "rms_norm": _rms_norm,
         "attention": _attention,
-        "dropout": _dropout,
+        "dropout": lambda x, mask, rate: scale(1 / (1 - rate), times(x, mask)),
     },
 )

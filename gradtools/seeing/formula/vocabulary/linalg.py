@@ -38,10 +38,6 @@ def _logabsdet(a: Expr) -> Expr:
     return _per_matrix("logabsdet", a, REAL)
 
 
-def _slogdet(a: Expr) -> list[Expr]:
-    return [_per_matrix("sign_det", a), _logabsdet(a)]
-
-
 def _solve(a: Expr, b: Expr, left: bool = True) -> Expr:
     if b.rank == a.rank - 1 and (b.rank == 1 or b.shape == a.shape[:-1]):
         solved = _solve(a, unsqueeze(b, [b.rank]), left)
@@ -177,7 +173,7 @@ LINALG = words(
     _WORDS,
     {
         "det": lambda a: _per_matrix("det", a),
-        "slogdet": _slogdet,
+        "slogdet": lambda a: [_per_matrix("sign_det", a), _logabsdet(a)],
         "logdet": _logabsdet,
         "inverse": constructors.inverse,
         "solve": _solve,

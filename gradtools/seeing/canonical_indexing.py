@@ -461,11 +461,7 @@ def _written(
     over = [("b", k) for k in range(len(access.over))]
     update = _lying(update, len(access.lies))
     lies = [name(p) if kind == "a" else (kind, p) for kind, p in access.lies]
-    names = [
-        [picked(a) for a in range(len(whole.shape))],
-        lies,
-        *([over] * len(order)),
-    ]
+    names = [[picked(a) for a in range(len(whole.shape))], lies, *([over] * len(order))]
     forms = c.aligned([whole, update, *(access.picks[a] for a in order)], names)
     labels = Labels(zip(forms, names, strict=True))
     extra = []

@@ -227,11 +227,7 @@ class _Passes:
         read = {value for node in nodes for value in node.inputs} | set(outputs)
         captured = tuple(value for value in self.whole.captured if value in read)
         told = replace(
-            self.whole,
-            nodes=tuple(nodes),
-            values=values,
-            outputs=tuple(outputs),
-            captured=captured,
+            self.whole, nodes=tuple(nodes), values=values, outputs=tuple(outputs), captured=captured
         )
         return with_named_outputs(told, [name for _, name in ends])
 

@@ -190,11 +190,7 @@ def _pruned(program: Program, args: list[Expr], consts: int, carries: int):
 
 
 def loop(
-    condition: Program,
-    body: Program,
-    args: Sequence[Expr],
-    condition_consts: int,
-    body_consts: int,
+    condition: Program, body: Program, args: Sequence[Expr], condition_consts: int, body_consts: int
 ) -> list[Expr]:
     """Rounds for as long as a condition holds."""
     return several(
@@ -287,10 +283,7 @@ def opaque(
 
 def _opaque_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list[Expr | None]:
     result = opaque(
-        y["name"] + "^*",
-        (*y.args, *cotangents),
-        signature(y.args),
-        function=y["adjoint"],
+        y["name"] + "^*", (*y.args, *cotangents), signature(y.args), function=y["adjoint"]
     )
     return [f if a.is_inexact else None for f, a in zip(result, y.args, strict=True)]
 

@@ -155,11 +155,7 @@ _fresh = itertools.count()
 
 
 def placeholder(
-    name: str,
-    shape: Iterable[int],
-    kind: str = REAL,
-    role: str = "input",
-    of: Expr | None = None,
+    name: str, shape: Iterable[int], kind: str = REAL, role: str = "input", of: Expr | None = None
 ) -> Expr:
     """A new input; never the same as another, whatever its name; maybe the cotangent of one."""
     return expr("placeholder", (), shape, kind, name=name, role=role, number=next(_fresh), of=of)

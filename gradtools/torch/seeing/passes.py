@@ -248,11 +248,7 @@ class _PassRecorder(Recorder[int]):
         return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _write(
-        self,
-        call: AtenCall,
-        numbers: Sequence[int],
-        outs: Sequence[Any],
-        written: Sequence[Tensor],
+        self, call: AtenCall, numbers: Sequence[int], outs: Sequence[Any], written: Sequence[Tensor]
     ) -> None:
         name = call.name
         if name + "_" in operations.OVERWRITES and written:

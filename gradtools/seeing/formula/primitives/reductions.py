@@ -144,9 +144,7 @@ def _standardize_pullback(y, g, x):
     """(g - mean g - y mean(y g)) / deviation."""
     axes = y["axes"]
     inner = plus(
-        g,
-        negate(mean(g, axes, keep=True)),
-        negate(times(y, mean(times(y, g), axes, keep=True))),
+        g, negate(mean(g, axes, keep=True)), negate(times(y, mean(times(y, g), axes, keep=True)))
     )
     return [divide(inner, spread(deviation(x, axes, y["eps"]), axes, x.shape))]
 

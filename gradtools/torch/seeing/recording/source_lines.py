@@ -14,10 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradtools.code_origin import LIBRARY, USER, kind_of
 from gradtools.seeing.nodes import Source

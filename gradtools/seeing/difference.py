@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradtools.errors import GradtoolsError
+from gradtools.seeing import saving
 from gradtools.seeing.alignment import AlignedStep, aligned, forward_alone
 from gradtools.seeing.attributes import are_numbers
 from gradtools.seeing.collapse import outline_of
@@ -123,15 +124,11 @@ class GraphDifference:
 
         Blocks with a difference are open, others closed, unless depth or expand say otherwise.
         """
-        from gradtools.seeing.drawing import drawn, svg_of
-        from gradtools.seeing.layout import fitted
+        from gradtools.seeing.drawing import svg_of
 
         theme, depth, expand = _view(view, "to_svg")
         outline = self._outline(expand)
-        opened = self._opened(outline, depth, expand)
-        if opened is None:
-            return drawn(fitted(outline, expand), theme)
-        return svg_of(outline, opened, theme)
+        return svg_of(outline, self._opened(outline, depth, expand), expand, theme)
 
     def to_html(self, **view: Any) -> str:
         """The same as a page in which blocks open and close."""
@@ -143,20 +140,7 @@ class GraphDifference:
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
         """Writes a picture (.svg), a page (.html) or the text (.txt), by the suffix."""
-        text = os.fspath(path)
-        if text.endswith(".svg"):
-            content = self.to_svg(**view)
-        elif text.endswith((".html", ".htm")):
-            content = self.to_html(**view)
-        elif text.endswith(".txt"):
-            content = f"{self}\n"
-        else:
-            raise GradtoolsError(
-                f"save: no form of a difference is known for {text!r}; "
-                "expected .svg, .html or .txt."
-            )
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(content)
+        saving.save(self, _FORMS, path, **view)
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
@@ -200,6 +184,14 @@ class GraphDifference:
             return None
         around = {block.key for key in marked for block in outline.around(key)}
         return frozenset(around) | outline.opened(0, expand)
+
+
+_FORMS: saving.Forms = {
+    ".svg": GraphDifference.to_svg,
+    ".html": GraphDifference.to_html,
+    ".htm": GraphDifference.to_html,
+    ".txt": lambda found, **view: f"{found}\n",
+}
 
 
 def graph_diff(a: Any, b: Any, names: tuple[str, str] = ("first", "second")) -> GraphDifference:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
+from gradtools.seeing import saving
 from gradtools.seeing.formula import control, files
 from gradtools.seeing.formula import typesetting as ts
 from gradtools.seeing.formula.comparing import Agreement, compare, draw, near, verify
@@ -161,7 +161,7 @@ class Formula:
         return "\n\\\\[1em]\n".join(blocks)
 
     def _repr_latex_(self) -> str:
-        return "$$\\begin{gathered}\n" + self.latex() + "\n\\end{gathered}$$"
+        return f"$${files.gathered(self)}$$"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the form that the suffix names: .txt, .tex (LaTeX to include) or .md.
@@ -169,8 +169,7 @@ class Formula:
         Raises:
             GradtoolsError: The suffix names no form.
         """
-        text = files.rendered(self, Path(path).suffix.lower())
-        Path(path).write_text(text, encoding="utf-8")
+        saving.save(self, files.FORMS, path)
 
     def _written(self) -> list[Section]:
         if self._sections is None:

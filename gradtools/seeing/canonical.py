@@ -17,6 +17,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import isnan, prod
 from typing import Any
 
+import numpy as np
+
 from gradtools.seeing.attributes import is_number
 from gradtools.seeing.canonical_forms import (
     CanonicalExpression,
@@ -28,7 +30,7 @@ from gradtools.seeing.canonical_forms import (
     widened,
 )
 from gradtools.seeing.canonical_rules import attributes_of, rule_of
-from gradtools.seeing.nodes import Body, Node, PlainGraph
+from gradtools.seeing.nodes import Node, PlainGraph
 
 BRANCHING = frozenset(
     ["scan", "while", "while_loop", "cond", "switch", "for", "map", "custom_linear_solve"]
@@ -181,10 +183,8 @@ class Canonical:
 
     def _call(self, node: Node, given: list[Form], shapes: list[tuple[int, ...]]) -> list[Form]:
         (body,) = [b for b in node.bodies if not b.gate][:1]
-        env = {v: given[i] for v, i in zip(body.graph.inputs, body.inputs, strict=True)}
-        for v in body.graph.captured:
-            value = body.graph.values[v]
-            env.setdefault(v, self._leaf(value.shape, value.name, ("leaf", value.name)))
+        env = self._captured(body.graph)
+        env |= {v: given[i] for v, i in zip(body.graph.inputs, body.inputs, strict=True)}
         self._run(body.graph, env)
         if any(id(inner) in self.opaque for inner in body.graph.nodes):
             self.opaque.add(id(node))
@@ -200,19 +200,16 @@ class Canonical:
         """The programs inside, each as what it makes of what enters."""
         result: list[int] = []
         for body in node.bodies:
-            env = self._entering(body)
+            env = self._captured(body.graph)
+            for place, v in enumerate(body.graph.inputs):
+                env[v] = self._fresh(body.graph.values[v].shape, ("enters", place))
             self._run(body.graph, env)
             result += [self._whole(env[v]) for v in body.graph.outputs]
         return result
 
-    def _entering(self, body: Body) -> dict[int, Form]:
-        env = {}
-        for place, v in enumerate(body.graph.inputs):
-            env[v] = self._fresh(body.graph.values[v].shape, ("enters", place))
-        for v in body.graph.captured:
-            value = body.graph.values[v]
-            env[v] = self._leaf(value.shape, value.name, ("leaf", value.name))
-        return env
+    def _captured(self, graph: PlainGraph) -> dict[int, Form]:
+        held = {v: graph.values[v] for v in graph.captured}
+        return {v: self._leaf(x.shape, x.name, ("leaf", x.name)) for v, x in held.items()}
 
     def _whole(self, form: Form) -> int:
         """A value with all that is known of its arrangement, as one number."""
@@ -293,12 +290,9 @@ class Canonical:
         self, operation: str, given: Sequence[Form], attributes: Any = (), commutes: bool = False
     ) -> Form:
         """An operation on each element; axes that lie on the same axis of the result are one."""
-        rank = max(len(form.shape) for form in given)
+        shape = np.broadcast_shapes(*(form.shape for form in given))
+        rank = len(shape)
         places = [range(rank - len(form.shape), rank) for form in given]
-        shape = [1] * rank
-        for form, at in zip(given, places, strict=True):
-            for p, n in zip(at, form.shape, strict=True):
-                shape[p] = n if shape[p] == 1 else shape[p]
         pairs = [*zip(self.aligned(given, places), places, strict=True)]
         if commutes:
             pairs.sort(key=lambda pair: (pair[0].key, pair[0].dims))
@@ -319,7 +313,7 @@ class Canonical:
         """A sum or product; loosely, those inside are opened and numbers put together."""
         if not self.loosely:
             return self.elementwise(operation, given, (), True)
-        shape = self.elementwise("shape", given).shape
+        shape = np.broadcast_shapes(*(form.shape for form in given))
         parts = [part for form in given for part in self._opened(operation, form)]
         values = [self.expressions.value(p.key) for p in parts]
         rest = [p for p, v in zip(parts, values, strict=True) if not isinstance(v, float)]
@@ -462,29 +456,19 @@ class Canonical:
 
     def reshaped(self, x: Form, shape: tuple[int, ...]) -> Form:
         """Axes merged, added and taken off; one that is split is a split expression."""
-        atoms: list[tuple[int, ...]] = []  # the expression's axes in order; of what repeats none
-        for p, n in enumerate(x.shape):
-            if n != 1 and not x.dims[p]:
-                atoms.append(())
-            atoms += [(a,) for a in x.dims[p]]
-        lengths = [prod(x.sizes[a] for a in atom) if atom else 0 for atom in atoms]
-        if 0 in lengths:
+        if 0 in x.sizes or any(n != 1 and not x.dims[p] for p, n in enumerate(x.shape)):
             return self._reshaped_repeats(x, shape)
+        order = [a for axes in x.dims for a in axes]
         dims: list[tuple[int, ...]] = []
-        rest, at = [*shape], 0
-        form = x
-        order = [atom[0] for atom in atoms]
-        while rest:
-            n = rest.pop(0)
+        form, at = x, 0
+        for n in shape:
             taken: list[int] = []
-            while prod(form.sizes[a] for a in taken) < n:
-                axis = order[at]
-                size, need = form.sizes[axis], n // prod(form.sizes[a] for a in taken)
-                if size > need:
-                    form, order = self._split_axis(form, order, at, need)
+            while (size := prod(form.sizes[a] for a in taken)) < n:
+                if form.sizes[order[at]] > n // size:
+                    form, order = self._split_axis(form, order, at, n // size)
                 taken.append(order[at])
                 at += 1
-            if prod(form.sizes[a] for a in taken) != n:
+            if size != n:
                 raise NoForm
             dims.append(tuple(taken))
         return Form(form.key, form.sizes, tuple(dims), shape)

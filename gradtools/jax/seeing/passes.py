@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
-from gradtools.jax._upstream import Literal, scopes_of
+from gradtools.jax import jaxprs
+from gradtools.jax._upstream import scopes_of
 from gradtools.jax.seeing import recorded_run
 from gradtools.jax.seeing.graphs import graph_of
+from gradtools.jax.seeing.translating.folding import bound
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.bridged_calls import BRIDGED, node_in_phase
 from gradtools.seeing.derivative_flow import dependence_matrix
@@ -174,21 +176,12 @@ def _take(items: Iterator[Any], count: int) -> list[Any]:
 
 def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr; what is made of equation i stands in the scope `gradtools_step_i`."""
-    jaxpr = closed.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-    for i, eqn in enumerate(jaxpr.eqns):
-        read = list(dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)))
-        one = jaxpr.replace(
-            eqns=[eqn],
-            constvars=[],
-            invars=read,
-            outvars=list(eqn.outvars),
-            debug_info=jaxpr.debug_info.with_unknown_names(),
-        )
+
+    def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
         with jax.named_scope(f"{_STEP}{i}"):
-            outs = jax.core.eval_jaxpr(one, [], *[env[var] for var in read])
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [a.val if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
+            return bound(eqn, xs)
+
+    return jaxprs.interpreted(closed.jaxpr, [*closed.consts, *args], step)
 
 
 def _step_of(eqn: Any) -> int | None:

@@ -46,17 +46,14 @@ def lower(graph: PlainGraph, names: Mapping[int, str] | None = None) -> Lowered:
         names: How inputs and captured values are called, by number; by default their own names.
     """
     names = names or {}
-    call = lambda v, n: names.get(v) or graph.values[v].name or n
     lowered = Lowered(Program((), ()))
     inputs = [
-        placeholder(call(v, f"x{k}"), graph.values[v].shape, kind_of(graph.values[v].dtype))
+        _leaf(graph, v, names.get(v) or graph.values[v].name or f"x{k}")
         for k, v in enumerate(graph.inputs)
     ]
     for k, v in enumerate(graph.captured):
-        value = graph.values[v]
-        lowered.captured[v] = placeholder(
-            call(v, f"c{k}"), value.shape, kind_of(value.dtype), role="captured"
-        )
+        name = names.get(v) or graph.values[v].name or f"c{k}"
+        lowered.captured[v] = _leaf(graph, v, name, "captured")
     known = {**lowered.captured, **dict(zip(graph.inputs, inputs, strict=True))}
     outputs = [
         apply_cast(y, REAL) if graph.values[v].is_inexact and not y.is_inexact else y
@@ -64,6 +61,11 @@ def lower(graph: PlainGraph, names: Mapping[int, str] | None = None) -> Lowered:
     ]
     lowered.program = Program(tuple(inputs), tuple(outputs))
     return lowered
+
+
+def _leaf(graph: PlainGraph, v: int, name: str, role: str = "input") -> Expr:
+    value = graph.values[v]
+    return placeholder(name, value.shape, kind_of(value.dtype), role=role)
 
 
 def _walk(graph: PlainGraph, known: dict[int, Expr], lowered: Lowered) -> list[Expr]:
@@ -168,10 +170,7 @@ def _body(graph: PlainGraph, lowered: Lowered) -> Program:
             f"formula: a program inside captures {len(graph.captured)} values; the wing must "
             "pass them as operands of the node"
         )
-    inputs = [
-        placeholder(graph.values[v].name, graph.values[v].shape, kind_of(graph.values[v].dtype))
-        for v in graph.inputs
-    ]
+    inputs = [_leaf(graph, v, graph.values[v].name) for v in graph.inputs]
     outputs = _walk(graph, dict(zip(graph.inputs, inputs, strict=True)), lowered)
     return Program(tuple(inputs), tuple(outputs))
 

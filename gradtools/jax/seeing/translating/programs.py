@@ -52,7 +52,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
     leaves = zip(program.names, program.leaves, strict=True)
     entries = [writer.leaf(name, x) for name, x in leaves]
     consts = [writer.held(c, names.get(id(c), "")) for c in getattr(traced.closed, "consts", ())]
-    outs = writer.run(jaxprs.open_jaxpr(traced.closed), consts, entries)
+    outs = writer.run(jaxprs.open_jaxpr(traced.closed), [*consts, *entries])
     result = writer.graph(*[writer.number(out) for out in outs])
     return Recorded(
         result.nodes,
@@ -72,8 +72,8 @@ class _JaxprTranslator(Writer):
         """The reader of a program inside."""
         return _JaxprTranslator(self.depth + deeper, inside=True, narrow=self.narrow)
 
-    def run(self, jaxpr: Any, consts: Sequence[Entry], args: Sequence[Entry]) -> list[Entry]:
-        """Writes a jaxpr's equations; the entries of its outputs."""
+    def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
+        """Writes a jaxpr's equations; the entries of its outputs, of its constants and inputs."""
         silent = calls.without_derivative(jaxpr)
 
         def step(i: int, eqn: Any, entries: list[Entry]) -> list[Entry]:
@@ -81,7 +81,7 @@ class _JaxprTranslator(Writer):
             return entries if stops else self.step(eqn, entries)
 
         read = jaxpr.replace(eqns=jaxprs.needed(jaxpr, effects=False))
-        return jaxprs.interpreted(read, [*consts, *args], step, _constant)
+        return jaxprs.interpreted(read, entries, step, _constant)
 
     def step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """One equation."""

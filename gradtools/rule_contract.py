@@ -36,7 +36,7 @@ def checked_word(caller: str, check: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Look:
+class Aval:
     """An array's shape and dtype, as messages and comparisons speak of them."""
 
     shape: tuple[Any, ...]
@@ -88,13 +88,13 @@ class Contract:
         return GradtoolsError(f"{self.name}: {text}")
 
     def same_outputs(
-        self, who: str, came: Any, looks: list[Look], expected: Any, wanted: list[Look]
+        self, who: str, came: Any, avals: list[Aval], expected: Any, wanted: list[Aval]
     ) -> None:
         """Whether what the forward pass returned is f's output in structure, shapes and dtypes.
 
         who: "fwd" or "the forward rule".
         came, expected: The structures.
-        looks, wanted: The arrays.
+        avals, wanted: The arrays.
         """
         mend = (
             "Its first result must be the function's own output at the same arguments"
@@ -105,10 +105,10 @@ class Contract:
                 f"{who} returned an output of the structure {came}, but the function returns "
                 f"{expected}. {mend}"
             )
-        for i, (look, want) in enumerate(zip(looks, wanted, strict=True)):
-            if look != want:
+        for i, (aval, want) in enumerate(zip(avals, wanted, strict=True)):
+            if aval != want:
                 raise self.refusal(
-                    f"{who} returned {look} for output {i}, but the function returns {want}. {mend}"
+                    f"{who} returned {aval} for output {i}, but the function returns {want}. {mend}"
                 )
 
     def not_zero(self, which: str, i: int) -> GradtoolsError:

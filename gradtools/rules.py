@@ -58,11 +58,11 @@ class Linearized:
         saves: What the maps are handed: positions in `[*xs, *ys, *extras]`.
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.
-        pushing: How many of the last entries of `saves` the tangent map alone reads.
+        tangent_only: How many of the last entries of `saves` the tangent map alone reads.
         key: What tells its maps, as functions of what they are handed, from those of another
             evaluation of the same rule; None: nothing does.
-        rerun: Whether something else than arrays was saved that may depend on x, so that a
-            second derivative has to evaluate again.
+        opaque_residuals: Whether something else than arrays was saved that may depend on x, so
+            that a second derivative has to evaluate again.
     """
 
     ys: list[Array]
@@ -70,8 +70,8 @@ class Linearized:
     saves: tuple[int, ...]
     tangent: Map | None = None
     cotangent: Map | None = None
-    rerun: bool = False
-    pushing: int = 0
+    opaque_residuals: bool = False
+    tangent_only: int = 0
     key: Any = None
 
 
@@ -92,22 +92,24 @@ class Rule:
             inputs and outputs; `tangent`, `cotangent` and `saves` then are left out.
         joint: `joint(xs, dxs)` gives outputs and tangents of one evaluation, for a rule that is
             given so; `tangent` is its second half.
-        passive: Positions of inputs that are never differentiated; their derivative is zero.
+        nondifferentiable: Positions of inputs that are never differentiated; their derivative is
+            zero.
         reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
-        written: The functions of its author, in which captured arrays are looked for.
+        user_functions: The functions of its author, in which captured arrays are looked for.
         called: What these are called, as pairs such as ("bwd", "sin_bwd"), for whoever prints.
         source: The rule that it was made for, if any: what is known of that holds for it too.
-        dense: Whether the maps are handed zeros for what is floating, and not None.
-        symbolic: Which maps are handed None for a zero although the rule is dense, and results
-            of an evaluation that knows what is differentiated: any of "tangent", "cotangent".
+        materialize_zeros: Whether the maps are handed zeros for what is floating, and not None.
+        symbolic_zeros: Which maps are handed None for a zero in spite of `materialize_zeros`, and
+            come of an evaluation that knows what is differentiated: any of "tangent",
+            "cotangent".
         contract: What the author's maps are held to; None: they are trusted.
         identity: Whether the outputs are inputs as they came, which pictures tell.
         key: A text by which compiled code finds the rule again, see `by_key`.
-        mapped: `mapped(size, axes, xs, randomness)` gives the rule of a batch, for rules that
-            know it themselves: with its inputs, and a function of its outputs that gives their
-            axes.
+        batching_rule: `batching_rule(size, axes, xs, randomness)` gives the rule of a batch, for
+            rules that know it themselves: with its inputs, and a function of its outputs that
+            gives their axes.
         remat: Whether the value is that of `primal`, and not of the forward pass of its
             derivative, where what this saves is not used: before a recomputation.
         flow: Whose data flow says which input reaches which output, where the derivative is that
@@ -126,19 +128,19 @@ class Rule:
     saves: tuple[int, ...] | None = None
     linearize: Callable[..., Linearized] | None = None
     joint: Joint | None = None
-    passive: tuple[int, ...] = ()
+    nondifferentiable: tuple[int, ...] = ()
     reverse_only: bool = False
     captures: bool = True
     closed_over: tuple[int, ...] = ()
-    written: tuple[Any, ...] = ()
+    user_functions: tuple[Any, ...] = ()
     called: tuple[tuple[str, str], ...] = ()
     source: Rule | None = None
-    dense: bool = False
-    symbolic: frozenset[str] = frozenset()
+    materialize_zeros: bool = False
+    symbolic_zeros: frozenset[str] = frozenset()
     contract: Contract | None = None
     identity: bool = False
     key: str = field(default_factory=lambda: next(KEYS))
-    mapped: Callable[..., Any] | None = None
+    batching_rule: Callable[..., Any] | None = None
     remat: bool = False
     flow: Callable[..., list[Array]] | None = None
     reaches: Callable[..., Sequence[Sequence[bool]] | None] | None = None
@@ -168,17 +170,17 @@ class Rule:
 
     def fills(self, which: str) -> bool:
         """Whether the "tangent" or "cotangent" map is handed zeros, and not None."""
-        return self.dense and which not in self.symbolic
+        return self.materialize_zeros and which not in self.symbolic_zeros
 
     def at(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """One evaluation with the maps there.
 
         perturbed: Which inputs are differentiated, where that is known and the rule asks for it
-            (`symbolic`); None: each may be.
+            (`symbolic_zeros`); None: each may be.
         """
         if self.linearize is None:
             return self.reading(xs, self.primal(*xs))
-        if "cotangent" in self.symbolic:
+        if "cotangent" in self.symbolic_zeros:
             return self.linearize(*xs, perturbed=perturbed)
         return self.linearize(*xs)
 
@@ -217,7 +219,7 @@ def captured(
 
     To trace a rule's maps whenever it is applied would never end, for a rule may use itself.
     """
-    return held_by(rule.written or rule.maps, wanted, array, attributes)
+    return held_by(rule.user_functions or rule.maps, wanted, array, attributes)
 
 
 def held_by(

@@ -376,7 +376,7 @@ def _globals(f: Any) -> list[Any]:
 
 def _captured(f: Any) -> dict[str, Tensor]:
     """The tensors that a function holds, in words."""
-    where: Any = SimpleNamespace(written=(f, *_globals(f)), maps=())
+    where: Any = SimpleNamespace(user_functions=(f, *_globals(f)), maps=())
     modules = list(captured(where, lambda x: isinstance(x, torch.nn.Module), Tensor))
     named: dict[int, tuple[str, Tensor]] = {}
     for module in modules:

@@ -82,7 +82,7 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
     def along(linear: Any, _: Any, vs: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if v is None else linear(v, group) for v in vs]
 
-    def mapped(size: int, axes: Any, xs: Sequence[Tensor], randomness: str) -> Any:
+    def batching_rule(size: int, axes: Any, xs: Sequence[Tensor], randomness: str) -> Any:
         return rule, [xs[0].movedim(axes[0], 1)], lambda outs: (1,)
 
     def primal(x: Tensor) -> list[Tensor]:
@@ -100,7 +100,7 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
         partial(along, back),
         saves=(),
         captures=False,
-        mapped=mapped,
+        batching_rule=batching_rule,
     )
     return apply_rule(rule, x)[0]
 

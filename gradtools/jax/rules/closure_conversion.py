@@ -99,7 +99,7 @@ def _lift_maps(rule: Rule, xs: Sequence[Any], differentiated: bool) -> tuple[Rul
     primal = lift(lambda *a: list(rule.primal(*a)), *xs)
     anyway = differentiated or rule.reverse_only
     moving = [
-        is_inexact(x) and i not in rule.passive and (anyway or not all_known([x]))
+        is_inexact(x) and i not in rule.nondifferentiable and (anyway or not all_known([x]))
         for i, x in enumerate(xs)
     ]  # with respect to what is known nothing is differentiated; an edit shows what it cuts
     flow = primal if rule.flow is rule.primal else lift(rule.flow, *xs)
@@ -161,7 +161,7 @@ def _lifted(
         saves=(*saves, *range(n, n + count)),
         captures=False,
         closed_over=tuple(range(n, n + count)),
-        written=(),
+        user_functions=(),
         key=next(KEYS),
         **more,
     )

@@ -211,7 +211,7 @@ def _value_jvp(operands: Any, tangents: Any, *, rule: LinearizedRule, xs: int) -
 
 
 def _given(rule: Rule, dxs: Any) -> Mask:
-    given = tuple([_carries(dx) and i not in rule.passive for i, dx in enumerate(dxs)])
+    given = tuple([_carries(dx) and i not in rule.nondifferentiable for i, dx in enumerate(dxs)])
     if any(given[i] for i in rule.closed_over):
         raise closed_over_error(rule)
     return given
@@ -229,7 +229,7 @@ def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]
 
 def _symbolically_zero(operands: Sequence[Any], params: dict[str, Any]) -> list[bool]:
     """Which tangents are zero whatever the others are; asked of rules that can tell alone."""
-    if "tangent" not in params["rule"].symbolic:
+    if "tangent" not in params["rule"].symbolic_zeros:
         return [False] * len(params["ys"])
     closed = jaxpr_of(eval_tangent, tuple(map(jax.typeof, operands)), params)
     return linearity.proved_zero(closed, [False] * len(operands))

@@ -257,7 +257,7 @@ def _shown_value(eqn: Any) -> dict[str, Any]:
     program = recalled(rule.whole if used else rule, _jaxpr_key(run, avals, eqn.params))
     shown = used if program is None else used | {"call_jaxpr": program}
     if rule.called:
-        shown |= {**dict(rule.called), "symbolic_zeros": bool(rule.symbolic)}
+        shown |= {**dict(rule.called), "symbolic_zeros": bool(rule.symbolic_zeros)}
     return {"name": rule.name, **dict(sorted(shown.items()))}
 
 
@@ -267,7 +267,7 @@ def _shown_map(eqn: Any) -> dict[str, Any]:
     shown = {
         "in_zeros": [not g for g in given],
         "num_res": len(eqn.invars) - sum(given),
-        "symbolic_zeros": bool(rule.symbolic),
+        "symbolic_zeros": bool(rule.symbolic_zeros),
     }
     of = dict(rule.called) or {"name": rule.name}
     return dict(sorted({**shown, **{k: x for k, x in of.items() if k != "fwd"}}.items()))

@@ -68,12 +68,12 @@ def rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
     def cotangent(saved: Entries, cts: Entries) -> list[Any]:
         return _linear(name, partial(_pulled, name, fun, opaque), saved, cts, opaque)
 
-    def mapped(size: int, axes: Entries, xs: Sequence[Tensor], randomness: str) -> Any:
+    def batching_rule(size: int, axes: Entries, xs: Sequence[Tensor], randomness: str) -> Any:
         each = rule_of_reverse_mode(name, partial(_looped, fun, size, tuple(axes)), opaque)
         return each, list(xs), lambda outs: (0,) * len(outs)
 
-    batch = mapped if opaque else None
-    return Rule(name, primal, tangent, cotangent, captures=False, mapped=batch)
+    batch = batching_rule if opaque else None
+    return Rule(name, primal, tangent, cotangent, captures=False, batching_rule=batch)
 
 
 def _looped(fun: Flat, size: int, axes: Entries, *xs: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Everything that this wing relies on and JAX does not document: the one room that may.
+"""Every undocumented name of JAX that gradtools uses, each with its reason; no other file uses any.
 
 `jax._src` is used for one thing that is public elsewhere: the classes of a jaxpr. Their public
 place, `jax.extend.core`, comes with all of Pallas, which was half of the time that
@@ -114,6 +114,17 @@ def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> N
 
 
 # --- what a maintainer of JAX would refuse ------------------------------------------------------
+#
+# Beside these, where they are needed and nowhere else, with what each buys and costs:
+#
+# - A copied function, with the code of the user's over cells and globals of its own (`nnx_state`),
+#   where f closes over or names a module of flax.nnx that a loop or a rule must be handed as
+#   arrays. Buys that such an f runs in them as it is, and that other threads read the caller's
+#   modules meanwhile. Costs that f, inside, writes a copy of its globals; modules that f is given
+#   as arguments need none of it.
+# - Texts of JAX's errors, for which it has no types (`known_errors`, `host`, `modules`,
+#   `nnx_state`). Buys words that say what to do. Costs: reworded, JAX's own error is raised.
+# - The instruction at which an error was made (`errors.is_of`), as the room of PyTorch says.
 
 
 def called_by_jax(depth: int) -> bool:

@@ -1,4 +1,4 @@
-"""What can be found: each kind of loss with its reason and its mend, and one place of it."""
+"""The kinds of lost gradients that `why_zero` knows, each with its reason and its mend."""
 
 from __future__ import annotations
 

@@ -115,6 +115,31 @@ def test_the_sweep_sees_patches(text):
     assert list(names.patches_in(ast.parse(text)))
 
 
+# --- what a maintainer would refuse --------------------------------------------------------------
+
+REFUSED = {
+    "a function copied over other globals": r"\b(Function|Code)Type\(|\.__code__ = ",
+    "memory read by its address": r"^import ctypes|from_address\(",
+    "an import hook": r"\bmeta_path\b",
+    "an operator registered for the process": r"\blibrary\.Library\(",
+    "a look at bytecode": r"\bopmap\b",
+}
+
+
+@pytest.mark.parametrize("pattern", REFUSED.values(), ids=REFUSED)
+def test_what_a_maintainer_would_refuse_is_written_down_in_the_rooms(pattern):
+    """By the name of the file where it stands, as `nnx_state`, with what it buys and costs."""
+    told = {room.partition("/")[0]: (names.PACKAGE / room).read_text() for room in names.ROOMS}
+    found = []
+    for path in names.PACKAGE.rglob("*.py"):
+        wing = path.relative_to(names.PACKAGE).parts[0]
+        if re.search(pattern, path.read_text(), re.MULTILINE):
+            found.append(path)
+            room = told.get(wing) or "".join(told.values())
+            assert re.search(rf"`{path.stem}(\.\w+)?`", room), path
+    assert found
+
+
 # --- frames and texts ----------------------------------------------------------------------------
 
 # Who finds the user's line, or says where a function stands. Nothing is computed otherwise for it.

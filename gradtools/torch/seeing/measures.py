@@ -1,4 +1,4 @@
-"""What a call costs in PyTorch: seen from below, operation by operation, then timed alone.
+"""`measure` in PyTorch: FLOPs and live bytes under a TorchDispatchMode, seconds without one.
 
 f is run a few times: once under modes that count operations and live bytes, once with arguments
 that require grad, to see what is kept for backward, then without any mode for the clock. Each run

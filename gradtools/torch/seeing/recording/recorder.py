@@ -1,4 +1,4 @@
-"""The recorder of a PyTorch run: which modes look on, and which value each tensor stands for.
+"""`Recorder`: records a PyTorch run by function and dispatch modes, and names tensors' values.
 
 A `Recorder` is the one class that enters modes. What it sees comes at up to five levels, each to a
 method of its own, which goes on with the call::

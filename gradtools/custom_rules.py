@@ -20,7 +20,7 @@ from gradtools.calls import describe
 from gradtools.custom_structure import ARRAY, Shaped, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import told_apart
-from gradtools.rule_contract import checked_word
+from gradtools.rule_contract import Contract, checked_word
 from gradtools.rules import KEYS, Rule
 from gradtools.static_arguments import Parameters
 
@@ -384,18 +384,27 @@ class CustomRule:
         return self._new_rule(shape, linearize=shape.linearize, joint=joint)
 
     def _new_rule(self, shape: Shaped, **maps: Any) -> Rule:
-        maps_of = {"fwd": self.fwd, "bwd": self.bwd, "jvp": self.jvp}
-        given = {name: f for name, f in maps_of.items() if f is not None}
         return Rule(
             self.__name__,
             shape.primal,
-            user_functions=(self.fun, *given.values()),
-            called=tuple([(name, _name(f)) for name, f in given.items()]),
-            materialize_zeros=True,
+            user_functions=(self.fun, *self._maps().values()),
             symbolic_zeros=self.symbolic_zeros,
             contract=shape.contract,
-            remat=self.remat and "cotangent" not in self.symbolic_zeros,
             **maps,
+        )
+
+    def _maps(self) -> dict[str, Callable[..., Any]]:
+        """The functions of the rule that were given, by the names of their roles."""
+        maps = {"fwd": self.fwd, "bwd": self.bwd, "jvp": self.jvp}
+        return {role: f for role, f in maps.items() if f is not None}
+
+    def _contract(self) -> Contract:
+        """What a rule at one structure of the arguments is held to."""
+        return Contract(
+            f"{self._kind} {self.__name__}",
+            self.check,
+            functions={role: _name(f) for role, f in self._maps().items()},
+            remat=self.remat and "cotangent" not in self.symbolic_zeros,
         )
 
 

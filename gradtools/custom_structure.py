@@ -10,7 +10,7 @@ from gradtools.backend import Array, Backend
 from gradtools.calls import describe
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import told_apart
-from gradtools.rule_contract import Aval, Contract, Primal
+from gradtools.rule_contract import Aval, Primal
 from gradtools.rules import Entries, Linearized
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Shaped:
     def __post_init__(self) -> None:
         self.backend = self.of._backend
         self.name = self.of.__name__
-        self.contract = Contract(f"{self.of._kind} {self.name}", self.of.check)
+        self.contract = self.of._contract()
         self.values: dict[Any, tuple[Any, list[Aval]]] = {}
         self.rule = self.of._rule(self)
         self.entries = [
@@ -136,7 +136,7 @@ class Shaped:
 
     # --- the reverse rule
 
-    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> FwdMaps:
         """One run of fwd, and the maps that read what it saved.
 
         perturbed: Which of xs are differentiated, where that is known.
@@ -152,7 +152,7 @@ class Shaped:
 
     def maps(
         self, ys: list[Array], extras: list[Array], kept: Residuals, out_def: Any, like: Any
-    ) -> Linearized:
+    ) -> FwdMaps:
         """The maps that read what a run of fwd saved, at arrays like `like`."""
         backend = self.backend
 
@@ -168,7 +168,7 @@ class Shaped:
         saves = kept.places
         if self.of.jvp is not None:
             saves = (*saves, *range(len(like)))
-        return Linearized(
+        return FwdMaps(
             ys,
             extras,
             saves,
@@ -176,7 +176,7 @@ class Shaped:
             cotangent,
             opaque_residuals=kept.opaque_residuals,
             tangent_only=len(saves) - len(kept.places),
-            key=(tuple(like), out_def, kept, told_apart(kept.others)),
+            made_of=(tuple(like), out_def, kept),
         )
 
     def _told(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
@@ -289,6 +289,22 @@ def _is_number(x: Any) -> bool:
 def _length(n: Any) -> Any:
     """The length of an axis; those that PyTorch's compiler keeps open look alike, unhashable."""
     return n if isinstance(n, int) else None
+
+
+@dataclass(slots=True)
+class FwdMaps(Linearized):
+    """The maps that read what a run of fwd saved.
+
+    Attributes:
+        made_of: The avals of the inputs, the structure of the output, and what fwd saved.
+    """
+
+    made_of: tuple[Any, Any, Residuals] = field(kw_only=True)
+
+    @property
+    def key(self) -> Any:
+        """What tells the maps, as functions of what they are handed, from another run's."""
+        return *self.made_of, told_apart(self.made_of[2].others)
 
 
 _PLAIN = (str, bytes, bool, int, float, complex, type)

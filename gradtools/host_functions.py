@@ -16,11 +16,11 @@ from typing import Any, overload
 
 from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import Shaped
+from gradtools.custom_structure import FwdMaps, Shaped
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host_kernels import Kernel, Spec
 from gradtools.rule_contract import checked_word
-from gradtools.rules import KEYS, Entries, Linearized, Rule, spread
+from gradtools.rules import Entries, Linearized, Rule, spread
 from gradtools.static_arguments import Parameters
 
 
@@ -151,7 +151,6 @@ class HostFunction(CustomRule):
                 missing,
                 captures=False,
                 user_functions=(self.kernel.fun,),
-                materialize_zeros=True,
             )
         if self.bwd is None:
             return super()._rule(shape)
@@ -160,7 +159,7 @@ class HostFunction(CustomRule):
         shape.refined = of_kernels.refined
         rule = self._new_rule(shape, linearize=of_kernels.linearize, joint=joint)
         # Its maps are rules on all cotangents, so fwd is told that each may be asked for.
-        return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"}, key=next(KEYS))
+        return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
 
 
 _MOST_MAPS = 64
@@ -188,7 +187,7 @@ class _OfKernels:
         outs = [backend.aval(y) if backend.is_inexact(y) else None for y in result.ys]
         return self.refined(result, [backend.is_inexact(x) for x in xs], outs)
 
-    def refined(self, linearized: Linearized, moving: Sequence[bool], outs: Entries) -> Linearized:
+    def refined(self, linearized: FwdMaps, moving: Sequence[bool], outs: Entries) -> Linearized:
         """The maps of `Shaped.maps`, with what is needed to differentiate them again.
 
         moving: Which inputs are floating or complex.
@@ -220,7 +219,7 @@ class _OfKernels:
             cotangent=cotangent,
         )
 
-    def maps(self, linearized: Linearized, moving: Any, outs: Any) -> _KernelMaps:
+    def maps(self, linearized: FwdMaps, moving: Any, outs: Any) -> _KernelMaps:
         """The maps as rules, made once for evaluations that differ in their arrays alone."""
         key = (linearized.key, outs)
         try:
@@ -236,7 +235,7 @@ class _OfKernels:
             moving=moving,
             outs=outs,
         )
-        if key is not None and linearized.key is not None:
+        if key is not None:
             self.known[key] = made
             if len(self.known) > _MOST_MAPS:
                 del self.known[next(iter(self.known))]

@@ -15,7 +15,7 @@ asked once for a rule and a signature, and not again for what is derived from it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,11 +48,14 @@ class Aval:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contract:
-    """What one rule is held to.
+    """What one rule of an author is held to, and what its author said of it.
 
     Attributes:
         name: What messages call the rule, such as "custom_rule sinh".
         check: When it is checked: "first", "always" or "never".
+        functions: What its functions are called, such as {"bwd": "sin_bwd"}, for whoever prints.
+        remat: Whether the value is that of f, and not of fwd, where what fwd saves is not used:
+            before a recomputation.
         answered: The questions that were, with `check="first"`.
         losing: At which signatures the forward rule cannot be transposed without loss, and which
             tangent it loses.
@@ -60,6 +63,8 @@ class Contract:
 
     name: str
     check: str = "first"
+    functions: Mapping[str, str] = field(default_factory=dict)
+    remat: bool = False
     answered: set[Hashable] = field(default_factory=set)
     losing: dict[Hashable, int] = field(default_factory=dict)
 

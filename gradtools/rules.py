@@ -59,8 +59,6 @@ class Linearized:
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.
         tangent_only: How many of the last entries of `saves` the tangent map alone reads.
-        key: What tells its maps, as functions of what they are handed, from those of another
-            evaluation of the same rule; None: nothing does.
         opaque_residuals: Whether something else than arrays was saved that may depend on x, so
             that a second derivative has to evaluate again.
     """
@@ -72,7 +70,6 @@ class Linearized:
     cotangent: Map | None = None
     opaque_residuals: bool = False
     tangent_only: int = 0
-    key: Any = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,27 +95,17 @@ class Rule:
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
         user_functions: The functions of its author, in which captured arrays are looked for.
-        called: What these are called, as pairs such as ("bwd", "sin_bwd"), for whoever prints.
         source: The rule that it was made for, if any: what is known of that holds for it too.
-        materialize_zeros: Whether the maps are handed zeros for what is floating, and not None.
-        symbolic_zeros: Which maps are handed None for a zero in spite of `materialize_zeros`, and
-            come of an evaluation that knows what is differentiated: any of "tangent",
-            "cotangent".
-        contract: What the author's maps are held to; None: they are trusted.
+        symbolic_zeros: Which maps are handed None for a zero in spite of a contract, and come of
+            an evaluation that knows what is differentiated: any of "tangent", "cotangent".
+        contract: What its author's maps are held to; they are handed zeros for what is floating,
+            and not None. None: they are trusted.
         identity: Whether the outputs are inputs as they came, which pictures tell.
-        key: A text by which compiled code finds the rule again, see `by_key`.
-        batching_rule: `batching_rule(size, axes, xs, randomness)` gives the rule of a batch, for
-            rules that know it themselves: with its inputs, and a function of its outputs that
-            gives their axes.
-        remat: Whether the value is that of `primal`, and not of the forward pass of its
-            derivative, where what this saves is not used: before a recomputation.
-        flow: Whose data flow says which input reaches which output, where the derivative is that
-            of a whole function; None: each reaches all. Its cotangent map is then computed for
-            those inputs alone that are asked for.
-        reaches: `reaches(*specs)` gives, for the Specs of the inputs, matrix[output][input]: which
-            input reaches which output by a differentiable path. None, of the attribute or of what
-            it gives: each reaches all.
-        crosses: Whether it calls a function of another framework, into which pictures look.
+        reaches: Of a function of another framework, into which pictures look: `reaches(*specs)`
+            gives, for the Specs of the inputs, matrix[output][input]: which input reaches which
+            output by a differentiable path. None, of the attribute or of what it gives: each
+            reaches all.
+        key: A text by which compiled code finds the rule again, see `by_key`. Each has its own.
     """
 
     name: str
@@ -133,18 +120,12 @@ class Rule:
     captures: bool = True
     closed_over: tuple[int, ...] = ()
     user_functions: tuple[Any, ...] = ()
-    called: tuple[tuple[str, str], ...] = ()
     source: Rule | None = None
-    materialize_zeros: bool = False
     symbolic_zeros: frozenset[str] = frozenset()
     contract: Contract | None = None
     identity: bool = False
-    key: str = field(default_factory=lambda: next(KEYS))
-    batching_rule: Callable[..., Any] | None = None
-    remat: bool = False
-    flow: Callable[..., list[Array]] | None = None
     reaches: Callable[..., Sequence[Sequence[bool]] | None] | None = None
-    crosses: bool = False
+    key: str = field(init=False, default_factory=lambda: next(KEYS))
 
     def __post_init__(self) -> None:
         if self.tangent is None and self.cotangent is None and self.linearize is None:
@@ -152,16 +133,16 @@ class Rule:
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
                 "give at least one, the other follows by transposition."
             )
-        _BY_KEY.setdefault(self.key, self)
+        _BY_KEY[self.key] = self
 
     def __repr__(self) -> str:
         return f"<rule {self.name}>"
 
     @classmethod
     def of(cls, rule: Rule, **changes: Any) -> Self:
-        """What describes a rule, with these changes, as another rule, of this class."""
-        described = {f.name: getattr(rule, f.name) for f in fields(Rule)}
-        return cls(**described | {"key": next(KEYS)} | changes)
+        """The rule with these changes, as one of this class: what both classes have is kept."""
+        both = [f.name for f in fields(cls) if f.init and hasattr(rule, f.name)]
+        return cls(**{name: getattr(rule, name) for name in both} | changes)
 
     @property
     def maps(self) -> tuple[Any, ...]:
@@ -170,7 +151,7 @@ class Rule:
 
     def fills(self, which: str) -> bool:
         """Whether the "tangent" or "cotangent" map is handed zeros, and not None."""
-        return self.materialize_zeros and which not in self.symbolic_zeros
+        return self.contract is not None and which not in self.symbolic_zeros
 
     def at(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """One evaluation with the maps there.
@@ -291,11 +272,6 @@ def batched(
     """
     x_axes = tuple(x_axes)
 
-    def mapped(fun: Callable[..., list[Array]] | None) -> Any:
-        if fun is None:
-            return None
-        return lambda *xs: backend.vmap_list(lambda *x: fun(*x), x_axes, size)(*xs)
-
     def tangent_of(one: Map | None, axes: tuple[Any, ...]) -> Map | None:
         if one is None:
             return None
@@ -358,9 +334,7 @@ def batched(
     axes = tuple(saved_from(rule.saves, x_axes) if saved_axes is None else saved_axes)
     return replace(
         rule,
-        key=next(KEYS),
-        primal=mapped(rule.primal),
-        flow=mapped(rule.flow),
+        primal=lambda *xs: backend.vmap_list(lambda *x: rule.primal(*x), x_axes, size)(*xs),
         reaches=rule.reaches and reaches,
         tangent=tangent_of(rule.tangent, axes),
         cotangent=cotangent_of(rule.cotangent, axes),

@@ -28,6 +28,7 @@ from gradtools.jax.jaxprs import uses_primitive
 from gradtools.jax.known_errors import explained
 from gradtools.jax.nnx_state import stateful
 from gradtools.jax.rules.installing import apply_rule
+from gradtools.jax.rules.primitives import FlowRule
 from gradtools.jax.rules.transposing import transpose
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import Linearized, Rule, spread
@@ -117,7 +118,7 @@ class _Use:
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else values may decide what G does
             self.fun = _TracedOnce(fun, xs)
             self.user_functions = (list(self.fun.closed.consts),)
-        self.rule = Rule(
+        self.rule = FlowRule(
             "frozen",
             self.fun,
             linearize=self.linearize,
@@ -362,7 +363,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         return second, [dy for dy, t in zip(forward, mask, strict=True) if t]
 
     nondifferentiable = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
-    rule = Rule(
+    rule = FlowRule(
         "frozen's pullback",
         primal,
         tangent,
@@ -401,7 +402,7 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
         return _along(anew, at, along)
 
     nondifferentiable = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
-    rule = Rule(
+    rule = FlowRule(
         "frozen's pushforward",
         primal,
         tangent,

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.modes import batchings
-from gradtools.torch.rules.installing import apply_rule
+from gradtools.torch.rules.installing import BatchedRule, apply_rule
 
 Tensor = torch.Tensor
 left_to_python(__name__)
@@ -93,7 +92,7 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
             )
         return [value(x, group)]
 
-    rule = Rule(
+    rule = BatchedRule(
         "gather",
         primal,
         partial(along, forth),

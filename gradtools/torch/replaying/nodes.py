@@ -36,7 +36,7 @@ from gradtools.torch.replaying.slicing import (
     views_of,
 )
 from gradtools.torch.replaying.summing import Joint, Sums, adding_leaves, join, joint_of
-from gradtools.torch.rules.installing import apply_rule, reverse_only_at
+from gradtools.torch.rules.installing import BatchedRule, apply_rule, reverse_only_at
 from gradtools.torch.upstream_bugs.gradients import rightly, wrong_nodes
 from gradtools.torch.upstream_bugs.lost_terms import guarded_gradients
 
@@ -544,7 +544,7 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
         return batch, [*front, *xs[count:]], axes_of
 
     caller = program.forward.caller
-    return Rule(
+    return BatchedRule(
         caller, primal, maps.tangent, maps.cotangent, captures=False, batching_rule=batching_rule
     )
 

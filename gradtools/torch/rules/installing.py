@@ -30,7 +30,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import (
-    KEYS,
     Linearized,
     Rule,
     batched,
@@ -95,6 +94,18 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
         return evaluate(*args)
     finally:
         pushing.pop()
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class BatchedRule(Rule):
+    """A rule that knows the rule of a batch itself.
+
+    Attributes:
+        batching_rule: `batching_rule(size, axes, xs, randomness)` gives the rule of a batch, its
+            inputs, and a function of its outputs that gives their axes.
+    """
+
+    batching_rule: Callable[..., Any]
 
 
 @dataclass(eq=False)
@@ -479,7 +490,7 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: RuleApplication, *xs: Tensor) -> Any:
         """The rule of a batch under whatever transform comes next, the maps of one example."""
-        one = replace(point.rule, source=point.rule.source or point.rule, key=next(KEYS))
+        one = replace(point.rule, source=point.rule.source or point.rule)
         if one.linearize is None:
             point.linearized = one.reading(xs, [])
         else:
@@ -491,7 +502,7 @@ class _ReverseOnly(torch.autograd.Function):
                 return result
 
             one = replace(one, linearize=noted)
-        if one.batching_rule is not None:
+        if isinstance(one, BatchedRule):
             rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims[1:], xs, info.randomness)
             out = _apply_at(replace(point, rule=rule, linearized=None), xs)
             point.count = len(out)
@@ -633,7 +644,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         cts = filled(cts, likes)
     if result.cotangent is not None:
         pulled = list(result.cotangent(saved, cts))
-        if rule.materialize_zeros:
+        if rule.contract is not None:
             pulled = filled(pulled, ctx.like_xs)
         if rule.captures and torch.is_grad_enabled() and in_eager():
             refuse_captured(rule, pulled, (*tensors, *saved, *cts))
@@ -644,7 +655,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
 
     def run(at: Any, moving: Any) -> list[Any]:
         dxs = spread(moving, mask)
-        return list(result.tangent(at, filled(dxs, ctx.like_xs) if rule.materialize_zeros else dxs))
+        return list(result.tangent(at, dxs if rule.contract is None else filled(dxs, ctx.like_xs)))
 
     kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
     _refuse_layout(ctx, "tangent")

@@ -287,7 +287,7 @@ class _Use(Forward):
         return dys
 
     def _pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
-        use = self.with_modes(self.modes.without_fast_path())
+        use = self.with_modes(self.modes)
         fixed = self.start.reached.tensors
         use.within = lambda: OneTangent(fixed)
         with use.replaying(), dual_level():  # where nothing is differentiated

@@ -82,10 +82,10 @@ def is_in_inference() -> bool:
 
 def outside_of_inference() -> AbstractContextManager[Any]:
     """`torch.inference_mode(False)` where it changes anything."""
-    return torch.inference_mode(False) if is_in_inference() else _NOTHING
+    return torch.inference_mode(False) if is_in_inference() else NOTHING
 
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 def without_cached_weights() -> AbstractContextManager[Any]:
@@ -95,7 +95,7 @@ def without_cached_weights() -> AbstractContextManager[Any]:
     no such block.
     """
     kept = upstream.cached_weights()
-    return _NOTHING if kept is None else _without(kept)
+    return NOTHING if kept is None else _without(kept)
 
 
 @contextmanager
@@ -162,7 +162,7 @@ class Modes:
         cast_as_here = casts == self.autocast and not any(on for _, on, _ in casts)
         device_as_here = default_device() == self.device
         if cast_as_here and device_as_here and not torch.is_inference_mode_enabled():
-            return nullcontext()
+            return NOTHING
         return self._entered(not device_as_here, not cast_as_here)
 
     @contextmanager
@@ -183,9 +183,7 @@ class Modes:
 class _Restored:
     """Inside, flags and grad mode stand so; outside, as they did. others: Is entered besides."""
 
-    def __init__(
-        self, flags: list[Any], grad: bool, others: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, flags: list[Any], grad: bool, others: AbstractContextManager[Any]) -> None:
         self._flags, self._wanted, self._others = flags, grad, others
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""Jaxprs, read: what an equation runs, what it writes, and which equations are needed.
+"""Reading jaxprs: an equation's inner jaxprs, what it writes, dead-code elimination.
 
 The one list of the primitives that run jaxprs: calls, loops, branches, and functions with rules of
 JAX's. How data flows is read in `reachability.py`, what an equation costs in `seeing/flops.py`.

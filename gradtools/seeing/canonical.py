@@ -1,4 +1,4 @@
-"""What a program computes, whatever its arrays look like on the way: a canonical form of a graph.
+"""Canonical form of a graph: equal for equal computations, however their arrays are laid out.
 
 Each value gets a *form*: the expression that it is, and where on its axes the expression's own
 axes lie. So a transpose, a reshape that only merges or adds axes, and a broadcast are no

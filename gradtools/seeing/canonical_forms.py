@@ -1,4 +1,4 @@
-"""What a value is in canonical form: the records that `canonical.py` writes."""
+"""Records of the canonical form: numbered (hash-consed) expressions, and values laid on them."""
 
 from __future__ import annotations
 

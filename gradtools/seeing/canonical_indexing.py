@@ -1,4 +1,4 @@
-"""Reading and writing at integer arrays, in one form: what `canonical.py` knows of indexing.
+"""Canonical form of indexing: gather, scatter, embeddings, slices and take_along_axis are one.
 
 An access picks, along some axes of an array x, the entries that integer arrays name; all these run
 over the same axes b. Some axes of x are tied to one of b::

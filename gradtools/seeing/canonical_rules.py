@@ -1,4 +1,4 @@
-"""What each operation is in canonical form: the rules of `canonical.py`.
+"""The canonical form of each operation, as a table of rules.
 
 A rule is given the forms of what an operation reads, and gives that of what it makes. Without a
 rule, or where one raises `NoForm`, an operation stands for itself. `LOOSELY` has the operations

@@ -21,6 +21,7 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.bridged_calls import noting
+from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.derivative_flow import (
     Loss,
     backward,
@@ -31,7 +32,7 @@ from gradtools.seeing.derivative_flow import (
     overwritten,
 )
 from gradtools.seeing.findings import KINDS, NOISE, Finding
-from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Source
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.passes import CUSTOM
 from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording, Refusal, Vanished
@@ -315,9 +316,8 @@ def source_of(f: Any) -> Source | None:
     """The line at which a function, or the forward method of a module, is defined."""
     f = inspect.unwrap(getattr(f, "func", f))
     for result in (f, getattr(f, "forward", None), type(f).__call__):
-        code = getattr(result, "__code__", None)
-        if code is not None:
-            return Source(code.co_filename, code.co_firstlineno, code.co_name)
+        if source := definition_of(result):
+            return source
     return None
 
 

@@ -1,10 +1,10 @@
-"""What can be found: each kind of loss with its reason and its mend, and one place of it."""
+"""The kinds of lost gradients that `why_zero` knows, each with its reason and its mend."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradtools.seeing.nodes import Source
+from gradtools.code_origin import Source
 
 
 @dataclass(frozen=True)

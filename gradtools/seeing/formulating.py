@@ -18,7 +18,8 @@ import numpy as np
 
 from gradtools.backend import Backend, Operators, P
 from gradtools.calls import order_among
-from gradtools.errors import GradtoolsError, place_of
+from gradtools.code_origin import place_of
+from gradtools.errors import GradtoolsError
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.program import LeafProgram, spoken
 

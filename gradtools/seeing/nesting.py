@@ -1,4 +1,4 @@
-"""Blocks: runs of consecutive entries of one scope, with each leaf where it is read.
+"""Groups consecutive operations of one module or call into nested blocks.
 
 Parameters stand in the innermost block that holds all of their readers, arguments outside of all,
 outputs after the blocks that make them; of very many those of parameters stand in these. A block

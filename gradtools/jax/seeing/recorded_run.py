@@ -22,12 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.code_origin import USER, names_in, whose
+from gradtools.code_origin import USER, Source, whose
+from gradtools.function_variables import cells_of, globals_of
 from gradtools.jax import jaxprs
+from gradtools.jax.known_errors import refused_number
 from gradtools.jax.seeing.concrete_tracing import jaxpr_with_answers
 from gradtools.jax.seeing.graphs import graph_of
 from gradtools.jax.seeing.source_lines import source_of_error
-from gradtools.seeing.nodes import PlainGraph, Source
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.recording import Recording, Refusal, Run
 
 LEAVING = (
@@ -160,8 +162,7 @@ def _operation(error: Exception, line: Source | None) -> str | None:
         return "int"
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return None
-    caller = str(error).partition("The problem arose with the `")[2].partition("`")[0]
-    if caller in ("float", "int", "complex"):
+    if caller := refused_number(error):
         return caller
     written = line.text if line is not None else ""
     return next((name for name in ("item", "tolist") if f".{name}(" in written), None)
@@ -246,14 +247,7 @@ def _items(xs: Sequence[Any], name: str) -> Iterator[tuple[Any, str]]:
 
 def _read_by(f: FunctionType) -> Iterator[tuple[Any, str]]:
     """The variables that a function reads from outside, and what its inner functions read."""
-    for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-        try:
-            yield cell.cell_contents, variable
-        except ValueError:  # a name that is not bound yet
-            continue
-    for variable in names_in(f.__code__):
-        if variable in f.__globals__:
-            yield f.__globals__[variable], variable
+    yield from ((x, name) for name, x in [*cells_of(f).items(), *globals_of(f).items()])
     for value in (f.__defaults__, f.__kwdefaults__, getattr(f, "__wrapped__", None)):
         if value is not None:
             yield value, "default" if isinstance(value, tuple | dict) else ""

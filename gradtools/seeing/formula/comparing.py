@@ -1,4 +1,4 @@
-"""Holding a derivation made by hand against the formula, and the formula against a framework."""
+"""Compares a formula with a derivation by hand, and with a framework's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a recorded `Graph` to expressions: each operation of the vocabulary in terms of a few.
+"""Lowers a recorded `Graph` to expressions of a few primitives.
 
 `lower` walks the nodes and writes each with the operations of this house. Every result must have
 the shape that the graph says it has; a node that is not understood, or that comes out with

@@ -1,4 +1,4 @@
-"""From adjoint programs to lines: what gets a name, in which order, and how loops are told.
+"""Turns an adjoint program into lines of mathematics: named values, their order, loops.
 
 A value gets a name if it is a result, if it is used more than once and is not short, if it comes
 out of an operation with several outputs, or if a line would become too long. A cotangent is

@@ -1,4 +1,4 @@
-"""What a call costs in PyTorch: seen from below, operation by operation, then timed alone.
+"""`measure` in PyTorch: FLOPs and live bytes under a TorchDispatchMode, seconds without one.
 
 f is run a few times: once under modes that count operations and live bytes, once with arguments
 that require grad, to see what is kept for backward, then without any mode for the clock. Each run
@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError
+from gradtools.function_variables import cells_of, globals_of
 from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
 from gradtools.torch import _upstream as upstream
@@ -28,7 +29,7 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.seeing.flops import Flops, inside_of
 from gradtools.torch.seeing.operands import written
 from gradtools.torch.seeing.recording.undo import Undo, eagerly
-from gradtools.torch.state import Snapshot, contents_of
+from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 
@@ -102,14 +103,9 @@ def _is_compiled(f: Any) -> bool:
     for _ in range(3):
         if any(map(upstream.is_compiled, near)):
             return True
-        near = [x for g in near for x in _named_by(g) if callable(x)]
+        named = [x for g in near for x in (*cells_of(g).values(), *globals_of(g).values())]
+        near = [x for x in named if callable(x)]
     return False
-
-
-def _named_by(f: Any) -> Iterator[Any]:
-    yield from map(contents_of, getattr(f, "__closure__", None) or ())
-    code, space = getattr(f, "__code__", None), getattr(f, "__globals__", {})
-    yield from (space[name] for name in getattr(code, "co_names", ()) if name in space)
 
 
 # --- bytes -------------------------------------------------------------------------------

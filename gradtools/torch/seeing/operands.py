@@ -1,4 +1,4 @@
-"""What an operation of aten computes with, in the words of both frameworks.
+"""Name, operands and attributes of an aten call, in the names that both frameworks share.
 
 The operands in their places, and as attributes all else that it was given and that is not the
 default of its schema. The names are those of `seeing/formula/vocabulary/`: axes are counted from

@@ -11,7 +11,6 @@ has another number from then on, and so has every view of it when it is read the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -41,9 +40,9 @@ from gradtools.seeing.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
-from gradtools.torch.known_errors import torch_says
+from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
 from gradtools.torch.modes import Modes
-from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
+from gradtools.torch.operation_marks import DERIVATIVE, OWN, reason_of_detach
 from gradtools.torch.replaying.guards import mark as mark_of_running
 from gradtools.torch.replaying.guards import marked
 from gradtools.torch.seeing.live_graph import live_graph
@@ -67,10 +66,10 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
     try:
         return _opened(_hooked_or_not(request))
     except (RuntimeError, NotImplementedError) as error:
-        lacking = re.search(r"derivative for (\S+) is not implemented", torch_says(error))
-        if lacking is None or request.order < SECOND:
+        kernel = kernel_without(NO_DERIVATIVE, error)
+        if kernel is None or request.order < SECOND:
             raise
-    _tell(lacking[1])
+    _tell(kernel)
     kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
     with Modes.now(kinds).by_other_kernels().again():
         return _opened(_hooked_or_not(request))
@@ -165,7 +164,7 @@ def _differentiated(
             list(cts.values()),
             create_graph=again,
             retain_graph=True,
-            allow_unused=True,
+            allow_unused=OWN,
         ),
     )
     named = gradient_of if phase < SECOND else second_gradient_of

@@ -1,4 +1,4 @@
-"""What holds programs inside, in the vocabulary: calls, loops, branches, rules, random draws.
+"""Translates equations with inner jaxprs: calls, loops, branches, custom rules; and random draws.
 
 - A call is opened. A function of JAX's own that the vocabulary has a word for is written by that
   word (`_WORDS`): its inside, such as the LU factors of a determinant, says less.

@@ -1,4 +1,4 @@
-"""Single equations, computed by JAX or NumPy.
+"""Constant folding: equations with known operands are evaluated by NumPy or JAX.
 
 Equations of constants are computed while a program is translated, those without a translation
 when the formula is.

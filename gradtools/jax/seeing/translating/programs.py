@@ -1,4 +1,4 @@
-"""JAX's programs in the vocabulary of the formula: f is traced once, its jaxpr translated.
+"""`formula` in JAX: f is traced, and its jaxpr translated into framework-neutral operations.
 
 The jaxpr is walked equation by equation; calls are opened, loops and branches become bodies.
 What does not depend on the program's arguments needs no translation, it is computed on the way

@@ -1,4 +1,4 @@
-"""Constants, sums and products, and what only moves entries."""
+"""Primitives: constants, sums, einsum, and what moves entries, such as reshape and concatenate."""
 
 from __future__ import annotations
 

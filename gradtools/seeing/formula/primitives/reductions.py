@@ -1,4 +1,4 @@
-"""What goes along axes: reductions, running ones, softmax, normalization, order."""
+"""Primitives along axes: reductions, cumulative ones, softmax, normalisation, sorting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering of shapes, indexing, reductions and contractions of the vocabulary."""
+"""Lowering of reshapes, indexing, reductions and contractions to primitives."""
 
 from __future__ import annotations
 

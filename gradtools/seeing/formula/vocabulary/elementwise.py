@@ -1,4 +1,4 @@
-"""Lowering of the vocabulary's elementwise operations to primitives."""
+"""Lowering of elementwise operations to primitives."""
 
 from __future__ import annotations
 

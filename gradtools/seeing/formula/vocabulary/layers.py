@@ -1,4 +1,4 @@
-"""Lowering of convolutions, pooling, normalisation, losses and attention."""
+"""Lowering of convolutions, pooling, normalisation, losses and attention to primitives."""
 
 from __future__ import annotations
 

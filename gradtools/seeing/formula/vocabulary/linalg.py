@@ -1,4 +1,4 @@
-"""Linear algebra and Fourier transforms of the vocabulary, in terms of the making."""
+"""Lowering of linear algebra and Fourier transforms to primitives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of the user's function under observation, and afterwards everything as it was.
+"""Runs the user's function once under a recorder, and puts back everything that it changed.
 
 f runs at copies of its leaves that require grad, in plain eager code, what was compiled as well.
 What it changes is put back: what a snapshot holds, captured tensors, and `.grad`.

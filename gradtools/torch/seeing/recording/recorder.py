@@ -1,4 +1,4 @@
-"""The recorder of a PyTorch run: which modes look on, and which value each tensor stands for.
+"""`Recorder`: records a PyTorch run by function and dispatch modes, and names tensors' values.
 
 A `Recorder` is the one class that enters modes. What it sees comes at up to five levels, each to a
 method of its own, which goes on with the call::
@@ -28,8 +28,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from gradtools.code_origin import Source
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.nodes import Node, Source, Value
+from gradtools.seeing.nodes import Node, Value
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.patches import functions_applied, parameters_made
 from gradtools.torch.seeing.operands import AtenCall

@@ -1,10 +1,10 @@
-"""NumPy arrays and numbers that remember which tensors they were taken from.
+"""Taint tracking: NumPy arrays and numbers that remember from which tensors they were taken.
 
 Data that leaves for NumPy or Python and comes back has no graph to be followed. So what leaves
 under observation is tagged: an array of a subclass that hands its tags to whatever NumPy makes of
 it, a number of a subclass that hands them on in arithmetic. They are what they were in every
 other way. Where a tag is lost (`math.sqrt`, C code), the run is repeated with other numbers in
-that place, see `recorded_run.py`.
+that place, see `numpy_round_trips.py`.
 """
 
 from __future__ import annotations

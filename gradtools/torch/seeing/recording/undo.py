@@ -1,4 +1,4 @@
-"""What a run may change besides what a snapshot holds, put back: memory, flags and `.grad`.
+"""Copy-on-write backup of what a run changes beyond a snapshot: memory, flags and `.grad`.
 
 Copy on write: each is copied when a call is about to change it, and most runs change none.
 """

@@ -275,7 +275,7 @@ def test_a_file_has_the_form_of_its_suffix(tmp_path):
     for suffix, start in ((".svg", "<svg"), (".html", "<!doctype"), (".txt", "5 steps matched")):
         found.save(tmp_path / f"d{suffix}")
         assert (tmp_path / f"d{suffix}").read_text(encoding="utf-8").startswith(start)
-    with pytest.raises(GradtoolsError, match=r"expected \.svg, \.html or \.txt"):
+    with pytest.raises(GradtoolsError, match=r"expected one of \.svg, \.html, \.htm, \.txt"):
         found.save(tmp_path / "d.pdf")
 
 

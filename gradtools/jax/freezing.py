@@ -29,8 +29,8 @@ from gradtools.jax.known_errors import explained
 from gradtools.jax.nnx_state import stateful
 from gradtools.jax.rules.installing import apply_rule
 from gradtools.jax.rules.transposing import transpose
-from gradtools.jax.trees import conj, is_inexact
-from gradtools.rules import Linearized, Rule, spread
+from gradtools.jax.trees import conj, filled, is_inexact
+from gradtools.rules import Linearized, Rule, replaced_at, replaced_where, spread
 
 Entries = Sequence[Any]
 
@@ -50,9 +50,7 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     program.f = held or whole.f
 
     def fun(*xs: Array) -> list[Array]:
-        shared = list(program.shared)
-        for k, x in zip(arrays, xs, strict=True):
-            shared[k] = x
+        shared = replaced_at(program.shared, arrays, xs)
         if held is not None:
             held.now = state
         outs, _ = program.call(0, 0, [], shared, [])
@@ -125,8 +123,7 @@ class _Use:
         """G of the arguments that can be differentiated: `(floating outputs, others)`."""
 
         def run(*moved: Array) -> tuple[list[Array], list[Array]]:
-            new = iter(moved)
-            ys = self.fun(*[next(new) if m else x for x, m in zip(xs, self.moving, strict=True)])
+            ys = self.fun(*replaced_where(xs, self.moving, moved))
             self.inexact = [is_inexact(y) for y in ys]
             pairs = list(zip(ys, self.inexact, strict=True))
             return [y for y, i in pairs if i], [y for y, i in pairs if not i]
@@ -147,7 +144,7 @@ class _Use:
         left, treedef = jax.tree.flatten(linear)
         count, inexact, rest = len(xs), self.inexact, iter(others)
         floating = iter(ys)
-        outs = [next(floating) if i else next(rest) for i in inexact]
+        outs = [next(floating if i else rest) for i in inexact]
         graph = _KeptLinearMap(count, len(left), treedef, kept)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
@@ -271,6 +268,10 @@ class _KeptLinearMap:
         left = [jax.lax.stop_gradient(x) for x in operands[self.count : self.stop]]
         return jax.tree.unflatten(self.treedef, left)
 
+    def passive(self, moving: Sequence[bool]) -> tuple[int, ...]:
+        """The operands with respect to which nothing differentiates."""
+        return tuple([i for i in range(self.stop) if i >= self.count or not moving[i]])
+
     def reads(self, more: int) -> tuple[int, ...]:
         """What derivatives read of the operands, of which `more` come behind the map's arrays."""
         return (*range(self.stop if self.kept else self.count), *range(self.stop, self.stop + more))
@@ -294,9 +295,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
         n = sum(use.moving)
 
         def run(*both: Array) -> list[Any]:
-            new = iter(both[:n])
-            full = [next(new) if m else x for x, m in zip(xs, use.moving, strict=True)]
-            return use.pulled(there, full, both[n:])
+            return use.pulled(there, replaced_where(xs, use.moving, both[:n]), both[n:])
 
         return run
 
@@ -330,8 +329,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
 
     def in_reverse_mode(xs: Entries, cts: list[Any], us: Entries) -> Any:
         ys, pull = jax.vjp(anew(xs), *use.chosen(xs), *cts)
-        us = _filled(us, ys)
-        both = _through(pull, us)
+        both = _through(pull, filled(us, ys))
         return both[: sum(use.moving)], both[sum(use.moving) :]
 
     def check_linear(xs: Entries, cts: list[Any], us: Entries) -> None:
@@ -339,7 +337,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
         of_cts = lambda xs, *cts: use.pulled(there, xs, cts)
         likes = [jnp.zeros_like(x) for x in use.chosen(xs)]
         try:
-            transpose(rule, "tangent", of_cts, xs, cts, _filled(us, likes))
+            transpose(rule, "tangent", of_cts, xs, cts, filled(us, likes))
         except GradtoolsError as error:
             raise GradtoolsError(
                 "frozen: G holds a function with a reverse rule only that is not linear in its "
@@ -357,14 +355,13 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
         second = _along(lambda *moved: anew(xs)(*moved, *cts), use.chosen(xs), us)
         return second, [dy for dy, t in zip(forward, there, strict=True) if t]
 
-    passive = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
     rule = Rule(
         "frozen's pullback",
         primal,
         tangent,
         cotangent,
         saves=graph.reads(sum(there)),
-        passive=tuple(passive),
+        passive=graph.passive(use.moving),
         captures=True,
         written=use.written,
         flow=lambda *operands: use.pulled(there, operands[:count], operands[graph.stop :]),
@@ -386,7 +383,7 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
 
     def primal(*operands: Array) -> list[Array]:
         along = use.chosen(spread(operands[graph.stop :], there))
-        return graph.linear(operands)(*_filled(along, use.chosen(operands[:count])))
+        return graph.linear(operands)(*filled(along, use.chosen(operands[:count])))
 
     def anew(*operands: Array) -> list[Array]:
         pushed = use.pushed(operands[:count], spread(operands[graph.stop :], there))
@@ -396,13 +393,12 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
         at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(there) :]]
         return _along(anew, at, along)
 
-    passive = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
     rule = Rule(
         "frozen's pushforward",
         primal,
         tangent,
         saves=graph.reads(sum(there)),
-        passive=tuple(passive),
+        passive=graph.passive(use.moving),
         written=use.written,
         flow=anew,
     )
@@ -413,12 +409,7 @@ def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[A
     """The derivative of fun at xs along dxs (None: zero), in forward mode."""
     moved = [i for i, dx in enumerate(dxs) if dx is not None]
 
-    def run(*new: Array) -> list[Array]:
-        full = list(xs)
-        for i, x in zip(moved, new, strict=True):
-            full[i] = x
-        return fun(*full)
-
+    run = lambda *new: fun(*replaced_at(xs, moved, new))
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
 
 
@@ -449,9 +440,4 @@ def _full(likes: Any, inexact: Sequence[bool], there: Sequence[bool], cts: Entri
     """Cotangents of all floating outputs, zero where none came."""
     given = spread(cts, there)
     floating = [ct for ct, i in zip(given, inexact, strict=True) if i]
-    return _filled(floating, likes)
-
-
-def _filled(values: Entries, likes: Entries) -> list[Any]:
-    pairs = zip(values, likes, strict=True)
-    return [jnp.zeros(like.shape, like.dtype) if v is None else v for v, like in pairs]
+    return filled(floating, likes)

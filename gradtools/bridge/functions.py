@@ -135,9 +135,8 @@ class Foreign:
             xs, dxs = operands[:n], operands[n:]
 
             def inexact(*at: Array) -> tuple[list[Array], list[Array]]:
-                return list(
-                    filter(guest.backend.is_inexact, run(*replaced_where(xs, moving, at)))
-                ), []
+                ys = run(*replaced_where(xs, moving, at))
+                return list(filter(guest.backend.is_inexact, ys)), []
 
             at = [x for x, m in zip(xs, moving, strict=True) if m]
             return list(guest.backend.jvp(DerivativeOf(inexact, guest.operator), at, list(dxs))[2])

@@ -1,4 +1,4 @@
-"""The narrow waist: what a framework must be able to do.
+"""The waist, gradtools' backend interface: what a framework must give, and defaults for the rest.
 
 Everything above is written once, on flat lists of arrays. A function handed to the waist, `fun`,
 takes the differentiated leaves and returns two lists, `(outs, extras)`: the arrays that are

@@ -1,4 +1,4 @@
-"""Everything that this wing relies on and JAX does not document: the one room that may.
+"""Every undocumented name of JAX that gradtools uses, each with its reason; no other file uses any.
 
 `jax._src` is used for one thing that is public elsewhere: the classes of a jaxpr. Their public
 place, `jax.extend.core`, comes with all of Pallas, which was half of the time that
@@ -118,6 +118,8 @@ def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> N
 # Beside what follows, where it is needed and nowhere else: texts of errors, for which JAX has no
 # types (`known_errors`). Buys words that say what to do. Costs: reworded upstream, JAX's own error
 # is raised in their place.
+#
+# The instruction at which an error was made (`code_origin`) is looked at as PyTorch's room says.
 
 
 def called_by_jax(depth: int) -> bool:

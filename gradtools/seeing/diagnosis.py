@@ -115,12 +115,7 @@ def refused(program: LeafProgram, refusal: Refusal) -> Finding:
     names = [program.names[index] for index in program.wrt]
     name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)
     return Finding(
-        name,
-        refusal.kind,
-        refusal.operation,
-        refusal.source,
-        refusal.scope,
-        detail=refusal.message,
+        name, refusal.kind, refusal.operation, refusal.source, refusal.scope, detail=refusal.message
     )
 
 
@@ -337,9 +332,7 @@ def differentiated(program: LeafProgram, recording: Recording) -> list[tuple[str
     return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + caller
 
 
-def of_modules_in_use(
-    parameters: Sequence[tuple[str, int | None]],
-) -> list[tuple[str, int | None]]:
+def of_modules_in_use(parameters: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
     """What is held without any part of it being read is not f's, it is only in its sight."""
     root = lambda name: name.partition(".")[0]
     used = {root(name) for name, value in parameters if value is not None}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -137,6 +137,21 @@ class Node(_Pickled):
     bodies: tuple[Body, ...] = ()
     saved: tuple[int, ...] = ()
     overwrites: tuple[int, ...] = ()
+
+
+def even_links(
+    node: Node,
+    values: Mapping[int, Value],
+    strength: Dependence = Dependence.DIFFERENTIABLE,
+    cut: Container[int] = (),
+) -> Links:
+    """Links of one strength between inexact arrays, cuts between others and from some values."""
+
+    def link(out: int, given: int) -> Dependence:
+        both = values[out].is_inexact and values[given].is_inexact
+        return strength if both and given not in cut else Dependence.CUT
+
+    return tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
 
 
 @dataclass(frozen=True)

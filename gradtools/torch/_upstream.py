@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that this wing relies on, and why: the one room that may.
+"""Every private name of PyTorch that gradtools uses, each with its reason; no other file uses any.
 
 All other files go through here, which `tests/house/test_upstream.py` reads from their source; tests
 in `tests/torch/test_upstream.py` hold that each name still does what is relied on, and that no
@@ -554,6 +554,9 @@ def is_compiled(f: Any) -> bool:
 # - Texts of PyTorch's errors, for which it has no types (`known_errors`). Buys words that
 #   say what to do, and another way where a kernel lacks a derivative. Costs: reworded upstream,
 #   PyTorch's own error is raised in their place.
+# - The instruction at which an error was made (`code_origin`): a `raise` statement outside of the
+#   framework is the user's, whose words may be the same. Buys that a user's error is never taken
+#   for PyTorch's. Costs a look at bytecode where an error is under way.
 # - Classes that are patched for the time of a call (`patches`). Buys calls that no mode sees. Costs
 #   each thread's call of them a look at whether it is meant.
 # - An import hook (`compiling`). Dynamo takes marks by identity, and importing it to set them takes

@@ -1,7 +1,7 @@
-"""What a walk over autograd's graph finds, at each derivative, and what a derivative depends on.
+"""A walk over autograd's graph: its leaves, custom Functions, and nodes with wrong gradients.
 
 One walk over the graph of a function's outputs finds its leaves, and the nodes that are no plain
-operations of PyTorch's: those of custom code, whose own derivatives are `double_backward.py`'s
+operations of PyTorch's: those of custom code, whose own derivatives `double_backward.py` checks
 where they are asked for, and those whose gradient PyTorch has wrong.
 
 Here is also what a derivative taken inside a function depends on: so that what is cut from it
@@ -182,7 +182,7 @@ here = _OpenDerivatives()
 def is_spent(x: Tensor) -> bool:
     """Whether x is an alias of a derivative whose function was evaluated.
 
-    Aliases of a finished call do not count as captured: no other result stays attached for them.
+    Nobody asks for a spent alias: it is no reason for another result to stay attached.
     """
     return getattr(x, SPENT, _UNSPENT)[0]
 

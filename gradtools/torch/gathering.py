@@ -1,4 +1,4 @@
-"""The rows of all processes, differentiable in any order and mode."""
+"""`gather` in PyTorch: a differentiable all-gather over the processes of a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where PyTorch's generators stand, so that what was drawn can be drawn again."""
+"""Saves and restores random generators: PyTorch's of all devices, NumPy's and Python's."""
 
 from __future__ import annotations
 

@@ -115,6 +115,30 @@ def test_the_sweep_sees_patches(text):
     assert list(names.patches_in(ast.parse(text)))
 
 
+# --- what a maintainer would refuse --------------------------------------------------------------
+
+REFUSED = {
+    "memory read by its address": r"^import ctypes|from_address\(",
+    "an import hook": r"\bmeta_path\b",
+    "an operator registered for the process": r"\blibrary\.Library\(",
+    "a look at bytecode": r"\bopmap\b",
+}
+
+
+@pytest.mark.parametrize("pattern", REFUSED.values(), ids=REFUSED)
+def test_what_a_maintainer_would_refuse_is_written_down_in_the_rooms(pattern):
+    """By the name of the file where it stands, as `nnx_state`, with what it buys and costs."""
+    told = {room.partition("/")[0]: (names.PACKAGE / room).read_text() for room in names.ROOMS}
+    found = []
+    for path in sorted({*names.PACKAGE.rglob("*.py")} - {names.PACKAGE / r for r in names.ROOMS}):
+        wing = path.relative_to(names.PACKAGE).parts[0]
+        if re.search(pattern, path.read_text(), re.MULTILINE):
+            found.append(path)
+            room = told.get(wing) or "".join(told.values())
+            assert re.search(rf"`{path.stem}(\.\w+)?`", room), path
+    assert found
+
+
 def test_functions_of_copied_code_are_made_in_the_rooms_alone():
     found = [use for use in names.code_copies() if use.file not in names.ROOMS]
     assert not found, "\n".join(map(str, found))

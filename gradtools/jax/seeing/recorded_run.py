@@ -32,7 +32,7 @@ from gradtools.jax.seeing.source_lines import source_of_error
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.recording import Recording, Refusal, Run
 
-_LEAVING = (
+LEAVING = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
     jax.errors.ConcretizationTypeError,
@@ -45,7 +45,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     result = _arrays(reached)
     try:
         traced = trace(run, leaves)
-    except _LEAVING as error:
+    except LEAVING as error:
         kind = _what_left(error)
         if kind is None:
             raise
@@ -124,13 +124,13 @@ def _closed(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     except jax.errors.NonConcreteBooleanIndexError:
         return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
     except jax.errors.ConcretizationTypeError as error:
-        if isinstance(error, _LEAVING[:2]) or _what_left(error) is not None:
+        if isinstance(error, LEAVING[:2]) or _what_left(error) is not None:
             raise
         return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
     try:
         return jaxpr_with_answers(fun, leaves, shapes_too=False)[0]
     except (jax.errors.NonConcreteBooleanIndexError, jax.errors.ConcretizationTypeError) as error:
-        left = isinstance(error, _LEAVING) and _what_left(error) is not None
+        left = isinstance(error, LEAVING) and _what_left(error) is not None
         if left or isinstance(error, jax.errors.TracerBoolConversionError):
             raise
     return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]

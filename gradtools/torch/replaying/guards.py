@@ -1,4 +1,4 @@
-"""Checks, refusals and progress of programs over chunks, besides their numbers.
+"""Refusals, captured tensors, counted bytes and progress bars of a recomputation over chunks.
 
 Whether f is computed again, and by whom; how far it is; how many bytes a graph keeps; modules and
 captured tensors with which it cannot.

@@ -1,4 +1,4 @@
-"""The transpose of a rule's map, for the mode that its author did not give.
+"""The jvp or vjp map that a rule lacks, by differentiating the one that it has, which is linear.
 
 A linear map is transposed by differentiating it, which PyTorch does without asking whether it is
 linear; `checking.py` asks.

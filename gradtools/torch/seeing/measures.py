@@ -1,4 +1,4 @@
-"""What a call costs in PyTorch: seen from below, operation by operation, then timed alone.
+"""`measure` in PyTorch: FLOPs and live bytes under a TorchDispatchMode, seconds without one.
 
 f is run a few times: once under modes that count operations and live bytes, once with arguments
 that require grad, to see what is kept for backward, then without any mode for the clock. Each run
@@ -28,7 +28,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.seeing.flops import Flops, inside_of
 from gradtools.torch.seeing.operands import written
-from gradtools.torch.seeing.recording.undo import Undo
+from gradtools.torch.seeing.recording.undo import Undo, eagerly
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -67,7 +67,7 @@ def _check(given: Sequence[Tensor]) -> None:
 
 
 def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
-    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, _eager():
+    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, eagerly():
         result = run()
     del result
     before.restore()
@@ -95,16 +95,6 @@ def _device_peak(run: Callable[[], Any]) -> int | None:
 
 
 # --- compiled code -----------------------------------------------------------------------
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Inside, compiled functions run as they were written: a mode cannot see into their code."""
-    if not upstream.dynamo_is_loaded():
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _is_compiled(f: Any) -> bool:
@@ -209,7 +199,7 @@ def _saved(
     with torch.inference_mode(False), torch.enable_grad():
         tracked_args, tracked_kwargs = upstream.tree_map(_tracked, (tuple(args), kwargs))
         try:
-            with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), _eager():
+            with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), eagerly():
                 result = f(*tracked_args, **tracked_kwargs)
         except Exception as error:  # it ran as it was given: what stands in the way is the answer
             first = str(error).strip().partition("\n")[0]

@@ -22,7 +22,7 @@ from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.attributes import number_text
 from gradtools.seeing.bridged_calls import opened
-from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph, needed
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph, even_links, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -56,7 +56,7 @@ from gradtools.torch.seeing.recording.values import Write, numbers_in, shows_all
 
 Tensor = torch.Tensor
 _KERNEL = "aten.call_kernel"
-_CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
+_CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
 
 
 def gradient_graph(request: Differentiated | Live) -> PlainGraph:
@@ -247,11 +247,7 @@ class _PassRecorder(Recorder[int]):
         return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _write(
-        self,
-        call: AtenCall,
-        numbers: Sequence[int],
-        outs: Sequence[Any],
-        written: Sequence[Tensor],
+        self, call: AtenCall, numbers: Sequence[int], outs: Sequence[Any], written: Sequence[Tensor]
     ) -> None:
         name = call.name
         if name + "_" in operations.OVERWRITES and written:
@@ -480,9 +476,9 @@ class _PassRecorder(Recorder[int]):
             return node
         name = node.native.removeprefix("aten.").strip("_")
         if name in operations.ZERO_DERIVATIVE:
-            return replace(node, links=self._links(node, _ZERO), loss="zero_derivative")
+            return replace(node, links=even_links(node, self.values, _ZERO), loss="zero_derivative")
         if name == "local_scalar_dense":
-            return replace(node, links=self._links(node, _CUT), loss="left_framework")
+            return replace(node, links=even_links(node, self.values, _CUT), loss="left_framework")
         inexact = [v for v in node.outputs if self.values[v].is_inexact]
         known = [self._tracked[v] for v in inexact if v in self._tracked]
         flows = bool(inexact) and (any(known) or not known)
@@ -492,14 +488,7 @@ class _PassRecorder(Recorder[int]):
         name = node.native.removeprefix("aten.").strip("_")
         inexact = all(self.values[v].is_inexact for v in node.outputs)
         loss = operations.loss_of(name, made.grad_enabled, inexact)
-        return replace(node, links=self._links(node, _CUT), loss=loss)
-
-    def _links(self, node: Node, strength: Dependence) -> Links:
-        def link(out: int, given: int) -> Dependence:
-            both = self.values[out].is_inexact and self.values[given].is_inexact
-            return strength if both else _CUT
-
-        return tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
+        return replace(node, links=even_links(node, self.values, _CUT), loss=loss)
 
 
 def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a call of a torch.autograd.Function stands for: its rule's name, and what the rule drops."""
+"""Recorded calls of torch.autograd.Functions: their rules' names, and what backward passes drop."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ place has another number from then on. Whether a call carries a derivative is as
 itself: from the output's graph one walks back until known tensors are met. So a custom Function, a
 checkpoint or a transform is one link like any other.
 
-What leaves for NumPy or Python is tagged (`tags.py`), so that it is known when it comes back.
+What leaves for NumPy or Python is tagged (`taint.py`), so that it is known when it comes back.
 """
 
 from __future__ import annotations

@@ -12,10 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradtools.code_origin import PACKAGE, Source, innermost, lines_above
 from gradtools.torch import _upstream as upstream

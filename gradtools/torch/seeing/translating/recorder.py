@@ -1,4 +1,4 @@
-"""One run of a PyTorch program, written down in the vocabulary of the formula.
+"""Records a PyTorch run in framework-neutral operations: as functions, aten calls or their parts.
 
 Functions that are read better as a whole (an einsum, a cross-entropy) are written down as
 PyTorch's Python functions are called; all others when aten's operations run, beneath autograd. What

@@ -1,4 +1,4 @@
-"""Functions with rules of their own, written down with their rule.
+"""Records each torch.autograd.Function as a custom rule: its forward and its backward program.
 
 What a `torch.autograd.Function` computes is written down as it runs. Autograd is then asked at
 once for its cotangents: what its backward computes is a program of the cotangents, and of values

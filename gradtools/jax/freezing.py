@@ -28,6 +28,7 @@ from gradtools.jax.jaxprs import uses_primitive
 from gradtools.jax.known_errors import explained
 from gradtools.jax.nnx_state import stateful
 from gradtools.jax.rules.installing import apply_rule
+from gradtools.jax.rules.primitives import FlowRule
 from gradtools.jax.rules.transposing import transpose
 from gradtools.jax.trees import conj, filled, is_inexact
 from gradtools.rules import Linearized, Rule, replaced_at, replaced_where, spread
@@ -106,17 +107,21 @@ class _Use:
     """One use of a function of flat arrays.
 
     Attributes:
-        written: What may hold arrays that the function closes over.
+        user_functions: What may hold arrays that the function closes over.
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: list[Array], budget: int) -> None:
         self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
-        self.written: Any = (fun,)
+        self.user_functions: Any = (fun,)
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else values may decide what G does
             self.fun = _TracedOnce(fun, xs)
-            self.written = (list(self.fun.closed.consts),)
-        self.rule = Rule(
-            "frozen", self.fun, linearize=self.linearize, written=self.written, flow=self.fun
+            self.user_functions = (list(self.fun.closed.consts),)
+        self.rule = FlowRule(
+            "frozen",
+            self.fun,
+            linearize=self.linearize,
+            user_functions=self.user_functions,
+            flow=self.fun,
         )
 
     def of_moving(self, xs: Entries) -> Callable[..., Any]:
@@ -151,11 +156,11 @@ class _Use:
             return self.pushed(saved[:count], dxs)
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            there = [i and ct is not None for i, ct in zip(inexact, cts, strict=True)]
-            given = [ct for ct, t in zip(cts, there, strict=True) if t]
+            mask = [i and ct is not None for i, ct in zip(inexact, cts, strict=True)]
+            given = [ct for ct, t in zip(cts, mask, strict=True) if t]
             if not given:
                 return [None] * count
-            result = apply_rule(_pullback(self, graph, there), *saved, *given)
+            result = apply_rule(_pullback(self, graph, mask), *saved, *given)
             return spread(result, self.moving)
 
         reads = (*range(count), *range(count + len(outs), count + len(outs) + len(left)))
@@ -200,11 +205,11 @@ class _Use:
         )
         return spread(dys, self.inexact)
 
-    def pulled(self, there: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
+    def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
         """The pullback, computed anew."""
         with explained("frozen"):
             ys, pull, _ = jax.vjp(self.of_moving(xs), *self.chosen(xs), has_aux=True)
-        return self.through(pull, xs, _full(ys, self.inexact, there, cts))
+        return self.through(pull, xs, _full(ys, self.inexact, mask, cts))
 
     def through(self, pull: Any, xs: Entries, cts: list[Any]) -> list[Any]:
         """The pullback of cotangents; where G has no reverse mode, from the columns of J."""
@@ -268,7 +273,7 @@ class _KeptLinearMap:
         left = [jax.lax.stop_gradient(x) for x in operands[self.count : self.stop]]
         return jax.tree.unflatten(self.treedef, left)
 
-    def passive(self, moving: Sequence[bool]) -> tuple[int, ...]:
+    def nondifferentiable(self, moving: Sequence[bool]) -> tuple[int, ...]:
         """The operands with respect to which nothing differentiates."""
         return tuple([i for i in range(self.stop) if i >= self.count or not moving[i]])
 
@@ -277,7 +282,7 @@ class _KeptLinearMap:
         return (*range(self.stop if self.kept else self.count), *range(self.stop, self.stop + more))
 
 
-def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
+def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
     """The rule of (arguments, what the evaluation left, cotangents) to cotangents."""
     count, extras = graph.count, graph.size
 
@@ -285,7 +290,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
         fixed = [jax.lax.stop_gradient(x) for x in operands]
         moved = use.chosen(fixed[:count])
         likes = jax.eval_shape(use.of_moving(fixed[:count]), *moved)[0]
-        cts = _full(likes, use.inexact, there, fixed[graph.stop :])
+        cts = _full(likes, use.inexact, mask, fixed[graph.stop :])
         if not graph.kept:
             return use.through(graph.linear(operands), fixed[:count], cts)
         push = lambda linear, *dxs: linear(*dxs)
@@ -295,19 +300,19 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
         n = sum(use.moving)
 
         def run(*both: Array) -> list[Any]:
-            return use.pulled(there, replaced_where(xs, use.moving, both[:n]), both[n:])
+            return use.pulled(mask, replaced_where(xs, use.moving, both[:n]), both[n:])
 
         return run
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-        xs, cts = saved[:count], list(saved[len(saved) - sum(there) :])
+        xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
         along = [*use.chosen(dxs[:count]), *dxs[graph.stop :]]
         if all(dx is None for dx in along[: sum(use.moving)]):  # it is linear in the cotangents
-            return use.pulled(there, xs, dxs[graph.stop :])
+            return use.pulled(mask, xs, dxs[graph.stop :])
         return _along(anew(xs), [*use.chosen(xs), *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
-        xs, cts = saved[:count], list(saved[len(saved) - sum(there) :])
+        xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
         second, to_cts = by_either_mode(saved, xs, cts, us)
         return [*spread(second, use.moving), *([None] * extras), *to_cts]
 
@@ -334,7 +339,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
 
     def check_linear(xs: Entries, cts: list[Any], us: Entries) -> None:
         """Raises where a bwd is not linear: reverse mode then gives nothing's derivative."""
-        of_cts = lambda xs, *cts: use.pulled(there, xs, cts)
+        of_cts = lambda xs, *cts: use.pulled(mask, xs, cts)
         likes = [jnp.zeros_like(x) for x in use.chosen(xs)]
         try:
             transpose(rule, "tangent", of_cts, xs, cts, filled(us, likes))
@@ -353,18 +358,18 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
         else:
             forward = use.pushed(xs, along)
         second = _along(lambda *moved: anew(xs)(*moved, *cts), use.chosen(xs), us)
-        return second, [dy for dy, t in zip(forward, there, strict=True) if t]
+        return second, [dy for dy, t in zip(forward, mask, strict=True) if t]
 
-    rule = Rule(
+    rule = FlowRule(
         "frozen's pullback",
         primal,
         tangent,
         cotangent,
-        saves=graph.reads(sum(there)),
-        passive=graph.passive(use.moving),
+        saves=graph.reads(sum(mask)),
+        nondifferentiable=graph.nondifferentiable(use.moving),
         captures=True,
-        written=use.written,
-        flow=lambda *operands: use.pulled(there, operands[:count], operands[graph.stop :]),
+        user_functions=use.user_functions,
+        flow=lambda *operands: use.pulled(mask, operands[:count], operands[graph.stop :]),
     )
     return rule
 
@@ -376,30 +381,30 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
     of forward mode from the arguments.
     """
     count = graph.count
-    there = [dx is not None for dx in dxs]
+    mask = [dx is not None for dx in dxs]
     given = [dx for dx in dxs if dx is not None]
     if not given:
         return [None] * len(use.inexact)
 
     def primal(*operands: Array) -> list[Array]:
-        along = use.chosen(spread(operands[graph.stop :], there))
+        along = use.chosen(spread(operands[graph.stop :], mask))
         return graph.linear(operands)(*filled(along, use.chosen(operands[:count])))
 
     def anew(*operands: Array) -> list[Array]:
-        pushed = use.pushed(operands[:count], spread(operands[graph.stop :], there))
+        pushed = use.pushed(operands[:count], spread(operands[graph.stop :], mask))
         return [dy for dy in pushed if dy is not None]
 
     def tangent(read: Entries, along: Entries) -> list[Any]:
-        at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(there) :]]
+        at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(mask) :]]
         return _along(anew, at, along)
 
-    rule = Rule(
+    rule = FlowRule(
         "frozen's pushforward",
         primal,
         tangent,
-        saves=graph.reads(sum(there)),
-        passive=graph.passive(use.moving),
-        written=use.written,
+        saves=graph.reads(sum(mask)),
+        nondifferentiable=graph.nondifferentiable(use.moving),
+        user_functions=use.user_functions,
         flow=anew,
     )
     return spread(apply_rule(rule, *saved[: graph.stop], *given), use.inexact)
@@ -436,8 +441,8 @@ def _real(x: Array) -> Any:
     return jnp.finfo(x.dtype).dtype
 
 
-def _full(likes: Any, inexact: Sequence[bool], there: Sequence[bool], cts: Entries) -> list[Any]:
+def _full(likes: Any, inexact: Sequence[bool], mask: Sequence[bool], cts: Entries) -> list[Any]:
     """Cotangents of all floating outputs, zero where none came."""
-    given = spread(cts, there)
+    given = spread(cts, mask)
     floating = [ct for ct, i in zip(given, inexact, strict=True) if i]
     return filled(floating, likes)

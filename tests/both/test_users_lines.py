@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from derivative_table import lift
 
 import gradtools
 from gradtools import GradtoolsWarning, errors
+from gradtools.code_origin import PACKAGE, innermost
 from gradtools.testing.plugin import hide_own_frames
 
 HERE = __file__
@@ -137,3 +139,24 @@ def test_what_pytorch_lacks_is_told_at_the_line_that_holds_it(monkeypatch):
         found = said(call)
         assert found.filename == HERE, found
         assert abs(found.lineno - lines[-1]) <= 1, found
+
+
+def frame(file, module="of_somebody"):
+    """What a frame tells of whose code it runs."""
+    code = SimpleNamespace(co_filename=file, co_name="f")
+    return SimpleNamespace(f_code=code, f_globals={"__name__": module})
+
+
+def test_the_innermost_line_is_the_users_or_else_a_packages():
+    package = "/lib/site-packages/somebody/of_theirs.py"
+    files = [OWN + "errors.py", package, package, "/home/me/train.py", "/home/me/main.py"]
+    lines = [(frame(file), k) for k, file in enumerate(files)]
+    assert innermost(lines).line == innermost(lines, PACKAGE).line == 3
+    assert innermost(lines[:3]) is None
+    assert innermost(lines[:3], PACKAGE).line == 1
+
+
+def test_what_python_makes_of_a_text_is_the_users_in_their_own_program_alone():
+    assert innermost([(frame("<string>", "somebody"), 1)]) is None  # a dataclass's methods
+    assert innermost([(frame("<string>", "__main__"), 1)]).line == 1
+    assert innermost([(frame("<doctest page>", "somebody"), 1)]).line == 1

@@ -120,12 +120,9 @@ class Foreign:
             return spread(pull.applied(*xs, *_present(cts)), moving)
 
         def reaches(*specs: Spec) -> Sequence[Mask] | None:
-            return self.known_of(specs).reach
+            return self.known_of(specs).reach if self.base is self else None
 
-        own = reaches if self.base is self else None
-        return Rule(
-            self.name, self.value, tangent, cotangent, captures=False, reaches=own, crosses=True
-        )
+        return Rule(self.name, self.value, tangent, cotangent, captures=False, reaches=reaches)
 
     def jvp(self, moving: Mask) -> Foreign:
         """Tangents of the floating outputs, of all inputs and the tangents of those that move."""

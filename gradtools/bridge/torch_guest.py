@@ -357,7 +357,7 @@ def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Te
 def _captured(f: Any) -> dict[str, Tensor]:
     """The tensors that a function holds, in words."""
     read = [x for x in globals_of(f).values() if isinstance(x, torch.nn.Module | Tensor)]
-    where: Any = SimpleNamespace(written=(f, *read), maps=())
+    where: Any = SimpleNamespace(user_functions=(f, *read), maps=())
     modules = list(captured(where, lambda x: isinstance(x, torch.nn.Module), Tensor))
     named: dict[int, tuple[str, Tensor]] = {}
     for module in modules:

@@ -58,8 +58,8 @@ class LinearizedProgram:
         def backward(residuals: Any, cts: Any) -> Any:
             return jax.tree.unflatten(structure[0], residuals)(cts)
 
-        there, looks = jax.make_jaxpr(forward, return_shape=True)(list(consts), list(leaves))
-        ys, extras, residuals = looks
+        there, avals = jax.make_jaxpr(forward, return_shape=True)(list(consts), list(leaves))
+        ys, extras, residuals = avals
         return cls(there, jax.make_jaxpr(backward)(residuals, ys), count, len(extras))
 
     def evaluated(self, consts: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, Any, Any]:

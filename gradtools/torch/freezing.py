@@ -179,9 +179,9 @@ class _Use(Forward):
     # --- its derivatives
 
     def pull(
-        self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries, joint: Any = None
+        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
-        back = _FrozenBackward(self, widths, width, there)
+        back = _FrozenBackward(self, widths, width, mask)
         if upstream.peek_interpreter_stack() is not None:
             return outputs_of(back, rows, shared)
         known = back.evaluate(rows, shared)
@@ -198,10 +198,10 @@ class _Use(Forward):
         _, grads = node_of(back, rows, caller, known)
         return self.guarded(grads)
 
-    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
-        zs, dzs = list(shared[:width]), spread(shared[width:], there[-1])
+    def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
+        zs, dzs = list(shared[:width]), spread(shared[width:], mask[-1])
         fast = lambda use: use.pushed(zs, dzs)
-        slow = lambda use: outputs_of(Pushed(use, widths, width, there), rows, shared)
+        slow = lambda use: outputs_of(Pushed(use, widths, width, mask), rows, shared)
         return self.by_any_kernel("values", fast if self.may_use_forward_mode() else None, slow)
 
     def may_use_graph(self) -> bool:
@@ -387,17 +387,17 @@ class _FrozenBackward(Backward):
         """The pullback of factor times cts, computed anew."""
         use: Any = self.of
         fresh = use.with_modes(use.modes)
-        same = _FrozenBackward(fresh, self.widths, self.shared_width, self.there)
+        same = _FrozenBackward(fresh, self.widths, self.shared_width, self.mask)
         scaled = [None if ct is None else detached(ct, CHUNK) * factor for ct in cts]
         with torch.no_grad():
             return same.evaluate([scaled], zs)[1]
 
     def pull(
-        self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries, joint: Any = None
+        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
         count = self.shared_width
         zs = list(shared[:count]) if self.arguments is None else self.arguments
-        us = spread(shared[width:], there[-1])
+        us = spread(shared[width:], mask[-1])
         cts = rows[0]
         use: Any = self.of
         self.refuse_nonlinear(zs, cts)
@@ -409,19 +409,19 @@ class _FrozenBackward(Backward):
                 return [*pulled, *us]
         given = [[], [u is not None for u in us]]
         pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
-        along = [dy for dy, t in zip(pushed, self.there[0], strict=False) if t]
+        along = [dy for dy, t in zip(pushed, self.mask[0], strict=False) if t]
         if self.pulled_first and use.shows_numbers():
             self._compare_transposes(us, along, cts)
         if self.arguments is not None:
             return [*along, *us]  # `_PullbackInputs` makes of us what is asked
         return [*along, *_along_arguments(self, zs, us, cts)]
 
-    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+    def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
         if (
             self.arguments is not None
         ):  # `_PullbackInputs` would take their cotangents for the pullback's
             shared = [*map(primal_of, self.arguments), *shared[width:]]
-        return super().push(widths, width, there, rows, shared)
+        return super().push(widths, width, mask, rows, shared)
 
     def _compare_transposes(self, us: Entries, along: Entries, cts: Entries) -> None:
         """Raises if the pushforward is not the transposed of the pullback: <u, J^H v> = <Ju, v>.
@@ -493,12 +493,12 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
         pulled = back.through_graph(grads, own, us)
         if pulled is not None:
             return pulled
-    full, there = spread(cts, back.there[0]), [[False] * len(cts), [u is not None for u in us]]
+    full, mask = spread(cts, back.mask[0]), [[False] * len(cts), [u is not None for u in us]]
     given = [*zs, *(u for u in us if u is not None)]
 
     def slow(use: _Use) -> list[Any]:
-        same = _FrozenBackward(use, back.widths, back.shared_width, back.there)
-        return outputs_of(Pushed(same, [len(cts)], len(zs), there), [list(cts)], given)
+        same = _FrozenBackward(use, back.widths, back.shared_width, back.mask)
+        return outputs_of(Pushed(same, [len(cts)], len(zs), mask), [list(cts)], given)
 
     fast = lambda use: use.second(zs, us, full)
     return use.by_any_kernel("along", fast if use.may_use_forward_mode() else None, slow)

@@ -36,7 +36,7 @@ from gradtools.torch.replaying.slicing import (
     views_of,
 )
 from gradtools.torch.replaying.summing import Joint, Sums, adding_leaves, join, joint_of
-from gradtools.torch.rules.installing import apply_rule, reverse_only_at
+from gradtools.torch.rules.installing import BatchedRule, apply_rule, reverse_only_at
 from gradtools.torch.upstream_bugs.gradients import rightly, wrong_nodes
 from gradtools.torch.upstream_bugs.lost_terms import guarded_gradients
 
@@ -83,16 +83,16 @@ class ChunkProgram:
         self,
         widths: Any,
         width: int,
-        there: Any,
+        mask: Any,
         rows: Rows,
         shared: Entries,
         joint: Joint | None = None,
     ) -> list[Any]:
         """Cotangents of the inputs; rows and shared end in the vectors, as in `_Derived`."""
-        return outputs_of(Backward(self, widths, width, there, joint), rows, shared)
+        return outputs_of(Backward(self, widths, width, mask, joint), rows, shared)
 
-    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
-        return outputs_of(Pushed(self, widths, width, there), rows, shared)
+    def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
+        return outputs_of(Pushed(self, widths, width, mask), rows, shared)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         """The same for a batch, and which of its inputs then have its axis in front.
@@ -107,7 +107,7 @@ class ChunkProgram:
 class _Derived(ChunkProgram):
     """A program made of another, which it evaluates with a graph, chunk by chunk.
 
-    Its inputs are the other's, followed by vectors: those for which `there` says so.
+    Its inputs are the other's, followed by vectors: those for which `mask` says so.
     """
 
     transposes = False  # whether it differentiates the other's pullback along its cotangents
@@ -117,11 +117,11 @@ class _Derived(ChunkProgram):
         of: ChunkProgram,
         widths: list[int],
         shared_width: int,
-        there: list[list[bool]],
+        mask: list[list[bool]],
         joint: Joint | None = None,
     ) -> None:
         self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, of.forward
-        self.widths, self.shared_width, self.there = widths, shared_width, there
+        self.widths, self.shared_width, self.mask = widths, shared_width, mask
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
@@ -176,7 +176,7 @@ class _Derived(ChunkProgram):
     def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
         """The inputs of the other program at chunk i, then the vectors, None where not there."""
         k, m = self.widths[i], self.shared_width
-        return xs[:k], shared[:m], spread(xs[k:], self.there[i]), spread(shared[m:], self.there[-1])
+        return xs[:k], shared[:m], spread(xs[k:], self.mask[i]), spread(shared[m:], self.mask[-1])
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         self.of.pass_by(i, *self.split(i, xs, shared)[:2])
@@ -252,7 +252,7 @@ class Backward(_Derived):
 
     def needs(self, i: int) -> bool:
         """Whether a cotangent comes in, at the chunk or at what is summed."""
-        return any(self.there[i]) or any(self.there[-1])
+        return any(self.mask[i]) or any(self.mask[-1])
 
     def nothing(self, i: int) -> list[Any]:
         return [None] * self.widths[i]
@@ -349,10 +349,10 @@ class Pushed(_Derived):
         with torch.enable_grad():
             dummies = [_dummy(y) for y in outs]
             pulled = pulled_back(outs, inputs, dummies, True, True)
-        there = [d is not None for d in dummies]
+        mask = [d is not None for d in dummies]
         wanted = [d for d in dummies if d is not None]
         pushed = self.pulled(pulled, wanted, [*dxs, *dshared], len(wanted), create, create)
-        pushed = spread(pushed, there)
+        pushed = spread(pushed, mask)
         return pushed[: len(ys)], pushed[len(ys) :]
 
 
@@ -411,11 +411,11 @@ def node_of(
         results = applied(_ProgramNode, maps, outs, *inputs)
     else:
         results = apply_rule(_rule(maps, known and outs), *inputs)
-    counts, there = shape
-    flat = spread(results, there)
-    if known is not None and not all(there):
+    counts, mask = shape
+    flat = spread(results, mask)
+    if known is not None and not all(mask):
         everything = [*flattened(known[0]), *known[1]]
-        flat = [y if t else e for y, t, e in zip(flat, there, everything, strict=True)]
+        flat = [y if t else e for y, t, e in zip(flat, mask, everything, strict=True)]
     parts = cut_up(flat, counts)
     return parts[:-1], parts[-1]
 
@@ -423,13 +423,13 @@ def node_of(
 def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
     """The outputs and sums that are the node's outputs; shape tells afterwards which."""
     outs: list[Tensor] = []
-    there: list[bool] = []
+    mask: list[bool] = []
     for i, ys in enumerate([*found[0], found[1]]):
         for k, y in enumerate(ys):
-            there.append(isinstance(y, Tensor) and (not known or program.attaches(i, k)))
-            if there[-1]:
+            mask.append(isinstance(y, Tensor) and (not known or program.attaches(i, k)))
+            if mask[-1]:
                 outs.append(y)
-    shape[:] = [list(map(len, found[0])), there]
+    shape[:] = [list(map(len, found[0])), mask]
     return outs
 
 
@@ -443,8 +443,8 @@ class _Maps:
     shape: list[Any]  # as `_chosen` says it
 
     def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
-        counts, there = self.shape
-        full = spread(cts, there)
+        counts, mask = self.shape
+        full = spread(cts, mask)
         if self.program is self.program.forward:  # its sums are carries
             full = full[: sum(counts)]
         result = self._vectors(saved, full, counts)
@@ -455,18 +455,18 @@ class _Maps:
         result = self._vectors(saved, dxs, self.widths)
         with marked(self.program.forward.caller):
             pushed = self.program.push(self.widths, self.width, result[2], *result[:2])
-        there = self.shape[1]
-        pushed += [None] * (len(there) - len(pushed))  # of carries
-        return [dy for dy, t in zip(pushed, there, strict=True) if t]
+        mask = self.shape[1]
+        pushed += [None] * (len(mask) - len(pushed))  # of carries
+        return [dy for dy, t in zip(pushed, mask, strict=True) if t]
 
     def _vectors(self, saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
         parts, vs = cut_up(saved, self.widths), cut_up(given, counts)
-        there = [[v is not None for v in row] for row in vs]
+        mask = [[v is not None for v in row] for row in vs]
         both = [
             [*xs, *(v for v in row if v is not None)]
             for xs, row in zip([*parts[:-1], parts[-1][: self.width]], vs, strict=True)
         ]
-        return both[:-1], both[-1], there
+        return both[:-1], both[-1], mask
 
 
 class _ProgramNode(torch.autograd.Function):
@@ -488,9 +488,9 @@ class _ProgramNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        there, joint = [None if ct is None else alive(ct) for ct in cts], joint_of(ctx)
+        living, joint = [None if ct is None else alive(ct) for ct in cts], joint_of(ctx)
         with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
-            result = ctx.maps.cotangent(_unchanged(ctx), there, joint)
+            result = ctx.maps.cotangent(_unchanged(ctx), living, joint)
         if joint is not None:
             own = len(result) - len(ctx.leaves)
             result[own:] = joint.handed_on(ctx.leaves, result[own:])
@@ -523,7 +523,7 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
             ys = _chosen(program, result, shape, False)
         return [y.view_as(y) if any(y is x for x in xs) else y for y in ys]  # an input is saved
 
-    def mapped(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
+    def batching_rule(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
         count = sum(widths) + width
         on = cut_up([d is not None for d in axes[:count]], widths)
         result, wanted = program.batched(size, on, randomness, False)
@@ -538,13 +538,15 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
                 # the sums of leaves are sums over the batch, too
                 batched[len(batched) - len(result.leaves) :] = [False] * len(result.leaves)
             pairs = zip(batched, shape[1], strict=True)
-            return tuple([0 if b else None for b, there in pairs if there])
+            return tuple([0 if b else None for b, m in pairs if m])
 
         batch = _rule(_Maps(result, widths, width, shape))
         return batch, [*front, *xs[count:]], axes_of
 
     caller = program.forward.caller
-    return Rule(caller, primal, maps.tangent, maps.cotangent, captures=False, mapped=mapped)
+    return BatchedRule(
+        caller, primal, maps.tangent, maps.cotangent, captures=False, batching_rule=batching_rule
+    )
 
 
 def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:

@@ -594,7 +594,19 @@ class Backend(Seeing):
 class Wing(Backend):
     """What both wings have in rooms of the same names."""
 
-    as_number = Lazily("accumulate")
+    def is_traced(self, x: Any) -> bool:
+        """Whether x is an array of a transform that is still running."""
+        raise NotImplementedError
+
+    def as_number(self, x: Any) -> Any:
+        if self.is_traced(x):
+            x = self.stop_gradient(x)
+            narrow = x.dtype.itemsize < 4  # sums of small dtypes round or overflow
+            return None if tuple(x.shape) else self.cast(x, "float32") if narrow else x
+        if getattr(x, "shape", None) == () and hasattr(x, "item"):
+            return x.item()
+        return x if isinstance(x, (int, float)) else None
+
     run_chunks, sum_chunks = Lazily("chunking"), Lazily("chunking")
     run_frozen = Lazily("freezing")
 

@@ -44,6 +44,9 @@ class JaxBackend(Wing):
         # A literal of a program that is traced, a float with a dtype, says that it is one too.
         return isinstance(x, jax.Array) and not isinstance(x, int | float | complex)
 
+    def is_traced(self, x: Any) -> bool:
+        return isinstance(x, jax.core.Tracer)
+
     def is_inexact(self, x: Array) -> bool:
         return is_inexact(x)
 

@@ -84,6 +84,23 @@ def read(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
+def interpreted(
+    jaxpr: Jaxpr,
+    entries: Sequence[Any],
+    step: Callable[[int, Eqn, list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any] = lambda literal: literal.val,
+) -> list[Any]:
+    """A jaxpr run on what stands for arrays: what stands for its outputs.
+
+    step: Of an equation's number, the equation, and its operands. constant: Of a literal.
+    """
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], entries, strict=True))
+    at = lambda atom: constant(atom) if isinstance(atom, Literal) else env[atom]
+    for i, eqn in enumerate(jaxpr.eqns):
+        env.update(zip(eqn.outvars, step(i, eqn, [at(v) for v in eqn.invars]), strict=True))
+    return [at(v) for v in jaxpr.outvars]
+
+
 def overwrites(eqn: Eqn) -> bool:
     """Whether an equation sets every entry of its first operand."""
     name, atoms = eqn.primitive.name, eqn.invars

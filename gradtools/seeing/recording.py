@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradtools.seeing.nodes import Node, PlainGraph, Source
+from gradtools.code_origin import Source
+from gradtools.seeing.nodes import Node, PlainGraph
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 

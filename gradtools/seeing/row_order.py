@@ -132,9 +132,7 @@ def _journey(
 
 
 def _is_long(
-    journey: _Journey,
-    ranks: dict[int, dict[int, int]],
-    drafts: dict[int, _Draft],
+    journey: _Journey, ranks: dict[int, dict[int, int]], drafts: dict[int, _Draft]
 ) -> bool:
     across = ranks[journey.block]
     spans = [across[journey.target[-1]] - across[journey.source[-1]]]

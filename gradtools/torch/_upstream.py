@@ -39,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
+from gradtools.torch.operation_marks import OWN
+
 Tensor = torch.Tensor
 _functorch: Any = torch._C._functorch
 _autograd: Any = torch.autograd
@@ -205,7 +207,7 @@ def pulled(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` by `run_engine`; None at what is not reached."""
     if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
-        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=OWN)
     # A mode that looks on, as where a picture is made, knows autograd's sums by its caller.
     run = run_engine if DYNAMO in sys.modules or count_of_dispatch_modes() else engine
     ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
@@ -549,11 +551,10 @@ def is_compiled(f: Any) -> bool:
 # process, because nothing else in PyTorch tells. Beside them, where they are needed and nowhere
 # else, with what each buys and costs:
 #
-# - Texts of PyTorch's errors, for which it has no types (`freezing` and `seeing/passes` go another
-#   way by them; `known_errors` and `recording/refusals` word them, as others do, whose list is in
-#   `tests/house/test_upstream.py`). Buys words that say what to do, and another way where a kernel
-#   lacks a derivative. Costs: reworded upstream, PyTorch's own error is raised in their place.
-# - The instruction at which an error was made (`errors.is_of`): a `raise` statement outside of the
+# - Texts of PyTorch's errors, for which it has no types (`known_errors`). Buys words that
+#   say what to do, and another way where a kernel lacks a derivative. Costs: reworded upstream,
+#   PyTorch's own error is raised in their place.
+# - The instruction at which an error was made (`code_origin`): a `raise` statement outside of the
 #   framework is the user's, whose words may be the same. Buys that a user's error is never taken
 #   for PyTorch's. Costs a look at bytecode where an error is under way.
 # - Classes that are patched for the time of a call (`patches`). Buys calls that no mode sees. Costs
@@ -577,18 +578,6 @@ def is_frameworks_own_question(depth: int) -> bool:
     question within a pushforward, 0.3 us; a library that asks for PyTorch is taken for the user.
     """
     return _package(_asker(depth + 1)) in ("torch", "gradtools")
-
-
-def package_that_called(depth: int) -> str:
-    """The package that called PyTorch, so many calls above the caller.
-
-    `torch.autograd.grad` in f makes a constant to forward mode; our own call of it does not. Buys
-    right tangents of a pullback in f. Costs: what gradtools is called by in turn counts as ours.
-    """
-    frame = _asker(depth + 1)
-    while frame is not None and _package(frame) == "torch":
-        frame = frame.f_back
-    return _package(frame)
 
 
 def is_leaving_a_block(depth: int) -> bool:

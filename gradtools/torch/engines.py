@@ -54,7 +54,7 @@ from gradtools.torch.modes import (
     outside_of_inference,
 )
 from gradtools.torch.nondifferentiable import gated
-from gradtools.torch.operation_marks import DERIVATIVE, detached
+from gradtools.torch.operation_marks import DERIVATIVE, OWN, detached
 from gradtools.torch.rules.installing import evaluated_to_push
 from gradtools.torch.upstream_bugs.derivatives import (
     RightGradients,
@@ -201,7 +201,7 @@ def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create:
     with guard or nullcontext(), outside_of_inference():
         if torch.is_grad_enabled() != keep:  # leaving inference mode switches it on
             torch.set_grad_enabled(keep)
-        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=OWN)
 
 
 @skipped_by_dynamo

@@ -40,8 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.code_origin import USER, names_in, whose
+from gradtools.code_origin import USER, whose
 from gradtools.errors import GradtoolsError
+from gradtools.function_variables import names_in
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness

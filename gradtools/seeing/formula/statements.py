@@ -12,12 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtools.seeing.formula import typesetting as ts
-from gradtools.seeing.formula.algebra import (
-    constant_of,
-    contracts,
-    drop_axes,
-    parts,
-)
+from gradtools.seeing.formula.algebra import constant_of, contracts, drop_axes, parts
 from gradtools.seeing.formula.axes import Axes
 from gradtools.seeing.formula.expressions import Expr, Program, order
 from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS

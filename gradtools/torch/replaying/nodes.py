@@ -22,7 +22,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, refuse_lost
 from gradtools.torch.double_backward import gate_compiled, gated_calls
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact
-from gradtools.torch.known_errors import explained, torch_says
+from gradtools.torch.known_errors import SAVED_CHANGED, explained, says
 from gradtools.torch.replaying.guards import marked, steps
 from gradtools.torch.replaying.slicing import (
     Entries,
@@ -502,7 +502,7 @@ def _unchanged(ctx: Any) -> Any:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if "modified" not in torch_says(error):
+        if not says(error, SAVED_CHANGED):
             raise
         caller = ctx.maps.program.forward.caller
         raise GradtoolsError(

@@ -21,7 +21,7 @@ from gradtools.custom_structure import ARRAY, Shaped, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import told_apart
 from gradtools.rule_contract import Contract, checked_word
-from gradtools.rules import KEYS, Rule
+from gradtools.rules import KEYS, Rule, total
 from gradtools.static_arguments import Parameters
 
 _MOST_SHAPES = 256
@@ -97,17 +97,8 @@ class CustomRules(Operators):
 
 
 _KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
-_GIVEN = {
-    "fun",
-    "fwd",
-    "bwd",
-    "jvp",
-    "remat",
-    "check",
-    "symbolic_zeros",
-    "static_argnames",
-    "kernel",
-}
+_MAPS = ("fwd", "bwd", "jvp")
+_GIVEN = {"fun", *_MAPS, "remat", "check", "symbolic_zeros", "static_argnames", "kernel"}
 
 
 class CustomRule:
@@ -127,7 +118,7 @@ class CustomRule:
     """
 
     __qualname__: str
-    __gradtools_holds__: tuple[str, ...] = ("fun", "fwd", "bwd", "jvp")  # see `rules.captured`
+    __gradtools_holds__: tuple[str, ...] = ("fun", *_MAPS)  # see `rules.captured`
 
     def __init__(
         self,
@@ -179,7 +170,7 @@ class CustomRule:
         self._out_of = self._backend.constant_result(self._out)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("fun", "fwd", "bwd", "jvp") and not (callable(value) or value is None):
+        if name in ("fun", *_MAPS) and not (callable(value) or value is None):
             raise GradtoolsError(f"{self.__name__}.{name} must be a function, got {value!r}.")
         super().__setattr__(name, value)
         if name in _GIVEN and "_shapes" in self.__dict__:
@@ -273,12 +264,11 @@ class CustomRule:
                     "give one for each, None where it adds nothing."
                 )
             out = self._taken.call(self, statics, primals)
-            parts = [
+            return out, total(
                 rule(*statics, t, out, *primals)
                 for rule, t in zip(rules, tangents, strict=True)
                 if rule is not None and t is not None
-            ]
-            return out, sum(parts[1:], parts[0]) if parts else None
+            )
 
         self.defjvp(summed)
 
@@ -395,8 +385,7 @@ class CustomRule:
 
     def _maps(self) -> dict[str, Callable[..., Any]]:
         """The functions of the rule that were given, by the names of their roles."""
-        maps = {"fwd": self.fwd, "bwd": self.bwd, "jvp": self.jvp}
-        return {role: f for role, f in maps.items() if f is not None}
+        return {role: f for role in _MAPS if (f := getattr(self, role)) is not None}
 
     def _contract(self) -> Contract:
         """What a rule at one structure of the arguments is held to."""

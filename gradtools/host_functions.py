@@ -20,7 +20,7 @@ from gradtools.custom_structure import FwdMaps, Shaped
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host_kernels import Kernel, Spec
 from gradtools.rule_contract import checked_word
-from gradtools.rules import Entries, Linearized, Rule, spread
+from gradtools.rules import Entries, Linearized, Rule, spread, total
 from gradtools.static_arguments import Parameters
 
 
@@ -131,8 +131,7 @@ class HostFunction(CustomRule):
         backend = self._backend
         call, xs = self.kernel.bind(backend, args)
         ys = backend.call_kernel(call, xs)
-        specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
-        return backend.unflatten(call.results(specs).treedef, ys)
+        return backend.unflatten(call.results_of(xs).treedef, ys)
 
     def _rule(self, shape: Shaped) -> Rule:
         if self.bwd is None and self.jvp is None:
@@ -300,16 +299,16 @@ class _KernelMaps:
         dxs, _, dcts = self.parted(moved)
         terms = []
         if any(ct is not None for ct in dcts):
-            filled = _filled(self.backend, dcts, cts)
+            filled = self.backend.filled(dcts, cts)
             terms.append(self.backend.apply_rule(self.pull, *xs, *saved, *filled))
         if any(dx is not None for dx in dxs):
             terms.append(self.along(xs, cts, dxs))
-        return [_total(parts) for parts in zip(*terms, strict=True)]
+        return [total(parts) for parts in zip(*terms, strict=True)]
 
     def along(self, xs: Entries, cts: Entries, dxs: Entries) -> list[Array]:
         """How the pulled cotangents change along dxs."""
         at = self.moved(xs)
-        along = _filled(self.backend, self.moved(dxs), at)
+        along = self.backend.filled(self.moved(dxs), at)
 
         def run(*values: Array) -> list[Array]:
             return self.evaluated(xs, values, cts)
@@ -363,7 +362,7 @@ class _KernelMaps:
         along, _, ddxs = self.parted(moved)
         terms = []
         if any(d is not None for d in ddxs):
-            filled = _filled(self.backend, ddxs, dxs)
+            filled = self.backend.filled(ddxs, dxs)
             terms.append(self.backend.apply_rule(self.push, *xs, *saved, *filled))
         if any(d is not None for d in along):
             at = self.moved(xs)
@@ -374,25 +373,15 @@ class _KernelMaps:
             def run(*values: Array) -> list[Array]:
                 return self.transposed(pull, [*xs, *values], dxs)
 
-            steps = _filled(self.backend, self.moved(along), at)
+            steps = self.backend.filled(self.moved(along), at)
             terms.append(self.backend.attempt(partial(self._pushed, run), *at, *steps))
-        return [_total(parts) for parts in zip(*terms, strict=True)]
+        return [total(parts) for parts in zip(*terms, strict=True)]
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
         """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, of dx."""
         xs, saved, dxs = self.parted(operands)
-        vs = _filled(self.backend, cotangents, self.zero_cotangents(dxs[0]))
+        vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)
         of_xs, _ = self.back(xs, at, vs, dxs)
         of_dxs = self.backend.apply_rule(self.pull, *xs, *saved, *vs)
         return [*spread(of_xs, self.moving), *[None] * self.k, *of_dxs]
-
-
-def _filled(backend: Backend, values: Entries, like: Entries) -> list[Array]:
-    """`values` with zeros for None."""
-    return [backend.zeros_like(x) if v is None else v for v, x in zip(values, like, strict=True)]
-
-
-def _total(terms: Sequence[Any]) -> Any:
-    there = [t for t in terms if t is not None]
-    return sum(there[1:], there[0]) if there else None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import numbers
 import operator
 import sys
@@ -26,6 +25,7 @@ import numpy as np
 from gradtools.code_origin import definition_of
 from gradtools.containers import whole
 from gradtools.errors import GradtoolsError
+from gradtools.rules import KEYS
 
 if TYPE_CHECKING:
     from gradtools.bridged_calls import ForeignProgram
@@ -173,9 +173,7 @@ class Kernel:
         result = self.known.get(avals)
         if result is None:
             call, xs = self.bind(backend, args)
-            specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
-            result = call, call.results(specs)
-            self.known[avals] = result
+            result = self.known[avals] = call, call.results_of(xs)
             if len(self.known) > _MOST_CALLS:
                 del self.known[next(iter(self.known))]
         return result
@@ -214,7 +212,6 @@ def told_apart(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 _MOST_CALLS = 256
-_KEYS = map(str, itertools.count())  # text: dynamo makes integers symbolic
 _BY_KEY: weakref.WeakValueDictionary[str, KernelCall] = weakref.WeakValueDictionary()
 
 
@@ -280,7 +277,7 @@ class KernelCall:
     treedef: Any
     arrays: tuple[bool, ...]
     others: tuple[Any, ...]
-    key: str = field(default_factory=lambda: next(_KEYS))
+    key: str = field(default_factory=lambda: next(KEYS))
     flat: bool = field(init=False)  # whether the arguments are arrays, in no containers
 
     def __post_init__(self) -> None:
@@ -296,6 +293,11 @@ class KernelCall:
     def keep(self) -> None:
         """Lets the call live as long as the kernel: a compiled program holds its key only."""
         self.kernel.traced[self.key] = self
+
+    def results_of(self, xs: Sequence[Any], batch_axes: int = 0) -> Results:
+        """What comes out where arrays like these go in, whose first axes are those of batches."""
+        name = self.trees.dtype_name
+        return self.results([Spec(tuple(x.shape[batch_axes:]), name(x)) for x in xs])
 
     def results(self, specs: Sequence[Spec]) -> Results:
         """What comes out where arrays like `specs` go in, those of one example."""

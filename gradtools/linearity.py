@@ -25,15 +25,15 @@ def is_linear(
     w: Entries,
     gap: Callable[[Array, Array], float],
     slack: Callable[[Array], float],
-    reach: float,
 ) -> bool:
     """Whether sums and multiples go through `run`.
 
     v, w: Vectors of four binary digits.
     gap: The largest modulus of a difference; two NaNs do not differ, nor what is equal.
     slack: What may differ of an array's size where nothing cancels.
-    reach: A power of two by which the vectors may be multiplied and divided.
     """
+    narrow = any(str(x.dtype).removeprefix("torch.") == "float16" for x in v)
+    reach = 2.0**5 if narrow else 2.0**13  # by which they may be multiplied and divided
     one, other = run(v), run(w)
     sizes = [0.0 if y is None else gap(y, 0.0 * y) for y in one]
     for factor in (-max(1 / reach, _LEAST), reach):  # what is linear on one side alone is not

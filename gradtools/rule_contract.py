@@ -15,7 +15,7 @@ asked once for a rule and a signature, and not again for what is derived from it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,19 +116,23 @@ class Contract:
                     f"{who} returned {aval} for output {i}, but the function returns {want}. {mend}"
                 )
 
-    def not_zero(self, which: str, i: int) -> GradtoolsError:
-        """The error of a map that does not take zero to zero.
+    def hold_zero(self, which: str, wrong: int | None, places: Sequence[int] = ()) -> None:
+        """Raises if a map does not take zero to zero.
 
         which: "tangent" or "cotangent", after what the map is linear in.
-        i: Which of its results is not zero.
+        wrong: Which of its results is not zero, None if all are.
+        places: Where the results stand among all of the map's, if there are others.
         """
+        if wrong is None:
+            return
+        i = places[wrong] if places else wrong
         who, what, form, mode = _OF[which]
-        return self.refusal(
+        raise self.refusal(
             f"{who} is not zero where every {which} is zero ({what} {i}), so it is not linear in "
             f"the {which}s, and no derivative. Did you forget to multiply by the {which}? {form} "
             f"If a constant part is meant, custom_rule(f, check='never') keeps it in {mode} mode; "
             "the other mode would lose it."
-        )
+        ) from None
 
     def lost(self, which: str, i: int) -> GradtoolsError:
         """The error of a map of which a part is gone when it is transposed twice.

@@ -71,6 +71,16 @@ class Linearized:
     opaque_residuals: bool = False
     tangent_only: int = 0
 
+    def without_arrays(self) -> Linearized:
+        """The maps, and how many extras there are: what may outlive the trace of the arrays."""
+        maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
+        return Linearized([], [None] * len(self.extras), *maps)
+
+    def saved(self, xs: Entries) -> list[Any]:
+        """What the linear maps are handed."""
+        everything = [*xs, *self.ys, *self.extras]
+        return [everything[i] for i in self.saves]
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rule:
@@ -297,7 +307,7 @@ def batched(
         def example(*x: Array) -> list[Array]:
             result = rule.at(*x, perturbed=perturbed)
             counts[:] = len(result.ys), len(result.extras)
-            one[:] = [replace(result, ys=[], extras=[])]  # which end with the trace
+            one[:] = [result.without_arrays()]
             return [*result.ys, *result.extras]
 
         run = backend.vmap_extras(example, x_axes, size, lambda: counts[1])
@@ -357,20 +367,26 @@ def _mapped(linear: Any, backend: Any, x_axes: Entries, v_axes: Entries, size: i
 
     def run(xs: Entries, vs: Entries) -> list[Any]:
         entries, axes = [*xs, *vs], [*x_axes, *v_axes]
-        there = [e is not None for e in entries]
+        mask = [e is not None for e in entries]
         came_out: list[bool] = []
 
         def one(*flat: Array) -> list[Array]:
-            full = spread(flat, there)
+            full = spread(flat, mask)
             out = linear(full[: len(xs)], full[len(xs) :])
             came_out[:] = [o is not None for o in out]
             return [o for o in out if o is not None]
 
-        in_axes = tuple(a for a, t in zip(axes, there, strict=True) if t)
+        in_axes = tuple(a for a, t in zip(axes, mask, strict=True) if t)
         result = backend.vmap_list(one, in_axes, size)(*(e for e in entries if e is not None))
         return spread(result, came_out)
 
     return run
+
+
+def total(terms: Iterable[Any]) -> Any:
+    """The sum of the terms that are not None; None if all are."""
+    present = [t for t in terms if t is not None]
+    return sum(present[1:], present[0]) if present else None
 
 
 def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:

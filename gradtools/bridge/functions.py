@@ -28,7 +28,7 @@ from gradtools.custom_structure import Shaped
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import Kernel, Spec, carrier
-from gradtools.rules import KEYS, Entries, Rule, replaced_where, spread
+from gradtools.rules import Entries, Rule, replaced_where, spread
 from gradtools.seeing.formula.recorded import Recorded, as_recorded
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.program import LeafProgram
@@ -467,7 +467,7 @@ class Bridged(CustomRule):
 
     def _rule(self, shape: Shaped) -> Rule:
         flat = FlatBridged(self, shape)
-        rule = replace(flat.foreign.rule, primal=flat.primal, key=next(KEYS))
+        rule = replace(flat.foreign.rule, primal=flat.primal)
         self._flat[rule.key] = flat
         return rule
 

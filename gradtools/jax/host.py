@@ -24,7 +24,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from gradtools.host_kernels import Kernel, KernelCall, Results, Shape, Spec
+from gradtools.host_kernels import Kernel, KernelCall, Results, Shape
 from gradtools.jax import shardings
 from gradtools.jax._upstream import is_exporting, is_for_one_cpu, transfers_refused
 from gradtools.jax.arrays import X64
@@ -35,7 +35,7 @@ from gradtools.jax.rules.kept_alive import MortalPrimitive, mortal
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
     """The kernel's results."""
-    expected = results_of(call, xs)
+    expected = call.results_of(xs)
     _check_held(call, expected)
     return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
 
@@ -65,11 +65,6 @@ def _check_held(call: KernelCall, expected: Results) -> None:
                 f"it is to return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
                 f"it on: {X64}; or give out=Spec(shape, dtype) with 32 bits."
             )
-
-
-def results_of(call: KernelCall, xs: Sequence[Any]) -> Results:
-    """What the call returns for arrays like these."""
-    return call.results([Spec(x.shape, str(x.dtype)) for x in xs])
 
 
 # --- the primitive -----------------------------------------------------------------------

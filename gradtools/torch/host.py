@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import is_of, refusal
-from gradtools.host_kernels import KernelCall, Results, Spec, call_by_key, read_only
+from gradtools.host_kernels import KernelCall, Results, call_by_key, read_only
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual
@@ -48,7 +48,6 @@ class KernelCalls:
         differentiated: The call with plain tensors of which autograd keeps track, if there is one.
         count: How many arguments it takes; 0: any number.
         alike: Whether one array comes that is like the first argument.
-        known: By the shapes and dtypes of arguments, the call and what it returns.
     """
 
     def __init__(self, of: Any, differentiated: Callable[[tuple[Any, ...]], Any] | None) -> None:
@@ -56,7 +55,6 @@ class KernelCalls:
         self.count = len(of._taken.names)
         self.fun = self.kernel.fun
         self.alike = self.kernel.out is None and not self.kernel.raw
-        self.known: dict[Any, tuple[KernelCall, Results]] = {}
 
     def call(self, args: tuple[Any, ...]) -> Any:
         """The result, or NotImplemented."""
@@ -112,17 +110,10 @@ class KernelCalls:
 
     def _known(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> tuple[KernelCall, Results]:
         """The call with arrays that look so, and what it returns."""
-        key = tuple([(array.shape, array.dtype) for array in arrays])
-        found = self.known.get(key)
-        if found is None:
-            call, _ = self.kernel.bind(self.backend, args)
-            found = self.known[key] = call, results_of(call, args)
-            if len(self.known) > _MOST:
-                del self.known[next(iter(self.known))]
-        return found
+        avals = tuple([(array.shape, array.dtype) for array in arrays])
+        return self.kernel.known_call(avals, self.backend, args)
 
 
-_MOST = 256
 _NEW = 0x1 | 0x4 | 0x400
 """NumPy's flags of an array in C order that owns its memory and may be written."""
 
@@ -144,12 +135,6 @@ def is_followed() -> bool:
     if _levels() is not None or _modes() or _functions() or _tracing() is not None:
         return True
     return upstream.forward_level() >= 0
-
-
-def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> Results:
-    """What the call returns for one example of arrays like these."""
-    specs = [Spec(tuple(x.shape[batch_axes:]), str(x.dtype).removeprefix("torch.")) for x in xs]
-    return call.results(specs)
 
 
 # --- the operator ------------------------------------------------------------------------
@@ -182,7 +167,7 @@ def _of_subclass(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequen
 
 def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
     call = call_by_key(key)
-    expected = results_of(call, xs, len(batch))
+    expected = call.results_of(xs, len(batch))
     result = call.run([_numpy(x) for x in xs], expected, tuple(batch))
     device = xs[0].device if xs else None
     return [
@@ -202,7 +187,7 @@ def _fake(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
     device = xs[0].device if xs else None
     return [
         torch.empty((*batch, *s.shape), dtype=getattr(torch, s.dtype), device=device)
-        for s in results_of(call, xs, len(batch)).specs
+        for s in call.results_of(xs, len(batch)).specs
     ]
 
 

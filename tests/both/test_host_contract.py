@@ -271,3 +271,12 @@ def test_with_both_rules_what_fwd_saves_of_the_output_stands_for_every_derivativ
         np.testing.assert_allclose(gt.to_numpy(second), wanted * [1, 2], rtol=1e-12)
         twice = gt.grad(lambda x: gt.xp.sum(kept(x) ** 2))(at)
         np.testing.assert_allclose(gt.to_numpy(twice), 8 * np.array([0.5, -1.0]), rtol=1e-12)
+
+
+def test_the_maps_of_a_run_of_fwd_are_not_those_of_another_that_saved_another_number(gt, x):
+    factor = [2.0]
+    sin = gt.host_function(np.sin)
+    sin.defvjp(lambda x: (sin(x), (x, factor[0])), lambda res, c: (res[1] * gt.xp.cos(res[0]) * c,))
+    for factor[0] in (2.0, 3.0):
+        found = gt.grad(lambda x: gt.xp.sum(sin(x)))(x)
+        np.testing.assert_allclose(plain(found), factor[0] * np.cos(X), rtol=1e-6)

@@ -615,3 +615,11 @@ def test_a_python_if_in_a_rule_that_is_traced_is_told_in_our_words(part, how):
     BRANCHES[part](f)
     with pytest.raises(GradtoolsError, match=r"(?s)a Python if.*Use jax.numpy.where or jax.lax.co"):
         TRACED[how](f)
+
+
+@pytest.mark.parametrize("way", ["jax.grad", "jit of jax.grad"])
+def test_the_refusal_counts_cotangents_that_are_none(way):
+    g = gt.custom_rule(lambda x, y: x * y)
+    g.defvjp(lambda x, y: (x * y, x), lambda x, ct: (None, x * ct + 1))
+    with pytest.raises(GradtoolsError, match=r"cotangent is zero \(its cotangent of array 1\)"):
+        WAYS[way](lambda x: g(x, x))

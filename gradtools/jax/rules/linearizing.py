@@ -59,55 +59,41 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], given: Mask | None = None) ->
     """
     if isinstance(rule, LinearizedRule):
         return rule
+    given = given if rule.symbolic_zeros else None
+    forward, made = _forward_of(rule, given)
     with pushed_on(local_list("linearizing"), rule.contract or rule):
-        return _linearized_now(rule, xs, given if rule.symbolic_zeros else None)
+        hold_maps(rule, xs, given)
+        with in_words(rule):
+            closed = jax.make_jaxpr(forward)(*map(jax.typeof, xs))
+    run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
+    return LinearizedRule.made_of(rule, made[0], run, given)
 
 
-def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> LinearizedRule:
-    hold_maps(rule, xs, given)
-    result: list[Linearized] = []
+def _forward_of(
+    rule: Rule, given: Mask | None
+) -> tuple[Callable[..., list[Any]], list[Linearized]]:
+    """The forward pass, which gives outputs and extras, and where each run leaves its maps."""
+    made: list[Linearized] = []
 
     def forward(*xs: Any) -> list[Any]:
-        made = _maps_at(rule, xs, given)
-        result[:] = [_without_arrays(made)]  # tracers would leak
-        return [*made.ys, *made.extras]
+        result = _maps_at(rule, xs, given)
+        made[:] = [result.without_arrays()]  # tracers would leak
+        return [*result.ys, *result.extras]
 
-    closed = _traced(rule, forward, [jax.typeof(x) for x in xs])
-    run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
-    return LinearizedRule.made_of(rule, result[0], run, given)
-
-
-def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
-    """The jaxpr of what the author of a rule wrote."""
-    with in_words(rule):
-        return jax.make_jaxpr(fun)(*at)
+    return forward, made
 
 
 def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
     """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
     given = given if rule.symbolic_zeros else None
-    result: list[Linearized] = []
-
-    def evaluate(*xs: Any) -> list[Any]:
-        made = _maps_at(rule, xs, given)
-        result[:] = [_without_arrays(made)]
-        return _outputs_of(made)
-
+    forward, made = _forward_of(rule, given)
     with pushed_on(local_list("linearizing"), rule.contract or rule):
         told = hold_maps(rule, xs, given)
-        out = under_the_trace(evaluate, xs)
+        out = under_the_trace(forward, xs)
         if not told:
-            hold_evaluated(rule, xs, result[0], out)
-    again = lambda *xs: _outputs_of(_maps_at(rule, xs, given))
-    return out, LinearizedRule.made_of(rule, result[0], again, given)
-
-
-def _outputs_of(made: Linearized) -> list[Any]:
-    return [*made.ys, *made.extras]
-
-
-def _without_arrays(made: Linearized) -> Linearized:
-    return replace(made, ys=[], extras=[None] * len(made.extras))
+            hold_evaluated(rule, xs, made[0], out)
+    again = lambda *xs: _forward_of(rule, given)[0](*xs)  # which keeps no maps of a run
+    return out, LinearizedRule.made_of(rule, made[0], again, given)
 
 
 def _maps_at(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Linearized:
@@ -177,7 +163,7 @@ def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRu
 
     def make() -> LinearizedRule:
         made = _native(rule, rule.reading(xs, list(ys)), xs)
-        return LinearizedRule.made_of(rule, replace(made, ys=[], extras=[]), rule.primal)
+        return LinearizedRule.made_of(rule, made.without_arrays(), rule.primal)
 
     return remembered(rule, ("maps", avals), make)
 

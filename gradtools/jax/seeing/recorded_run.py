@@ -90,7 +90,8 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
 def crosses(run: Run, leaves: Sequence[Any]) -> bool:
     """Whether a run calls a function of another framework."""
     return jaxprs.uses_primitive(
-        trace(run, leaves).closed, lambda eqn: getattr(eqn.params.get("rule"), "crosses", False)
+        trace(run, leaves).closed,
+        lambda eqn: getattr(eqn.params.get("rule"), "reaches", None) is not None,
     )
 
 

@@ -679,8 +679,7 @@ def _may_transpose(signature: _Signature, xs: Any, out: Tensor, res: Any) -> boo
     ys = shaped.outputs(xs, out, "fwd")
     kept, extras = Residuals.of(shaped.backend, res, xs, ys)
     maps = shaped.maps(ys, extras, kept, signature.out_def(), signature.expected)
-    everything = (*xs, *ys, *extras)
-    at = [everything[i] for i in kept.places]
+    at = maps.saved(xs)[: len(kept.places)]
     assert maps.cotangent is not None
     hold_linear(Question(shaped.rule, "cotangent", maps.cotangent, at, [like(out)]))
     return True

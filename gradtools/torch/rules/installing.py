@@ -37,6 +37,7 @@ from gradtools.rules import (
     closes_over,
     reverse_only_text,
     spread,
+    total,
 )
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
@@ -125,15 +126,7 @@ class RuleApplication:
     def note(self, linearized: Linearized) -> None:
         """Keeps the maps, without the arrays."""
         self.count = len(linearized.ys)
-        self.linearized = Linearized(
-            [],
-            [],
-            linearized.saves,
-            linearized.tangent,
-            linearized.cotangent,
-            linearized.opaque_residuals,
-            linearized.tangent_only,
-        )
+        self.linearized = linearized.without_arrays()
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -582,12 +575,7 @@ def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
             parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
     if not parts:
         return (None,) * len(ctx.like_xs)
-    return parts[0] if len(parts) == 1 else list(map(_sum, *parts))
-
-
-def _sum(*terms: Any) -> Any:
-    there = [t for t in terms if t is not None]
-    return sum(there[1:], there[0]) if there else None
+    return parts[0] if len(parts) == 1 else [*map(total, zip(*parts, strict=True))]
 
 
 def _xs(ctx: Any, kept: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -638,8 +626,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         xs = _xs(ctx, ctx.pulling, tensors)
         with restored(ctx.point.randomness):
             result = rule.at(*xs, perturbed=ctx.point.perturbed)
-        everything = [*xs, *result.ys, *result.extras]
-        saved = [everything[i] for i in result.saves]
+        saved = result.saved(xs)
     if rule.fills("cotangent"):
         cts = filled(cts, likes)
     if result.cotangent is not None:

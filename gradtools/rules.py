@@ -397,6 +397,12 @@ def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
     return [next(left) if m else None for m in mask]
 
 
+def replaced_where(xs: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
+    """xs with new entries at the places where mask is true."""
+    left = iter(new)
+    return [next(left) if m else x for x, m in zip(xs, mask, strict=True)]
+
+
 def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
     """xs with new entries at some places."""
     full = list(xs)

@@ -30,8 +30,8 @@ from gradtools.jax.nnx_state import stateful
 from gradtools.jax.rules.installing import apply_rule
 from gradtools.jax.rules.primitives import FlowRule
 from gradtools.jax.rules.transposing import transpose
-from gradtools.jax.trees import conj, is_inexact
-from gradtools.rules import Linearized, Rule, spread
+from gradtools.jax.trees import conj, filled, is_inexact
+from gradtools.rules import Linearized, Rule, replaced_at, replaced_where, spread
 
 Entries = Sequence[Any]
 
@@ -51,9 +51,7 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     program.f = held or whole.f
 
     def fun(*xs: Array) -> list[Array]:
-        shared = list(program.shared)
-        for k, x in zip(arrays, xs, strict=True):
-            shared[k] = x
+        shared = replaced_at(program.shared, arrays, xs)
         if held is not None:
             held.now = state
         outs, _ = program.call(0, 0, [], shared, [])
@@ -130,8 +128,7 @@ class _Use:
         """G of the arguments that can be differentiated: `(floating outputs, others)`."""
 
         def run(*moved: Array) -> tuple[list[Array], list[Array]]:
-            new = iter(moved)
-            ys = self.fun(*[next(new) if m else x for x, m in zip(xs, self.moving, strict=True)])
+            ys = self.fun(*replaced_where(xs, self.moving, moved))
             self.inexact = [is_inexact(y) for y in ys]
             pairs = list(zip(ys, self.inexact, strict=True))
             return [y for y, i in pairs if i], [y for y, i in pairs if not i]
@@ -152,7 +149,7 @@ class _Use:
         left, treedef = jax.tree.flatten(linear)
         count, inexact, rest = len(xs), self.inexact, iter(others)
         floating = iter(ys)
-        outs = [next(floating) if i else next(rest) for i in inexact]
+        outs = [next(floating if i else rest) for i in inexact]
         graph = _KeptLinearMap(count, len(left), treedef, kept)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
@@ -276,6 +273,10 @@ class _KeptLinearMap:
         left = [jax.lax.stop_gradient(x) for x in operands[self.count : self.stop]]
         return jax.tree.unflatten(self.treedef, left)
 
+    def nondifferentiable(self, moving: Sequence[bool]) -> tuple[int, ...]:
+        """The operands with respect to which nothing differentiates."""
+        return tuple([i for i in range(self.stop) if i >= self.count or not moving[i]])
+
     def reads(self, more: int) -> tuple[int, ...]:
         """What derivatives read of the operands, of which `more` come behind the map's arrays."""
         return (*range(self.stop if self.kept else self.count), *range(self.stop, self.stop + more))
@@ -299,9 +300,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         n = sum(use.moving)
 
         def run(*both: Array) -> list[Any]:
-            new = iter(both[:n])
-            full = [next(new) if m else x for x, m in zip(xs, use.moving, strict=True)]
-            return use.pulled(mask, full, both[n:])
+            return use.pulled(mask, replaced_where(xs, use.moving, both[:n]), both[n:])
 
         return run
 
@@ -335,8 +334,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
 
     def in_reverse_mode(xs: Entries, cts: list[Any], us: Entries) -> Any:
         ys, pull = jax.vjp(anew(xs), *use.chosen(xs), *cts)
-        us = _filled(us, ys)
-        both = _through(pull, us)
+        both = _through(pull, filled(us, ys))
         return both[: sum(use.moving)], both[sum(use.moving) :]
 
     def check_linear(xs: Entries, cts: list[Any], us: Entries) -> None:
@@ -344,7 +342,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         of_cts = lambda xs, *cts: use.pulled(mask, xs, cts)
         likes = [jnp.zeros_like(x) for x in use.chosen(xs)]
         try:
-            transpose(rule, "tangent", of_cts, xs, cts, _filled(us, likes))
+            transpose(rule, "tangent", of_cts, xs, cts, filled(us, likes))
         except GradtoolsError as error:
             raise GradtoolsError(
                 "frozen: G holds a function with a reverse rule only that is not linear in its "
@@ -362,14 +360,13 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         second = _along(lambda *moved: anew(xs)(*moved, *cts), use.chosen(xs), us)
         return second, [dy for dy, t in zip(forward, mask, strict=True) if t]
 
-    nondifferentiable = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
     rule = FlowRule(
         "frozen's pullback",
         primal,
         tangent,
         cotangent,
         saves=graph.reads(sum(mask)),
-        nondifferentiable=tuple(nondifferentiable),
+        nondifferentiable=graph.nondifferentiable(use.moving),
         captures=True,
         user_functions=use.user_functions,
         flow=lambda *operands: use.pulled(mask, operands[:count], operands[graph.stop :]),
@@ -391,7 +388,7 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
 
     def primal(*operands: Array) -> list[Array]:
         along = use.chosen(spread(operands[graph.stop :], mask))
-        return graph.linear(operands)(*_filled(along, use.chosen(operands[:count])))
+        return graph.linear(operands)(*filled(along, use.chosen(operands[:count])))
 
     def anew(*operands: Array) -> list[Array]:
         pushed = use.pushed(operands[:count], spread(operands[graph.stop :], mask))
@@ -401,13 +398,12 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
         at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(mask) :]]
         return _along(anew, at, along)
 
-    nondifferentiable = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
     rule = FlowRule(
         "frozen's pushforward",
         primal,
         tangent,
         saves=graph.reads(sum(mask)),
-        nondifferentiable=tuple(nondifferentiable),
+        nondifferentiable=graph.nondifferentiable(use.moving),
         user_functions=use.user_functions,
         flow=anew,
     )
@@ -418,12 +414,7 @@ def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[A
     """The derivative of fun at xs along dxs (None: zero), in forward mode."""
     moved = [i for i, dx in enumerate(dxs) if dx is not None]
 
-    def run(*new: Array) -> list[Array]:
-        full = list(xs)
-        for i, x in zip(moved, new, strict=True):
-            full[i] = x
-        return fun(*full)
-
+    run = lambda *new: fun(*replaced_at(xs, moved, new))
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
 
 
@@ -454,9 +445,4 @@ def _full(likes: Any, inexact: Sequence[bool], mask: Sequence[bool], cts: Entrie
     """Cotangents of all floating outputs, zero where none came."""
     given = spread(cts, mask)
     floating = [ct for ct, i in zip(given, inexact, strict=True) if i]
-    return _filled(floating, likes)
-
-
-def _filled(values: Entries, likes: Entries) -> list[Any]:
-    pairs = zip(values, likes, strict=True)
-    return [jnp.zeros(like.shape, like.dtype) if v is None else v for v, like in pairs]
+    return filled(floating, likes)

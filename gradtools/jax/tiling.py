@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
@@ -60,20 +60,15 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
             for group, state in zip(groups, states, strict=True)
         ]
 
-    split = lambda other: PartitionSpec(*(entry,) * (other == side))
+    split = lambda other: (entry,) * (other == side)
     states = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=tuple([split(role) for role in program.roles]),
-        out_specs=[split(group.side) for group in groups],
+        in_specs=tuple([PartitionSpec(*split(role)) for role in program.roles]),
+        out_specs=[PartitionSpec(*split(group.side)) for group in groups],
         axis_names=set(shardings.names(entry)),
         check_vma=False,
-    )(
-        *[
-            jax.sharding.reshard(x, NamedSharding(mesh, split(role)))
-            for x, role in zip(xs, program.roles, strict=True)
-        ]
-    )
+    )(*[shardings.on_mesh(x, mesh, split(r)) for x, r in zip(xs, program.roles, strict=True)])
     return [whole.placed(state, group) for state, group in zip(states, groups, strict=True)]
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
 from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
-from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
+from gradtools.torch.modes import NOTHING, LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import CHUNK, detached
 from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
@@ -107,7 +106,7 @@ class _Use(Forward):
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
-        self.within: Callable[[], Any] = nullcontext  # what f runs in when it runs again
+        self.within: Callable[[], Any] | None = None  # what f runs in when it runs again
         super().__init__(whole, beneath, None if beneath else uses.state)
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
@@ -134,13 +133,13 @@ class _Use(Forward):
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         self.uses.begin(self)
         self.keeps = self._may_keep()  # asked before hooks of our own stand there
-        measured = self.uses.budget > 0 and self.keeps
-        with bytes_saved(self) if measured else nullcontext([0]) as size:
+        if not (self.uses.budget and self.keeps):
+            return super()._first_pass(rows, shared)
+        with bytes_saved(self) as size:
             result = super()._first_pass(rows, shared)
-        if measured:
-            self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
-            fits = bool(self.retained) and self.once is None
-            self.holds = fits and self.uses.reserve(self, self.uses.size)
+        self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
+        fits = bool(self.retained) and self.once is None
+        self.holds = fits and self.uses.reserve(self, self.uses.size)
         return result
 
     def _kept(self) -> int:
@@ -151,6 +150,8 @@ class _Use(Forward):
         return not packed and not self.beneath and self.modes.grad
 
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
+        if self.within is None:
+            return super()._called(i, pieces, own)
         with self.within():
             return super()._called(i, pieces, own)
 
@@ -168,9 +169,10 @@ class _Use(Forward):
     def guarded(self, outs: Sequence[Any]) -> list[Any]:
         """The outputs; who asks for the derivative of a parameter of G is told that it has none."""
         constants = [x for x in self.constants if x.requires_grad]
-        tracks = self.modes.grad  # as G's own outputs are, if its parameters are
-        which = [isinstance(y, Tensor) and is_inexact(y) and tracks for y in outs]
-        if not constants or not any(which):
+        if not constants or not self.modes.grad:  # G's own outputs are tracked as these are
+            return list(outs)
+        which = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
+        if not any(which):
             return list(outs)
         tracked = [y for y, w in zip(outs, which, strict=True) if w]
         left = iter(gated(tracked, constants, _CONSTANTS))
@@ -286,7 +288,7 @@ class _Use(Forward):
         return dys
 
     def _pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
-        use = self.with_modes(self.modes.without_fast_path())
+        use = self.with_modes(self.modes)
         fixed = self.start.reached.tensors
         use.within = lambda: OneTangent(fixed)
         with use.replaying(), dual_level():  # where nothing is differentiated
@@ -301,7 +303,7 @@ class _Use(Forward):
                 return self._second(zs, dzs, cts, NoProductsOfZero(refuses_complex=True))
         except ComplexNumbers:
             self.uses.is_complex = True
-        return self._second(zs, dzs, cts, nullcontext())
+        return self._second(zs, dzs, cts, NOTHING)
 
     def _second(self, zs: Entries, dzs: Entries, cts: Entries, products: Any) -> list[Any]:
         # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.

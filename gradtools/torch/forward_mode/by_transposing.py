@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, spread
+from gradtools.rules import Rule, replaced_where, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import guarded, surveyed
 from gradtools.torch.functorch_wrappers import is_inexact
@@ -179,8 +179,7 @@ def _evaluated(
 
 def _evaluated_in_functorch(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool]) -> Any:
     def run(*moving: Tensor) -> Any:
-        new = iter(moving)
-        return fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)])
+        return fun(*replaced_where(xs, mask, moving))
 
     moving = [x for x, m in zip(xs, mask, strict=True) if m]
     ys, carried, pullback = vjp_of_inexact(run, *moving)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, re
 from gradtools.torch.double_backward import gate_compiled, gated_calls
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact
 from gradtools.torch.known_errors import SAVED_CHANGED, explained, says
+from gradtools.torch.modes import NOTHING
 from gradtools.torch.replaying.guards import marked, steps
 from gradtools.torch.replaying.slicing import (
     Entries,
@@ -41,6 +44,7 @@ from gradtools.torch.upstream_bugs.gradients import rightly, wrong_nodes
 from gradtools.torch.upstream_bugs.lost_terms import guarded_gradients
 
 left_to_python(__name__)
+_requires_grad = attrgetter("requires_grad")
 
 
 def applied(kind: Any, *args: Any) -> Any:
@@ -167,7 +171,7 @@ class _Derived(ChunkProgram):
     def explained(self) -> AbstractContextManager[None]:
         """PyTorch's errors in our words; frozen reads them, to go another way."""
         caller = self.forward.caller
-        return explained(caller) if caller != "frozen" else nullcontext()
+        return explained(caller) if caller != "frozen" else NOTHING
 
     def needs(self, i: int) -> bool:
         """Whether anything is asked of chunk i."""
@@ -237,7 +241,7 @@ class _Derived(ChunkProgram):
         a, b = (views_of(xs), views_of(shared)) if create else (aliases_of(xs), aliases_of(shared))
         # A pullback that is transposed gates what runs in it by itself.
         twice = create or (self.transposes and not isinstance(self.of, _Derived))
-        gates = gated_calls(self.forward.caller, [*a, *b]) if twice else nullcontext()
+        gates = gated_calls(self.forward.caller, [*a, *b]) if twice else NOTHING
         with torch.enable_grad(), gates:
             ys, terms = self.of.one(i, a, b)
         if create:
@@ -299,7 +303,7 @@ class Backward(_Derived):
         inputs += own
         reading = forward.reading
         reading[0] = True
-        once = nullcontext() if forward.hooked else forward.going_back()
+        once = NOTHING if forward.hooked else forward.going_back()
         inputs, width = [*inputs, *self.leaves], len(inputs)
         try:
             with self.explained(), once:
@@ -373,7 +377,7 @@ def pulled_back(
         return [None] * len(inputs)
     ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
     wrong = [] if is_right else wrong_nodes(ys)
-    with rightly(wrong) if wrong else nullcontext():
+    with rightly(wrong) if wrong else NOTHING:
         grads: Any = upstream.pulled(ys, xs, [ct for _, ct in pairs], keep, create)
     if create:
         grads = guarded_gradients("chunked or frozen", ys, grads)
@@ -401,7 +405,7 @@ def node_of(
     eager = False
     outs = [] if known is None else _chosen(program, known, shape, True)
     if known is not None:
-        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        tracked = torch.is_grad_enabled() and any(map(_requires_grad, inputs))
         dual = upstream.forward_level() >= 0 and any(map(is_dual, inputs))
         if not outs or not (tracked or dual):
             return known
@@ -444,11 +448,11 @@ class _Maps:
 
     def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
         counts, mask = self.shape
-        full = spread(cts, mask)
-        if self.program is self.program.forward:  # its sums are carries
+        full, forward = spread(cts, mask), self.program.forward
+        if self.program is forward:  # its sums are carries
             full = full[: sum(counts)]
         result = self._vectors(saved, full, counts)
-        with marked(self.program.forward.caller):
+        with marked(forward.caller):
             return self.program.pull(self.widths, self.width, result[2], *result[:2], joint)
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
@@ -461,12 +465,11 @@ class _Maps:
 
     def _vectors(self, saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
         parts, vs = cut_up(saved, self.widths), cut_up(given, counts)
-        mask = [[v is not None for v in row] for row in vs]
-        both = [
-            [*xs, *(v for v in row if v is not None)]
-            for xs, row in zip([*parts[:-1], parts[-1][: self.width]], vs, strict=True)
-        ]
-        return both[:-1], both[-1], mask
+        masks = [[v is not None for v in row] for row in vs]
+        parts[-1] = parts[-1][: self.width]
+        triples = zip(parts, vs, masks, strict=True)
+        both = [[*xs, *compress(row, mask)] for xs, row, mask in triples]
+        return both[:-1], both[-1], masks
 
 
 class _ProgramNode(torch.autograd.Function):
@@ -484,7 +487,8 @@ class _ProgramNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(*[y for y in outs if not is_inexact(y)])
-        return tuple([y.view_as(y) if any(y is x for x in inputs) else y for y in outs])
+        saved = {*map(id, inputs)}
+        return tuple([y.view_as(y) if id(y) in saved else y for y in outs])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
-from gradtools.torch.modes import Modes, default_device, without_cached_weights
+from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import (
     Verification,
@@ -180,9 +180,9 @@ class Forward(ChunkProgram):
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
         own += shared[len(self.moving_shared) :][: len(self.captured)]
-        again = self.modes.outside_of_batchings() if self.is_again else nullcontext()
+        again = self.modes.outside_of_batchings() if self.is_again else NOTHING
         check = self.verification
-        watched = check.watching(i) if check else nullcontext()
+        watched = check.watching(i) if check else NOTHING
         with again, without_cached_weights() as weights, watched as seen:
             hooks = None if self.is_again else (upstream.hooks_made(), hook_count())
             outs, carry = self._called(i, pieces, own)
@@ -292,10 +292,10 @@ class Forward(ChunkProgram):
             if grad and kept and self.caller == "chunked":
                 _refuse_others(self.reading, *xs, *(own if i == 0 else ()))
             measured = i == 0 and kept > 0 and budget is not None
-            with bytes_saved(self) if measured else nullcontext([0]) as size:
+            with bytes_saved(self) if measured else NOTHING as size:
                 outs = self._one_keeping_originals(i, xs, own)
             self._check_modes()
-            if measured and budget is not None:
+            if size and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
             if grad:
                 reached = self._find_leaves(i, outs, began, [*xs, *own])
@@ -408,7 +408,7 @@ class Forward(ChunkProgram):
         keep = self.modes.grad
         before = {k: (x.clone(), upstream.version_of(x)) for k, x in fixed.items()} if keep else {}
         try:
-            with Captures(self) if self.beneath else nullcontext():
+            with Captures(self) if self.beneath else NOTHING:
                 outs, _ = self.one(i, xs, own)
         except RuntimeError as error:
             if not says(error, LEAF_CHANGED):
@@ -594,7 +594,7 @@ class Forward(ChunkProgram):
 
     def without_hooks(self) -> AbstractContextManager[None]:
         """The leaves' hooks fire once, on the sum, and not for each chunk."""
-        return self._without_hooks() if self.leaves else nullcontext()
+        return self._without_hooks() if self.leaves else NOTHING
 
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:

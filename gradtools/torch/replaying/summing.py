@@ -172,9 +172,11 @@ def join(node: Any, leaves: Sequence[Tensor]) -> None:
 
 def joint_of(node: Any) -> Joint | None:
     """What the nodes of this backward pass share; None where gradients are differentiated, say."""
+    if not node.leaves or torch.is_grad_enabled() or node not in _NODES:
+        return None
     plain = upstream.peek_interpreter_stack() is None and not batchings()
     task = _task()  # none where a node is called by hand
-    if task < 0 or torch.is_grad_enabled() or not plain or node not in _NODES:
+    if task < 0 or not plain:
         return None
     with _LOCK:
         result = _JOINTS.get(task)

@@ -32,7 +32,7 @@ from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import installing
 from gradtools.torch.rules.checking import Question, hold_linear
 from gradtools.torch.rules.installing import is_alias_of
-from gradtools.torch.rules.transposing import EAGER, HERE, transposing, unpacked
+from gradtools.torch.rules.transposing import EAGER, HERE, Transposing, unpacked
 from gradtools.torch.upstream_bugs.gradients import rightly, wrong_nodes
 
 Tensor = torch.Tensor
@@ -75,7 +75,7 @@ class _Signature:
         self.apply = _apply_of(self)
         self.attach: Any = None
         self.attached: Any = None  # what that leaves
-        self.own = transposing(self.shaped.rule, EAGER)
+        self.own = Transposing(self.shaped.rule, EAGER)
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.avals]
         pairs = zip(self.avals, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
@@ -586,7 +586,7 @@ def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
     Raises if somebody else holds one, too: its own derivative would be lost.
     """
     rule, dxs = signature.shaped.rule, [torch.ones_like(x, requires_grad=True) for x in xs]
-    with restored(Randomness.now(xs)), transposing(rule, EAGER):
+    with restored(Randomness.now(xs)), Transposing(rule, EAGER):
         dys = signature.shaped.tangent(xs, dxs)
     leaves = [*installing.other_leaves(dys, dxs)]
     if any(sys.getrefcount(node.variable) > _held_by_a_graph() for node in leaves):
@@ -658,7 +658,7 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
     if not signature.pushed:
         signature.pushed = _may_transpose(signature, xs, out, res)
     ct = torch.ones_like(out, requires_grad=True)
-    with transposing(shaped.rule, EAGER):
+    with Transposing(shaped.rule, EAGER):
         pulled = _checked(signature, signature.bwd(res, ct))
     pairs = [(g, dx) for g, dx in zip(pulled, dxs, strict=True) if g.requires_grad]
     dy = None

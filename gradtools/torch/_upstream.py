@@ -200,18 +200,6 @@ a third of its time at a small function; and what that calls when it has noted t
 compiled code alone asks, and whether each node is to be logged. Gone: `torch.autograd.grad`."""
 
 
-def pulled(
-    ys: Sequence[Tensor], xs: Sequence[Tensor], cts: Sequence[Tensor], retain: bool, create: bool
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` by `run_engine`; None at what is not reached."""
-    if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
-        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
-    # A mode that looks on, as where a picture is made, knows autograd's sums by its caller.
-    run = run_engine if DYNAMO in sys.modules or count_of_dispatch_modes() else engine
-    ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
-    return run(ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False)
-
-
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 """Which call of the engine runs here, -1 if none: nodes of one pass share sums, others none.
 Gone: a node's own pass is one, so sums are not shared between towers."""

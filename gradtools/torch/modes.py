@@ -75,16 +75,6 @@ class dual_level(forward_mode):
             _FORWARD_MODE.release()
 
 
-def is_in_inference() -> bool:
-    """Whether `torch.inference_mode(False)`, which takes its time, would change anything."""
-    return torch.is_inference_mode_enabled() or not upstream.is_forward_mode_enabled()
-
-
-def outside_of_inference() -> AbstractContextManager[Any]:
-    """`torch.inference_mode(False)` where it changes anything."""
-    return torch.inference_mode(False) if is_in_inference() else _NOTHING
-
-
 _NOTHING = nullcontext()
 
 

@@ -21,6 +21,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, refuse_lost
 from gradtools.torch.double_backward import gate_compiled, gated_calls
+from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact
 from gradtools.torch.known_errors import explained, torch_says
 from gradtools.torch.replaying.guards import marked, steps
@@ -374,7 +375,7 @@ def pulled_back(
     ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
     wrong = [] if is_right else wrong_nodes(ys)
     with rightly(wrong) if wrong else nullcontext():
-        grads: Any = upstream.pulled(ys, xs, [ct for _, ct in pairs], keep, create)
+        grads: Any = pulled(ys, xs, [ct for _, ct in pairs], keep, create)
     if create:
         grads = guarded_gradients("chunked or frozen", ys, grads)
     return spread(grads, caller)

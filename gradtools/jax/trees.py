@@ -15,6 +15,7 @@ import numpy as np
 from gradtools.containers import Containers, OpenedTree
 from gradtools.jax import shardings
 
+
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves and the structure: JAX's own, or one with containers."""
     if isinstance(tree, jax.Array):

@@ -463,9 +463,10 @@ def scripted_attributes(module: Any) -> list[tuple[str, bool, Any]]:
     return [(key, is_parameter, module._c) for key, (_, is_parameter) in attributes]
 
 
-def cached_weights() -> dict[Any, Any] | None:
-    """What `torch.nn.utils.parametrize.cached` keeps; None outside of its block."""
-    return parametrize._cache if parametrize._cache_enabled else None
+cached_weights: Callable[[], dict[Any, Any]] = partial(getattr, parametrize, "_cache")
+caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
+"""What `torch.nn.utils.parametrize.cached` keeps, and how many of its blocks are open. Gone: as
+below."""
 
 
 def set_cached_weights(kept: dict[Any, Any]) -> None:

@@ -669,8 +669,9 @@ def test_a_module_shows_its_slots_and_hooks():
 
 def test_cached_weights_are_seen_in_their_block_alone():
     parametrize = torch.nn.utils.parametrize
-    assert upstream.cached_weights() is None
+    assert not upstream.caches_weights()
     with parametrize.cached():
+        assert upstream.caches_weights() == 1
         other: dict = {}
         upstream.set_cached_weights(other)
         assert upstream.cached_weights() is other

@@ -9,9 +9,10 @@ the program derived from it, so that derivatives of any order run at the memory 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,18 +20,17 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, refuse_lost
+from gradtools.torch.compiling import left_to_python, nodes_of, refuse_lost
 from gradtools.torch.double_backward import gate_compiled, gated_calls
 from gradtools.torch.engines import pulled
-from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact
-from gradtools.torch.known_errors import explained, torch_says
-from gradtools.torch.replaying.guards import marked, steps
+from gradtools.torch.functorch_wrappers import alive, is_dual
+from gradtools.torch.known_errors import explain, torch_says
+from gradtools.torch.replaying.guards import here, marked, steps
 from gradtools.torch.replaying.slicing import (
     Entries,
     Rows,
     Tensor,
     aliases_of,
-    cut_up,
     flattened,
     primal_of,
     tensors_of,
@@ -60,9 +60,9 @@ def applied(kind: Any, *args: Any) -> Any:
 class ChunkProgram:
     """A function of each chunk's tensors and of shared ones, that is run chunk by chunk."""
 
+    caller: str  # the operator
     leaves: list[Tensor]  # what it reaches by itself
-
-    forward: Any  # the `Forward` that runs f, which does not hold itself: no cycle keeps tensors
+    attached: list[list[bool]] | None = None  # which outputs of each chunk have a derivative
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
@@ -75,10 +75,6 @@ class ChunkProgram:
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         """Runs f on a chunk only for what it does to the state of later ones."""
         raise NotImplementedError
-
-    def attaches(self, i: int, k: int) -> bool:
-        """Whether output k of chunk i has a derivative."""
-        return True
 
     def pull(
         self,
@@ -105,6 +101,27 @@ class ChunkProgram:
         raise NotImplementedError
 
 
+def _forward_of(program: ChunkProgram) -> Any:
+    """The `Forward` beneath a program, which may be itself."""
+    return program.forward if isinstance(program, _Derived) else program
+
+
+def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
+    """Rows of these widths, then a row of what is left."""
+    rows: Rows = []
+    at = 0
+    for width in widths:
+        rows.append([*flat[at : at + width]])
+        at += width
+    rows.append([*flat[at:]])
+    return rows
+
+
+def _spread(values: Entries, there: list[bool]) -> list[Any]:
+    """The values at the places that are there, None at the others."""
+    return list(values) if all(there) else spread(values, there)
+
+
 class _Derived(ChunkProgram):
     """A program made of another, which it evaluates with a graph, chunk by chunk.
 
@@ -121,7 +138,8 @@ class _Derived(ChunkProgram):
         there: list[list[bool]],
         joint: Joint | None = None,
     ) -> None:
-        self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, of.forward
+        self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, _forward_of(of)
+        self.caller = of.caller
         self.widths, self.shared_width, self.there = widths, shared_width, there
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
@@ -136,7 +154,7 @@ class _Derived(ChunkProgram):
         wanted = own
         if not alone:
             result.of, wanted = self.of.batched(size, own, randomness, True)
-            result.forward = result.of.forward
+            result.forward = _forward_of(result.of)
         vectors = zip(wanted, on, widths, strict=True)
         return result, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
 
@@ -165,10 +183,10 @@ class _Derived(ChunkProgram):
         result, sums = fun(*(ct for ct in cts if ct is not None))
         return spread([*result, *sums], counts)
 
-    def explained(self) -> AbstractContextManager[None]:
-        """PyTorch's errors in our words; frozen reads them, to go another way."""
-        caller = self.forward.caller
-        return explained(caller) if caller != "frozen" else nullcontext()
+    def explain(self, error: RuntimeError) -> None:
+        """Raises PyTorch's errors in our words; frozen reads them, to go another way."""
+        if self.caller != "frozen":
+            explain(self.caller, error)
 
     def needs(self, i: int) -> bool:
         """Whether anything is asked of chunk i."""
@@ -177,7 +195,8 @@ class _Derived(ChunkProgram):
     def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
         """The inputs of the other program at chunk i, then the vectors, None where not there."""
         k, m = self.widths[i], self.shared_width
-        return xs[:k], shared[:m], spread(xs[k:], self.there[i]), spread(shared[m:], self.there[-1])
+        vectors, of_shared = _spread(xs[k:], self.there[i]), _spread(shared[m:], self.there[-1])
+        return xs[:k], shared[:m], vectors, of_shared
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         self.of.pass_by(i, *self.split(i, xs, shared)[:2])
@@ -191,45 +210,42 @@ class _Derived(ChunkProgram):
         if upstream.forward_level() >= 0:
             rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [self.nothing(i) for i in range(count)]
-        self.forward.check_storages()
-        with self.forward.without_hooks(), torch.set_grad_enabled(False):
+        bare = self.forward.without_hooks() if self.forward.leaves else nullcontext()
+        with bare, torch.set_grad_enabled(False):
             had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
                 self.sums = None if self.forward.beneath else sums
-                with self._summing(), self.forward.replaying():
-                    for i in steps(self.forward.chunks, again[-1] + 1):
-                        if i in again:
-                            self._add(result, sums, i, rows[i], shared)
-                        else:
-                            self.pass_by(i, rows[i], shared)
-        return result, sums.total or self.nothing_summed()
+                try:
+                    with self.forward.replaying():
+                        self._run(again, result, sums, rows, shared)
+                finally:
+                    self.sums = None
+        if sums.terms:
+            return result, sums.total()
+        return result, [] if self.transposes else [None] * (self.shared_width + len(self.leaves))
+
+    def _run(self, again: list[int], found: Rows, sums: Sums, rows: Rows, shared: Entries) -> None:
+        """Those chunks of which something is asked; the others up to the last of them pass by."""
+        count, shown = again[-1] + 1, self.forward.chunks.options.progress
+        for i in steps(count) if shown and count > 1 else range(count):
+            if i not in again:
+                self.pass_by(i, rows[i], shared)
+                continue
+            found[i], terms = self.one(i, rows[i], shared)
+            if terms:
+                sums.add(terms)
 
     def _begun(self) -> Sums:
         """What earlier nodes of this backward pass gave for the leaves; nobody else holds it."""
         sums = Sums()
-        handed = self.joint.handed(self.leaves) if self.joint is not None else []
+        handed = self.joint.handed(self.leaves) if self.joint and self.joint.sums else []
         if any(x is not None for x in handed):
             sums.add([*[None] * self.shared_width, *handed])
         return sums
 
-    @contextmanager
-    def _summing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.sums = None
-
-    def _add(self, found: Rows, sums: Sums, i: int, xs: Entries, shared: Entries) -> None:
-        found[i], terms = self.one(i, xs, shared)
-        sums.add(terms)
-
     def nothing(self, i: int) -> list[Any]:
         """The outputs of a chunk of which nothing is asked."""
-        raise NotImplementedError
-
-    def nothing_summed(self) -> list[Any]:
-        """The sums of no chunk."""
         raise NotImplementedError
 
     def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
@@ -238,13 +254,13 @@ class _Derived(ChunkProgram):
         a, b = (views_of(xs), views_of(shared)) if create else (aliases_of(xs), aliases_of(shared))
         # A pullback that is transposed gates what runs in it by itself.
         twice = create or (self.transposes and not isinstance(self.of, _Derived))
-        gates = gated_calls(self.forward.caller, [*a, *b]) if twice else nullcontext()
+        gates = gated_calls(self.caller, [*a, *b]) if twice else nullcontext()
         with torch.enable_grad(), gates:
             ys, terms = self.of.one(i, a, b)
         if create:
             outs = tensors_of((*ys, *terms))
-            refuse_lost(self.forward.caller, outs)
-            gate_compiled(self.forward.caller, outs, [*a, *b])
+            refuse_lost(self.caller, outs)
+            gate_compiled(self.caller, outs, [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
 
 
@@ -258,9 +274,6 @@ class Backward(_Derived):
     def nothing(self, i: int) -> list[Any]:
         return [None] * self.widths[i]
 
-    def nothing_summed(self) -> list[Any]:
-        return [None] * (self.shared_width + len(self.leaves))
-
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Cotangents of the chunk's inputs, then of what all chunks share."""
         create = torch.is_grad_enabled()
@@ -268,9 +281,12 @@ class Backward(_Derived):
         inputs, ys, terms = self._within(i, xs, shared)
         cts += shared_cts if terms else []
         own, outs = len(xs) + len(shared), [*ys, *terms]
-        sums = None if create else self.sums
-        with self.forward.going_back(create), self.explained():
-            grads = self._pulled_adding(sums, outs, inputs, cts, own, create, create)
+        sums, forward = None if create else self.sums, self.forward
+        # The graph is that of the first pass, of which it is known.
+        same = self.of is forward and forward.compares_leaves and not forward.batches
+        how = create, create, same and forward.is_right
+        with forward.going_back(create) if forward.heeds_going_back() else nullcontext():
+            grads = self._pulled_adding(sums, outs, inputs, cts, own, *how)
         return grads[: len(xs)], grads[len(xs) :]
 
     def _pulled_adding(
@@ -278,17 +294,21 @@ class Backward(_Derived):
     ) -> list[Any]:
         """As `pulled`, but what leaves get is added to sums that are there, and None."""
         single = not (self.forward.batches or any(self.vectors_only))
-        if not single or sums is None or not sums.has_any:
-            return self.pulled(outs, inputs, cts, own, *how)
-        with adding_leaves(sums, self.shared_width, self.leaves, outs) as (roots, taken):
-            grads = self.pulled(roots, inputs, cts, own, *how)
+        try:
+            if not (single and self.leaves and sums is not None and sums.terms):
+                return self.pulled(outs, inputs, cts, own, *how)
+            with adding_leaves(sums, self.shared_width, self.leaves, outs) as (roots, taken):
+                grads = self.pulled(roots, inputs, cts, own, *how)
+        except RuntimeError as error:
+            self.explain(error)
+            raise
         for k in taken:
             grads[own + k] = None
         return grads
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
         forward = self.forward
-        retained = forward.retained if self.of.forward is self.of else {}
+        retained = forward.retained if self.of is forward else {}
         if not retained:
             return set()
         keep = upstream.keeps_graph()
@@ -298,20 +318,21 @@ class Backward(_Derived):
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
         inputs += own
-        reading = forward.reading
-        reading[0] = True
-        once = nullcontext() if forward.hooked else forward.going_back()
         inputs, width = [*inputs, *self.leaves], len(inputs)
+        forward.check_storages()
+        heeds = forward.heeds_going_back() and not forward.hooked
+        forward.reading[0] = True
         try:
-            with self.explained(), once:
+            with forward.going_back() if heeds else nullcontext():
                 how = keep, False, forward.is_right
                 grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
         finally:
-            reading[0] = False
+            forward.reading[0] = False
         had, left = set(retained), iter(grads)
         for i in retained:
             found[i] = [next(left) for _ in range(self.widths[i])]
-        sums.add(list(left))
+        if rest := list(left):
+            sums.add(rest)
         if not keep:
             retained.clear()
         return had
@@ -336,9 +357,6 @@ class Pushed(_Derived):
 
     def nothing(self, i: int) -> list[Any]:
         """Outputs with no tangent have no place."""
-        return []
-
-    def nothing_summed(self) -> list[Any]:
         return []
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
@@ -378,7 +396,7 @@ def pulled_back(
         grads: Any = pulled(ys, xs, [ct for _, ct in pairs], keep, create)
     if create:
         grads = guarded_gradients("chunked or frozen", ys, grads)
-    return spread(grads, caller)
+    return list(grads) if all(caller) else spread(grads, caller)
 
 
 def _dummy(y: Any) -> Tensor | None:
@@ -397,7 +415,7 @@ def node_of(
     known: The outputs and sums, if they were evaluated already. Beneath functorch they cannot
     be, since there the evaluation stands under the transforms' levels.
     """
-    inputs = [*flattened(rows), *shared, *program.leaves]
+    inputs = [*chain(*rows), *shared, *program.leaves]
     shape: list[Any] = []
     eager = False
     outs = [] if known is None else _chosen(program, known, shape, True)
@@ -406,16 +424,16 @@ def node_of(
         dual = upstream.forward_level() >= 0 and any(map(is_dual, inputs))
         if not outs or not (tracked or dual):
             return known
-        eager = not dual and not is_compiling()
+        eager = not dual and not torch.compiler.is_dynamo_compiling()
     maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
     if eager:
         results = applied(_ProgramNode, maps, outs, *inputs)
     else:
         results = apply_rule(_rule(maps, known and outs), *inputs)
     counts, there = shape
-    flat = spread(results, there)
+    flat = _spread(results, there)
     if known is not None and not all(there):
-        everything = [*flattened(known[0]), *known[1]]
+        everything = [*chain(*known[0]), *known[1]]
         flat = [y if t else e for y, t, e in zip(flat, there, everything, strict=True)]
     parts = cut_up(flat, counts)
     return parts[:-1], parts[-1]
@@ -427,7 +445,8 @@ def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) ->
     there: list[bool] = []
     for i, ys in enumerate([*found[0], found[1]]):
         for k, y in enumerate(ys):
-            there.append(isinstance(y, Tensor) and (not known or program.attaches(i, k)))
+            has_way = not known or program.attached is None or program.attached[i][k]
+            there.append(isinstance(y, Tensor) and has_way)
             if there[-1]:
                 outs.append(y)
     shape[:] = [list(map(len, found[0])), there]
@@ -445,16 +464,19 @@ class _Maps:
 
     def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
         counts, there = self.shape
-        full = spread(cts, there)
-        if self.program is self.program.forward:  # its sums are carries
+        full = _spread(cts, there)
+        if not isinstance(self.program, _Derived):  # its sums are carries
             full = full[: sum(counts)]
-        result = self._vectors(saved, full, counts)
-        with marked(self.program.forward.caller):
-            return self.program.pull(self.widths, self.width, result[2], *result[:2], joint)
+        rows, shared, those = self._vectors(saved, full, counts)
+        before, here.mark = here.mark, here.mark or self.program.caller
+        try:
+            return self.program.pull(self.widths, self.width, those, rows, shared, joint)
+        finally:
+            here.mark = before
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
         result = self._vectors(saved, dxs, self.widths)
-        with marked(self.program.forward.caller):
+        with marked(self.program.caller):
             pushed = self.program.push(self.widths, self.width, result[2], *result[:2])
         there = self.shape[1]
         pushed += [None] * (len(there) - len(pushed))  # of carries
@@ -481,15 +503,21 @@ class _ProgramNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:
         ctx.maps = maps
-        join(ctx, maps.program.leaves)
+        ctx.leaves = maps.program.leaves
+        if ctx.leaves:
+            join(ctx, ctx.leaves)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        ctx.mark_non_differentiable(*[y for y in outs if not is_inexact(y)])
+        exact = [y for y in outs if not (y.is_floating_point() or y.is_complex())]
+        ctx.mark_non_differentiable(*exact)
         return tuple([y.view_as(y) if any(y is x for x in inputs) else y for y in outs])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        there, joint = [None if ct is None else alive(ct) for ct in cts], joint_of(ctx)
+        there, joint = list(cts), joint_of(ctx) if ctx.leaves else None
+        for k, ct in enumerate(cts):
+            if ct is not None and upstream.is_wrapped(ct):
+                there[k] = alive(ct)
         with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
             result = ctx.maps.cotangent(_unchanged(ctx), there, joint)
         if joint is not None:
@@ -505,7 +533,7 @@ def _unchanged(ctx: Any) -> Any:
     except RuntimeError as error:
         if "modified" not in torch_says(error):
             raise
-        caller = ctx.maps.program.forward.caller
+        caller = ctx.maps.program.caller
         raise GradtoolsError(
             f"{caller}: an argument or a parameter was changed in place after the forward pass, "
             "and the backward pass needs it as it was. Clone it before you change it."
@@ -544,7 +572,7 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
         batch = _rule(_Maps(result, widths, width, shape))
         return batch, [*front, *xs[count:]], axes_of
 
-    caller = program.forward.caller
+    caller = program.caller
     return Rule(caller, primal, maps.tangent, maps.cotangent, captures=False, mapped=mapped)
 
 
@@ -553,5 +581,7 @@ def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:
     known = None
     if upstream.peek_interpreter_stack() is None:
         known = program.evaluate(rows, shared)
+        if not torch.is_grad_enabled() and upstream.forward_level() < 0:
+            return [*chain(*known[0]), *known[1]]
     rows, sums = node_of(program, rows, shared, known)
-    return [*flattened(rows), *sums]
+    return [*chain(*rows), *sums]

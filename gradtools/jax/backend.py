@@ -72,8 +72,7 @@ class JaxBackend(Wing):
     def zeros(self, look: Any, beside: Array) -> Array:
         return shardings.like(jnp.zeros(look.shape, look.dtype), look)
 
-    def ones_like(self, x: Array) -> Array:
-        return jax.lax.full_like(x, 1)
+    ones_like = staticmethod(partial(jax.lax.full_like, fill_value=1))
 
     def unit_basis(self, x: Array) -> Array:
         basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)

@@ -229,12 +229,16 @@ class _Derived(ChunkProgram):
         """Those chunks of which something is asked; the others up to the last of them pass by."""
         count, shown = again[-1] + 1, self.forward.chunks.options.progress
         for i in steps(count) if shown and count > 1 else range(count):
-            if i not in again:
+            if i in again:
+                self._add(found, sums, i, rows[i], shared)
+            else:
                 self.pass_by(i, rows[i], shared)
-                continue
-            found[i], terms = self.one(i, rows[i], shared)
-            if terms:
-                sums.add(terms)
+
+    def _add(self, found: Rows, sums: Sums, i: int, xs: Entries, shared: Entries) -> None:
+        """One chunk; when the next one runs, nobody but the sums holds its terms."""
+        found[i], terms = self.one(i, xs, shared)
+        if terms:
+            sums.add(terms)
 
     def _begun(self) -> Sums:
         """What earlier nodes of this backward pass gave for the leaves; nobody else holds it."""

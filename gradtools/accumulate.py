@@ -434,7 +434,8 @@ class GradientAccumulator:
         total = state.totals[i]
         if not self._compensated:
             return self._wing.copied(total)
-        return self._wing.corrected(total, state.errors[i])
+        xp = self._backend.xp  # where a total is not finite, its error means nothing
+        return xp.where(xp.isfinite(total), total + state.errors[i], total)
 
     def _no_errors(self, totals: list[Any]) -> tuple[Any, ...]:
         if not self._compensated:
@@ -453,7 +454,7 @@ class GradientAccumulator:
         return state
 
     def _weight(self, weight: Any) -> Any:
-        number = self._wing.as_number(weight)
+        number = self._backend.as_number(weight)
         real = isinstance(number, numbers.Real) or (
             number is not None
             and getattr(number, "shape", None) == ()

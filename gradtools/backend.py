@@ -1,4 +1,4 @@
-"""The narrow waist: what a framework must be able to do.
+"""The waist, gradtools' backend interface: what a framework must give, and defaults for the rest.
 
 Everything above is written once, on flat lists of arrays. A function handed to the waist, `fun`,
 takes the differentiated leaves and returns two lists, `(outs, extras)`: the arrays that are
@@ -606,7 +606,19 @@ class Backend(Seeing):
 class Wing(Backend):
     """What both wings have in rooms of the same names."""
 
-    as_number = Lazily("accumulate")
+    def is_traced(self, x: Any) -> bool:
+        """Whether x is an array of a transform that is still running."""
+        raise NotImplementedError
+
+    def as_number(self, x: Any) -> Any:
+        if self.is_traced(x):
+            x = self.stop_gradient(x)
+            narrow = x.dtype.itemsize < 4  # sums of small dtypes round or overflow
+            return None if tuple(x.shape) else self.cast(x, "float32") if narrow else x
+        if getattr(x, "shape", None) == () and hasattr(x, "item"):
+            return x.item()
+        return x if isinstance(x, (int, float)) else None
+
     run_chunks, sum_chunks = Lazily("chunking"), Lazily("chunking")
     run_frozen = Lazily("freezing")
 

@@ -1,4 +1,4 @@
-"""One call of a chunked function, cut into chunks: what a wing is handed to run."""
+"""`Chunks`: one call of a chunked function as data, its arguments cut into chunks."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ import numpy as np
 
 import gradtools
 from gradtools.calls import with_article
-from gradtools.errors import GradtoolsError, place_of
+from gradtools.code_origin import place_of
+from gradtools.errors import GradtoolsError
 
 _BACKENDS = ("torch", "jax")
 _OF_JAX = ("jax", "jaxlib", "flax", "equinox", "optax")

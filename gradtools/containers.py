@@ -1,4 +1,4 @@
-"""Mappings and dataclasses that hold arrays, as trees; no framework need know their class.
+"""Mappings and dataclasses as pytrees, without registering their classes with a framework.
 
 A tokeniser's `BatchEncoding` is a `UserDict`, a model's output a dataclass: to the pytrees of a
 framework, in which nobody registered them, they are single leaves. A wing's `flatten` opens such

@@ -1,4 +1,4 @@
-"""Own rules: a function with a derivative that its author gives.
+"""`custom_rule`: functions on pytrees with a jvp or vjp rule that the user writes.
 
 The author writes a rule on pytrees, with the signatures of `jax.custom_vjp` and
 `jax.custom_jvp`; here it becomes a `Rule` on flat lists of arrays. For each way of calling the

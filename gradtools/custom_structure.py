@@ -1,4 +1,4 @@
-"""A custom rule at one structure of its arguments: functions on flat lists of arrays."""
+"""One `custom_rule` at one pytree structure of its arguments, as functions of flat arrays."""
 
 from __future__ import annotations
 

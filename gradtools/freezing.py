@@ -1,4 +1,4 @@
-"""Second derivatives through a large frozen function, without storing its graph.
+"""`frozen`: second derivatives through a large function without its graph, by forward over reverse.
 
 For y = G(z) with Jacobian J the pullback is v -> J^H v. It is linear in v, so its derivative
 along v, pulled back, is the pushforward u -> J u: one pass in forward mode, which keeps nothing.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtools.code_origin import definition_of
 from gradtools.containers import whole
 from gradtools.errors import GradtoolsError
 
@@ -145,11 +146,11 @@ class Kernel:
     @property
     def line(self) -> str:
         """Where it was defined, as messages say it; nothing of a builtin."""
-        code = getattr(_python(self.inside.fun if self.inside else self.fun), "__code__", None)
-        if code is None:
+        source = definition_of(_python(self.inside.fun if self.inside else self.fun))
+        if source is None:
             return ""
         what = "function" if self.inside else "kernel"
-        return f" The {what} is at {code.co_filename}:{code.co_firstlineno}."
+        return f" The {what} is at {source.file}:{source.line}."
 
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """The kernel's call with arguments like these, and the arrays among them, in order.
@@ -245,7 +246,7 @@ class Results:
     widened: bool = field(init=False, compare=False)  # whether NumPy has another dtype for one
 
     def __post_init__(self) -> None:
-        carried = [np.dtype(_carrier(s.dtype)) for s in self.specs]
+        carried = [np.dtype(carrier(s.dtype)) for s in self.specs]
         object.__setattr__(self, "dtypes", tuple(carried))
         pairs = zip(self.specs, carried, strict=True)
         object.__setattr__(self, "looks", tuple([(s.shape, dtype) for s, dtype in pairs]))
@@ -341,7 +342,7 @@ class KernelCall:
             return self.fresh(xs, expected)
         if self.kernel.vectorized:
             return self.fresh([read_only(x) for x in full], expected, batch)
-        ys = [np.empty((*batch, *s.shape), _carrier(s.dtype)) for s in expected.specs]
+        ys = [np.empty((*batch, *s.shape), carrier(s.dtype)) for s in expected.specs]
         for i in np.ndindex(*batch):
             result = self._held(self._called([x[(*i, ...)] for x in full]), expected)
             for y, one in zip(ys, result, strict=True):
@@ -448,7 +449,7 @@ def _wrong(y: Any, spec: Spec, batch: Shape) -> str:
     behind = f", the batch {batch} in front (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
     if isinstance(y, np.ndarray | np.generic):
-        if y.shape == shape and y.dtype.name in (spec.dtype, _carrier(spec.dtype)):
+        if y.shape == shape and y.dtype.name in (spec.dtype, carrier(spec.dtype)):
             return ""
         mend = _mend(y, spec, y.shape == shape) if not batch else ""
         return f"has shape {y.shape} and dtype {y.dtype}; {expected}.{mend}"
@@ -461,26 +462,27 @@ def _mend(y: np.ndarray | np.generic, spec: Spec, same_shape: bool) -> str:
     """What to write where the shape or only the dtype is another one."""
     own = f"out=Spec({y.shape}, {y.dtype.name!r})"
     if same_shape:
-        return f" Nothing is cast: return y.astype({_carrier(spec.dtype)!r}), or say {own}."
+        return f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or say {own}."
     return f" Say what it returns: {own}, or a function of the arguments' Specs."
 
 
-def _carrier(dtype: str) -> str:
+def carrier(dtype: str) -> str:
+    """The dtype in which NumPy carries one that it lacks."""
     return _CARRIED.get(dtype, dtype)
 
 
 def read_only(x: np.ndarray) -> np.ndarray:
     """x in C order, without a way to make it writable again."""
     if x.dtype.kind not in _PLAIN_KINDS:  # a framework's own, which NumPy knows as raw bytes
-        x = x.astype(_carrier(x.dtype.name))
+        x = x.astype(carrier(x.dtype.name))
     return np.asarray(np.asarray(x, order="C").data.toreadonly())
 
 
 def _fits(y: Any, dtype: str) -> bool:
     """Whether a Python number is of this dtype's kind, and within its range."""
     try:
-        kind = np.dtype(_carrier(dtype)).kind
-        return type(y) is _SCALARS[kind] and np.array(y, _carrier(dtype)) is not None
+        kind = np.dtype(carrier(dtype)).kind
+        return type(y) is _SCALARS[kind] and np.array(y, carrier(dtype)) is not None
     except OverflowError:
         return False
 

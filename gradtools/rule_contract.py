@@ -1,4 +1,4 @@
-"""What the author of a rule promises, checked before it gives a number.
+"""Checks of user-written rules: output structure, shapes, dtypes, and linearity of their maps.
 
 For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's own, and of maps
 

@@ -1,4 +1,4 @@
-"""A rule: a function that carries its own derivative.
+"""`Rule`: a function of flat arrays with its own jvp and vjp maps, the same in both frameworks.
 
 Everything that bends a gradient is one thing, a value with its own tangent and cotangent map:
 

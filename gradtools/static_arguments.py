@@ -1,4 +1,4 @@
-"""How the arguments of a function part into static ones and the rest."""
+"""Splits a call's arguments into static ones (`static_argnames`) and the rest."""
 
 from __future__ import annotations
 

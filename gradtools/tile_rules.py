@@ -1,4 +1,4 @@
-"""Programs over all tiles of the matrix of pairs, and rules that are made of them.
+"""`Sweep`: one pass over the tiles of a matrix of pairs, and rules whose maps are such passes.
 
 A wing runs a `Sweep`. The sum over tiles and a reduction over tiles are rules of such sweeps.
 

@@ -27,7 +27,7 @@ from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Shaped
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import Kernel, Spec
+from gradtools.host_kernels import Kernel, Spec, carrier
 from gradtools.rules import KEYS, Entries, Rule, spread
 from gradtools.seeing.formula.recorded import Recorded, as_recorded
 from gradtools.seeing.nodes import PlainGraph
@@ -135,7 +135,7 @@ class Foreign:
             xs, dxs = operands[:n], operands[n:]
 
             def inexact(*at: Array) -> tuple[list[Array], list[Array]]:
-                return list(filter(guest.is_inexact, run(*_at(xs, at, moving)))), []
+                return list(filter(guest.backend.is_inexact, run(*_at(xs, at, moving)))), []
 
             at = [x for x, m in zip(xs, moving, strict=True) if m]
             return list(guest.backend.jvp(DerivativeOf(inexact, guest.operator), at, list(dxs))[2])
@@ -365,7 +365,7 @@ class KnownOfShapes:
             return guest.called_on_host(self, self.of.entry, arrays, 0)
         if 0 in arrays[0].shape[:depth]:
             sizes = arrays[0].shape[:depth]
-            return [np.empty((*sizes, *s.shape), guest.carrier(s)) for s in self.outs]
+            return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
         self._note(arrays, depth)
         shared = _shared(arrays, depth)
         arrays = _without_copies(arrays, shared)
@@ -457,7 +457,7 @@ class Bridged(CustomRule):
 
     def _refuse_guests(self, leaves: Sequence[Any]) -> None:
         for x in leaves:
-            if self.guest.is_array(x):
+            if self.guest.backend.is_array(x):
                 raise GradtoolsError(
                     f"{self.guest.operator}: {self.__name__} was given a "
                     f"{type(x).__module__}.{type(x).__qualname__}; the bridged function takes "

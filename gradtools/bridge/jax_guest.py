@@ -61,18 +61,6 @@ class JaxGuest:
         """How a function is called."""
         return jax.jit(run) if self.jit else run
 
-    def is_array(self, x: Any) -> bool:
-        """Whether x is a JAX array."""
-        return isinstance(x, jax.Array)
-
-    def is_inexact(self, x: Any) -> bool:
-        """Whether an array is floating or complex."""
-        return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-    def carrier(self, spec: Spec) -> Any:
-        """The dtype by which NumPy carries it."""
-        return np.float32 if spec.dtype == "bfloat16" else np.dtype(spec.dtype)
-
     def as_array(self, name: str, y: Any) -> jax.Array:
         """A leaf of what a function returned, as an array."""
         try:

@@ -9,7 +9,6 @@ refused by name. Later calls share memory, and are held to what the first did by
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -37,6 +36,7 @@ from gradtools.bridge.memory import (
 )
 from gradtools.bridged_calls import Cost
 from gradtools.errors import GradtoolsError
+from gradtools.function_variables import globals_of
 from gradtools.host_kernels import Spec
 from gradtools.jax.reachability import within_a_trace
 from gradtools.rules import captured
@@ -73,18 +73,6 @@ class TorchGuest:
     def entry(self, run: Any) -> Any:
         """How a function is called."""
         return run
-
-    def is_array(self, x: Any) -> bool:
-        """Whether x is a tensor."""
-        return isinstance(x, Tensor)
-
-    def is_inexact(self, x: Tensor) -> bool:
-        """Whether a tensor is floating or complex."""
-        return x.is_floating_point() or x.is_complex()
-
-    def carrier(self, spec: Spec) -> Any:
-        """The dtype by which NumPy carries it."""
-        return np.float32 if spec.dtype == "bfloat16" else np.dtype(spec.dtype)
 
     def copied(self, x: Tensor) -> Tensor:
         """A copy, differentiable."""
@@ -141,7 +129,7 @@ class TorchGuest:
     def reach(self, of: Foreign, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
         """Which input reaches which output, by fake tensors; None where f does not take them."""
         with self._faked(of, specs) as xs:
-            at = [x.requires_grad_() for x in xs if self.is_inexact(x)]
+            at = [x.requires_grad_() for x in xs if self.backend.is_inexact(x)]
             ys = _taken(of.run, [x.clone() for x in xs])
             return None if ys is None else [self._reaching(y, xs, at) for y in ys]
 
@@ -366,17 +354,10 @@ def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Te
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-def _globals(f: Any) -> list[Any]:
-    """The modules and tensors that a function finds among its module's names."""
-    if not inspect.isfunction(f):
-        return []
-    result = inspect.getclosurevars(f).globals.values()
-    return [x for x in result if isinstance(x, torch.nn.Module | Tensor)]
-
-
 def _captured(f: Any) -> dict[str, Tensor]:
     """The tensors that a function holds, in words."""
-    where: Any = SimpleNamespace(written=(f, *_globals(f)), maps=())
+    read = [x for x in globals_of(f).values() if isinstance(x, torch.nn.Module | Tensor)]
+    where: Any = SimpleNamespace(written=(f, *read), maps=())
     modules = list(captured(where, lambda x: isinstance(x, torch.nn.Module), Tensor))
     named: dict[int, tuple[str, Tensor]] = {}
     for module in modules:

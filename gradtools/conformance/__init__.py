@@ -1,4 +1,4 @@
-"""What a backend is held to: programs, the ways of using them, and what says that all is right.
+"""The conformance kit for backends: scenarios, ways to run them, and oracles for their answers.
 
 `records` has the scenarios, `matrix` the cells of scenario, operator, transform and dtype,
 `problem` and `trial` what one cell computes and with what it is compared, `reference` the closed

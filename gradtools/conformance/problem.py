@@ -1,4 +1,4 @@
-"""A cell's program in one backend, and how answers about it are judged.
+"""One program of the scenario matrix in one backend, and how answers about it are judged.
 
 A `Problem` puts the numbers of a `Reference` into the framework, in the cell's dtype, and makes
 the same loss of the program there. Whatever an operator answers comes back to NumPy and is held

@@ -1,4 +1,4 @@
-"""Everything that this wing relies on and JAX does not document: the one room that may.
+"""Every undocumented name of JAX that gradtools uses, each with its reason; no other file uses any.
 
 `jax._src` is used for one thing that is public elsewhere: the classes of a jaxpr. Their public
 place, `jax.extend.core`, comes with all of Pallas, which was half of the time that
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, cast
 
 import jax
@@ -119,6 +119,12 @@ def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> N
 
 
 # --- what a maintainer of JAX would refuse ------------------------------------------------------
+#
+# Beside what follows, where it is needed and nowhere else: texts of errors, for which JAX has no
+# types (`known_errors`). Buys words that say what to do. Costs: reworded upstream, JAX's own error
+# is raised in their place.
+#
+# The instruction at which an error was made (`code_origin`) is looked at as PyTorch's room says.
 
 
 def called_by_jax(depth: int) -> bool:
@@ -157,6 +163,24 @@ def is_batch_statistic(eqn: Any) -> bool:
     return "BatchNorm.__call__.<locals>._stats" in names or any(
         pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
     )
+
+
+def with_variables(
+    f: FunctionType, cells: dict[str, Any], named: dict[str, Any], defaults: Any
+) -> FunctionType:
+    """A function with the same code, whose variables by these names are others.
+
+    flax refuses to change a module that a function closes over inside of another trace, and there
+    is no other way to hand that function a copy: its own cells are the caller's, which another
+    thread may read. Buys loops and rules around such a function; costs that a global which it sets
+    is set in a copy of its module's, if it names a module of flax there.
+    """
+    scope = {**f.__globals__, **named} if named else f.__globals__
+    own = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+    closure = tuple([CellType(cells[name]) if name in cells else cell for name, cell in own])
+    made = FunctionType(f.__code__, scope, f.__name__, defaults, closure)
+    made.__kwdefaults__ = f.__kwdefaults__
+    return made
 
 
 class _TransfersRefused:

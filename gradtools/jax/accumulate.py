@@ -46,25 +46,6 @@ def copied(x: jax.Array) -> jax.Array:
     return jnp.array(x, copy=True)
 
 
-def corrected(total: jax.Array, error: jax.Array) -> jax.Array:
-    """The sum of both; where total is not finite, error is meaningless and total stands."""
-    return jnp.where(jnp.isfinite(total), total + error, total)
-
-
-def as_number(x: Any) -> Any:
-    """A Python number where x holds a known one, x itself where it is traced, else None."""
-    if isinstance(x, jax.core.Tracer):
-        if x.shape != ():
-            return None
-        known: Any = detached(x)
-        return (
-            known.astype(jnp.float32) if x.dtype.itemsize < 4 else known
-        )  # sums of small dtypes round
-    if getattr(x, "shape", None) == () and hasattr(x, "item"):
-        return x.item()
-    return x if isinstance(x, (int, float)) else None
-
-
 def current_trace() -> Any:
     """What tells one trace from another; equal outside of all, in every thread."""
     return get_opaque_trace_state(convention="gradtools")

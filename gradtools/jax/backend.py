@@ -44,6 +44,9 @@ class JaxBackend(Wing):
     is_array = staticmethod(trees.is_array)
     is_inexact = staticmethod(trees.is_inexact)
 
+    def is_traced(self, x: Any) -> bool:
+        return isinstance(x, jax.core.Tracer)
+
     def is_complex(self, x: Array) -> bool:
         return jnp.issubdtype(x.dtype, jnp.complexfloating)
 

@@ -1,4 +1,4 @@
-"""The engines that differentiate in JAX.
+"""vjp, jvp and linearize in JAX, and which arguments reach the output, read from a jaxpr.
 
 Where it matters whether an argument reaches the output, the function is traced to a jaxpr first
 and then run from it: the user's Python runs once, and the jaxpr tells what JAX's own zeros do

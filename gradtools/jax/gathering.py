@@ -1,4 +1,4 @@
-"""The rows of all devices, differentiable in any order and mode."""
+"""`gather` in JAX: a differentiable all-gather along a named axis."""
 
 from __future__ import annotations
 

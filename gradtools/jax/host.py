@@ -24,11 +24,11 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from gradtools.errors import said_by
 from gradtools.host_kernels import Kernel, KernelCall, Results, Shape, Spec
 from gradtools.jax import shardings
 from gradtools.jax._upstream import is_exporting, is_for_one_cpu, transfers_refused
 from gradtools.jax.arrays import X64
+from gradtools.jax.known_errors import CALLS_JAX, OTHER_PLATFORM, says
 from gradtools.jax.reachability import within_a_trace
 from gradtools.jax.rules.kept_alive import MortalPrimitive, mortal
 
@@ -93,8 +93,7 @@ def _without_jax(call: KernelCall, *args: Any) -> list[Any]:
         with jax.no_execution(True), transfers_refused():
             return call.run(*args)
     except RuntimeError as error:
-        text = said_by("jax", error)
-        if "no_execution config option" not in text and "Disallowed" not in text:
+        if not says(error, *CALLS_JAX):
             raise
         raise call.error(
             "it calls JAX, which a host kernel must not: in a compiled program the call would "
@@ -181,7 +180,7 @@ def _lower(ctx: Any, *xs: Any, call: KernelCall, **params: Any) -> Any:
         avals = ctx.avals_in, ctx.avals_out
         return emit(ctx, run, None, xs, *avals, has_side_effect=False, returns_token=False)[0]
     except ValueError as error:
-        if "lowering platform" not in str(error):
+        if not says(error, OTHER_PLATFORM):
             raise
         raise call.error(
             "JAX can lower a call back into Python only for a platform that this process has. "

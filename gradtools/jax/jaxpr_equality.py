@@ -31,11 +31,6 @@ def derived(closed: Any, derive: Callable[[Callable[..., Any]], Any]) -> Any:
     return _derived(_Alike(jaxpr, eqns), derive)
 
 
-def compiled(closed: Any) -> Callable[..., list[Any]]:
-    """A program `run(consts, xs)` under jit, compiled once for all that are alike."""
-    return derived(closed, jax.jit)
-
-
 @lru_cache(maxsize=_KEPT)
 def _derived(alike: _Alike, derive: Callable[..., Any]) -> Any:
     return derive(_Runs(alike.jaxpr))

@@ -1,4 +1,4 @@
-"""Jaxprs, read: what an equation runs, what it writes, and which equations are needed.
+"""Reading jaxprs: an equation's inner jaxprs, what it writes, dead-code elimination.
 
 The one list of the primitives that run jaxprs: calls, loops, branches, and functions with rules of
 JAX's. How data flows is read in `reachability.py`, what an equation costs in `seeing/flops.py`.
@@ -91,6 +91,23 @@ def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
 def read(env: dict[Any, Any], atom: Any) -> Any:
     """What an atom is where a jaxpr is run."""
     return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def interpreted(
+    jaxpr: Jaxpr,
+    entries: Sequence[Any],
+    step: Callable[[int, Eqn, list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any] = lambda literal: literal.val,
+) -> list[Any]:
+    """A jaxpr run on what stands for arrays: what stands for its outputs.
+
+    step: Of an equation's number, the equation, and its operands. constant: Of a literal.
+    """
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], entries, strict=True))
+    at = lambda atom: constant(atom) if isinstance(atom, Literal) else env[atom]
+    for i, eqn in enumerate(jaxpr.eqns):
+        env.update(zip(eqn.outvars, step(i, eqn, [at(v) for v in eqn.invars]), strict=True))
+    return [at(v) for v in jaxpr.outvars]
 
 
 def overwrites(eqn: Eqn) -> bool:

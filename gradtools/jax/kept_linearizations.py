@@ -1,4 +1,4 @@
-"""Linearizations that are kept for programs that come again.
+"""A cache of linearized jaxprs, for functions that eager code differentiates again and again.
 
 A function is traced at each call, for what it closes over may have changed. Where what comes out is
 alike (`jaxpr_equality.py`), with other arrays in it perhaps, its linearization is the same, too:

@@ -1,7 +1,8 @@
 """Errors of JAX that are known, each raised again with what to do about it.
 
 JAX raises plain ValueErrors and TypeErrors, so one of its refusals is known by its text alone; that
-the error is JAX's, by what raised it. What the user raises goes by as it is.
+the error is JAX's, by what raised it. What the user raises goes by as it is. No other room of this
+wing reads what an error says: reworded upstream, JAX's own error is raised in place of ours.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradtools.errors import place_of, refusal, said_by
+from gradtools.code_origin import place_of
+from gradtools.errors import refusal, said_by
 
 
 @contextmanager
@@ -27,12 +29,28 @@ REFUSALS = TypeError, ValueError, NotImplementedError
 
 def explain(caller: str, error: Exception) -> None:
     """Raises one of JAX's refusals in words that say what to do."""
-    text = said_by("jax", error)
-    mend = next((mend for part, mend in _MENDS.items() if part in text), None)
+    mend = next((m for part, m in _MENDS.items() if says(error, part)), None)
     if mend is not None:
         said = f"{caller}: {mend} JAX says{place_of(error)}: {error}"
         raise refusal(error, said) from error
 
+
+def says(error: BaseException, *parts: str, package: str = "jax") -> bool:
+    """Whether an error is the package's own, and says one of these."""
+    text = said_by(package, error)
+    return any(part in text for part in parts)
+
+
+def refused_number(error: BaseException) -> str:
+    """Of what Python's `float`, `int` or `complex` asked a traced array, if JAX names it."""
+    caller = str(error).partition("The problem arose with the `")[2].partition("`")[0]
+    return caller if caller in ("float", "int", "complex") else ""
+
+
+NO_EFFECTS = "Effects not supported in partial-eval of `checkpoint`"
+CALLS_JAX = "no_execution config option", "Disallowed"  # by `jax.no_execution`, the transfer guards
+OTHER_PLATFORM = "lowering platform"
+NEEDS_KEY = "key"  # a module of equinox that draws
 
 _HOST = (
     "f calls a function outside of JAX, whose derivative JAX does not know. Make it a "

@@ -1,4 +1,4 @@
-"""Loops over a batch that are compiled once for all calls that do the same.
+"""Eager `jax.lax.map` over a batch, compiled once for all bodies with equal jaxprs.
 
 JAX compiles an eager loop for its body, a function or a jaxpr, and knows it again only if it is
 the same object. A body like the pullback of one evaluation is new in each call: each would be

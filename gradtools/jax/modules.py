@@ -15,8 +15,9 @@ from typing import Any
 import jax
 
 from gradtools import keras_models
-from gradtools.errors import GradtoolsError, is_of, said_by
+from gradtools.errors import GradtoolsError, is_of
 from gradtools.jax.arrays import check_key
+from gradtools.jax.known_errors import NEEDS_KEY, says
 from gradtools.keras_models import is_keras
 
 Apply = Callable[..., tuple[Any, Any]]
@@ -195,7 +196,7 @@ def _equinox_call(model: Any, args: tuple, kwargs: dict) -> Any:
     try:
         return model(*args, **kwargs)
     except RuntimeError as error:
-        if kwargs.get("key", True) is None and "key" in said_by("equinox", error):
+        if kwargs.get("key", True) is None and says(error, NEEDS_KEY, package="equinox"):
             raise GradtoolsError(
                 f"apply: the module needs randomness; pass key= to apply. ({error})"
             ) from error

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import jax
@@ -25,11 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.code_origin import names_in
-from gradtools.errors import GradtoolsError, said_by
+from gradtools.errors import GradtoolsError
+from gradtools.function_variables import cells_of, globals_of
 from gradtools.jax import jaxprs, reachability
-from gradtools.jax._upstream import ClosedJaxpr
+from gradtools.jax._upstream import ClosedJaxpr, with_variables
 from gradtools.jax.jaxpr_equality import derived
+from gradtools.jax.known_errors import NO_EFFECTS, says
 
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
@@ -128,7 +129,7 @@ def explained_again(caller: str) -> Iterator[None]:
         with explained(caller):
             yield
     except NotImplementedError as error:
-        if "Effects not supported in partial-eval of `checkpoint`" not in said_by("jax", error):
+        if not says(error, NO_EFFECTS):
             raise
         raise GradtoolsError(
             f"{caller}: f holds an operation with effects (jax.experimental.io_callback, or "
@@ -256,7 +257,7 @@ def _parts(x: Any) -> list[Any]:
         if _is_a_library(x):
             return []
         wrapped = [x.__wrapped__] if hasattr(x, "__wrapped__") else []
-        return [*_cells(x).values(), *_named(x).values(), *(x.__defaults__ or ()), *wrapped]
+        return [*cells_of(x).values(), *globals_of(x).values(), *(x.__defaults__ or ()), *wrapped]
     if type(x) in (list, tuple):
         return list(x)
     return list(x.values()) if type(x) is dict else []
@@ -264,16 +265,6 @@ def _parts(x: Any) -> list[Any]:
 
 def _is_a_library(f: FunctionType) -> bool:
     return (f.__module__ or "").partition(".")[0] in ("jax", "flax")
-
-
-def _cells(f: FunctionType) -> dict[str, Any]:
-    cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-
-
-def _named(f: FunctionType) -> dict[str, Any]:
-    """The globals that a function and the functions in it name."""
-    return {name: f.__globals__[name] for name in names_in(f.__code__) if name in f.__globals__}
 
 
 class _Copies:
@@ -308,26 +299,14 @@ class _Copies:
         return x
 
     def _function(self, f: FunctionType) -> Any:
-        """The function over cells and globals of its own, if anything in it is replaced.
-
-        There is no other way to one that closes over a module: its cells are the caller's, and
-        another thread may read them.
-        """
+        """The function over variables of its own, if anything in it is replaced."""
         if _is_a_library(f):
             return f
-        cells, named = _cells(f), _named(f)
-        new_cells = {k: self.of(y) for k, y in cells.items()}
-        new_named = {k: self.of(y) for k, y in named.items()}
-        defaults = self.of(f.__defaults__) if f.__defaults__ else f.__defaults__
-        moved = [k for k in named if new_named[k] is not named[k]]
-        same = all(new_cells[k] is cells[k] for k in cells) and defaults is f.__defaults__
-        if same and not moved:
-            return f
-        scope = {**f.__globals__, **{k: new_named[k] for k in moved}} if moved else f.__globals__
-        closure = tuple(
-            CellType(new_cells[k]) if new_cells.get(k) is not cells.get(k) else cell
-            for k, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
-        )
-        made = FunctionType(f.__code__, scope, f.__name__, defaults, closure)
-        made.__kwdefaults__ = f.__kwdefaults__
-        return made
+        cells, named = self._replaced(cells_of(f)), self._replaced(globals_of(f))
+        defaults = self.of(f.__defaults__)
+        same = not cells and not named and defaults is f.__defaults__
+        return f if same else with_variables(f, cells, named, defaults)
+
+    def _replaced(self, held: dict[str, Any]) -> dict[str, Any]:
+        """What of these has a copy, or holds what has one."""
+        return {name: new for name, x in held.items() if (new := self.of(x)) is not x}

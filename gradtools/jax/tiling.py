@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
 from gradtools.jax.chunking import promoted
-from gradtools.jax.jaxpr_equality import compiled
+from gradtools.jax.jaxpr_equality import derived
 from gradtools.jax.jaxprs import bound, read, uses_primitive
 from gradtools.jax.reachability import within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
@@ -31,11 +31,11 @@ States = list[Arrays]  # one list for each group, empty where a group has anothe
 
 def sweep(program: Sweep, xs: Sequence[Any]) -> States:
     """The merged states of all tiles; outside of a trace by a program that is compiled once."""
-    run = lambda *xs: _run(program, xs)
     if within_a_trace():
-        return run(*xs)
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)(*xs)
-    return jax.tree.unflatten(jax.tree.structure(shapes), compiled(closed)(closed.consts, xs))
+        return _run(program, xs)
+    closed, shapes = jax.make_jaxpr(lambda *xs: _run(program, xs), return_shape=True)(*xs)
+    run = derived(closed, jax.jit)  # compiled once for all programs that are alike
+    return jax.tree.unflatten(jax.tree.structure(shapes), run(closed.consts, xs))
 
 
 def _run(program: Sweep, xs: Sequence[Any]) -> States:

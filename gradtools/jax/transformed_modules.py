@@ -1,4 +1,4 @@
-"""A module whose call is transformed, and which is a module still: of `equinox` or `flax.nnx`.
+"""`chunked(model)` and the like: a transformed `equinox` or `flax.nnx` model is again a model.
 
 Its arrays are leaves of a tree or of a graph, and so must be those of what is made of it; the
 libraries' rooms are opened once such a module comes.

@@ -15,7 +15,7 @@ those that only arrange data, and aligned in four passes, the surest first:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -245,8 +245,9 @@ def aligned(a: PlainGraph, b: PlainGraph) -> Alignment:
         one = [step for step in first if step.turn == turn]
         two = [step for step in second if step.turn == turn]
         pairs += _of_one_pass(one, two)
-    _in_another_order(first, second, pairs)
-    pairs += _renamed(first, second, pairs)
+    while _paired_by_reads(first, second, pairs, lambda step: step.name):  # in another order
+        pass
+    _paired_by_reads(first, second, pairs, lambda step: None)  # under two names
     return Alignment(first, second, tuple(sorted(pairs)))
 
 
@@ -392,51 +393,31 @@ def _stretch(
 # --- what is left ------------------------------------------------------------------------
 
 
-def _in_another_order(
-    first: Sequence[AlignedStep], second: Sequence[AlignedStep], pairs: _Pairs
-) -> None:
-    """Pairs steps of one name and size that read what is paired already, until none is left."""
-    partner = {a: set(two) for one, two in pairs for a in one}
-    changed = True
-    while changed:
-        changed = False
-        left = Alignment(tuple(first), tuple(second), tuple(pairs))
-        others = [second[j] for j in left.left(1)]
-        for i in left.left(0):
-            step = first[i]
-            expected = {j for read in step.reads for j in partner.get(read, ())}
-            for other in others:
-                alike = (step.name, step.size, step.turn) == (
-                    *(other.name, other.size),
-                    other.turn,
-                )
-                if alike and (expected & other.reads or not step.reads | other.reads):
-                    pairs.append(((step.number,), (other.number,)))
-                    partner[step.number] = {other.number}
-                    others.remove(other)
-                    changed = True
-                    break
+def _paired_by_reads(
+    first: Sequence[AlignedStep],
+    second: Sequence[AlignedStep],
+    pairs: _Pairs,
+    called: Callable[[AlignedStep], str | None],
+) -> bool:
+    """Pairs what is left, of one size and called alike, that reads what is paired already.
 
-
-def _renamed(first: Sequence[AlignedStep], second: Sequence[AlignedStep], pairs: _Pairs) -> _Pairs:
-    """What stands between the same neighbours, of one size, under two names."""
+    Returns:
+        Whether there was any.
+    """
     left = Alignment(tuple(first), tuple(second), tuple(pairs))
-    ones, twos = left.left(0), left.left(1)
     partner = {a: set(two) for one, two in pairs for a in one}
-    result: _Pairs = []
-    for i in ones:
-        step = first[i]
+    others, count = [second[j] for j in left.left(1)], len(pairs)
+    for step in (first[i] for i in left.left(0)):
         expected = {j for read in step.reads for j in partner.get(read, ())}
-        for j in twos:
-            other = second[j]
-            if (step.size, step.turn) == (other.size, other.turn) and (
-                expected & other.reads or not step.reads | other.reads
-            ):
-                result.append(((i,), (j,)))
-                partner[i] = {j}
-                twos.remove(j)
+        alike = lambda x: (called(x), x.size, x.turn)
+        for other in others:
+            meet = expected & other.reads or not step.reads | other.reads
+            if alike(step) == alike(other) and meet:
+                pairs.append(((step.number,), (other.number,)))
+                partner[step.number] = {other.number}
+                others.remove(other)
                 break
-    return result
+    return len(pairs) > count
 
 
 def forward_alone(graph: PlainGraph) -> PlainGraph:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from gradtools.bridged_calls import ForeignProgram
-from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph, Value
+from gradtools.seeing.nodes import Body, Node, PlainGraph, Value, even_links
 
 BRIDGED = "bridged"
 _OF_THE_CALL = ("key", "batch")
@@ -37,24 +38,16 @@ def opened(
     if graph is None:
         return node
     body = Body(in_phase(graph, node.phase), tuple(inputs))
-    return replace(node, bodies=(body,), links=node.links or _all(node, values))
+    return replace(node, bodies=(body,), links=node.links or even_links(node, values))
 
 
 def in_phase(graph: PlainGraph, phase: int) -> PlainGraph:
     """The graph with all its nodes in one pass."""
-
-    def moved(node: Node) -> Node:
-        bodies = [replace(body, graph=in_phase(body.graph, phase)) for body in node.bodies]
-        return replace(node, phase=phase, bodies=tuple(bodies), saved=())
-
+    moved = partial(node_in_phase, phase=phase)
     return replace(graph, nodes=tuple(map(moved, graph.nodes)))
 
 
-def _all(node: Node, values: Mapping[int, Value]) -> Links:
-    """What the links of an operation without a body are."""
-
-    def link(y: int, x: int) -> Dependence:
-        inexact = values[y].is_inexact and values[x].is_inexact
-        return Dependence.DIFFERENTIABLE if inexact else Dependence.CUT
-
-    return tuple(tuple(link(y, x) for x in node.inputs) for y in node.outputs)
+def node_in_phase(node: Node, phase: int) -> Node:
+    """A node, and what is inside of it, in one pass."""
+    bodies = [replace(body, graph=in_phase(body.graph, phase)) for body in node.bodies]
+    return replace(node, phase=phase, bodies=tuple(bodies), saved=())

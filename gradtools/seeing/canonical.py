@@ -1,4 +1,4 @@
-"""What a program computes, whatever its arrays look like on the way: a canonical form of a graph.
+"""Canonical form of a graph: equal for equal computations, however their arrays are laid out.
 
 Each value gets a *form*: the expression that it is, and where on its axes the expression's own
 axes lie. So a transpose, a reshape that only merges or adds axes, and a broadcast are no
@@ -13,20 +13,24 @@ written as them: what two frameworks write differently.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import isnan, prod
 from typing import Any
+
+import numpy as np
 
 from gradtools.seeing.attributes import is_number
 from gradtools.seeing.canonical_forms import (
     CanonicalExpression,
     Expressions,
     Form,
+    Labels,
     NoForm,
+    operand,
     widened,
 )
-from gradtools.seeing.canonical_rules import RULES, attributes_of
-from gradtools.seeing.nodes import Body, Node, PlainGraph
+from gradtools.seeing.canonical_rules import attributes_of, rule_of
+from gradtools.seeing.nodes import Node, PlainGraph
 
 BRANCHING = frozenset(
     ["scan", "while", "while_loop", "cond", "switch", "for", "map", "custom_linear_solve"]
@@ -51,22 +55,6 @@ _OF_ONE_ITSELF = frozenset(["sum", "mean", "prod", "max", "min", "logsumexp"])
 _LUMPED = frozenset(
     ["scatter", "index", "update", "random", "dropout", "max_pool", "avg_pool", "callback"]
 )
-WRITTEN_OUT = frozenset(
-    ["mean", "variance", "softmax", "log_softmax", "logsumexp", "layer_norm", "relu", "silu"]
-    + ["deviation", "norm", "mse_loss", "lerp", "addcmul", "addcdiv", "leaky_relu", "elu", "gelu"]
-    + [
-        "attention",
-        "clip",
-        "addmm",
-        "baddbmm",
-        "addmv",
-        "matmul",
-        "einsum",
-        "reciprocal",
-        "rsqrt",
-        "square",
-    ]
-)  # operations that are written, loosely, as those that they are made of
 
 
 Parts = tuple[tuple[int, int, int], ...]  # start, limit and step along each axis
@@ -172,10 +160,11 @@ class Canonical:
             return self._call(node, given, shapes)
         if node.bodies:
             return self._opaque(node, given, shapes, self._bodies(node))
-        rule = None if node.mark in _MARKS else RULES.get(node.operation)
+        rule = None if node.mark in _MARKS else rule_of(node.operation, self.loosely)
         try:
             if rule is not None:
-                made = rule(self, node, given, shapes[0])
+                result = rule(self, node, given, shapes[0])
+                made = result if isinstance(result, list) else [result]
                 if [form.shape for form in made] == shapes[: len(made)]:
                     rest = [
                         self._part(node, given, shapes, k) for k in range(len(made), len(shapes))
@@ -194,10 +183,8 @@ class Canonical:
 
     def _call(self, node: Node, given: list[Form], shapes: list[tuple[int, ...]]) -> list[Form]:
         (body,) = [b for b in node.bodies if not b.gate][:1]
-        env = {v: given[i] for v, i in zip(body.graph.inputs, body.inputs, strict=True)}
-        for v in body.graph.captured:
-            value = body.graph.values[v]
-            env.setdefault(v, self._leaf(value.shape, value.name, ("leaf", value.name)))
+        env = self._captured(body.graph)
+        env |= {v: given[i] for v, i in zip(body.graph.inputs, body.inputs, strict=True)}
         self._run(body.graph, env)
         if any(id(inner) in self.opaque for inner in body.graph.nodes):
             self.opaque.add(id(node))
@@ -213,19 +200,16 @@ class Canonical:
         """The programs inside, each as what it makes of what enters."""
         result: list[int] = []
         for body in node.bodies:
-            env = self._entering(body)
+            env = self._captured(body.graph)
+            for place, v in enumerate(body.graph.inputs):
+                env[v] = self._fresh(body.graph.values[v].shape, ("enters", place))
             self._run(body.graph, env)
             result += [self._whole(env[v]) for v in body.graph.outputs]
         return result
 
-    def _entering(self, body: Body) -> dict[int, Form]:
-        env = {}
-        for place, v in enumerate(body.graph.inputs):
-            env[v] = self._fresh(body.graph.values[v].shape, ("enters", place))
-        for v in body.graph.captured:
-            value = body.graph.values[v]
-            env[v] = self._leaf(value.shape, value.name, ("leaf", value.name))
-        return env
+    def _captured(self, graph: PlainGraph) -> dict[int, Form]:
+        held = {v: graph.values[v] for v in graph.captured}
+        return {v: self._leaf(x.shape, x.name, ("leaf", x.name)) for v, x in held.items()}
 
     def _whole(self, form: Form) -> int:
         """A value with all that is known of its arrangement, as one number."""
@@ -246,15 +230,8 @@ class Canonical:
         loss = None if node.loss in _TOLD_BY_NAME else node.loss
         more = (("bodies", tuple(bodies)), ("draw", draw), ("loss", loss), ("mark", node.mark))
         told = (*attributes_of(node), *((name, value) for name, value in more if value))
-        operands = tuple((self._whole(form), ()) for form in given)
-        made = []
-        for k, shape in enumerate(shapes):
-            fresh = self._fresh(shape, ("fresh", k))
-            key = self.expressions.number(
-                CanonicalExpression(named, (*told, ("result", (k, shape))), operands)
-            )
-            made.append(Form(key, fresh.sizes, fresh.dims, fresh.shape))
-        return made
+        keys = [self.of_whole(named, [*told, ("result", r)], given) for r in enumerate(shapes)]
+        return [self.fresh_axes(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
     def _part(self, node: Node, given: list[Form], shapes: list[tuple[int, ...]], k: int) -> Form:
         """What comes out besides: that is opaque, the node is not."""
@@ -291,10 +268,7 @@ class Canonical:
 
     def joined(self, axis: int, given: Sequence[Form], shape: Sequence[int]) -> Form:
         """Arrays one after the other."""
-        operands = tuple((self._whole(form), ()) for form in given)
-        key = self.expressions.number(
-            CanonicalExpression("concatenate", (("axis", axis),), operands)
-        )
+        key = self.of_whole("concatenate", [("axis", axis)], given)
         self.parts[key] = axis, given
         return self.fresh_axes(key, shape)
 
@@ -316,28 +290,16 @@ class Canonical:
         self, operation: str, given: Sequence[Form], attributes: Any = (), commutes: bool = False
     ) -> Form:
         """An operation on each element; axes that lie on the same axis of the result are one."""
-        rank = max(len(form.shape) for form in given)
-        shape = [1] * rank
-        for form in given:
-            for p, n in enumerate(form.shape, rank - len(form.shape)):
-                shape[p] = n if shape[p] == 1 else shape[p]
-        given = self._aligned(given, rank)
+        shape = np.broadcast_shapes(*(form.shape for form in given))
+        rank = len(shape)
+        places = [range(rank - len(form.shape), rank) for form in given]
+        pairs = [*zip(self.aligned(given, places), places, strict=True)]
         if commutes:
-            given = sorted(given, key=lambda form: (form.key, form.dims))
-        labels: dict[tuple[int, int], int] = {}
-        sizes: list[int] = []
-        operands = []
-        for form in given:
-            where = self._where(form, rank)
-            for axis in range(len(form.sizes)):
-                if where[axis] not in labels:
-                    labels[where[axis]] = len(labels)
-                    sizes.append(form.sizes[axis])
-            operands.append((form.key, tuple(labels[where[a]] for a in range(len(form.sizes)))))
-        dims = tuple(tuple(labels[q, j] for q, j in sorted(labels) if q == p) for p in range(rank))
-        expression = CanonicalExpression(operation, tuple(attributes), tuple(operands))
-        key = self.expressions.number(expression)
-        return Form(key, tuple(sizes), dims, tuple(shape))
+            pairs.sort(key=lambda pair: (pair[0].key, pair[0].dims))
+        labels = Labels(pairs)
+        expression = CanonicalExpression(operation, tuple(attributes), tuple(labels.operands))
+        number = self.expressions.number(expression)
+        return labels.form(number, range(len(labels.sizes)), range(rank), shape)
 
     def combined(self, operation: str, a: Form, b: Form) -> Form:
         """The sum, difference, product, maximum or minimum of two."""
@@ -351,7 +313,7 @@ class Canonical:
         """A sum or product; loosely, those inside are opened and numbers put together."""
         if not self.loosely:
             return self.elementwise(operation, given, (), True)
-        shape = self.elementwise("shape", given).shape
+        shape = np.broadcast_shapes(*(form.shape for form in given))
         parts = [part for form in given for part in self._opened(operation, form)]
         values = [self.expressions.value(p.key) for p in parts]
         rest = [p for p, v in zip(parts, values, strict=True) if not isinstance(v, float)]
@@ -377,36 +339,29 @@ class Canonical:
         if not isinstance(expression, CanonicalExpression) or expression.operation != operation:
             return [form]
         result = []
-        for key, labels in expression.operands:
-            number = {label: i for i, label in enumerate(labels)}
-            if any(a in number for axes in form.dims if len(axes) > 1 for a in axes) and any(
-                0 < sum(a in number for a in axes) < len(axes) for axes in form.dims
-            ):
+        for place, (_, labels) in enumerate(expression.operands):
+            if any(0 < sum(a in labels for a in axes) < len(axes) for axes in form.dims):
                 return [form]  # part of a merged axis
-            dims = tuple(tuple(number[a] for a in axes if a in number) for axes in form.dims)
-            shape = tuple(n if axes else 1 for n, axes in zip(form.shape, dims, strict=True))
-            result.append(Form(key, tuple(form.sizes[label] for label in labels), dims, shape))
+            result.append(operand(form, place, expression))
         return result
 
-    def _where(self, form: Form, rank: int) -> dict[int, tuple[int, int]]:
-        """For each axis of an expression the axis of the result, and the place in it."""
-        shift = rank - len(form.shape)
-        return {a: (p + shift, j) for p, axes in enumerate(form.dims) for j, a in enumerate(axes)}
+    def aligned(self, forms: Sequence[Form], names: Sequence[Sequence[Hashable]]) -> list[Form]:
+        """What is merged in one operand is split in the others that share the axis, by name."""
+        lengths: dict[Hashable, tuple[int, ...]] = {}
+        for form, named in zip(forms, names, strict=True):
+            for axes, name in zip(form.dims, named, strict=True):
+                result = tuple(form.sizes[a] for a in axes)
+                if len(result) > len(lengths.get(name, ())):
+                    lengths[name] = result
+        return [
+            self.split(form, {p: lengths.get(name, ()) for p, name in enumerate(named)})
+            for form, named in zip(forms, names, strict=True)
+        ]
 
-    def _aligned(self, given: Sequence[Form], rank: int) -> list[Form]:
-        """What is merged in one operand is split in the others."""
-        lengths: dict[int, tuple[int, ...]] = {}
-        for form in given:
-            for p, axes in enumerate(form.dims, rank - len(form.shape)):
-                parts = tuple(form.sizes[a] for a in axes)
-                if len(parts) > len(lengths.get(p, ())):
-                    lengths[p] = parts
-        return [self.split(form, lengths, rank - len(form.shape)) for form in given]
-
-    def split(self, form: Form, lengths: Mapping[int, tuple[int, ...]], shift: int = 0) -> Form:
+    def split(self, form: Form, lengths: Mapping[int, tuple[int, ...]]) -> Form:
         """A value with some of its axes split in parts of these lengths."""
-        for p in range(len(form.dims)):
-            axes, parts = form.dims[p], lengths.get(p + shift, ())
+        for p, parts in lengths.items():
+            axes = form.dims[p]
             if not axes or len(parts) < 2 or tuple(form.sizes[a] for a in axes) == parts:
                 continue
             if len(axes) > 1 or prod(parts) != form.sizes[axes[0]]:
@@ -446,10 +401,10 @@ class Canonical:
         shape = tuple(1 if p in gone else x.shape[p] for p in places)
         return Form(key, tuple(x.sizes[a] for a in left), dims, shape)
 
-    def pooled(self, operation: str, x: Form, attributes: Any) -> int:
-        """The number of an operation on the windows of a whole array."""
-        operands = ((self._whole(x), ()),)
-        return self.expressions.number(CanonicalExpression(operation, attributes, operands))
+    def of_whole(self, operation: str, attributes: Any, given: Sequence[Form]) -> int:
+        """The number of an operation on whole arrays, as they are arranged."""
+        operands = tuple((self._whole(form), ()) for form in given)
+        return self.expressions.number(CanonicalExpression(operation, tuple(attributes), operands))
 
     def along(self, operation: str, x: Form, axis: int, attributes: Any = ()) -> Form:
         """An operation along one axis that stays."""
@@ -483,73 +438,37 @@ class Canonical:
     def contracted(self, subscripts: str, *given: Form) -> Form:
         """A sum of products, as einsum says it."""
         inside, out = subscripts.split("->")
-        parts = inside.split(",")
-        lengths: dict[str, tuple[int, ...]] = {}
-        for letters, form in zip(parts, given, strict=True):
-            for letter, axes in zip(letters, form.dims, strict=True):
-                result = tuple(form.sizes[a] for a in axes)
-                if len(result) > len(lengths.get(letter, ())):
-                    lengths[letter] = result
-        split = [
-            self.split(form, {p: lengths.get(c, ()) for p, c in enumerate(letters)})
-            for letters, form in zip(parts, given, strict=True)
-        ]
-        pairs = sorted(zip(split, parts, strict=True), key=lambda pair: pair[0].key)
-        labels: dict[tuple[str, int], int] = {}
-        sizes: list[int] = []
-        operands = []
-        for form, letters in pairs:
-            where = {
-                a: (c, j)
-                for c, axes in zip(letters, form.dims, strict=True)
-                for j, a in enumerate(axes)
-            }
-            for a in range(len(form.sizes)):
-                if where[a] not in labels:
-                    labels[where[a]] = len(labels)
-                    sizes.append(form.sizes[a])
-            operands.append((form.key, tuple(labels[where[a]] for a in range(len(form.sizes)))))
-        kept = [labels[name] for name in labels if name[0] in out]
-        number = {label: i for i, label in enumerate(kept)}
+        names = inside.split(",")
+        pairs = zip(self.aligned(given, names), names, strict=True)
+        labels = Labels(sorted(pairs, key=lambda pair: pair[0].key))
+        kept = [k for (name, _), k in labels.numbers.items() if name in out]
         shapes = {
             c: n
-            for form, letters in zip(given, parts, strict=True)
+            for form, letters in zip(given, names, strict=True)
             for c, n in zip(letters, form.shape, strict=True)
             if n != 1
         }
-        repeats = prod(n for c, n in shapes.items() if c not in out and not lengths.get(c))
+        repeats = prod(n for c, n in shapes.items() if c not in out and not labels.of(c))
         told = (("out", tuple(kept)), *((("repeats", repeats),) if repeats != 1 else ()))
-        key = self.expressions.number(CanonicalExpression("matmul", told, tuple(operands)))
-        dims = tuple(
-            tuple(number[labels[c, j]] for j in range(len(lengths.get(c, ())))) for c in out
-        )
-        return Form(key, tuple(sizes[a] for a in kept), dims, tuple(shapes.get(c, 1) for c in out))
+        expression = CanonicalExpression("matmul", told, tuple(labels.operands))
+        shape = [shapes.get(c, 1) for c in out]
+        return labels.form(self.expressions.number(expression), kept, out, shape)
 
     def reshaped(self, x: Form, shape: tuple[int, ...]) -> Form:
         """Axes merged, added and taken off; one that is split is a split expression."""
-        atoms: list[tuple[int, ...]] = []  # the expression's axes in order; of what repeats none
-        for p, n in enumerate(x.shape):
-            if n != 1 and not x.dims[p]:
-                atoms.append(())
-            atoms += [(a,) for a in x.dims[p]]
-        lengths = [prod(x.sizes[a] for a in atom) if atom else 0 for atom in atoms]
-        if 0 in lengths:
+        if 0 in x.sizes or any(n != 1 and not x.dims[p] for p, n in enumerate(x.shape)):
             return self._reshaped_repeats(x, shape)
+        order = [a for axes in x.dims for a in axes]
         dims: list[tuple[int, ...]] = []
-        rest, at = [*shape], 0
-        form = x
-        order = [atom[0] for atom in atoms]
-        while rest:
-            n = rest.pop(0)
+        form, at = x, 0
+        for n in shape:
             taken: list[int] = []
-            while prod(form.sizes[a] for a in taken) < n:
-                axis = order[at]
-                size, need = form.sizes[axis], n // prod(form.sizes[a] for a in taken)
-                if size > need:
-                    form, order = self._split_axis(form, order, at, need)
+            while (size := prod(form.sizes[a] for a in taken)) < n:
+                if form.sizes[order[at]] > n // size:
+                    form, order = self._split_axis(form, order, at, n // size)
                 taken.append(order[at])
                 at += 1
-            if prod(form.sizes[a] for a in taken) != n:
+            if size != n:
                 raise NoForm
             dims.append(tuple(taken))
         return Form(form.key, form.sizes, tuple(dims), shape)
@@ -576,6 +495,3 @@ class Canonical:
         left = iter(old)
         dims = tuple(() if n == 1 else next(left)[0] for n in shape)
         return Form(x.key, x.sizes, dims, shape)
-
-
-__all__ = ["BRANCHING", "WRITTEN_OUT", "Canonical", "Parts"]

@@ -1,4 +1,4 @@
-"""Reading and writing at integer arrays, in one form: what `canonical.py` knows of indexing.
+"""Canonical form of indexing: gather, scatter, embeddings, slices and take_along_axis are one.
 
 An access picks, along some axes of an array x, the entries that integer arrays name; all these run
 over the same axes b. Some axes of x are tied to one of b::
@@ -20,13 +20,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from gradtools.seeing.canonical_forms import CanonicalExpression, Form, NoForm, widened
+from gradtools.seeing.canonical_forms import (
+    CanonicalExpression,
+    Form,
+    Labels,
+    NoForm,
+    operand,
+    widened,
+)
 from gradtools.seeing.nodes import Node, PlainGraph
 
 if TYPE_CHECKING:
     from gradtools.seeing.canonical import Canonical, Parts
-
-Label = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ def _is_natural(c: Canonical, index: Form) -> bool:
 # --- the rules ---------------------------------------------------------------------------
 
 
-def _index(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _index(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, *indices = given
     if node.native.endswith("take"):  # of all entries, in order
         x = c.reshaped(x, (prod(x.shape),))
@@ -188,26 +193,26 @@ def _index(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form
         access = _listed(c, node, x, indices)
     else:
         raise NoForm
-    return [_read(c, node, x, access, shape)]
+    return _read(c, node, x, access, shape)
 
 
 def _all_of(index: Form) -> tuple[tuple[str, int], ...]:
     return tuple(("b", k) for k in range(len(index.shape)))
 
 
-def _embedding(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _embedding(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, index = given
     if node.attributes.get("padding_idx", -1) != -1:
         raise NoForm
     access = Access({0: index}, {}, index.shape, (*_all_of(index), ("a", 1)))
-    return [_read(c, node, x, access, shape)]
+    return _read(c, node, x, access, shape)
 
 
-def _taken_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _taken_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, index = given
     if not x.shape:
         raise NoForm
-    return [_read(c, node, x, _along(node.attributes["axis"], x, index), shape)]
+    return _read(c, node, x, _along(node.attributes["axis"], x, index), shape)
 
 
 def taken(c: Canonical, node: Node, x: Form, index: Form) -> Form:
@@ -216,7 +221,7 @@ def taken(c: Canonical, node: Node, x: Form, index: Form) -> Form:
     return _read(c, node, x, access, index.shape)
 
 
-def _gather(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _gather(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, indices = given
     a = node.attributes
     picked = {*a["axes"], *a.get("batch_axes", ())}
@@ -226,26 +231,32 @@ def _gather(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
     access, slices = _of_window(c, node, x, indices, sizes, windows)
     for axis, part in slices.items():
         x = c.sliced(x, axis, *part)
-    return [_read(c, node, x, access, shape)]
+    return _read(c, node, x, access, shape)
 
 
-def _index_put(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _index_put(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, *indices, update = given
     mode = node.attributes.get("mode", "set")
     access = _listed(c, node, x, indices)
-    return [_written(c, node, x, update, access, mode)]
+    return _written(c, node, x, update, access, mode)
 
 
-def _at_rows(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _at_rows(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     """`index_add`, `index_copy`, `index_fill`: at one integer vector along one axis."""
     x, index, update = given
-    axis = node.attributes.get("axis", (*node.attributes.get("axes", ()), None)[0])
-    if axis is None or node.attributes.keys() - {"axis", "axes", "reduce"}:
-        raise NoForm
+    axis = _axis_of(node)
     lies = tuple(("b", 0) if a == axis else ("a", a) for a in range(len(x.shape)))
     mode = _mode_of(node)
     index = c.reshaped(index, (prod(index.shape),))
-    return [_written(c, node, x, update, Access({axis: index}, {}, index.shape, lies), mode)]
+    return _written(c, node, x, update, Access({axis: index}, {}, index.shape, lies), mode)
+
+
+def _axis_of(node: Node) -> int:
+    """The axis that is written along, where nothing else is said but how."""
+    axis = node.attributes.get("axis", (*node.attributes.get("axes", ()), None)[0])
+    if axis is None or node.attributes.keys() - {"axis", "axes", "reduce"}:
+        raise NoForm
+    return int(axis)
 
 
 def _mode_of(node: Node) -> str:
@@ -256,10 +267,10 @@ def _mode_of(node: Node) -> str:
 _MODES = {"sum": "add", "amax": "max", "amin": "min", "prod": "mul", "multiply": "mul"}
 
 
-def _scatter_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _scatter_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     x, index, update = given
-    axis = node.attributes.get("axis", (*node.attributes.get("axes", ()), None)[0])
-    if axis is None or not x.shape or node.attributes.keys() - {"axis", "axes", "reduce"}:
+    axis = _axis_of(node)
+    if not x.shape:
         raise NoForm
     rank = len(update.shape)
     if rank == len(index.shape):  # of a longer update the beginning is written
@@ -271,11 +282,11 @@ def _scatter_along(c: Canonical, node: Node, given: list[Form], shape: Any) -> l
         counting = c.counting(shape, axis)
         given = [index, counting]
         hit = c.elementwise("compare", given, (("relation", "=="),), True)
-        return [c.elementwise("where", [hit, replace(update, dims=(), shape=()), c.number(value)])]
-    return [_written(c, node, x, update, _along(axis, x, index), mode)]
+        return c.elementwise("where", [hit, replace(update, dims=(), shape=()), c.number(value)])
+    return _written(c, node, x, update, _along(axis, x, index), mode)
 
 
-def _scatter(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _scatter(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     """Of either framework."""
     if node.native.strip("_").endswith(("index_add", "index_copy", "index_fill")):
         return _at_rows(c, node, given, shape)
@@ -298,10 +309,10 @@ def _scatter(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Fo
         if access.picks or access.tied or access.over not in ((), (1,)):
             raise NoForm
         parts = tuple(slices.get(p, (0, n, 1)) for p, n in enumerate(x.shape))
-        return [_placed(c, x, update, access, parts, mode)]
+        return _placed(c, x, update, access, parts, mode)
     if mode == "add" and (result := _as_set(c, x, update, access)) is not None:
         (x, update), mode = result, "set"
-    return [_written(c, node, x, update, access, mode)]
+    return _written(c, node, x, update, access, mode)
 
 
 def _stepping(
@@ -330,7 +341,7 @@ def _stepping(
     return Access({}, {}, (), lies), {axis: part}
 
 
-def _update(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _update(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     """A slice that is overwritten; PyTorch's copy into a whole array is what is copied."""
     if node.native.endswith(("copy_", "copy")) and len(given) == 1:
         (x,) = given
@@ -338,7 +349,7 @@ def _update(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
         dtypes = c.dtype_of(node, 0), c.dtype_made(node)
         result = replace(x, dims=dims, shape=tuple(shape))
         same = dtypes[0] == dtypes[1]
-        return [result if same else c.elementwise("cast", [result], (("dtype", dtypes[1]),))]
+        return result if same else c.elementwise("cast", [result], (("dtype", dtypes[1]),))
     x, update, *starts = given
     a = node.attributes
     if starts:  # JAX's, which moves a start inside
@@ -352,7 +363,7 @@ def _update(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
     drop = a.get("drop", ())
     lies = tuple(("a", p) for p in range(len(x.shape)) if p not in drop)
     access = Access({}, {}, (), lies)
-    return [_placed(c, x, update, access, parts, "set")]
+    return _placed(c, x, update, access, parts, "set")
 
 
 def _part(c: Canonical, start: Form, length: int, of: int) -> tuple[int, int, int]:
@@ -363,7 +374,7 @@ def _part(c: Canonical, start: Form, length: int, of: int) -> tuple[int, int, in
     return int(known), int(known) + length, 1
 
 
-def _iota(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+def _iota(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
     """0, 1, 2, .. along an axis; PyTorch's has a start and a step."""
     axis, step = node.attributes.get("axis", 0), node.attributes.get("step", 1)
     numbers = [c.expressions.value(form.key) for form in given]
@@ -371,7 +382,7 @@ def _iota(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]
         raise NoForm
     result = c.counting(shape, axis, c.dtype_made(node))
     start = c.number(numbers[0]) if len(numbers) > 1 and numbers[0] else None
-    return [result if start is None else c.elementwise("add", [result, start], (), True)]
+    return result if start is None else c.elementwise("add", [result, start], (), True)
 
 
 # --- what both come to -------------------------------------------------------------------
@@ -394,44 +405,6 @@ def _tied(c: Canonical, x: Form, access: Access) -> tuple[Form, Access]:
     return x, replace(access, picks=picks, tied=tied)
 
 
-class _Labels:
-    """Numbers for the axes of operands: one for each name."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Label, int] = {}
-        self.sizes: list[int] = []
-        self.operands: list[tuple[int, tuple[int, ...]]] = []
-
-    def add(self, form: Form, named: Callable[[int], Label]) -> None:
-        """An operand; `named`: for each of its array's axes what the axis is."""
-        where = {a: (*named(p), j) for p, axes in enumerate(form.dims) for j, a in enumerate(axes)}
-        for a, size in enumerate(form.sizes):
-            if where[a] not in self.numbers:
-                self.numbers[where[a]] = len(self.numbers)
-                self.sizes.append(size)
-        labels = tuple(self.numbers[where[a]] for a in range(len(form.sizes)))
-        self.operands.append((form.key, labels))
-
-    def of(self, *name: Any) -> tuple[int, ...]:
-        """The numbers of an axis, which may be several that are merged."""
-        result = [(label[-1], k) for label, k in self.numbers.items() if label[:-1] == name]
-        return tuple(k for _, k in sorted(result))
-
-
-def _aligned(c: Canonical, forms: Sequence[Form], names: Sequence[Sequence[Label]]) -> list[Form]:
-    """What is merged in one operand is split in the others that share the axis."""
-    lengths: dict[Label, tuple[int, ...]] = {}
-    for form, named in zip(forms, names, strict=True):
-        for axes, name in zip(form.dims, named, strict=True):
-            result = tuple(form.sizes[a] for a in axes)
-            if len(result) > len(lengths.get(name, ())):
-                lengths[name] = result
-    return [
-        c.split(form, {p: lengths.get(name, ()) for p, name in enumerate(named)})
-        for form, named in zip(forms, names, strict=True)
-    ]
-
-
 def _read(c: Canonical, node: Node, x: Form, access: Access, shape: tuple[int, ...]) -> Form:
     x, access = _tied(c, x, access)
     access = replace(access, picks={a: i for a, i in access.picks.items() if x.dims[a]})
@@ -442,23 +415,19 @@ def _read(c: Canonical, node: Node, x: Form, access: Access, shape: tuple[int, .
     )
     over = [("b", k) for k in range(len(access.over))]
     names = [[name(a) for a in range(len(x.shape))], *([over] * len(order))]
-    forms = _aligned(c, [x, *(access.picks[a] for a in order)], names)
-    labels = _Labels()
-    for form, named in zip(forms, names, strict=True):
-        labels.add(form, named.__getitem__)
+    forms = c.aligned([x, *(access.picks[a] for a in order)], names)
+    labels = Labels(zip(forms, names, strict=True))
+    kept = {*range(len(labels.sizes))}
     if not order and len(set(labels.operands[0][1])) == len(forms[0].sizes):
-        key, kept = forms[0].key, list(range(len(labels.sizes)))
+        key = forms[0].key
     else:
-        pairs = sorted(zip([labels.of("p", a) for a in order], labels.operands[1:], strict=True))
+        pairs = sorted(zip([labels.of(("p", a)) for a in order], labels.operands[1:], strict=True))
         picked = tuple(p for p, _ in pairs)
         told = (("picked", picked), *access.more, *_unlike(access))
-        operands = (labels.operands[0], *(operand for _, operand in pairs))
+        operands = (labels.operands[0], *(read for _, read in pairs))
         key = c.expressions.number(CanonicalExpression("index", told, operands))
-        gone = {k for axes in picked for k in axes}
-        kept = [k for k in range(len(labels.sizes)) if k not in gone]
-    number = {k: i for i, k in enumerate(kept)}
-    dims = tuple(tuple(number[k] for k in labels.of(*place)) for place in access.lies)
-    return Form(key, tuple(labels.sizes[k] for k in kept), dims, shape)
+        kept.difference_update(*picked)
+    return labels.form(key, kept, access.lies, shape)
 
 
 def counts_from_the_end(graph: PlainGraph) -> bool:
@@ -492,23 +461,16 @@ def _written(
     over = [("b", k) for k in range(len(access.over))]
     update = _lying(update, len(access.lies))
     lies = [name(p) if kind == "a" else (kind, p) for kind, p in access.lies]
-    names = [
-        [picked(a) for a in range(len(whole.shape))],
-        lies,
-        *([over] * len(order)),
-    ]
-    forms = _aligned(c, [whole, update, *(access.picks[a] for a in order)], names)
-    labels = _Labels()
-    for form, named in zip(forms, names, strict=True):
-        labels.add(form, named.__getitem__)
+    names = [[picked(a) for a in range(len(whole.shape))], lies, *([over] * len(order))]
+    forms = c.aligned([whole, update, *(access.picks[a] for a in order)], names)
+    labels = Labels(zip(forms, names, strict=True))
     extra = []
     for a, n in enumerate(whole.shape):  # axes along which what is written to only repeats
-        if n != 1 and not labels.of(*picked(a)):
-            labels.numbers[*picked(a), 0] = len(labels.sizes)
-            labels.sizes.append(n)
+        if n != 1 and not labels.of(picked(a)):
+            labels.number((picked(a), 0), n)
         if n != 1 and not forms[0].dims[a]:
-            extra.append((labels.of(*picked(a)), n))
-    pairs = sorted(zip([labels.of("p", a) for a in order], labels.operands[2:], strict=True))
+            extra.append((labels.of(picked(a)), n))
+    pairs = sorted(zip([labels.of(("p", a)) for a in order], labels.operands[2:], strict=True))
     more = (
         ("mode", mode),
         ("picked", tuple(p for p, _ in pairs)),
@@ -516,12 +478,10 @@ def _written(
         *access.more,
         *_unlike(access),
     )
-    operands = (*labels.operands[:2], *(operand for _, operand in pairs))
+    operands = (*labels.operands[:2], *(read for _, read in pairs))
     key = c.expressions.number(CanonicalExpression("scatter", more, operands))
-    kept = sorted(k for a in range(len(whole.shape)) for k in labels.of(*picked(a)))
-    number = {k: i for i, k in enumerate(kept)}
-    dims = tuple(tuple(number[k] for k in labels.of(*picked(a))) for a in range(len(whole.shape)))
-    return Form(key, tuple(labels.sizes[k] for k in kept), dims, whole.shape)
+    axes = [picked(a) for a in range(len(whole.shape))]
+    return labels.form(key, {k for axis in axes for k in labels.of(axis)}, axes, whole.shape)
 
 
 def _untied(c: Canonical, access: Access) -> Access:
@@ -591,7 +551,7 @@ def _as_set(c: Canonical, x: Form, update: Form, access: Access) -> tuple[Form, 
     made = c.expressions.known[winner]
     if len(read) != 1 or len(numbered) != 1 or made.operands[1][0] != numbered[0]:
         return None
-    return _operand(x, kept, 1), _operand(update, taken, 1)
+    return operand(x, 1, kept), operand(update, 1, taken)
 
 
 def _reads(c: Canonical, key: int, of: int) -> bool:
@@ -599,15 +559,7 @@ def _reads(c: Canonical, key: int, of: int) -> bool:
     return getattr(made, "operation", "") == "index" and made.operands[0][0] == of
 
 
-def _operand(form: Form, made: Any, place: int) -> Form:
-    """One operand of an elementwise operation, as it lies in the result."""
-    key, labels = made.operands[place]
-    number = {label: i for i, label in enumerate(labels)}
-    dims = tuple(tuple(number[a] for a in axes if a in number) for axes in form.dims)
-    return replace(form, key=key, sizes=tuple(form.sizes[a] for a in labels), dims=dims)
-
-
-RULES: Mapping[str, Callable[..., list[Form]]] = {
+RULES: Mapping[str, Callable[..., Form]] = {
     "index": _index,
     "embedding": _embedding,
     "take_along": _taken_along,

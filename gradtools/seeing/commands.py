@@ -11,9 +11,8 @@ from typing import Any
 from gradtools.command_inputs import Given
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import Formula, files
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.graph import FORMS, Graph
 from gradtools.seeing.measures import Measurement
-from gradtools.seeing.saving import SUFFIXES
 
 
 def why_zero(options: argparse.Namespace) -> int:
@@ -26,7 +25,7 @@ def why_zero(options: argparse.Namespace) -> int:
 
 def graph(options: argparse.Namespace) -> int:
     """Prints or writes the graph of a function with its gradients."""
-    _known(options.out or "graph.txt", SUFFIXES)
+    _known(options.out or "graph.txt", tuple(FORMS))
     given, wrt = Given.by(options), tuple(options.wrt)
     _put(given.gt.gradient_graph(given.f, *given.args, order=options.order, wrt=wrt), options.out)
     return 0
@@ -46,7 +45,7 @@ def _put(found: Graph | Formula, out: str | None) -> None:
 
 def formula(options: argparse.Namespace) -> int:
     """Prints or writes a function's formula; 0 if it was compared, 1 if not."""
-    _known(options.out or "formula.txt", files.SUFFIXES)
+    _known(options.out or "formula.txt", tuple(files.FORMS))
     given, wrt = Given.by(options), tuple(options.wrt)
     result = given.gt.formula(given.f, *given.args, order=options.order, wrt=wrt)
     _put(result, options.out)

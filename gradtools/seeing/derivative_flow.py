@@ -21,12 +21,12 @@ as ``(v(s) - r - stop(v(t)))**2`` of temporal-difference learning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph
+from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph, even_links
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 Strengths = Mapping[int, Dependence]
@@ -170,11 +170,7 @@ def links_of(graph: PlainGraph, node: Node) -> Links:
         if node not in _links:
             _links[node] = _links_of_bodies(node)
         return _links[node]
-    inputs = [graph.values[value].is_inexact for value in node.inputs]
-    return tuple(
-        tuple(_FULL if out and into else _CUT for into in inputs)
-        for out in (graph.values[value].is_inexact for value in node.outputs)
-    )
+    return even_links(node, graph.values)
 
 
 _links: WeakKeyDictionary[Node, Links] = WeakKeyDictionary()
@@ -252,54 +248,68 @@ def losses_of(graph: PlainGraph, value: int) -> list[Loss]:
     reached = forward(graph, start)
     if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
         return [*_terms(graph, start, reached, graph.outputs, None)]
-    return [*_whole(graph, start, dict.fromkeys(graph.outputs, _FULL), None)]
+    return [*_met(graph, start, dict.fromkeys(graph.outputs, _FULL), None, _lossy)]
 
 
 def overwritten(graph: PlainGraph, value: int) -> list[Loss]:
     """Every place at which nothing is left of what a value gives to what matters."""
-    end = dict.fromkeys(graph.outputs, _FULL)
-    return [*_overwritten(graph, {value: _FULL}, end, None)]
 
+    def at(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
+        if any(value in step.reached for value in step.node.overwrites):
+            return [Loss(step.node, 0, 0, True, step.node.outputs[0])]
+        return None if any(step.entering) else []
 
-def _overwritten(
-    graph: PlainGraph, start: Strengths, end: Strengths, call: Node | None
-) -> Iterator[Loss]:
-    reached, matters = forward(graph, start), backward(graph, end)
-    for node in graph.nodes:
-        entering = [reached.get(value, _NONE) for value in node.inputs]
-        leaving = [matters.get(value, _NONE) for value in node.outputs]
-        if not any(leaving):
-            continue
-        if any(value in reached for value in node.overwrites):
-            yield Loss(node, 0, 0, True, node.outputs[0], call)
-        elif node.bodies and node.links is None and any(entering):
-            yield from _in_bodies(graph, node, entering, leaving, call, _overwritten)
+    return [*_met(graph, {value: _FULL}, dict.fromkeys(graph.outputs, _FULL), None, at)]
 
 
 def between(graph: PlainGraph, value: int, chosen: Callable[[Node], bool]) -> list[Node]:
     """The chosen operations that a value enters, and an output leaves, with a derivative."""
+
+    def at(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
+        if _FULL not in step.entering or _FULL not in step.leaving:
+            return []
+        return [Loss(step.node, 0, 0, False, 0)] if chosen(step.node) else None
+
     end = dict.fromkeys(graph.outputs, _FULL)
-    return [loss.node for loss in _between(graph, {value: _FULL}, end, None, chosen)]
+    return [loss.node for loss in _met(graph, {value: _FULL}, end, None, at)]
 
 
-def _between(
+@dataclass(frozen=True)
+class _Step:
+    """An operation on the way to what matters.
+
+    Attributes:
+        node: It.
+        entering: How strongly its inputs depend on what the walk starts from.
+        leaving: How strongly what matters depends on its outputs.
+        reached: How strongly each value of the graph depends on the start.
+    """
+
+    node: Node
+    entering: Sequence[Dependence]
+    leaving: Sequence[Dependence]
+    reached: Strengths
+
+
+def _met(
     graph: PlainGraph,
     start: Strengths,
     end: Strengths,
     call: Node | None,
-    chosen: Callable[[Node], bool],
+    at: Callable[[PlainGraph, _Step], Iterable[Loss] | None],
 ) -> Iterator[Loss]:
+    """What `at` says of each operation that matters, in bodies where it says None of the whole."""
     reached, matters = forward(graph, start), backward(graph, end)
     for node in graph.nodes:
-        entering = [reached.get(value, _NONE) for value in node.inputs]
         leaving = [matters.get(value, _NONE) for value in node.outputs]
-        if _FULL not in entering or _FULL not in leaving:
+        if not any(leaving):
             continue
-        if chosen(node):
-            yield Loss(node, leaving.index(_FULL), entering.index(_FULL), False, 0, call)
+        entering = [reached.get(value, _NONE) for value in node.inputs]
+        result = at(graph, _Step(node, entering, leaving, reached))
+        if result is not None:
+            yield from (replace(loss, call=call) for loss in result)
         elif node.bodies and node.links is None:
-            within = partial(_between, chosen=chosen)
-            yield from _in_bodies(graph, node, entering, leaving, call, within)
+            yield from _in_bodies(graph, node, entering, leaving, call, partial(_met, at=at))
 
 
 def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[int]) -> int | None:
@@ -322,35 +332,20 @@ def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[in
     return None
 
 
-def _whole(
-    graph: PlainGraph, start: Strengths, end: Strengths, call: Node | None
-) -> Iterator[Loss]:
-    """The losses between values that enter and values that matter, bodies' included."""
-    reached, matters = forward(graph, start), backward(graph, end)
-    for node in graph.nodes:
-        entering = [reached.get(value, _NONE) for value in node.inputs]
-        leaving = [matters.get(value, _NONE) for value in node.outputs]
-        if not any(entering) or not any(leaving):
-            continue
-        if node.bodies and node.links is None:
-            yield from _in_bodies(graph, node, entering, leaving, call, _whole)
-        else:
-            yield from _at(graph, node, entering, leaving, call)
+def _lossy(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
+    """The losses at an operation, between values that enter and values that matter."""
+    if not any(step.entering):
+        return []
+    return None if step.node.bodies and step.node.links is None else _at(graph, step)
 
 
-def _at(
-    graph: PlainGraph,
-    node: Node,
-    entering: Sequence[Dependence],
-    leaving: Sequence[Dependence],
-    call: Node | None,
-) -> Iterator[Loss]:
-    links = links_of(graph, node)
-    for k, row in enumerate(links):
-        if leaving[k] and _through(row, entering) < _FULL:
+def _at(graph: PlainGraph, step: _Step) -> Iterator[Loss]:
+    node, entering = step.node, step.entering
+    for k, row in enumerate(links_of(graph, node)):
+        if step.leaving[k] and _through(row, entering) < _FULL:
             for i, link in enumerate(row):
                 if entering[i] == _FULL and _NONE < link < _FULL:
-                    yield Loss(node, k, i, True, node.outputs[k], call)
+                    yield Loss(node, k, i, True, node.outputs[k])
 
 
 def _in_bodies(
@@ -494,12 +489,12 @@ def _behind_terms(
     if all(_first_lost(graph, v, reached) <= before for v in terms):
         return
     is_residual = node.operation == "subtract" and _bent(graph, node.outputs[0])
-    for loss in _whole(graph, start, dict.fromkeys(terms, _FULL), call):
+    for loss in _met(graph, start, dict.fromkeys(terms, _FULL), call, _lossy):
         if is_residual and loss.node.loss in _STOPPED and _makes(graph, loss, terms):
             continue
         outside = call is None and loss.call is not None
         if not before.intersection(loss.call.outputs if outside and loss.call else [loss.value]):
-            yield Loss(loss.node, loss.output, loss.input, False, loss.value, loss.call)
+            yield replace(loss, whole=False)
 
 
 _STOPPED = ("detached", "no_grad")

@@ -21,6 +21,7 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.bridged_calls import noting
+from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.derivative_flow import (
     Loss,
     backward,
@@ -31,7 +32,7 @@ from gradtools.seeing.derivative_flow import (
     overwritten,
 )
 from gradtools.seeing.findings import KINDS, NOISE, Finding
-from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Source
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.passes import CUSTOM
 from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording, Refusal, Vanished
@@ -114,12 +115,7 @@ def refused(program: LeafProgram, refusal: Refusal) -> Finding:
     names = [program.names[index] for index in program.wrt]
     name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)
     return Finding(
-        name,
-        refusal.kind,
-        refusal.operation,
-        refusal.source,
-        refusal.scope,
-        detail=refusal.message,
+        name, refusal.kind, refusal.operation, refusal.source, refusal.scope, detail=refusal.message
     )
 
 
@@ -320,9 +316,8 @@ def source_of(f: Any) -> Source | None:
     """The line at which a function, or the forward method of a module, is defined."""
     f = inspect.unwrap(getattr(f, "func", f))
     for result in (f, getattr(f, "forward", None), type(f).__call__):
-        code = getattr(result, "__code__", None)
-        if code is not None:
-            return Source(code.co_filename, code.co_firstlineno, code.co_name)
+        if source := definition_of(result):
+            return source
     return None
 
 
@@ -337,9 +332,7 @@ def differentiated(program: LeafProgram, recording: Recording) -> list[tuple[str
     return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + caller
 
 
-def of_modules_in_use(
-    parameters: Sequence[tuple[str, int | None]],
-) -> list[tuple[str, int | None]]:
+def of_modules_in_use(parameters: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
     """What is held without any part of it being read is not f's, it is only in its sight."""
     root = lambda name: name.partition(".")[0]
     used = {root(name) for name, value in parameters if value is not None}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradtools.errors import GradtoolsError
+from gradtools.seeing import saving
 from gradtools.seeing.alignment import AlignedStep, aligned, forward_alone
 from gradtools.seeing.attributes import are_numbers
 from gradtools.seeing.collapse import outline_of
@@ -123,15 +124,11 @@ class GraphDifference:
 
         Blocks with a difference are open, others closed, unless depth or expand say otherwise.
         """
-        from gradtools.seeing.drawing import drawn, svg_of
-        from gradtools.seeing.layout import fitted
+        from gradtools.seeing.drawing import svg_of
 
         theme, depth, expand = _view(view, "to_svg")
         outline = self._outline(expand)
-        opened = self._opened(outline, depth, expand)
-        if opened is None:
-            return drawn(fitted(outline, expand), theme)
-        return svg_of(outline, opened, theme)
+        return svg_of(outline, self._opened(outline, depth, expand), expand, theme)
 
     def to_html(self, **view: Any) -> str:
         """The same as a page in which blocks open and close."""
@@ -143,20 +140,7 @@ class GraphDifference:
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
         """Writes a picture (.svg), a page (.html) or the text (.txt), by the suffix."""
-        text = os.fspath(path)
-        if text.endswith(".svg"):
-            content = self.to_svg(**view)
-        elif text.endswith((".html", ".htm")):
-            content = self.to_html(**view)
-        elif text.endswith(".txt"):
-            content = f"{self}\n"
-        else:
-            raise GradtoolsError(
-                f"save: no form of a difference is known for {text!r}; "
-                "expected .svg, .html or .txt."
-            )
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(content)
+        saving.save(self, _FORMS, path, **view)
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
@@ -202,6 +186,14 @@ class GraphDifference:
         return frozenset(around) | outline.opened(0, expand)
 
 
+_FORMS: saving.Forms = {
+    ".svg": GraphDifference.to_svg,
+    ".html": GraphDifference.to_html,
+    ".htm": GraphDifference.to_html,
+    ".txt": lambda found, **view: f"{found}\n",
+}
+
+
 def graph_diff(a: Any, b: Any, names: tuple[str, str] = ("first", "second")) -> GraphDifference:
     """Two graphs aligned, with what differs; what `gt.graph_diff` returns."""
     for name, graph in (("a", a), ("b", b)):
@@ -226,7 +218,7 @@ def compared(a: PlainGraph, b: PlainGraph, names: tuple[str, str]) -> GraphDiffe
         steps = [alignment.first[i] for i in one], [alignment.second[j] for j in two]
         last = steps[0][-1], steps[1][-1]
         what: tuple[str, ...] = ()
-        if _single(one, two):
+        if len(one) == len(two) == 1:
             same = (one, two) in pair.same
             what = _differences(*last, of, equal, equal or same, crossing)
         more = otherwise.get((one, two), ())
@@ -271,10 +263,6 @@ def _lost_gradients(a: PlainGraph, b: PlainGraph) -> list[list[Node]]:
         [node for name, node in result[side].items() if name not in result[1 - side]]
         for side in (0, 1)
     ]
-
-
-def _single(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
-    return len(one) == len(two) == 1
 
 
 def _owners(graph: PlainGraph) -> dict[int, PlainGraph]:

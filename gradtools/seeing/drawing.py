@@ -56,9 +56,8 @@ def to_svg(
 
         return drawn_by_graphviz(graph, depth=depth, expand=expand, fold=fold, title=title)
     outline = outline_of(graph, fold=fold, expand=expand, title=title)
-    if depth is None:
-        return drawn(fitted(outline, expand), theme)
-    return svg_of(outline, outline.opened(depth, expand), theme)
+    opened = None if depth is None else outline.opened(depth, expand)
+    return svg_of(outline, opened, expand, theme)
 
 
 def _choice(name: str, given: str, known: tuple[str, ...]) -> None:
@@ -66,9 +65,15 @@ def _choice(name: str, given: str, known: tuple[str, ...]) -> None:
         raise GradtoolsError(f"to_svg: {name}={given!r} is not known; expected one of {known}.")
 
 
-def svg_of(outline: Outline, opened: frozenset[int], theme: str = "auto") -> str:
-    """An outline as SVG, with some blocks open."""
-    return drawn(picture_of(outline, opened), theme)
+def svg_of(
+    outline: Outline,
+    opened: frozenset[int] | None = None,
+    expand: str | Iterable[str] = (),
+    theme: str = "auto",
+) -> str:
+    """An outline as SVG, with some blocks open; None: as many as fit."""
+    picture = fitted(outline, expand) if opened is None else picture_of(outline, opened)
+    return drawn(picture, theme)
 
 
 def drawn(picture: Picture, theme: str = "auto") -> str:

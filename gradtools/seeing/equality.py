@@ -13,9 +13,10 @@ from typing import Any
 
 from gradtools.seeing.alignment import Alignment
 from gradtools.seeing.attributes import are_numbers, text_of
-from gradtools.seeing.canonical import BRANCHING, WRITTEN_OUT, Canonical
+from gradtools.seeing.canonical import BRANCHING, Canonical
 from gradtools.seeing.canonical_forms import CanonicalExpression, Expressions, Form
 from gradtools.seeing.canonical_indexing import counts_from_the_end
+from gradtools.seeing.canonical_rules import WRITTEN_OUT
 from gradtools.seeing.nodes import Node, PlainGraph
 
 ELSE = "computes something else"

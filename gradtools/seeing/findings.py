@@ -1,10 +1,10 @@
-"""What can be found: each kind of loss with its reason and its mend, and one place of it."""
+"""The kinds of lost gradients that `why_zero` knows, each with its reason and its mend."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradtools.seeing.nodes import Source
+from gradtools.code_origin import Source
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ KINDS: dict[str, FindingKind] = {
         "use straight_through(f), which keeps the value and passes the gradient on",
     ),
     "no_grad": FindingKind(
-        "it runs while gradients are switched off",
-        "move it out of no_grad or inference_mode",
+        "it runs while gradients are switched off", "move it out of no_grad or inference_mode"
     ),
     "in_place_data": FindingKind(
         "an array is overwritten behind the back of differentiation",

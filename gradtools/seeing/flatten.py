@@ -1,4 +1,4 @@
-"""A graph with its bodies opened up: units, which become boxes, and the links between them.
+"""Inlines the bodies of loops, branches and calls: a flat graph of units and links.
 
 A node with bodies becomes a group of what its bodies hold; their values are followed through to
 those outside, so every value has makers and readers whatever it passes on its way.

@@ -18,7 +18,8 @@ import numpy as np
 
 from gradtools.backend import Backend, Operators, P
 from gradtools.calls import order_among
-from gradtools.errors import GradtoolsError, place_of
+from gradtools.code_origin import place_of
+from gradtools.errors import GradtoolsError
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.program import LeafProgram, spoken
 
@@ -232,7 +233,7 @@ def _formulated(program: LeafProgram, names: Sequence[str], order: int, wide: bo
         formula = derive(opened, order, called, active, named)
         return formula.at(case.given, held, case.calling)
 
-    return case.compared(derived, held)
+    return case.compared(derived)
 
 
 def _values(backend: Backend, x: Any) -> np.ndarray:
@@ -276,67 +277,57 @@ class _RecordedRun:
     def backend(self) -> Backend:
         return self.program.backend
 
-    def compared(self, derived: Callable[[bool], Formula], held: dict[int, np.ndarray]) -> Formula:
+    def compared(self, derived: Callable[[bool], Formula]) -> Formula:
         """The formula with the record of its comparison.
 
-        Args:
-            derived: Makes the formula, with the names of what is recognised or as it was recorded.
-            held: The captured values.
+        derived: Makes it, with the names of what is recognised or as it was recorded.
         """
         from gradtools.seeing.formula import Differs, Outside
 
         formula = derived(True)
         try:
-            result = self._at_random(formula, held)
+            result = self._at_random(formula)
         except Outside:
-            return self._of_one_run(formula, held, _NO_NEIGHBOURS)
+            return self._of_one_run(formula, _NO_NEIGHBOURS)
         except GradtoolsError as error:
             if self._changes(formula.near(self.given)):
-                return self._of_one_run(formula, held, _OTHER_PROGRAM)
+                return self._of_one_run(formula, _OTHER_PROGRAM)
             if formula.draws:
-                return self._of_one_run(formula, held, _OTHER_DRAWS)
-            as_recorded = self._as_recorded(derived, held)
+                return self._of_one_run(formula, _OTHER_DRAWS)
+            as_recorded = self._as_recorded(derived)
             if as_recorded is None or not isinstance(error, Differs):
                 signs = isinstance(error, Differs) and formula.has_free_signs
                 raise _FormulaDiffers(_FREE_SIGNS if signs else str(error)) from error
             return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
         try:
-            self._at_given(formula, held)
+            self._at_given(formula)
         except Differs as error:
-            as_recorded = self._as_recorded(derived, held)
+            as_recorded = self._as_recorded(derived)
             if as_recorded is not None:
                 return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
             return result.noted(f"{_AT_AN_EDGE} {error.values()}")
         return result.noted("", given=True)
 
-    def _at_random(
-        self, formula: Formula, held: dict[int, np.ndarray], finite: bool = True
-    ) -> Formula:
+    def _at_random(self, formula: Formula, finite: bool = True) -> Formula:
         """At points near the given arguments, and as near as f's domain asks for."""
         from gradtools.seeing.formula import Outside
 
-        def at(step: float) -> Formula:
+        for step in _STEPS:
             sample = formula.near(self.given, step)
-            points = lambda rng: self._rounded(sample(rng))
-            return self._checked(formula, held, points, finite)
-
-        for step in _STEPS[:-1]:
+            points = lambda rng, sample=sample: self._rounded(sample(rng))
             try:
-                return at(step)
-            except Outside:
-                continue
-        return at(_STEPS[-1])
+                return self._checked(formula, points, finite)
+            except Outside as error:
+                outside = error
+        raise outside
 
-    def _at_given(
-        self, formula: Formula, held: dict[int, np.ndarray], finite: bool = False
-    ) -> Formula:
+    def _at_given(self, formula: Formula, finite: bool = False) -> Formula:
         here = lambda rng: self._rounded((self.given, *formula.point(rng)[1:]))
-        return self._checked(formula, held, here, finite, at_given=True)
+        return self._checked(formula, here, finite, at_given=True)
 
     def _checked(
         self,
         formula: Formula,
-        held: dict[int, np.ndarray],
         sample: Callable[[np.random.Generator], Any],
         finite: bool,
         at_given: bool = False,
@@ -346,27 +337,24 @@ class _RecordedRun:
             points=1 if at_given else _POINTS,
             tolerance=self._tolerance(formula.order),
             sample=sample,
-            captured=held,
             finite=finite,
         )
 
-    def _of_one_run(self, formula: Formula, held: dict[int, np.ndarray], why: str) -> Formula:
+    def _of_one_run(self, formula: Formula, why: str) -> Formula:
         try:
-            result = self._at_given(formula, held, finite=True)
+            result = self._at_given(formula, finite=True)
         except GradtoolsError as error:
             raise _FormulaDiffers(str(error)) from error
         return result.noted(f"{why}; compared at the given arguments alone, for which it holds")
 
-    def _as_recorded(
-        self, derived: Callable[[bool], Formula], held: dict[int, np.ndarray]
-    ) -> Formula | None:
+    def _as_recorded(self, derived: Callable[[bool], Formula]) -> Formula | None:
         """The formula without names, if it gives what the framework computes; NaN is NaN."""
         from gradtools.seeing.formula import Differs
 
         formula = derived(False)
         try:
-            self._at_given(formula, held)
-            return self._at_random(formula, held, finite=False)
+            self._at_given(formula)
+            return self._at_random(formula, finite=False)
         except Differs:
             return None
 
@@ -403,13 +391,8 @@ class _RecordedRun:
         )
 
     def _dtype(self, k: int) -> str:
-        count = len(self.program.leaves)
-        array = (
-            self.program.leaves[k]
-            if k < count
-            else self.recorded.held[self.recorded.wanted[k - count]]
-        )
-        return self.backend.dtype_name(array)
+        held = [self.recorded.held[v] for v in self.recorded.wanted]
+        return self.backend.dtype_name([*self.program.leaves, *held][k])
 
     def _changes(self, sample: Callable[..., Any]) -> bool:
         """Whether f runs another program at one of the points."""

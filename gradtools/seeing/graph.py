@@ -53,10 +53,22 @@ class Graph(PlainGraph):
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
         """Writes the form that the suffix names: .svg, .html, .dot, .gv, .mmd, .md or .txt."""
-        saving.save(self, path, **view)
+        saving.save(self, FORMS, path, **view)
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
 
     def _repr_html_(self) -> str:
         return page.framed(self.to_html())
+
+
+FORMS: saving.Forms = {
+    ".svg": Graph.to_svg,
+    ".html": Graph.to_html,
+    ".htm": Graph.to_html,
+    ".dot": Graph.to_dot,
+    ".gv": Graph.to_dot,
+    ".mmd": Graph.to_mermaid,
+    ".md": lambda graph, **view: f"```mermaid\n{graph.to_mermaid(**view)}```\n",
+    ".txt": lambda graph, **view: f"{graph.to_text(**view)}\n",
+}

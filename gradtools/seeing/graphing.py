@@ -7,7 +7,8 @@ from typing import Any
 
 from gradtools.backend import Operators, P
 from gradtools.calls import order_among
-from gradtools.errors import GradtoolsError, place_of
+from gradtools.code_origin import place_of
+from gradtools.errors import GradtoolsError
 from gradtools.seeing import difference
 from gradtools.seeing.difference import GraphDifference
 from gradtools.seeing.graph import Graph

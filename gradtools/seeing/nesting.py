@@ -1,4 +1,4 @@
-"""Blocks: runs of consecutive entries of one scope, with each leaf where it is read.
+"""Groups consecutive operations of one module or call into nested blocks.
 
 Parameters stand in the innermost block that holds all of their readers, arguments outside of all,
 outputs after the blocks that make them; of very many those of parameters stand in these. A block
@@ -110,7 +110,7 @@ def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
             beside = len(flat.outputs) <= _LEAVES_BESIDE
             depth = _outside(makers[0]) if beside else len(makers[0]) - 2
             home = makers[0][depth]
-            at = _index(home, makers[0][depth + 1])
+            at = next(i for i, other in enumerate(home.children) if other is makers[0][depth + 1])
         else:
             home = roots[min(unit.phase, max(roots))]
             at = len(home.children) - 1
@@ -183,10 +183,6 @@ def _home(ways: Sequence[Sequence[Any]]) -> tuple[BlockGroup, int]:
     home = ways[0][depth]
     reading = {id(way[depth + 1]) for way in ways}
     return home, next(i for i, child in enumerate(home.children) if id(child) in reading)
-
-
-def _index(group: BlockGroup, child: Entry) -> int:
-    return next(i for i, other in enumerate(group.children) if other is child)
 
 
 def in_parts(group: BlockGroup) -> BlockGroup:

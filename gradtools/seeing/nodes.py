@@ -15,15 +15,15 @@ The wings fill it; what is read from it stands in the other rooms of this packag
 
 from __future__ import annotations
 
-import linecache
 import math
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
+
+from gradtools.code_origin import Source
 
 
 class Dependence(IntEnum):
@@ -36,23 +36,6 @@ class Dependence(IntEnum):
 
     def __str__(self) -> str:
         return self.name.lower()
-
-
-@dataclass(frozen=True, order=True)
-class Source:
-    """A line of the user's code."""
-
-    file: str
-    line: int
-    function: str = ""
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
-
-    @property
-    def text(self) -> str:
-        """The line itself, stripped; empty where the file cannot be read."""
-        return linecache.getline(self.file, self.line).strip()
 
 
 @dataclass(frozen=True)
@@ -154,6 +137,21 @@ class Node(_Pickled):
     bodies: tuple[Body, ...] = ()
     saved: tuple[int, ...] = ()
     overwrites: tuple[int, ...] = ()
+
+
+def even_links(
+    node: Node,
+    values: Mapping[int, Value],
+    strength: Dependence = Dependence.DIFFERENTIABLE,
+    cut: Container[int] = (),
+) -> Links:
+    """Links of one strength between inexact arrays, cuts between others and from some values."""
+
+    def link(out: int, given: int) -> Dependence:
+        both = values[out].is_inexact and values[given].is_inexact
+        return strength if both and given not in cut else Dependence.CUT
+
+    return tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 from gradtools.backend import Operators, P, R
 from gradtools.calls import like_function
-from gradtools.errors import GradtoolsError, place_of, warn
+from gradtools.code_origin import place_of
+from gradtools.errors import GradtoolsError, warn
 from gradtools.seeing.derivative_flow import dependence_matrix
 from gradtools.seeing.diagnosis import apart, diagnosed, differentiated, moved, unreached
 from gradtools.seeing.program import LeafProgram

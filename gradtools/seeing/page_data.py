@@ -1,4 +1,4 @@
-"""What layout.js, markup.js and a page's own script are given: an outline, arranged, as plain data.
+"""An arranged outline as plain data, which layout.js, markup.js and page.js read.
 
 Widths of text are measured here, once; the scripts measure none but those of sizes in bytes,
 whose letters are `advance` wide.

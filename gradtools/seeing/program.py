@@ -1,4 +1,4 @@
-"""A user's call, seen as a program of flat leaves.
+"""`LeafProgram`: a user's call as a function of its array leaves.
 
 `LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are all arrays among the arguments, each
 with the name of its argument and path, and ``run(leaves)`` gives the leaves of what f returns.

@@ -1,4 +1,4 @@
-"""The record of one run that a wing gives to `seeing`.
+"""`Recording`: one run of a function as a graph, and the error of the framework if it refused.
 
 `record` runs or traces a function of flat leaves once and gives a `Recording`: the graph, and the
 framework's own error if there was one. `vanishing` takes the gradient at these very values and
@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradtools.seeing.nodes import Node, PlainGraph, Source
+from gradtools.code_origin import Source
+from gradtools.seeing.nodes import Node, PlainGraph
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 

@@ -1,4 +1,4 @@
-"""Rows and order: the part of the layout that does not depend on which blocks are open.
+"""Layered layout after Sugiyama: the rows of each block, and the order within them.
 
 Every block is arranged by itself (after Sugiyama, Tagawa and Toda, 1981): its children get rows by
 their longest path, rows are kept from growing too wide, an arrow that passes rows gets a place in
@@ -132,9 +132,7 @@ def _journey(
 
 
 def _is_long(
-    journey: _Journey,
-    ranks: dict[int, dict[int, int]],
-    drafts: dict[int, _Draft],
+    journey: _Journey, ranks: dict[int, dict[int, int]], drafts: dict[int, _Draft]
 ) -> bool:
     across = ranks[journey.block]
     spans = [across[journey.target[-1]] - across[journey.source[-1]]]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from gradtools.seeing.nodes import Dependence, Node, Value
+from gradtools.seeing.nodes import Dependence, Node, Value, even_links
 from gradtools.seeing.passes import CUSTOM, SECOND
 
 LOSS = "inside_rule"
@@ -56,13 +56,7 @@ def with_cuts(
     """A node of a later pass, cut from what has no graph."""
     if not node.phase or lost.keys().isdisjoint(node.inputs):
         return node
-
-    def link(out: int, given: int) -> Dependence:
-        both = values[out].is_inexact and values[given].is_inexact
-        return Dependence.DIFFERENTIABLE if both and given not in lost else Dependence.CUT
-
-    links = tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
-    return replace(node, links=links, loss=loss)
+    return replace(node, links=even_links(node, values, cut=lost), loss=loss)
 
 
 def missing(cuts: tuple[int, ...], made: int, nodes: Sequence[Node], loss: str = LOSS) -> Node:

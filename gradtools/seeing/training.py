@@ -200,7 +200,7 @@ class _LossRun:
         """Adds what the run says of each array."""
         if self.recording.refusal is not None:
             lost = refused(self.program, self.recording.refusal)
-            found.findings += [_of(lost, name) for name in found.names or ["the loss"]]
+            found.findings += [replace(lost, argument=n) for n in found.names or ["the loss"]]
             return
         graph = self.recording.graph
         matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
@@ -291,13 +291,6 @@ def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
             place = f" at {finding.source}" if finding.source else ""
             result.setdefault(finding.argument, []).append(finding.kind + place)
     return [(name, "; ".join(dict.fromkeys(said))) for name, said in result.items()]
-
-
-def _of(finding: Finding, name: str) -> Finding:
-    return Finding(
-        name, finding.kind, finding.operation, finding.source, finding.scope, finding.whole,
-        finding.detail,
-    )  # fmt: skip
 
 
 def _optimised(backend: Backend, loop: Loop, run: _LossRun, found: TrainingDiagnosis) -> None:

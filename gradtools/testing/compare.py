@@ -6,7 +6,7 @@ same on both sides:
 
     f(x)    J^H c    J t    H t = d/ds grad <c, f>(x + s t)    in two mixes of modes
 
-What differs is then handed to `causes`, which asks further questions to name why.
+What differs is then handed to `mismatch_causes.py`, which asks further questions to name why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one adapter of the checks: a function of flat arrays in a framework, asked in NumPy.
+"""`FlatFunction`: a function of flat arrays in one framework, whose derivatives are NumPy arrays.
 
 A `FlatFunction` takes its floating and complex leaves one by one and gives its floating and complex
 outputs as a list. It answers each question that a check can ask: J u, J^H v, and for the real

@@ -1,4 +1,4 @@
-"""Patterns between two arrays that should be equal: what one is of the other.
+"""How two arrays that should be equal differ: sign, factor, conjugate, layout, offset, clipping.
 
 Each question returns a cause and its detail, or None. A pattern must hold for every entry, much
 more closely than the two arrays agree with each other.

@@ -17,7 +17,6 @@ line of the test; ``--full-trace`` shows them.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import FrameType
@@ -26,7 +25,7 @@ from typing import Any
 import pytest
 
 import gradtools
-from gradtools.code_origin import is_ours, is_the_users
+from gradtools.code_origin import USER, is_our_frame, lines_of, whose_frame
 
 BACKENDS = ("torch", "jax")
 _PROPERTY = "gradtools_cross_check"
@@ -123,24 +122,22 @@ def hide_own_frames(error: BaseException) -> None:
             continue
         seen.append(each)
         refusal = isinstance(each, gradtools.GradtoolsError)
-        frames = [frame for frame, _ in traceback.walk_tb(each.__traceback__)]
-        made = [frame for frame in frames if frame.f_code.co_name not in _HANDERS_ON]
-        meant = meant or refusal or bool(made and not _is_own(made[-1]))
+        frames = [frame for frame, _ in lines_of(each)]
+        made = next((f for f in frames if f.f_code.co_name not in _HANDERS_ON), None)
+        meant = meant or refusal or (made is not None and not is_our_frame(made))
         todo += [(each.__cause__, meant), (each.__context__, meant)]
-        hidden = [*filter(_is_own, frames)] if meant else []
+        hidden = [*filter(is_our_frame, frames)] if meant else []
         for frame in (*hidden, *_beneath_the_user(frames, refusal)):
             frame.f_locals["__tracebackhide__"] = True
 
 
 def _beneath_the_user(frames: list[FrameType], refusal: bool) -> list[FrameType]:
-    """The frames of a framework that run between the user's innermost line and a refusal."""
-    users = [k for k, frame in enumerate(frames) if refusal and is_the_users(frame)]
-    return frames[users[-1] + 1 :] if users else []
+    """The frames of a framework that run between the user's innermost line and a refusal.
 
-
-def _is_own(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__"))  # which the frames lack that JAX makes up
-    return name.partition(".")[0] == "gradtools" or is_ours(frame.f_code.co_filename)
+    frames: Innermost first.
+    """
+    users = [k for k, frame in enumerate(frames) if refusal and whose_frame(frame) == USER]
+    return frames[: users[0]] if users else []
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,7 +1,7 @@
-"""The comparison itself: the questions put to both sides, and their answers in one layout.
+"""`CrossCheck`: the values and derivatives that `cross_check` compares, in one layout of arrays.
 
 A `CrossCheck` holds two sides at one point. It compares what they answer, tells rounding from
-disagreement, and can be asked again at points nearby, which is what `causes` does.
+disagreement, and can be asked again at points nearby, which is what `mismatch_causes.py` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of a rule: of `gt.custom_rule` and `gt.host_function`, of JAX's own, of a `Rule`."""
+"""The functions of a custom rule (fun, fwd, bwd, jvp), taken from gradtools' rules or JAX's."""
 
 from __future__ import annotations
 

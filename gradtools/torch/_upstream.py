@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that this wing relies on, and why: the one room that may.
+"""Every private name of PyTorch that gradtools uses, each with its reason; no other file uses any.
 
 All other files go through here, which `tests/house/test_upstream.py` reads from their source; tests
 in `tests/torch/test_upstream.py` hold that each name still does what is relied on, and that no
@@ -538,9 +538,12 @@ def is_compiled(f: Any) -> bool:
 # process, because nothing else in PyTorch tells. Beside them, where they are needed and nowhere
 # else, with what each buys and costs:
 #
-# - Texts of PyTorch's errors, for which it has no types (`refusals`, `recording/refusals`,
-#   `freezing`, `passes`, `kernels`). Buys words that say what to do, and another way where a kernel
-#   lacks a derivative. Costs: reworded upstream, PyTorch's own error is raised in their place.
+# - Texts of PyTorch's errors, for which it has no types (`known_errors`). Buys words that
+#   say what to do, and another way where a kernel lacks a derivative. Costs: reworded upstream,
+#   PyTorch's own error is raised in their place.
+# - The instruction at which an error was made (`code_origin`): a `raise` statement outside of the
+#   framework is the user's, whose words may be the same. Buys that a user's error is never taken
+#   for PyTorch's. Costs a look at bytecode where an error is under way.
 # - Classes that are patched for the time of a call (`patches`). Buys calls that no mode sees. Costs
 #   each thread's call of them a look at whether it is meant.
 # - An import hook (`compiling`). Dynamo takes marks by identity, and importing it to set them takes
@@ -562,18 +565,6 @@ def is_frameworks_own_question(depth: int) -> bool:
     question within a pushforward, 0.3 us; a library that asks for PyTorch is taken for the user.
     """
     return _package(_asker(depth + 1)) in ("torch", "gradtools")
-
-
-def package_that_called(depth: int) -> str:
-    """The package that called PyTorch, so many calls above the caller.
-
-    `torch.autograd.grad` in f makes a constant to forward mode; our own call of it does not. Buys
-    right tangents of a pullback in f. Costs: what gradtools is called by in turn counts as ours.
-    """
-    frame = _asker(depth + 1)
-    while frame is not None and _package(frame) == "torch":
-        frame = frame.f_back
-    return _package(frame)
 
 
 def is_leaving_a_block(depth: int) -> bool:

@@ -48,25 +48,6 @@ def copied(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def corrected(total: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """The sum of both; where total is not finite, error is meaningless and total stands."""
-    return torch.where(torch.isfinite(total), total + error, total)
-
-
-def as_number(x: Any) -> Any:
-    """A Python number where x holds a known one, x itself where it is traced, else None."""
-    if isinstance(x, torch.Tensor):
-        if x.ndim != 0:
-            return None
-        if not _is_traced(x):
-            return x.item()
-        x = x.detach()
-        return x.float() if x.itemsize < 4 else x  # sums of small dtypes round or overflow
-    if getattr(x, "shape", None) == () and hasattr(x, "item"):
-        return x.item()
-    return x if isinstance(x, (int, float)) else None
-
-
 def current_trace() -> Any:
     """What tells one nest of `torch.func` transforms from another; None outside of all."""
     return upstream.maybe_current_level()

@@ -1,8 +1,8 @@
-"""What a walk over autograd's graph finds, at each derivative, and what a derivative depends on.
+"""A walk over autograd's graph: its leaves, custom Functions, and nodes with wrong gradients.
 
 One walk over the graph of a function's outputs finds its leaves, and the nodes that are no plain
-operations of PyTorch's: those of custom code, whose own derivatives customcode.py looks after where
-they are asked for, and those whose gradient PyTorch has wrong.
+operations of PyTorch's: those of custom code, whose own derivatives `double_backward.py` checks
+where they are asked for, and those whose gradient PyTorch has wrong.
 
 Here is also what a derivative taken inside a function depends on: so that what is cut from it
 afterwards can be told from what is constant.

@@ -64,6 +64,9 @@ class TorchBackend(Wing):
 
     is_inexact = staticmethod(is_inexact)
 
+    def is_traced(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and is_wrapped(x)
+
     def is_complex(self, x: Array) -> bool:
         return x.is_complex()
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.operation_marks import OWN
 from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
@@ -234,7 +235,7 @@ class _Twice(torch.autograd.Function):
             [ct for _, ct in kept],
             create_graph=create,
             retain_graph=create or keep,
-            allow_unused=True,
+            allow_unused=OWN,
         )
         return None, None, *grads
 

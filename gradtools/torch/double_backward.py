@@ -3,10 +3,10 @@
 A torch.autograd.Function, or an operator with a registered backward, may compute its gradient
 where autograd does not look: under no_grad, through NumPy, from an intermediate that it saved. The
 gradient is right then, and its own derivative is zero or lacks a term, in silence. So a class is
-never trusted: it is tried (trials.py), once, when a derivative of its gradient may be asked for.
-What it loses, and what cannot be tried, is refused by a node beside the gradient, a gate, that the
-engine enters only on its way to what is lost. A constant gradient (of a linear map, a mask, a
-straight-through estimator) loses nothing.
+never trusted: it is tried (double_backward_trials.py), once, when a derivative of its gradient may
+be asked for. What it loses, and what cannot be tried, is refused by a node beside the gradient, a
+gate, that the engine enters only on its way to what is lost. A constant gradient (of a linear map,
+a mask, a straight-through estimator) loses nothing.
 """
 
 from __future__ import annotations
@@ -169,9 +169,24 @@ class _Gating(NamedTuple):
             return True
 
     def ask(self, which: str, forward: bool = False) -> None:
-        """Raises if the derivative along these is lost, or may be."""
-        if not self.key.fine(forward):
-            _ask(self.caller, self.key, which, partial(self.tried, forward))
+        """Raises if the class loses the derivative of its gradient along these, or may."""
+        if self.key.fine(forward):
+            return
+        if self.key == _TORCHSCRIPT:
+            raise LostDerivativeError(f"{self.caller}: {TORCHSCRIPT_LOSES}")
+        try:
+            lost = which in self.tried(forward)
+        except Untried as why:
+            raise LostDerivativeError(
+                f"{self.caller}: f holds {self.key.name}, whose gradient is to be differentiated "
+                f"with respect to its {which}. PyTorch may lose that in silence, so a class is "
+                f"tried once, by finite differences, and this one could not be: {why}. Use "
+                "gt.custom_rule; or take a second derivative of it once where it can be tried, by "
+                "a call that may be repeated and near arguments that it takes, which gradtools "
+                "remembers."
+            ) from why
+        if lost:
+            raise LostDerivativeError(_message(self.caller, self.key, which))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -238,24 +253,6 @@ def gate_compiled(caller: str, outs: Sequence[Tensor], aliases: Sequence[Tensor]
             node.register_hook(_Gating(caller, key, partial(tried, key), aliases).hook(node))
 
 
-def _ask(caller: str, key: _Key, which: str, tried: Callable[[], set[str]]) -> None:
-    """Raises if a class loses the derivative of its gradient along these, or cannot be tried."""
-    if key == _TORCHSCRIPT:
-        raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
-    try:
-        lost = which in tried()
-    except Untried as why:
-        raise LostDerivativeError(
-            f"{caller}: f holds {key.name}, whose gradient is to be differentiated with respect to "
-            f"its {which}. PyTorch may lose that in silence, so a class is tried once, by finite "
-            f"differences, and this one could not be: {why}. Use gt.custom_rule; or take a second "
-            "derivative of it once where it can be tried, by a call that may be repeated and near "
-            "arguments that it takes, which gradtools remembers."
-        ) from why
-    if lost:
-        raise LostDerivativeError(_message(caller, key, which))
-
-
 def _message(caller: str, key: _Key, which: str) -> str:
     return (
         f"{caller}: f holds {key.name}, whose backward gives a gradient that autograd cannot "
@@ -290,21 +287,23 @@ class _Calls(TorchFunctionMode):
         if any(isinstance(x, Tensor) and x.is_meta for x in args):
             return  # which has no numbers
 
+        gating = _Gating(self.caller, key, partial(self._lost, key, call), ())
+
         def hook(given: Any, cts: Any) -> None:
             behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
-            for which, caller in (("inputs", again), ("cotangents", behind)):
-                if caller:
-                    _ask(self.caller, key, which, partial(self._lost, key, call))
+            for which, asked in (("inputs", again), ("cotangents", behind)):
+                if asked:
+                    gating.ask(which)
 
         nodes[0].register_hook(hook)
 
-    def _lost(self, key: _Key, call: Args) -> set[str]:
+    def _lost(self, key: _Key, call: Args, forward: bool) -> set[str]:
         if any(x is None and needed for x, needed in zip(call, key.needs, strict=True)):
             raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
         with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
             pairs = zip(call, key.needs, strict=True)
             args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
-            return _noted(Trial.of(key.kind.apply, args), key, False)
+            return _noted(Trial.of(key.kind.apply, args), key, forward)
 
 
 def calls_guarded(caller: str) -> AbstractContextManager[Any]:

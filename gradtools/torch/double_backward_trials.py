@@ -5,7 +5,7 @@ compared with
 
     (g(x + h v, ct) - g(x - h v, ct)) / 2 h
 
-and the same in ct. What is lost, and who is refused, is said in customcode.py.
+and the same in ct. What is lost, and who is refused, is said in double_backward.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd import function
 
 from gradtools.errors import is_of
+from gradtools.torch.operation_marks import OWN
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.transposing import unpacked
@@ -153,7 +154,7 @@ class Trial:
         if not total.requires_grad:
             return 0.0
         try:
-            (slope,) = torch.autograd.grad(total, [point[k]], allow_unused=True)
+            (slope,) = torch.autograd.grad(total, [point[k]], allow_unused=OWN)
         except NotImplementedError:
             raise
         except RuntimeError as error:  # once_differentiable raises on some ways only
@@ -183,7 +184,7 @@ class Trial:
 
     def _gradient(self, xs: Any, cts: Any, again: bool) -> Any:
         tracked, outs = self._called(xs)
-        return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=True)
+        return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=OWN)
 
     def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
         terms = [

@@ -10,7 +10,6 @@ asked for that.
 from __future__ import annotations
 
 import math
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,7 +29,7 @@ from gradtools.torch.forward_mode.no_grad import Stops
 from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
 from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
-from gradtools.torch.known_errors import torch_says
+from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import CHUNK, detached
@@ -240,8 +239,8 @@ class _Use(Forward):
             except LevelTaken:
                 return self.by_any_kernel(caller, None, slow)
             except (RuntimeError, NotImplementedError) as error:
-                kernel = _lacking(error)
-                if kernel in _NO_KERNELS:  # flags choose no other
+                kernel = lacks_derivative(error)
+                if kernel in NO_KERNELS.values():  # flags choose no other
                     ways = [(w, o) for w, o in ways if w is not way]
                 if kernel is None:
                     raise
@@ -361,7 +360,7 @@ class _FrozenBackward(Backward):
         try:
             return pulled_back(ys, xs, cts, True, False)
         except (RuntimeError, NotImplementedError) as error:
-            if _lacking(error) is None:
+            if lacks_derivative(error) is None:
                 raise
             self.graph = None
             return None
@@ -569,30 +568,7 @@ def _is_times(factor: float, x: Tensor, y: Tensor) -> bool:
     return not bool(off > torch.finfo(x.dtype).eps ** 0.5 * size)
 
 
-_FUNCTION = "a torch.autograd.Function"
-_LACKING = {
-    re.compile(r"Trying to use forward AD with (\S+) that does not support it"): "",
-    re.compile(r"derivative for (\S+) is not implemented"): "",
-    re.compile("must implement the jvp function|marked with @once_differentiable"): _FUNCTION,
-    re.compile("does(?: not|n't) require grad"): "a derivative or a hook on a gradient in G",
-    re.compile("Could not run 'aten::_efficientzerotensor'"): "a sparse matrix in G",
-    re.compile("Nested forward mode AD is not supported"): "torch.func.jvp in G",
-    re.compile(
-        "view size is not compatible with input tensor's"
-    ): "a view of a channels_last image",
-}
-_NO_KERNELS = {name for name in _LACKING.values() if name}
 _TOLD: set[tuple[str, bool]] = set()
-
-
-def _lacking(error: Exception) -> str | None:
-    """What lacks a derivative, if that is what the error says; a kernel by its name."""
-    text = torch_says(error)
-    for pattern, name in _LACKING.items():
-        result = pattern.search(text)
-        if result is not None:
-            return name or result.group(1)
-    return None
 
 
 def _without(kernel: str, error: Exception) -> str:

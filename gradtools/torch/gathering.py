@@ -1,4 +1,4 @@
-"""The rows of all processes, differentiable in any order and mode."""
+"""`gather` in PyTorch: a differentiable all-gather over the processes of a group."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
@@ -22,8 +23,6 @@ left_to_python(__name__)
 
 def gather(x: Any, axis_name: Any, group: Any) -> Any:
     """All processes' rows. See `gradtools.chunking`."""
-    import torch.distributed as dist
-
     if axis_name is not None:
         raise GradtoolsError(
             "gather: axis_name belongs to JAX; in PyTorch give a process group, or nothing."
@@ -56,8 +55,6 @@ def _gathered(x: Any, group: Any) -> Tensor:
 
 def _of_all(value: Any, group: Any) -> list[Any]:
     """All processes' values. What is sent must be plain memory, whatever transform is under way."""
-    import torch.distributed as dist
-
     result: list[Any] = [None] * dist.get_world_size(group)
     with upstream.temporarily_clear_interpreter_stack():
         dist.all_gather_object(result, value, group)
@@ -106,8 +103,6 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
 
 
 def _all_rows(x: Tensor, group: Any) -> Tensor:
-    import torch.distributed as dist
-
     x = _in_memory(x).contiguous()
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x, group)
@@ -115,8 +110,6 @@ def _all_rows(x: Tensor, group: Any) -> Tensor:
 
 
 def _own_rows(x: Tensor, group: Any) -> Tensor:
-    import torch.distributed as dist
-
     total = _in_memory(x).clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()

@@ -1,22 +1,73 @@
 """Errors of PyTorch: which are its own, and those known raised again with what to do about them.
 
 PyTorch raises a RuntimeError for nearly everything, so one of its refusals is known by its text
-alone; that the error is PyTorch's, by what raised it. What the user raises goes by as it is.
+alone; that the error is PyTorch's, by what raised it. What the user raises goes by as it is. No
+other room of this wing reads what an error says: reworded upstream, PyTorch's own error is raised
+in place of ours.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 
-from gradtools.errors import place_of, refusal, said_by
+from gradtools.code_origin import place_of
+from gradtools.errors import refusal, said_by
 from gradtools.torch.compiling import is_compiling
+
+T = TypeVar("T")
 
 
 def torch_says(error: BaseException) -> str:
     """The text of PyTorch's own error; none of any other, nor of a `raise` in TorchScript."""
     return "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
+
+
+def known(error: BaseException, table: Mapping[str, T]) -> T | None:
+    """What a table has for a part of the text of PyTorch's own error; None of any other."""
+    text = torch_says(error)
+    return next((value for part, value in table.items() if part in text), None)
+
+
+def says(error: BaseException, part: str) -> bool:
+    """Whether an error is PyTorch's own, and says this."""
+    return part in torch_says(error)
+
+
+LEAF_CHANGED = "leaf Variable that requires grad"
+SAVED_CHANGED = "modified"
+NO_SAVED_TENSORS_HOOKS = "yet support saved tensor hooks"
+
+
+def kernel_without(lacking: re.Pattern[str], error: BaseException) -> str | None:
+    """The kernel that lacks a derivative, by its name, if that is what an error says."""
+    result = lacking.search(torch_says(error))
+    return None if result is None else result[1]
+
+
+NO_FORWARD_MODE = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
+NO_DERIVATIVE = re.compile(r"derivative for (\S+) is not implemented")
+
+
+def lacks_derivative(error: BaseException) -> str | None:
+    """What in a frozen function lacks a derivative, if that is what an error says."""
+    kernel = kernel_without(NO_FORWARD_MODE, error) or kernel_without(NO_DERIVATIVE, error)
+    return kernel or known(error, NO_KERNELS)
+
+
+_FUNCTION, _IN_G = "a torch.autograd.Function", "a derivative or a hook on a gradient in G"
+NO_KERNELS = {
+    "must implement the jvp function": _FUNCTION,
+    "marked with @once_differentiable": _FUNCTION,
+    "does not require grad": _IN_G,
+    "doesn't require grad": _IN_G,
+    "Could not run 'aten::_efficientzerotensor'": "a sparse matrix in G",
+    "Nested forward mode AD is not supported": "torch.func.jvp in G",
+    "view size is not compatible with input tensor's": "a view of a channels_last image",
+}
 
 
 class explained:
@@ -37,14 +88,13 @@ class explained:
 
 def explain(caller: str, error: RuntimeError) -> None:
     """Raises one of PyTorch's refusals in words that say what to do."""
-    text = torch_says(error)
-    mend = next((mend for part, mend in _MENDS.items() if part in text), None)
+    mend = known(error, _MENDS)
     if mend is not None:
         said = f"{caller}: {mend} PyTorch says{place_of(error)}: {error}"
         raise refusal(error, said) from error
 
 
-_NO_FORWARD_MODE = (
+_USE_OTHERS = (
     "f holds an operation that has no forward mode in PyTorch. For attention use "
     "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False); or use "
     "linearize, which needs double backward instead."
@@ -100,8 +150,8 @@ _MENDS = {
         "of softmax, log_softmax or logsumexp, whose tangents it cannot differentiate. For these "
         "push by linearize(f, *primals)[1] in place of jvp."
     ),
-    "Trying to use forward AD with": _NO_FORWARD_MODE,
-    "Could not run 'aten::_efficientzerotensor'": _NO_FORWARD_MODE,  # of sparse tensors
+    "Trying to use forward AD with": _USE_OTHERS,
+    "Could not run 'aten::_efficientzerotensor'": _USE_OTHERS,  # of sparse tensors
     "vmap: It looks like you're attempting to use a Tensor in some data-dependent": (
         "f branches on values, which vmap cannot follow. per_example_grad and jacobian take "
         "chunk_size=1, a plain loop that can."

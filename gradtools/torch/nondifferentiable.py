@@ -1,4 +1,4 @@
-"""Results that refuse a derivative with respect to some tensors: a node beside them raises.
+"""Results that raise when they are differentiated with respect to certain tensors, and only then.
 
 They may be read, and differentiated along all else: autograd runs a node only if a way leads from
 it to what is asked for, so a node that raises, from which a way leads to those tensors alone, is

@@ -1,4 +1,4 @@
-"""Where PyTorch's generators stand, so that what was drawn can be drawn again."""
+"""Saves and restores random generators: PyTorch's of all devices, NumPy's and Python's."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Randomness:
         state, known = self.numpy
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not known or state.get("has_gauss") or type(bits) is not np.random.MT19937:
-            return _same_numpy(state, _numpy().get_state(legacy=False))
+            return bool(_bits_of(state) == _bits_of(_numpy().get_state(legacy=False)))
         # With no number left over from before, whatever is drawn moves these.
         return bool(known == _numpy_memory(bits).raw)
 
@@ -198,14 +198,6 @@ def _bits_of(state: Any) -> Any:
     if isinstance(state, dict):
         return tuple([_bits_of(x) for x in state.values()])
     return state.tobytes() if isinstance(state, np.ndarray) else state
-
-
-def _same_numpy(a: Any, b: Any) -> bool:
-    """Whether two states of a NumPy generator, dicts of arrays and numbers, are the same."""
-    if isinstance(a, dict):
-        same = isinstance(b, dict) and a.keys() == b.keys()
-        return same and all(_same_numpy(x, b[key]) for key, x in a.items())
-    return a.tobytes() == b.tobytes() if isinstance(a, np.ndarray) else bool(a == b)
 
 
 def _state(device: torch.device) -> tuple[Tensor, bytes]:

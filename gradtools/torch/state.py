@@ -1,11 +1,11 @@
-"""All that a function's result depends on besides its arguments, so that it can be run again.
+"""Snapshot and restore of all that a function's result depends on besides its arguments.
 
 A snapshot holds where the random streams stand and what can change behind a function. That is
 found by a walk from the function through closures, attributes and containers, the classes that the
 user wrote, and the globals that code of the user's names, also in other modules of Python's. Every
-object is walked once. What a library keeps for itself, and what C holds, is for `verifying` to
-see. A tensor's contents are copied only where they belong to a module or are few; of others it is
-noticed if they changed.
+object is walked once. What a library keeps for itself, and what C holds, is for
+`replaying/consistency.py` to see. A tensor's contents are copied only where they belong to a module
+or are few; of others it is noticed if they changed.
 
 Snapshots of one function follow each other, and mostly nothing changed in between. So a snapshot
 is taken from an earlier one where it can: if every holder still holds the very same objects, the
@@ -40,8 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.code_origin import USER, kind_of, names_in, whose
+from gradtools.code_origin import USER, kind_of, whose
 from gradtools.errors import GradtoolsError
+from gradtools.function_variables import names_in
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness

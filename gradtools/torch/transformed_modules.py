@@ -1,4 +1,4 @@
-"""A module whose call is transformed, and which else is the module that it was.
+"""`chunked(module)` and the like: an `nn.Module` with the parameters and names of the original.
 
 As with `torch.nn.DataParallel` the result of a transformation of a module is a module; unlike
 there parameters keep their names, so that a `state_dict` does not tell whether it was saved with

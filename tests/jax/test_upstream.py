@@ -224,3 +224,15 @@ def test_statistics_of_a_batch_are_known_by_who_computes_them():
     closed = jax.make_jaxpr(normed)(jnp.ones((4, 3)))
     assert any(map(upstream.is_batch_statistic, _all_eqns(closed)))
     assert not upstream.is_batch_statistic(_eqn(jnp.sin))
+
+
+def test_a_function_over_other_variables_leaves_the_first_as_it_is():
+    cell = 1
+
+    def f(x, y=2, *, z=3):
+        return cell, jnp, x, y, z
+
+    made = upstream.with_variables(f, {"cell": 10}, {"jnp": "another"}, (20,))
+    assert made(0) == (10, "another", 0, 20, 3)
+    assert f(0) == (1, jnp, 0, 2, 3)
+    assert upstream.with_variables(f, {}, {}, f.__defaults__).__globals__ is f.__globals__

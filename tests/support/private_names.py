@@ -56,6 +56,11 @@ def uses_of_texts() -> list[Use]:
     return sorted({Use(f, *found) for f, tree in _trees().items() for found in texts_in(tree)})
 
 
+def code_copies() -> list[Use]:
+    """Every line that makes a function of another one's code."""
+    return sorted({Use(f, *found) for f, tree in _trees().items() for found in copies_in(tree)})
+
+
 def patches() -> list[Use]:
     """Every line that puts something into a class or a module of a framework."""
     return sorted({Use(f, *found) for f, tree in _trees().items() for found in patches_in(tree)})
@@ -190,6 +195,15 @@ def frames_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "__file__"
 
 
+def copies_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The lines of one file that make functions or code."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                if name in ("FunctionType", "CodeType"):
+                    yield node.lineno, ast.unparse(node)
+
+
 def patches_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The lines of one file that set an attribute of what a framework's module holds."""
     theirs = {"upstream", *FRAMEWORKS}
@@ -230,6 +244,9 @@ def texts_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.expr() as text]):
                 if _SAID.search(ast.unparse(text)):
+                    yield node.lineno, ast.unparse(node)
+            case ast.Call(func=ast.Attribute(attr="partition"), args=[ast.Constant(value=part)]):
+                if len(part) > 2 and _SAID.search(ast.unparse(node.func)):
                     yield node.lineno, ast.unparse(node)
             case ast.Call(func=ast.Name(id="said_by" | "torch_says")):
                 yield node.lineno, ast.unparse(node)

@@ -519,12 +519,6 @@ def test_who_asks_whether_a_tensor_requires_grad_is_told_by_the_frame():
     assert mode.said == [False] and any(of_torch.said)
 
 
-def test_who_called_autograd_is_told_by_the_frame():
-    with _Asked(torch.autograd.grad, upstream.package_that_called) as mode:
-        torch.autograd.grad((_x() ** 2).sum(), _x(), allow_unused=True)
-    assert mode.said == [__name__.partition(".")[0]]
-
-
 def test_the_end_of_a_block_is_told_from_a_wish():
     with _Asked(upstream.set_grad_enabled, upstream.is_leaving_a_block) as mode, torch.no_grad():
         torch.set_grad_enabled(True)

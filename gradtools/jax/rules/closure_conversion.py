@@ -1,4 +1,4 @@
-"""Arrays that a rule closes over, made inputs of it: a rule may outlive the trace they are of."""
+"""Closure conversion: arrays that a rule closes over become its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rule enters JAX: three primitives that turn into each other.
+"""A rule in JAX: three primitives (primal, tangent, cotangent) that jvp and transpose exchange.
 
 JAX lets a function have a forward rule or a reverse rule, not both (jax#3996). Three primitives
 of our own have both, because differentiation and transposition only exchange them:

@@ -1,4 +1,4 @@
-"""Primitives whose rules JAX's caches do not keep alive, and what is kept as long as they live.
+"""Primitives whose equations JAX's caches forget once the rule that they hold is out of use.
 
 JAX remembers what an equation of a primitive returns, by its parameters, for the last 2048 of
 them. Of a `custom_vjp` it holds nothing there; of a primitive like ours it would hold the rule,

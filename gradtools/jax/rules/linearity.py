@@ -1,4 +1,4 @@
-"""Whether a map that should be linear takes zero to zero, and loses nothing when transposed.
+"""Whether a map is linear: by abstract interpretation of its jaxpr, else by numbers.
 
 Abstract interpretation of its jaxpr proves most of it: the domain is {zero, anything}, an
 equation's output is zero where its rule below says so, and loops run to a fixpoint. What is not

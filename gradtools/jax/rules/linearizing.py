@@ -1,4 +1,4 @@
-"""A rule at its first derivative: both maps, and what they read, made explicit.
+"""Linearization of a rule: its jvp and vjp maps, with the residuals that they read as inputs.
 
 JAX's cotangents are the conjugates of gradtools'. A linearized rule speaks JAX's language; the
 conversion is in `_native` and nowhere else.

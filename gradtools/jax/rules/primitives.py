@@ -1,8 +1,8 @@
-"""The primitives that a rule becomes in a jaxpr, and what each of them computes.
+"""The primal, tangent and cotangent primitives of a rule, and how each is evaluated.
 
 The linear primitives take what the maps read, then those tangents (or cotangents) that are not
 zero; the static masks `given` and `wanted` say which these are and which ones are asked for,
-and `outs` what comes out. How they are differentiated and batched stands in `rules`.
+and `outs` what comes out. How they are differentiated and batched stands in `installing.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The map of a rule that was not given: the transpose of the other one."""
+"""The jvp or vjp map that a rule lacks, by transposing the one that it has."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ from gradtools.jax.jaxprs import (
     HeldJaxpr,
     Jaxpr,
     bound,
+    interpreted,
     live,
     programs,
-    read,
     scan_counts,
 )
 from gradtools.jax.rules.kept_alive import LIFE, remembered
@@ -108,16 +108,14 @@ def _interpreted(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], path: Path
 ) -> tuple[list[Any], Runs]:
     """The results of a jaxpr, and how often each of the sites in it ran."""
-    env: dict[Any, Any] = {}
-    env.update(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
     runs: Runs = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        xs = [read(env, v) for v in eqn.invars]
+
+    def step(i: int, eqn: Eqn, xs: list[Any]) -> list[Any]:
         outs, inside = _ran(eqn, xs, (*path, i))
         runs.update(inside)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(env, v) for v in jaxpr.outvars], runs
+        return outs
+
+    return interpreted(jaxpr, [*consts, *args], step), runs
 
 
 def _ran(eqn: Eqn, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:

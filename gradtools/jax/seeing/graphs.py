@@ -22,7 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradtools.code_origin import names_in
+from gradtools.code_origin import Source
+from gradtools.function_variables import names_in
 from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import Literal, scopes_of
 from gradtools.jax.jaxprs import Eqn, Jaxpr
@@ -32,7 +33,7 @@ from gradtools.jax.seeing.bridged_calls import crossing
 from gradtools.seeing.attributes import numbers_text
 from gradtools.seeing.bridged_calls import opened
 from gradtools.seeing.diagnosis import source_of
-from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph, Source, Value
+from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.passes import CUSTOM
 from gradtools.seeing.rule_cuts import STOPPED
 

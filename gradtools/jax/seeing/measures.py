@@ -1,4 +1,4 @@
-"""What a call costs in JAX: its jaxpr counted, its compiled program asked for bytes and timed.
+"""`measure` in JAX: FLOPs of the jaxpr, bytes by XLA, seconds of the compiled program.
 
 f is traced as `jax.jit` would, and what no result needs is left out, as XLA does. What XLA then
 says of memory is taken as it is; operations are counted in `flops.py`. What is kept for backward

@@ -1,4 +1,4 @@
-"""What an equation computes with, in the words of both frameworks.
+"""Name, operand order and attributes of a JAX equation, in the names that both frameworks share.
 
 The order in which its operands are told, and as attributes all else that makes it what it is and
 is not as it is by default. The names are those of `seeing/formula/vocabulary/`; what has no word

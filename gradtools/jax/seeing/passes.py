@@ -21,11 +21,13 @@ import jax
 import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
-from gradtools.jax._upstream import Literal, scopes_of
+from gradtools.jax import jaxprs
+from gradtools.jax._upstream import scopes_of
 from gradtools.jax.seeing import recorded_run
 from gradtools.jax.seeing.graphs import graph_of
+from gradtools.jax.seeing.translating.folding import bound
 from gradtools.jax.trees import conj, is_inexact
-from gradtools.seeing.bridged_calls import BRIDGED
+from gradtools.seeing.bridged_calls import BRIDGED, node_in_phase
 from gradtools.seeing.derivative_flow import dependence_matrix
 from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Value, needed
 from gradtools.seeing.passes import (
@@ -44,11 +46,6 @@ from gradtools.seeing.passes import (
 from gradtools.seeing.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
 
 _STEP = "gradtools_step_"
-_LEAVING = (
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.ConcretizationTypeError,
-)
 
 
 def gradient_graph(request: Differentiated | Live) -> PlainGraph:
@@ -61,7 +58,7 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
     program = request.program
     try:
         traced = recorded_run.trace(program.run, program.leaves)
-    except _LEAVING as error:
+    except recorded_run.LEAVING as error:
         raise GradtoolsError(
             f"{program.caller}: an array leaves JAX on the way: "
             f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
@@ -179,21 +176,12 @@ def _take(items: Iterator[Any], count: int) -> list[Any]:
 
 def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr; what is made of equation i stands in the scope `gradtools_step_i`."""
-    jaxpr = closed.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-    for i, eqn in enumerate(jaxpr.eqns):
-        read = list(dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)))
-        one = jaxpr.replace(
-            eqns=[eqn],
-            constvars=[],
-            invars=read,
-            outvars=list(eqn.outvars),
-            debug_info=jaxpr.debug_info.with_unknown_names(),
-        )
+
+    def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
         with jax.named_scope(f"{_STEP}{i}"):
-            outs = jax.core.eval_jaxpr(one, [], *[env[var] for var in read])
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [a.val if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
+            return bound(eqn, xs)
+
+    return jaxprs.interpreted(closed.jaxpr, [*closed.consts, *args], step)
 
 
 def _step_of(eqn: Any) -> int | None:
@@ -232,11 +220,7 @@ class _Passes:
         read = {value for node in nodes for value in node.inputs} | set(outputs)
         captured = tuple(value for value in self.whole.captured if value in read)
         told = replace(
-            self.whole,
-            nodes=tuple(nodes),
-            values=values,
-            outputs=tuple(outputs),
-            captured=captured,
+            self.whole, nodes=tuple(nodes), values=values, outputs=tuple(outputs), captured=captured
         )
         return with_named_outputs(told, [name for _, name in ends])
 
@@ -292,7 +276,7 @@ class _Passes:
     def told(self, i: int, phase: int) -> Node:
         """A node with its pass, and the line, modules and mark of what it was made of."""
         node, step = self.whole.nodes[i], self.steps[i]
-        node = _in_phase(node, phase)
+        node = node_in_phase(node, phase)
         if step is None:
             return node
         origin = self.forward.nodes[step]
@@ -332,7 +316,8 @@ _WHOLE = ("chunked", "frozen")
 def _as_forward(graph: PlainGraph) -> PlainGraph:
     """A program before it is differentiated: what it transposes itself is an inner derivative."""
     nodes = tuple(
-        replace(_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n for n in graph.nodes
+        replace(node_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n
+        for n in graph.nodes
     )
     return replace(graph, nodes=nodes)
 
@@ -341,14 +326,6 @@ def _mark_of(node: Node) -> str:
     """The mark of a node; what runs a chunk or a frozen function is part of it."""
     inner = (part.mark for body in node.bodies for _, part in body.graph.walk())
     return next((mark for mark in inner if mark in _WHOLE), node.mark)
-
-
-def _in_phase(node: Node, phase: int) -> Node:
-    def inside(graph: PlainGraph) -> PlainGraph:
-        return replace(graph, nodes=tuple(_in_phase(inner, phase) for inner in graph.nodes))
-
-    bodies = tuple(replace(body, graph=inside(body.graph)) for body in node.bodies)
-    return replace(node, phase=phase, bodies=bodies)
 
 
 def _saved(

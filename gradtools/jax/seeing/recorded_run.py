@@ -22,15 +22,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.code_origin import USER, names_in, whose
+from gradtools.code_origin import USER, Source, whose
+from gradtools.function_variables import cells_of, globals_of
 from gradtools.jax import jaxprs
+from gradtools.jax.known_errors import refused_number
 from gradtools.jax.seeing.concrete_tracing import jaxpr_with_answers
 from gradtools.jax.seeing.graphs import graph_of
 from gradtools.jax.seeing.source_lines import source_of_error
-from gradtools.seeing.nodes import PlainGraph, Source
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.recording import Recording, Refusal, Run
 
-_LEAVING = (
+LEAVING = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
     jax.errors.ConcretizationTypeError,
@@ -43,7 +45,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     result = _arrays(reached)
     try:
         traced = trace(run, leaves)
-    except _LEAVING as error:
+    except LEAVING as error:
         kind = _what_left(error)
         if kind is None:
             raise
@@ -122,13 +124,13 @@ def _closed(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     except jax.errors.NonConcreteBooleanIndexError:
         return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
     except jax.errors.ConcretizationTypeError as error:
-        if isinstance(error, _LEAVING[:2]) or _what_left(error) is not None:
+        if isinstance(error, LEAVING[:2]) or _what_left(error) is not None:
             raise
         return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
     try:
         return jaxpr_with_answers(fun, leaves, shapes_too=False)[0]
     except (jax.errors.NonConcreteBooleanIndexError, jax.errors.ConcretizationTypeError) as error:
-        left = isinstance(error, _LEAVING) and _what_left(error) is not None
+        left = isinstance(error, LEAVING) and _what_left(error) is not None
         if left or isinstance(error, jax.errors.TracerBoolConversionError):
             raise
     return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
@@ -160,8 +162,7 @@ def _operation(error: Exception, line: Source | None) -> str | None:
         return "int"
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return None
-    caller = str(error).partition("The problem arose with the `")[2].partition("`")[0]
-    if caller in ("float", "int", "complex"):
+    if caller := refused_number(error):
         return caller
     written = line.text if line is not None else ""
     return next((name for name in ("item", "tolist") if f".{name}(" in written), None)
@@ -246,14 +247,7 @@ def _items(xs: Sequence[Any], name: str) -> Iterator[tuple[Any, str]]:
 
 def _read_by(f: FunctionType) -> Iterator[tuple[Any, str]]:
     """The variables that a function reads from outside, and what its inner functions read."""
-    for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-        try:
-            yield cell.cell_contents, variable
-        except ValueError:  # a name that is not bound yet
-            continue
-    for variable in names_in(f.__code__):
-        if variable in f.__globals__:
-            yield f.__globals__[variable], variable
+    yield from ((x, name) for name, x in [*cells_of(f).items(), *globals_of(f).items()])
     for value in (f.__defaults__, f.__kwdefaults__, getattr(f, "__wrapped__", None)):
         if value is not None:
             yield value, "default" if isinstance(value, tuple | dict) else ""

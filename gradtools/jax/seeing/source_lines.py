@@ -8,15 +8,21 @@ JAX keeps with each equation the stack that made it, up to where it began to tra
 from __future__ import annotations
 
 import os
-import traceback
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gradtools.code_origin import PACKAGE, USER, is_in, is_ours, kind_of
+from gradtools.code_origin import (
+    PACKAGE,
+    USER,
+    Source,
+    functions_in,
+    innermost,
+    is_in,
+    is_ours,
+    kind_of,
+    lines_of,
+)
 from gradtools.jax._upstream import file_of, stack_of
-
-if TYPE_CHECKING:
-    from gradtools.seeing.nodes import Source
 
 
 def source(eqn: Any, site: Source | None = None) -> Source | None:
@@ -37,24 +43,13 @@ def source(eqn: Any, site: Source | None = None) -> Source | None:
 
 
 def _line(frame: Any) -> Source:
-    return _source(frame.file_name, frame.line_num, frame.function_name.rpartition(".")[2])
-
-
-def _source(file: str, line: int, function: str) -> Source:
-    from gradtools.seeing.nodes import Source  # a room that is loaded when a line is asked for
-
-    return Source(file, line, function)
+    return Source(frame.file_name, frame.line_num, frame.function_name.rpartition(".")[2])
 
 
 def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:
     """The innermost line of the user's that an error went through, and the modules around it."""
-    result: dict[int, Source] = {}
-    modules: list[str] = []
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        result[kind_of(code.co_filename)] = _source(code.co_filename, line, code.co_name)
-        modules += _module(code.co_qualname, code.co_filename)
-    return result.get(USER, result.get(PACKAGE)), tuple(modules)
+    modules = [name for function, file in functions_in(error) for name in _module(function, file)]
+    return innermost(lines_of(error), PACKAGE), tuple(modules)
 
 
 def is_in_rule(eqn: Any) -> bool:
@@ -86,7 +81,7 @@ def modules_around(eqn: Any) -> tuple[str, ...]:
     Modules of flax.nnx, and callables of the user's own, give their scopes no name.
     """
     names: list[str] = []
-    for frame in takewhile(lambda frame: not frame.file_name.startswith(_SEEING), stack_of(eqn)):
+    for frame in takewhile(lambda frame: not is_ours(frame.file_name, _HERE), stack_of(eqn)):
         names += _module(frame.function_name, frame.file_name)
     return tuple(reversed(names))
 
@@ -100,5 +95,4 @@ def _module(function: str, file: str) -> list[str]:
 
 _ENGINES = ("jax", "jaxlib", "gradtools")
 _LIBRARIES = (*_ENGINES, "flax", "equinox", "optax", "jaxtyping")
-_HERE = os.path.dirname(__file__)
-_SEEING = os.path.join(os.path.dirname(_HERE), "seeing") + os.sep
+_HERE = os.path.join("jax", "seeing", "")

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import Literal
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.derivative_flow import links_of
@@ -123,16 +122,13 @@ class Tape:
         return Moving(array, leaves, self._count)
 
     def _jaxpr(self, jaxpr: Any, graph: PlainGraph, args: Sequence[Moving]) -> list[Moving]:
-        env: dict[Any, Moving] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-        for eqn, node in zip(jaxpr.eqns, graph.nodes, strict=True):
-            operands = [_read(env, atom) for atom in eqn.invars]
-            outs = None
+        def step(i: int, eqn: Any, operands: list[Moving]) -> list[Moving]:
+            node, outs = graph.nodes[i], None
             if any(x.leaves for x in operands):
                 outs = self._written_out(eqn, node, operands)
-            if outs is None:
-                outs = self._operation(eqn, node, operands, links_of(graph, node))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [_read(env, atom) for atom in jaxpr.outvars]
+            return outs or self._operation(eqn, node, operands, links_of(graph, node))
+
+        return jaxprs.interpreted(jaxpr, args, step, _constant)
 
     def _operation(
         self, eqn: Any, node: Node, operands: Sequence[Moving], links: Links
@@ -220,11 +216,8 @@ def _leaves(links: Sequence[Dependence], operands: Sequence[Moving]) -> int:
     return result
 
 
-def _read(env: dict[Any, Moving], atom: Any) -> Moving:
-    if not isinstance(atom, Literal):
-        return env[atom]
-    aval: Any = atom.aval
-    return Moving(np.asarray(atom.val, aval.dtype))
+def _constant(literal: Any) -> Moving:
+    return Moving(np.asarray(literal.val, literal.aval.dtype))
 
 
 def _key(eqn: Any) -> Hashable:

@@ -1,8 +1,8 @@
-"""Holding a derivation made by hand against the formula, and the formula against a framework."""
+"""Compares a formula with a derivation by hand, and with a framework's numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,52 +102,82 @@ def _greatest(x: np.ndarray) -> float:
 def verify(
     formula: Formula,
     reference: Callable[[list, list, list], tuple],
-    *,
     points: Sequence[Point],
     tolerance: float,
-    captured: Mapping[int, Any] | Sequence[Any] = (),
-    finite: bool = True,
+    captured: Mapping[int, Any] | Sequence[Any],
+    finite: bool,
 ) -> float:
-    """Compare the formula with a framework's automatic differentiation.
+    """The greatest relative error against a framework's automatic differentiation.
 
-    Args:
-        formula: What is compared.
-        reference: A function of (inputs, cotangents, directions) that returns NumPy's
-            (outputs, gradients) or, at order 2, (outputs, gradients, second), each one entry
-            for each name that the formula has there; None is not compared.
-        points: Where.
-        tolerance: The relative error that is allowed.
-        captured: The captured values.
-        finite: Whether all values must be finite at one of the points. If not, NaN agrees with NaN.
-
-    Returns:
-        The greatest relative error.
-
-    Raises:
-        Differs: They differ; it says where, with both values.
-        Outside: The values are finite at none of the points.
+    The arguments are those of `Formula.verified`. Where values need not be finite, NaN agrees with
+    NaN.
     """
-    worst, counted = 0.0, 0
-    for inputs, cotangents, directions in points:
-        mine = formula.evaluate(inputs, cotangents, directions, captured=captured)
-        counted += _all_finite(mine)
-        least = _least(mine)
-        theirs = reference(inputs, cotangents, directions)
+
+    def pairs(mine: Values, point: Point) -> Iterator[tuple[str, Any, Any]]:
+        theirs = reference(*point)
         if finite and _both_undefined(mine.outputs, theirs[0]):
-            continue
-        groups = [(formula.outputs, mine.outputs), (formula.gradients, mine.gradients)]
-        groups += [(formula.second, mine.second)] if formula.order == 2 else []
-        for (names, ours), others in zip(groups, theirs, strict=True):
-            for name, a, b in zip(names, ours, others, strict=True):
-                if a is None or b is None:
-                    continue
-                difference = _difference(name, a, b, tolerance, least)
-                if difference is not None:
-                    raise Differs(difference)
-                worst = max(worst, relative_error(a, _array(b, a), least))
+            return
+        names = [formula.outputs, formula.gradients, formula.second][: formula.order + 1]
+        ours = [mine.outputs, mine.gradients, mine.second][: formula.order + 1]
+        for group in zip(names, ours, theirs, strict=True):
+            triples = zip(*group, strict=True)
+            yield from ((name, a, b) for name, a, b in triples if b is not None)
+
+    worst, difference, counted = _held_against(formula, points, tolerance, captured, pairs)
+    if difference is not None:
+        raise Differs(difference)
     if finite:
         _must_be_finite(counted, len(points))
     return worst
+
+
+def compare(
+    formula: Formula,
+    derivation: Callable[..., Any],
+    points: Sequence[Point],
+    tolerance: float,
+    captured: Mapping[int, Any] | Sequence[Any],
+    convert: Callable[[np.ndarray], Any] | None,
+) -> Agreement:
+    """The derivation at each point beside the formula's own numbers; see `Formula.agrees_with`."""
+
+    def pairs(mine: Values, point: Point) -> Iterator[tuple[str, Any, Any]]:
+        expected = _expected(formula, mine)
+        arrays = [x for group in point for x in group]
+        given = derivation(*(arrays if convert is None else map(convert, arrays)))
+        result = _returned(given, expected, formula)
+        return ((name, a, b) for (name, a), b in zip(expected, result, strict=True))
+
+    worst, difference, finite = _held_against(formula, points, tolerance, captured, pairs)
+    if difference is not None:
+        return difference
+    _must_be_finite(finite, len(points))
+    count = f"{len(points)} random points" if len(points) > 1 else "1 point"
+    message = f"yes: agrees at {count} (greatest relative error {worst:.1e})"
+    return Agreement(True, worst, message=message)
+
+
+def _held_against(
+    formula: Formula,
+    points: Sequence[Point],
+    tolerance: float,
+    captured: Mapping[int, Any] | Sequence[Any],
+    pairs: Callable[[Values, Point], Iterator[tuple[str, Any, Any]]],
+) -> tuple[float, Agreement | None, int]:
+    """The greatest relative error, the first difference, and at how many points all is finite."""
+    worst, counted = 0.0, 0
+    for point in points:
+        mine = formula.evaluate(*point, captured=captured)
+        counted += _all_finite(mine)
+        least = _least(mine)
+        for name, a, b in pairs(mine, point):
+            if a is None:
+                continue
+            difference = _difference(name, a, b, tolerance, least)
+            if difference is not None:
+                return worst, difference, counted
+            worst = max(worst, relative_error(a, _array(b, a), least))
+    return worst, None, counted
 
 
 _CANCELLED = 1e-4  # of the greatest number: smaller arrays are compared with this in mind
@@ -216,46 +246,14 @@ def _is_hermitian(x: np.ndarray) -> bool:
     return square and np.array_equal(x, x.swapaxes(-1, -2).conj())
 
 
-def compare(
-    formula: Formula,
-    derivation: Callable[..., Any],
-    points: Sequence[Point],
-    tolerance: float,
-    captured: Mapping[int, Any] | Sequence[Any],
-    convert: Callable[[np.ndarray], Any] | None,
-) -> Agreement:
-    """The derivation at each point beside the formula's own numbers."""
-    worst, finite = 0.0, 0
-    for inputs, cotangents, directions in points:
-        mine = formula.evaluate(inputs, cotangents, directions, captured=captured)
-        finite += _all_finite(mine)
-        least = _least(mine)
-        expected = _expected(formula, mine)
-        arrays = [*inputs, *cotangents, *directions]
-        given = derivation(*(arrays if convert is None else map(convert, arrays)))
-        result = _found(given, formula, mine)
-        for (name, a), b in zip(expected, result, strict=True):
-            if a is None:
-                continue
-            difference = _difference(name, a, b, tolerance, least)
-            if difference is not None:
-                return difference
-            worst = max(worst, relative_error(a, _array(b, a), least))
-    _must_be_finite(finite, len(points))
-    count = f"{len(points)} random points" if len(points) > 1 else "1 point"
-    message = f"yes: agrees at {count} (greatest relative error {worst:.1e})"
-    return Agreement(True, worst, message=message)
-
-
 def _expected(formula: Formula, values: Values) -> list[tuple[str, np.ndarray | None]]:
     if formula.order == 1:
         return list(zip(formula.gradients, values.gradients, strict=True))
     return list(zip(formula.second, values.second, strict=True))
 
 
-def _found(given: Any, formula: Formula, mine: Values) -> list[Any]:
+def _returned(given: Any, expected: Sequence[tuple[str, Any]], formula: Formula) -> list[Any]:
     """One entry for each input, or only for those that can have a derivative."""
-    expected = _expected(formula, mine)
     result = list(given) if isinstance(given, (tuple, list)) else [given]
     can = [k for k, (_, a) in enumerate(expected) if a is not None]
     if len(result) == len(expected):

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradtools.seeing.formula.algebra import (
-    array,
-    constant_of,
-    full,
-    is_zero,
-    product,
-    total,
-)
+from gradtools.seeing.formula.algebra import array, constant_of, full, is_zero, product, total
 from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, expr, several, widest
 
 

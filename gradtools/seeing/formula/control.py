@@ -190,11 +190,7 @@ def _pruned(program: Program, args: list[Expr], consts: int, carries: int):
 
 
 def loop(
-    condition: Program,
-    body: Program,
-    args: Sequence[Expr],
-    condition_consts: int,
-    body_consts: int,
+    condition: Program, body: Program, args: Sequence[Expr], condition_consts: int, body_consts: int
 ) -> list[Expr]:
     """Rounds for as long as a condition holds."""
     return several(
@@ -267,15 +263,8 @@ def ruled(
 
 def without_rules(roots: Sequence[Expr]) -> list[Expr]:
     """The same, with what has a rule once as what its program says."""
-    new: dict[Expr, Expr] = {}
-    for x in order(roots):
-        args = tuple(new[a] for a in x.args)
-        if x.op == "ruled" and x["once"]:
-            new[x] = args[x["output"]]
-            continue
-        same = all(a is b for a, b in zip(args, x.args, strict=True))
-        new[x] = x if same else rebuild(x, args)
-    return [new[root] for root in roots]
+    program_of = lambda x: x.args[x["output"]] if x.op == "ruled" and x["once"] else x
+    return substitute(roots, {}, rebuild, program_of)
 
 
 def _ruled_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list[Expr | None]:
@@ -294,10 +283,7 @@ def opaque(
 
 def _opaque_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list[Expr | None]:
     result = opaque(
-        y["name"] + "^*",
-        (*y.args, *cotangents),
-        signature(y.args),
-        function=y["adjoint"],
+        y["name"] + "^*", (*y.args, *cotangents), signature(y.args), function=y["adjoint"]
     )
     return [f if a.is_inexact else None for f, a in zip(result, y.args, strict=True)]
 
@@ -326,10 +312,6 @@ def _opaque_form(w: ExpressionWriter, x: Expr) -> Written:
     )
 
 
-def _ruled_form(w: ExpressionWriter, x: Expr) -> Written:
-    return w.whole(x.args[x["output"]])
-
-
 def _cond_form(w: ExpressionWriter, x: Expr) -> Written:
     """One case for each branch, the operands written in."""
     cases = []
@@ -349,4 +331,8 @@ def _cond_form(w: ExpressionWriter, x: Expr) -> Written:
     )
 
 
-FORMS: dict[str, Form] = {"opaque": _opaque_form, "cond": _cond_form, "ruled": _ruled_form}
+FORMS: dict[str, Form] = {
+    "opaque": _opaque_form,
+    "cond": _cond_form,
+    "ruled": lambda w, x: w.whole(x.args[x["output"]]),
+}

@@ -9,14 +9,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.constructors import MULTIPLE
-from gradtools.seeing.formula.expressions import (
-    BOOLEAN,
-    COMPLEX,
-    INTEGER,
-    Expr,
-    Program,
-    order,
-)
+from gradtools.seeing.formula.expressions import BOOLEAN, COMPLEX, INTEGER, Expr, Program, order
 from gradtools.seeing.formula.primitives import PRIMITIVES
 from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS
 

@@ -155,11 +155,7 @@ _fresh = itertools.count()
 
 
 def placeholder(
-    name: str,
-    shape: Iterable[int],
-    kind: str = REAL,
-    role: str = "input",
-    of: Expr | None = None,
+    name: str, shape: Iterable[int], kind: str = REAL, role: str = "input", of: Expr | None = None
 ) -> Expr:
     """A new input; never the same as another, whatever its name; maybe the cotangent of one."""
     return expr("placeholder", (), shape, kind, name=name, role=role, number=next(_fresh), of=of)
@@ -193,8 +189,12 @@ def substitute(
     roots: Iterable[Expr],
     known: Mapping[Expr, Expr],
     rebuild: Callable[[Expr, tuple[Expr, ...]], Expr],
+    then: Callable[[Expr], Expr] = lambda x: x,
 ) -> list[Expr]:
-    """The roots with some expressions replaced by others, the rest made anew by ``rebuild``."""
+    """The roots with some expressions replaced by others, the rest made anew by ``rebuild``.
+
+    then: What each expression becomes once its arguments are what they become.
+    """
     roots = list(roots)
     new = dict(known)
     for node in order(roots):
@@ -202,5 +202,5 @@ def substitute(
             continue
         args = tuple(new[arg] for arg in node.args)
         same = all(a is b for a, b in zip(args, node.args, strict=True))
-        new[node] = node if same else rebuild(node, args)
+        new[node] = then(node if same else rebuild(node, args))
     return [new[root] for root in roots]

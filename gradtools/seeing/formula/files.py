@@ -1,35 +1,16 @@
-"""A formula written to a file: text, LaTeX to include, Markdown, by the suffix."""
+"""A formula as text, as LaTeX to include and as Markdown, by the suffix of a file."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradtools.errors import GradtoolsError
-
 if TYPE_CHECKING:
     from gradtools.seeing.formula.formula import Formula
-
-SUFFIXES = (".txt", ".tex", ".md")
-
-
-def rendered(formula: Formula, suffix: str) -> str:
-    """The form that a suffix names.
-
-    Raises:
-        GradtoolsError: it names none.
-    """
-    if suffix == ".txt":
-        return f"{formula}\n"
-    if suffix == ".tex":
-        return f"{_remarks(formula)}\\[\n{_gathered(formula)}\n\\]\n"
-    if suffix == ".md":
-        return f"$$\n{_gathered(formula)}\n$$\n"
-    raise GradtoolsError(
-        f"save: no form is known for the suffix {suffix!r}; expected one of {', '.join(SUFFIXES)}."
-    )
+    from gradtools.seeing.saving import Forms
 
 
-def _gathered(formula: Formula) -> str:
+def gathered(formula: Formula) -> str:
+    """All parts of it under each other, in LaTeX."""
     return "\\begin{gathered}\n" + formula.latex() + "\n\\end{gathered}"
 
 
@@ -37,3 +18,10 @@ def _remarks(formula: Formula) -> str:
     """What LaTeX's own lines do not say: what they need, and whether they were compared."""
     said = str(formula.check) if formula.check else "not compared with automatic differentiation"
     return f"% needs the packages amsmath and amssymb\n% {said}\n"
+
+
+FORMS: Forms = {
+    ".txt": lambda formula: f"{formula}\n",
+    ".tex": lambda formula: f"{_remarks(formula)}\\[\n{gathered(formula)}\n\\]\n",
+    ".md": lambda formula: f"$$\n{gathered(formula)}\n$$\n",
+}

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
+from gradtools.seeing import saving
 from gradtools.seeing.formula import control, files
 from gradtools.seeing.formula import typesetting as ts
 from gradtools.seeing.formula.comparing import Agreement, compare, draw, near, verify
@@ -125,7 +125,7 @@ class Formula:
         lines = []
         for section in self._written():
             lines += [section.title.text, *_aligned_text(section.lines), ""]
-        lines += ["where", *(f"  {w.text}" for w in self._legend())]
+        lines += ["where", *(f"  {w.text}" for w in self._derived.legend(self._statements))]
         lines += [f"  {name.text}" for name in self._recognised()]
         lines += [f"  {note}" for note in self._statements.writer.notes]
         lines += [f"  ⚠ {name}, no translation" for name in self.marked]
@@ -161,7 +161,7 @@ class Formula:
         return "\n\\\\[1em]\n".join(blocks)
 
     def _repr_latex_(self) -> str:
-        return "$$\\begin{gathered}\n" + self.latex() + "\n\\end{gathered}$$"
+        return f"$${files.gathered(self)}$$"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the form that the suffix names: .txt, .tex (LaTeX to include) or .md.
@@ -169,8 +169,7 @@ class Formula:
         Raises:
             GradtoolsError: The suffix names no form.
         """
-        text = files.rendered(self, Path(path).suffix.lower())
-        Path(path).write_text(text, encoding="utf-8")
+        saving.save(self, files.FORMS, path)
 
     def _written(self) -> list[Section]:
         if self._sections is None:
@@ -183,9 +182,6 @@ class Formula:
         self._written()
         used = self._statements.writer.recognised
         return [definition for name, definition in DEFINITIONS.items() if name in used]
-
-    def _legend(self) -> list[Written]:
-        return self._derived.legend(self._statements)
 
     # Numbers.
 
@@ -251,14 +247,7 @@ class Formula:
             return self
         rng = np.random.default_rng(seed)
         chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
-        worst = verify(
-            self,
-            reference,
-            points=chosen,
-            tolerance=tolerance,
-            captured=captured,
-            finite=finite,
-        )
+        worst = verify(self, reference, chosen, tolerance, captured, finite)
         return Formula(self._derived, Check(points, worst, tolerance))
 
     def agrees_with(
@@ -376,13 +365,10 @@ class _FormulaPrograms:
     calling: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     def _whole_title(self) -> Written:
+        names = [[self.names[x] for x in (p.whole, p.real, p.imaginary)] for p in self.pairs]
         sums = [
-            Written(
-                f"{self.names[p.whole].text} = {a.text} + i {b.text}",
-                f"{self.names[p.whole].latex} = {a.latex} + i\\, {b.latex}",
-            )
-            for p in self.pairs
-            for a, b in [(self.names[p.real], self.names[p.imaginary])]
+            Written(f"{z.text} = {a.text} + i {b.text}", f"{z.latex} = {a.latex} + i\\, {b.latex}")
+            for z, a, b in names
         ]
         return _title("that is, with", ts.join(sums, ", ", ",\\; ", ts.SUM))
 
@@ -418,13 +404,8 @@ class _FormulaPrograms:
         shown = [
             n for g, n in zip(self.gradients, self.gradient_names, strict=True) if g is not None
         ]
-        terms = [
-            Written(
-                f"⟨{self.names[u].text}, {n.text}⟩",
-                rf"\left\langle {self.names[u].latex}, {n.latex} \right\rangle",
-            )
-            for u, n in zip(self.directions, shown, strict=True)
-        ]
+        pairs = zip(self.directions, shown, strict=True)
+        terms = [ts.inner_product(self.names[u], n) for u, n in pairs]
         return _title("the adjoint of that, of s =", ts.summed(terms))
 
     def legend(self, statements: Statements) -> list[Written]:
@@ -534,20 +515,14 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Formul
     outputs = list(program.outputs)
     active = [k for k, p in enumerate(program.inputs) if p.is_inexact and (wrt is None or k in wrt)]
     names, output_names = leaf_names(lowered, outputs)
-    cotangents = [
-        placeholder(f"cotangent of {w.text}", y.shape, y.kind, role="cotangent")
-        for y, w in zip(outputs, output_names, strict=True)
-        if y.is_inexact
-    ]
-    inexact = [y for y in outputs if y.is_inexact]
-    for g, w in zip(
-        cotangents,
-        [w for y, w in zip(outputs, output_names, strict=True) if y.is_inexact],
-        strict=True,
-    ):
+    inexact = [(y, w) for y, w in zip(outputs, output_names, strict=True) if y.is_inexact]
+    cotangents = []
+    for y, w in inexact:
+        g = placeholder(f"cotangent of {w.text}", y.shape, y.kind, role="cotangent")
+        cotangents.append(g)
         names[g] = ts.bar(w)
     sources = [program.inputs[k] for k in active]
-    result, table = adjoint(inexact, cotangents, sources)
+    result, table = adjoint([y for y, _ in inexact], cotangents, sources)
     tables = [table]
     outputs, result = _with_one_loop_each(outputs, result)
     directions: list[Expr] = []
@@ -560,37 +535,16 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Formul
         plain = control.without_rules(result)
         second, other = adjoint(plain, directions, [*sources, *cotangents])
         tables.append(other)
-        second_names = [_partial(names[p]) for p in (*sources, *cotangents)]
+        second_names = [_partial(names[p]) for p in (*program.inputs, *cotangents)]
     outputs, result, second = _with_one_loop_each(outputs, result, second)
     place = dict(zip(active, result, strict=True))
     gradients = [place.get(k) for k in range(len(program.inputs))]
     gradient_names = [ts.bar(names[p]) for p in program.inputs]
     full_second = _spread(second, active, len(program.inputs), len(cotangents))
-    full_names = (
-        [
-            *(_partial(names[p]) for p in program.inputs),
-            *second_names[len(sources) :],
-        ]
-        if order_ == 2
-        else []
-    )
     pairs, whole = _in_complex_numbers(program.inputs, cotangents, gradients, names)
-    return _FormulaPrograms(
-        lowered,
-        order_,
-        outputs,
-        cotangents,
-        gradients,
-        directions,
-        full_second,
-        tables,
-        names,
-        output_names,
-        gradient_names,
-        full_names,
-        pairs,
-        whole,
-    )
+    programs = lowered, order_, outputs, cotangents, gradients, directions, full_second, tables
+    written = names, output_names, gradient_names, second_names, pairs, whole
+    return _FormulaPrograms(*programs, *written)
 
 
 def _in_complex_numbers(

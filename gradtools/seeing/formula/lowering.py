@@ -1,4 +1,4 @@
-"""From a recorded `Graph` to expressions: each operation of the vocabulary in terms of a few.
+"""Lowers a recorded `Graph` to expressions of a few primitives.
 
 `lower` walks the nodes and writes each with the operations of this house. Every result must have
 the shape that the graph says it has; a node that is not understood, or that comes out with
@@ -46,17 +46,14 @@ def lower(graph: PlainGraph, names: Mapping[int, str] | None = None) -> Lowered:
         names: How inputs and captured values are called, by number; by default their own names.
     """
     names = names or {}
-    call = lambda v, n: names.get(v) or graph.values[v].name or n
     lowered = Lowered(Program((), ()))
     inputs = [
-        placeholder(call(v, f"x{k}"), graph.values[v].shape, kind_of(graph.values[v].dtype))
+        _leaf(graph, v, names.get(v) or graph.values[v].name or f"x{k}")
         for k, v in enumerate(graph.inputs)
     ]
     for k, v in enumerate(graph.captured):
-        value = graph.values[v]
-        lowered.captured[v] = placeholder(
-            call(v, f"c{k}"), value.shape, kind_of(value.dtype), role="captured"
-        )
+        name = names.get(v) or graph.values[v].name or f"c{k}"
+        lowered.captured[v] = _leaf(graph, v, name, "captured")
     known = {**lowered.captured, **dict(zip(graph.inputs, inputs, strict=True))}
     outputs = [
         apply_cast(y, REAL) if graph.values[v].is_inexact and not y.is_inexact else y
@@ -64,6 +61,11 @@ def lower(graph: PlainGraph, names: Mapping[int, str] | None = None) -> Lowered:
     ]
     lowered.program = Program(tuple(inputs), tuple(outputs))
     return lowered
+
+
+def _leaf(graph: PlainGraph, v: int, name: str, role: str = "input") -> Expr:
+    value = graph.values[v]
+    return placeholder(name, value.shape, kind_of(value.dtype), role=role)
 
 
 def _walk(graph: PlainGraph, known: dict[int, Expr], lowered: Lowered) -> list[Expr]:
@@ -87,17 +89,13 @@ def _read(known: Mapping[int, Expr], graph: PlainGraph, node: Node | None, v: in
 
 def _check_attributes(node: Node, word: Operation) -> None:
     """The attributes are those of the vocabulary."""
-    allowed = word.attributes
-    names = {a.rstrip("?") for a in allowed}
-    needed = {a for a in allowed if not a.endswith("?")}
-    given = set(node.attributes)
-    if given <= names and needed <= given:
-        return
-    raise GradtoolsError(
-        f"formula: {node.operation} has the attributes {', '.join(allowed) or 'none'}; the record "
-        f"of {node.native or 'it'} gives {', '.join(sorted(given)) or 'none'}. The record does "
-        "not follow the vocabulary"
-    )
+    if not word.has(node.attributes):
+        allowed, given = ", ".join(word.attributes), ", ".join(sorted(node.attributes))
+        raise GradtoolsError(
+            f"formula: {node.operation} has the attributes {allowed or 'none'}; the record "
+            f"of {node.native or 'it'} gives {given or 'none'}. The record does not follow the "
+            "vocabulary"
+        )
 
 
 def _lower_node(
@@ -132,25 +130,11 @@ def _is_plain(x: Expr) -> bool:
     return x.is_complex or x.op == "number" or constant_of(x) is not None
 
 
-_LINEAR = {  # what does the same to real numbers as to the complex ones that they are
-    *("add", "subtract", "multiply", "negate", "einsum", "matmul", "outer", "sum", "mean", "trace"),
-    *("reshape", "transpose", "broadcast", "concatenate", "stack", "split", "slice", "pad", "flip"),
-    *(
-        "fft",
-        "ifft",
-        "cumsum",
-        "triangle",
-        "roll",
-        "diagonal",
-        "diagonal_matrix",
-        "index",
-        "real",
-        "imag",
-        "conj",
-        "abs",
-        "identity",
-    ),
-}
+_LINEAR = """
+add subtract multiply negate einsum matmul outer sum mean trace reshape transpose broadcast
+concatenate stack split slice pad flip fft ifft cumsum triangle roll diagonal diagonal_matrix index
+real imag conj abs identity
+""".split()  # what does the same to real numbers as to the complex ones that they are
 
 
 def _check(node: Node, results: list[Expr], expected: list[Value], args: list[Expr]) -> None:
@@ -186,10 +170,7 @@ def _body(graph: PlainGraph, lowered: Lowered) -> Program:
             f"formula: a program inside captures {len(graph.captured)} values; the wing must "
             "pass them as operands of the node"
         )
-    inputs = [
-        placeholder(graph.values[v].name, graph.values[v].shape, kind_of(graph.values[v].dtype))
-        for v in graph.inputs
-    ]
+    inputs = [_leaf(graph, v, graph.values[v].name) for v in graph.inputs]
     outputs = _walk(graph, dict(zip(graph.inputs, inputs, strict=True)), lowered)
     return Program(tuple(inputs), tuple(outputs))
 
@@ -212,10 +193,6 @@ def _while(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     return control.loop(condition, body, args, a["condition_consts"], a["body_consts"])
 
 
-def _cond(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
-    return control.cond([_body(b.graph, lowered) for b in node.bodies], args)
-
-
 def _custom_rule(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     forward, backward = (b.graph for b in node.bodies)
     results = _walk(forward, dict(zip(forward.inputs, args, strict=True)), lowered)
@@ -230,6 +207,8 @@ _WITH_BODIES = {
     "call": _call,
     "scan": _scan,
     "while": _while,
-    "cond": _cond,
+    "cond": lambda node, args, lowered: control.cond(
+        [_body(b.graph, lowered) for b in node.bodies], args
+    ),
     "custom_rule": _custom_rule,
 }

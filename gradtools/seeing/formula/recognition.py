@@ -43,7 +43,7 @@ from gradtools.seeing.formula.algebra import (
     total,
 )
 from gradtools.seeing.formula.control import rebuild
-from gradtools.seeing.formula.expressions import Expr, Program, order
+from gradtools.seeing.formula.expressions import Expr, Program, substitute
 from gradtools.seeing.formula.primitives.elementwise import apply
 
 Pattern = Callable[[Expr], Expr | None]
@@ -51,12 +51,7 @@ Pattern = Callable[[Expr], Expr | None]
 
 def recognise(program: Program) -> Program:
     """The program with the patterns that are known written as what they are."""
-    new: dict[Expr, Expr] = {}
-    for x in order(program.outputs):
-        args = tuple(new[a] for a in x.args)
-        same = all(a is b for a, b in zip(args, x.args, strict=True))
-        new[x] = _named(x if same else rebuild(x, args))
-    return Program(program.inputs, tuple(new[x] for x in program.outputs))
+    return Program(program.inputs, tuple(substitute(program.outputs, {}, rebuild, _named)))
 
 
 def _named(x: Expr) -> Expr:
@@ -164,7 +159,7 @@ def _log_softmax(x: Expr) -> Expr | None:
             continue
         mine, shift = _shifted(y, {axis})
         theirs, other = _shifted(z, {axis})
-        if mine is theirs and _same(shift, other):
+        if mine is theirs and set(shift) == set(other):
             return constructors.along("log_softmax", mine, axis)
     return None
 
@@ -184,10 +179,6 @@ def _of_one_hot(x: Expr) -> Expr | None:
                     rest = [r for r in terms if r is not t and r is not s]
                     return add([negate(total(times(log, h), (axis,))), *rest])
     return None
-
-
-def _same(a: list[Expr], b: list[Expr]) -> bool:
-    return set(a) == set(b)
 
 
 def _minus_logsumexp(t: Expr) -> tuple[Expr, int] | None:
@@ -246,14 +237,18 @@ def _taken_away(terms: list[Expr], wanted: list[Expr]) -> list[Expr] | None:
 
 def _sigmoid(x: Expr) -> Expr | None:
     """1 / (1 + exp(-x))."""
-    if x.op != "power" or x["exponent"] != -1 or x.args[0].op != "add":
+    if x.op != "power" or x["exponent"] != -1:
         return None
-    terms = list(x.args[0].args)
-    ones = [t for t in terms if constant_of(t) == 1]
+    e = _beside_one(x.args[0])
+    return apply("sigmoid", negate(e.args[0])) if e is not None and e.op == "exp" else None
+
+
+def _beside_one(x: Expr) -> Expr | None:
+    """The other term, if x is a sum of one and another."""
+    terms = x.args if x.op == "add" else ()
     others = [t for t in terms if constant_of(t) is None]
-    if len(ones) != 1 or len(others) != 1 or others[0].op != "exp":
-        return None
-    return apply("sigmoid", negate(others[0].args[0]))
+    ones = [t for t in terms if constant_of(t) == 1]
+    return others[0] if len(others) == len(ones) == 1 else None
 
 
 def _softplus(x: Expr) -> Expr | None:
@@ -275,14 +270,10 @@ def _softplus(x: Expr) -> Expr | None:
 
 
 def _log_one_plus_exp(x: Expr) -> Expr | None:
-    if x.op != "log" or x.args[0].op != "add" or x.is_complex:
+    if x.op != "log" or x.is_complex:
         return None
-    terms = x.args[0].args
-    ones = [t for t in terms if constant_of(t) == 1]
-    others = [t for t in terms if constant_of(t) is None]
-    if len(ones) != 1 or len(others) != 1:
-        return None
-    return _exponent(others[0])
+    e = _beside_one(x.args[0])
+    return None if e is None else _exponent(e)
 
 
 def _is_minus_modulus(z: Expr) -> bool:
@@ -295,13 +286,10 @@ _HALF_ROOT = math.sqrt(0.5)
 
 def _normal_cdf(x: Expr) -> Expr | None:
     """1 + erf(z / sqrt 2), twice the distribution function; 1 - erf(-z / sqrt 2) likewise."""
-    if x.op != "add":
+    other = _beside_one(x)
+    if other is None:
         return None
-    ones = [t for t in x.args if constant_of(t) == 1]
-    others = [t for t in x.args if constant_of(t) is None]
-    if len(ones) != 1 or len(others) != 1:
-        return None
-    sign, factors, labels, out = parts(others[0])
+    sign, factors, labels, out = parts(other)
     if len(factors) != 1 or factors[0].op != "erf" or labels[0] != out or sign not in (1, -1):
         return None
     inner = factors[0].args[0]

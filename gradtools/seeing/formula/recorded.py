@@ -1,4 +1,4 @@
-"""A recorded program in the vocabulary, with the arrays that it holds.
+"""`Recorded`: a graph of framework-neutral operations, with the arrays that its program captured.
 
 A `Graph` knows shapes only. To compute a formula's numbers the values of what the program
 captured are needed as well, and where a program holds parameters that ask for a gradient, as a

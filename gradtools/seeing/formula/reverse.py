@@ -11,7 +11,6 @@ evaluated, and differentiated once more, which is double backward::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from gradtools.seeing.formula import control
 from gradtools.seeing.formula.algebra import add, is_zero, real, zeros
@@ -85,31 +84,19 @@ def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
 
 
 def _pullback(y: Expr, summed: dict) -> Sequence[Expr | None]:
-    if y.op in control.PULLBACKS:
-        return _pullback_of_control(y, summed)
-    if y.op in MULTIPLE:
-        outputs = siblings(y)
-        if not any(o in summed for o in outputs):
-            return [None] * len(y.args)
-        cotangents = [summed.get(o, zeros(o.shape)) for o in outputs]
-        return _of(y)(outputs, cotangents, *y.args)
-    if y not in summed:
+    """The arguments' cotangents, once all outputs of the operation have theirs."""
+    several = y.op in control.PULLBACKS or y.op in MULTIPLE
+    outputs = siblings(y) if several else [y]
+    if y.op == "placeholder" or not any(o in summed for o in outputs):
         return [None] * len(y.args)
+    cotangents = [summed[o] if o in summed else zeros(o.shape) for o in outputs]
+    if y.op in control.PULLBACKS:
+        return control.PULLBACKS[y.op](y, cotangents, lambda *of: adjoint(*of)[0])
     if y.op in FUNCTIONS:
         return pull_back(y, summed[y])
-    if y.op == "placeholder" or PRIMITIVES[y.op].pullback is None:
+    pullback = PRIMITIVES[y.op].pullback
+    if pullback is None:
         return [None] * len(y.args)
-    return _of(y)(y, summed[y], *y.args)
-
-
-def _of(y: Expr) -> Any:
-    return PRIMITIVES[y.op].pullback
-
-
-def _pullback_of_control(y: Expr, summed: dict) -> Sequence[Expr | None]:
-    outputs = siblings(y)
-    if not any(o in summed for o in outputs):
-        return [None] * len(y.args)
-    cotangents = [summed.get(o, zeros(o.shape)) for o in outputs]
-    inner: Any = lambda outs, gs, wrt: adjoint(outs, gs, wrt)[0]
-    return control.PULLBACKS[y.op](y, cotangents, inner)
+    one = (y, summed[y]) if not several else (outputs, cotangents)
+    result: Sequence[Expr | None] = pullback(*one, *y.args)
+    return result

@@ -1,4 +1,4 @@
-"""From adjoint programs to lines: what gets a name, in which order, and how loops are told.
+"""Turns an adjoint program into lines of mathematics: named values, their order, loops.
 
 A value gets a name if it is a result, if it is used more than once and is not short, if it comes
 out of an operation with several outputs, or if a line would become too long. A cotangent is
@@ -12,12 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtools.seeing.formula import typesetting as ts
-from gradtools.seeing.formula.algebra import (
-    constant_of,
-    contracts,
-    drop_axes,
-    parts,
-)
+from gradtools.seeing.formula.algebra import constant_of, contracts, drop_axes, parts
 from gradtools.seeing.formula.axes import Axes
 from gradtools.seeing.formula.expressions import Expr, Program, order
 from gradtools.seeing.formula.primitives.elementwise import FUNCTIONS

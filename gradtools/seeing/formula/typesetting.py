@@ -142,6 +142,11 @@ def function(name: str, args: Sequence[Written], axes: str = "", latex: str = ""
     return Written(f"{head}({inside.text})", rf"{command}{under}\left({inside.latex}\right)")
 
 
+def inner_product(a: Written, b: Written) -> Written:
+    """<a, b>."""
+    return Written(f"⟨{a.text}, {b.text}⟩", rf"\left\langle {a.latex}, {b.latex} \right\rangle")
+
+
 def number(value: Any) -> Written:
     """A number, as a short fraction or root where it is one."""
     if isinstance(value, complex):

@@ -251,10 +251,7 @@ class ExpressionWriter:
             return None
         first, *rest = [self.whole(a) for a, _ in self._sorted(f.arrays)]
         second = rest[0] if len(rest) == 1 else self._hadamard(rest)
-        return Written(
-            f"⟨{first.text}, {second.text}⟩",
-            rf"\left\langle {first.latex}, {second.latex} \right\rangle",
-        )
+        return ts.inner_product(first, second)
 
     def _complex_inner_product(self, f: Factors) -> Written | None:
         """<a, b> where the first is conjugated."""
@@ -263,10 +260,7 @@ class ExpressionWriter:
             return None
         (other,) = [a for a, _ in f.arrays if a is not starred[0]]
         first, second = self.whole(starred[0].args[0]), self.whole(other)
-        return Written(
-            f"⟨{first.text}, {second.text}⟩",
-            rf"\left\langle {first.latex}, {second.latex} \right\rangle",
-        )
+        return ts.inner_product(first, second)
 
     def _full_sum(self, f: Factors) -> Written | None:
         ((x, _),) = f.arrays
@@ -295,9 +289,8 @@ class ExpressionWriter:
         if result is None or divided is None:
             return None
         pieces = [self._link(group, flipped, divided) for group, flipped in result]
-        if not f.out and result[0][0][0].rank == 2:
-            return function("tr", [join(pieces, " ", " ", PRODUCT)])
-        return join(pieces, " ", " ", PRODUCT)
+        product = join(pieces, " ", " ", PRODUCT)
+        return function("tr", [product]) if not f.out and result[0][0][0].rank == 2 else product
 
     def _link(self, group: list[Expr], flipped: bool, divided: Mapping[Expr, Expr]) -> Written:
         by = [divided[g] for g in group if g in divided]
@@ -388,12 +381,9 @@ class ExpressionWriter:
         pieces = ([number(coefficient).at(PRODUCT)] if coefficient != 1 else []) + up
         if core is not None:
             pieces.append(core.at(PRODUCT) if pieces or down else core)
-        top = join(pieces, " ", " ", PRODUCT) if len(pieces) > 1 else (pieces or [number(1)])[0]
+        top = _side_by_side(pieces or [number(1)])
         if down:
-            top = over(
-                top,
-                join([d.at(POWER) for d in down], " ", " ", PRODUCT) if len(down) > 1 else down[0],
-            )
+            top = over(top, _side_by_side(down if len(down) == 1 else [d.at(POWER) for d in down]))
         return negative(top) if minus else top
 
     # Entries.
@@ -432,9 +422,8 @@ class ExpressionWriter:
         at = lambda a, ls: self.entry(a, [names[l] for l in ls])
         up = [at(a, ls).at(PRODUCT) for a, ls in self._sorted(f.arrays)]
         down = [at(a, ls).at(POWER) for a, ls in f.below]
-        top = join(up, " ", " ", PRODUCT) if len(up) > 1 else (up or [number(1.0)])[0]
-        if down:
-            top = over(top, join(down, " ", " ", PRODUCT) if len(down) > 1 else down[0])
+        top = _side_by_side(up or [number(1.0)])
+        top = over(top, _side_by_side(down)) if down else top
         if not f.arrays and not f.below:
             return self._with_scalars(f, None)
         if extra:
@@ -452,6 +441,10 @@ class ExpressionWriter:
     def note(self, text: str) -> None:
         """Something that the reader must know."""
         self.notes[text] = None
+
+
+def _side_by_side(pieces: Sequence[Written]) -> Written:
+    return join(pieces, " ", " ", PRODUCT) if len(pieces) > 1 else pieces[0]
 
 
 def _divided(f: Factors) -> dict[Expr, Expr] | None:

@@ -25,6 +25,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import guarded, surveyed
 from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.operation_marks import OWN
 from gradtools.torch.rules.installing import apply_rule
 from gradtools.torch.rules.transposing import unpacked, vjp_of_inexact
 
@@ -167,7 +168,7 @@ def _evaluated(
                     [ct for _, ct in pairs],
                     retain_graph=True,
                     create_graph=create,
-                    allow_unused=True,
+                    allow_unused=OWN,
                 )
             )
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, redispatch_function
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.hooks import PassedBy
+from gradtools.torch.operation_marks import OWN
 from gradtools.torch.upstream_bugs.derivatives import is_wrong_at, pushed_rightly
 
 Tensor = torch.Tensor
@@ -123,10 +124,8 @@ class Stops(TorchFunctionMode):
 
     def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
-        constant = (
-            not kwargs.get("create_graph", args[4:5] == (True,))
-            and upstream.package_that_called(1) != "gradtools"
-        )
+        own = kwargs.get("allow_unused") is OWN
+        constant = not own and not kwargs.get("create_graph", args[4:5] == (True,))
         on = upstream.is_forward_mode_enabled()
         _tangents(on and not constant)
         try:

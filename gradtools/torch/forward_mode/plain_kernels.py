@@ -7,7 +7,6 @@ streams as they were before it, everything else as it stands, and the function a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from gradtools.errors import is_of, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import asked_of, jvp
+from gradtools.torch.known_errors import NO_FORWARD_MODE, kernel_without
 from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import Snapshot
@@ -30,7 +30,6 @@ _CHOSEN_BY_SWITCHES = frozenset(
     ("scaled_dot_product_attention", "multi_head_attention_forward")
     + ("lstm", "gru", "rnn_tanh", "rnn_relu")
 )
-_LACKING = re.compile(r"Trying to use forward AD with (\S+) that does not support it")
 
 
 def jvps(
@@ -82,11 +81,10 @@ class _ByAnyKernel(TorchFunctionMode):
         except NotImplementedError as error:
             if not is_of("torch", error):
                 raise
-            lacking = _LACKING.search(str(error))  # whose name the error says
+            kernel = kernel_without(NO_FORWARD_MODE, error) or fun.__name__
         streams.restore()
         with Modes.now(kinds).by_other_kernels().again():
             result = fun(*args, **kwargs)
-        kernel = lacking.group(1) if lacking else fun.__name__
         warn_once(
             (self.caller, kernel),
             f"{self.caller}: {kernel} has no forward mode; there PyTorch's own alternative takes "

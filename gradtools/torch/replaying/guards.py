@@ -1,4 +1,4 @@
-"""Checks, refusals and progress of programs over chunks, besides their numbers.
+"""Refusals, captured tensors, counted bytes and progress bars of a recomputation over chunks.
 
 Whether f is computed again, and by whom; how far it is; how many bytes a graph keeps; modules and
 captured tensors with which it cannot.
@@ -24,7 +24,7 @@ from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.double_backward_trials import standing_in
 from gradtools.torch.functorch_wrappers import is_dual
-from gradtools.torch.known_errors import torch_says
+from gradtools.torch.known_errors import NO_SAVED_TENSORS_HOOKS, says
 from gradtools.torch.state import Snapshot
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def bytes_saved(forward: Forward) -> Iterator[list[int]]:
         with saved_tensors_hooks(pack, lambda x: x):
             yield size
     except RuntimeError as error:
-        if "yet support saved tensor hooks" not in torch_says(error):
+        if not says(error, NO_SAVED_TENSORS_HOOKS):
             raise
         raise GradtoolsError(
             f"{forward.caller}: f holds a transform of torch.func, inside of which PyTorch does "

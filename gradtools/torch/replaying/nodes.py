@@ -24,7 +24,7 @@ from gradtools.torch.compiling import left_to_python, nodes_of, refuse_lost
 from gradtools.torch.double_backward import gate_compiled, gated_calls
 from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual
-from gradtools.torch.known_errors import explain, torch_says
+from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.replaying.guards import here, marked, steps
 from gradtools.torch.replaying.slicing import (
     Entries,
@@ -535,7 +535,7 @@ def _unchanged(ctx: Any) -> Any:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if "modified" not in torch_says(error):
+        if not says(error, SAVED_CHANGED):
             raise
         caller = ctx.maps.program.caller
         raise GradtoolsError(

@@ -22,7 +22,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
-from gradtools.torch.known_errors import torch_says
+from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import (
@@ -422,7 +422,7 @@ class Forward(ChunkProgram):
             with Captures(self) if self.beneath else nullcontext():
                 outs, _ = self.one(i, xs, own)
         except RuntimeError as error:
-            if "leaf Variable that requires grad" not in torch_says(error):
+            if not says(error, LEAF_CHANGED):
                 raise
             raise self._in_place(f" PyTorch says: {error}") from error
         changed = {

@@ -1,4 +1,4 @@
-"""The transpose of a rule's map, for the mode that its author did not give.
+"""The jvp or vjp map that a rule lacks, by differentiating the one that it has, which is linear.
 
 A linear map is transposed by differentiating it, which PyTorch does without asking whether it is
 linear; `checking.py` asks.
@@ -25,6 +25,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
+from gradtools.torch.operation_marks import OWN
 from gradtools.torch.upstream_bugs.gradients import right_vjp, rightly, wrong_nodes
 
 Tensor = torch.Tensor
@@ -68,7 +69,7 @@ def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -
             return [None] * len(vs)
         ends, given = zip(*kept, strict=True)
         with rightly(wrong_nodes(ends)):
-            return list(torch.autograd.grad(ends, vs, given, allow_unused=True))
+            return list(torch.autograd.grad(ends, vs, given, allow_unused=OWN))
 
 
 def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a call costs in PyTorch: seen from below, operation by operation, then timed alone.
+"""`measure` in PyTorch: FLOPs and live bytes under a TorchDispatchMode, seconds without one.
 
 f is run a few times: once under modes that count operations and live bytes, once with arguments
 that require grad, to see what is kept for backward, then without any mode for the clock. Each run
@@ -21,14 +21,15 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError
+from gradtools.function_variables import cells_of, globals_of
 from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.seeing.flops import Flops, inside_of
 from gradtools.torch.seeing.operands import written
-from gradtools.torch.seeing.recording.undo import Undo
-from gradtools.torch.state import Snapshot, contents_of
+from gradtools.torch.seeing.recording.undo import Undo, eagerly
+from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 
@@ -66,7 +67,7 @@ def _check(given: Sequence[Tensor]) -> None:
 
 
 def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
-    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, _eager():
+    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, eagerly():
         result = run()
     del result
     before.restore()
@@ -96,30 +97,15 @@ def _device_peak(run: Callable[[], Any]) -> int | None:
 # --- compiled code -----------------------------------------------------------------------
 
 
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Inside, compiled functions run as they were written: a mode cannot see into their code."""
-    if not upstream.dynamo_is_loaded():
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def _is_compiled(f: Any) -> bool:
     """Whether f is compiled code, or a function that names some, over a few steps."""
     near = [f]
     for _ in range(3):
         if any(map(upstream.is_compiled, near)):
             return True
-        near = [x for g in near for x in _named_by(g) if callable(x)]
+        named = [x for g in near for x in (*cells_of(g).values(), *globals_of(g).values())]
+        near = [x for x in named if callable(x)]
     return False
-
-
-def _named_by(f: Any) -> Iterator[Any]:
-    yield from map(contents_of, getattr(f, "__closure__", None) or ())
-    code, space = getattr(f, "__code__", None), getattr(f, "__globals__", {})
-    yield from (space[name] for name in getattr(code, "co_names", ()) if name in space)
 
 
 # --- bytes -------------------------------------------------------------------------------
@@ -213,7 +199,7 @@ def _saved(
     with torch.inference_mode(False), torch.enable_grad():
         tracked_args, tracked_kwargs = upstream.tree_map(_tracked, (tuple(args), kwargs))
         try:
-            with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), _eager():
+            with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), eagerly():
                 result = f(*tracked_args, **tracked_kwargs)
         except Exception as error:  # it ran as it was given: what stands in the way is the answer
             first = str(error).strip().partition("\n")[0]

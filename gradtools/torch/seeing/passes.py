@@ -11,7 +11,6 @@ has another number from then on, and so has every view of it when it is read the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -23,7 +22,7 @@ from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.attributes import number_text
 from gradtools.seeing.bridged_calls import opened
-from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph, needed
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph, even_links, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -41,9 +40,9 @@ from gradtools.seeing.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
-from gradtools.torch.known_errors import torch_says
+from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
 from gradtools.torch.modes import Modes
-from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
+from gradtools.torch.operation_marks import DERIVATIVE, OWN, reason_of_detach
 from gradtools.torch.replaying.guards import mark as mark_of_running
 from gradtools.torch.replaying.guards import marked
 from gradtools.torch.seeing.live_graph import live_graph
@@ -57,7 +56,7 @@ from gradtools.torch.seeing.recording.values import Write, numbers_in, shows_all
 
 Tensor = torch.Tensor
 _KERNEL = "aten.call_kernel"
-_CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
+_CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
 
 
 def gradient_graph(request: Differentiated | Live) -> PlainGraph:
@@ -67,10 +66,10 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
     try:
         return _opened(_hooked_or_not(request))
     except (RuntimeError, NotImplementedError) as error:
-        lacking = re.search(r"derivative for (\S+) is not implemented", torch_says(error))
-        if lacking is None or request.order < SECOND:
+        kernel = kernel_without(NO_DERIVATIVE, error)
+        if kernel is None or request.order < SECOND:
             raise
-    _tell(lacking[1])
+    _tell(kernel)
     kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
     with Modes.now(kinds).by_other_kernels().again():
         return _opened(_hooked_or_not(request))
@@ -165,7 +164,7 @@ def _differentiated(
             list(cts.values()),
             create_graph=again,
             retain_graph=True,
-            allow_unused=True,
+            allow_unused=OWN,
         ),
     )
     named = gradient_of if phase < SECOND else second_gradient_of
@@ -248,11 +247,7 @@ class _PassRecorder(Recorder[int]):
         return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _write(
-        self,
-        call: AtenCall,
-        numbers: Sequence[int],
-        outs: Sequence[Any],
-        written: Sequence[Tensor],
+        self, call: AtenCall, numbers: Sequence[int], outs: Sequence[Any], written: Sequence[Tensor]
     ) -> None:
         name = call.name
         if name + "_" in operations.OVERWRITES and written:
@@ -481,9 +476,9 @@ class _PassRecorder(Recorder[int]):
             return node
         name = node.native.removeprefix("aten.").strip("_")
         if name in operations.ZERO_DERIVATIVE:
-            return replace(node, links=self._links(node, _ZERO), loss="zero_derivative")
+            return replace(node, links=even_links(node, self.values, _ZERO), loss="zero_derivative")
         if name == "local_scalar_dense":
-            return replace(node, links=self._links(node, _CUT), loss="left_framework")
+            return replace(node, links=even_links(node, self.values, _CUT), loss="left_framework")
         inexact = [v for v in node.outputs if self.values[v].is_inexact]
         known = [self._tracked[v] for v in inexact if v in self._tracked]
         flows = bool(inexact) and (any(known) or not known)
@@ -493,14 +488,7 @@ class _PassRecorder(Recorder[int]):
         name = node.native.removeprefix("aten.").strip("_")
         inexact = all(self.values[v].is_inexact for v in node.outputs)
         loss = operations.loss_of(name, made.grad_enabled, inexact)
-        return replace(node, links=self._links(node, _CUT), loss=loss)
-
-    def _links(self, node: Node, strength: Dependence) -> Links:
-        def link(out: int, given: int) -> Dependence:
-            both = self.values[out].is_inexact and self.values[given].is_inexact
-            return strength if both else _CUT
-
-        return tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
+        return replace(node, links=even_links(node, self.values, _CUT), loss=loss)
 
 
 def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:

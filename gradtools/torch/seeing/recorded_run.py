@@ -1,4 +1,4 @@
-"""What PyTorch says about one run: its graph, and the places at which a gradient is lost.
+"""`record` in PyTorch: one run of a function as a graph, and where a gradient is lost in it.
 
 The user's function runs once under observation (`recording/`), and everything that it changed is
 put back.

@@ -1,4 +1,4 @@
-"""Workarounds for derivatives that PyTorch has wrong, as data.
+"""The table of PyTorch's wrong derivatives, and what takes their place in forward mode.
 
 Found by sweeping all of PyTorch's own table of operators (`tests/support/sweeps`). A `Bug` names
 the operation, what is wrong, upstream's issue, and what is done in its place while gradtools pushes

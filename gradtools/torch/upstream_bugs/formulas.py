@@ -1,4 +1,4 @@
-"""Operations of PyTorch's as formulas of plain operations, with the same arguments.
+"""PyTorch operations written in plain ones, whose derivatives are right in both modes.
 
 Where PyTorch's derivative of an operation is wrong or lacking, that of its formula is right, in
 both modes and at any order. Which ones, and when, says `derivatives.py`.

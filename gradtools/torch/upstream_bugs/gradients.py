@@ -1,4 +1,4 @@
-"""Workarounds for gradients that PyTorch has wrong, as data: the right one takes a node's place.
+"""Workarounds for wrong gradients of PyTorch's backward nodes: a hook replaces what they give.
 
 What reverse mode does is known from the graph alone, so nothing looks on while f runs: before a
 pullback the nodes of these operations are sought in the graph, and while it runs a hook at each

@@ -1,1 +1,1 @@
-"""JAX's programs in the vocabulary of the formula: what `programs` uses."""
+"""Translation of a jaxpr into the graph of framework-neutral operations that `formula` reads."""

@@ -1,4 +1,4 @@
-"""What holds programs inside, in the vocabulary: calls, loops, branches, rules, random draws.
+"""Translates equations with inner jaxprs: calls, loops, branches, custom rules; and random draws.
 
 - A call is opened. A function of JAX's own that the vocabulary has a word for is written by that
   word (`_WORDS`): its inside, such as the LU factors of a determinant, says less.
@@ -39,16 +39,12 @@ def opened(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry] | None:
     """The results of an equation with programs inside; None for any other."""
     name = eqn.primitive.name
     if name == "platform_index":
-        return [_known(_platform(eqn.params["platforms"]))]
+        return [Known(np.asarray(_platform(eqn.params["platforms"])))]
     if name in (*jaxprs.CALLS, *jaxprs.RULED):
         return _call(w, eqn, entries)
     if name in _RULES:
         return _rule(w, eqn, entries)
     return _CONTROL[name](w, eqn, entries) if name in _CONTROL else None
-
-
-def _known(value: Any) -> Entry:
-    return Known(np.asarray(value))
 
 
 def _is_known(entry: Entry) -> bool:
@@ -82,7 +78,7 @@ def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         return list(w.marked(eqn, _name(eqn, jaxpr), [w.number(e) for e in entries]))
     if _has_rule(eqn, jaxpr, own) and w.depth < _DEEPEST:
         return custom_rule(w, eqn, entries, _name(eqn, jaxpr), _of_rule(eqn), again=True)
-    return w.run(*_program(w, program), entries)
+    return _run(w, program, entries)
 
 
 def _of_rule(eqn: Any) -> Callable[[Any, list[Entry]], Sequence[Entry]]:
@@ -93,7 +89,7 @@ def _of_rule(eqn: Any) -> Callable[[Any, list[Entry]], Sequence[Entry]]:
     closed = jax.make_jaxpr(lambda *xs: forwarded(eqn)(xs))(*_avals(eqn.invars))
 
     def run(w: Any, entries: list[Entry]) -> Sequence[Entry]:
-        return w.run(*_program(w, closed), entries)
+        return _run(w, closed, entries)
 
     return run
 
@@ -172,14 +168,14 @@ def _binary(operation: str) -> Callable[..., Any]:
     return word
 
 
-def _elu(w: Any, jaxpr: Any, x: Entry, *alpha: Entry) -> int | None:
-    a = w.scalar(w.number(alpha[0])) if alpha else 1.0
-    return None if a is None else w("elu", w.number(x), alpha=float(a))
+def _with_number(operation: str, name: str, usual: float) -> Callable[..., Any]:
+    """Of an array, and perhaps of a number that is known."""
 
+    def word(w: Any, jaxpr: Any, x: Entry, *given: Entry) -> int | None:
+        a = w.scalar(w.number(given[0])) if given else usual
+        return None if a is None else w(operation, w.number(x), **{name: float(a)})
 
-def _leaky_relu(w: Any, jaxpr: Any, x: Entry, *slope: Entry) -> int | None:
-    a = w.scalar(w.number(slope[0])) if slope else 0.01
-    return None if a is None else w("leaky_relu", w.number(x), negative_slope=float(a))
+    return word
 
 
 def _clip(w: Any, jaxpr: Any, *entries: Entry) -> int | None:
@@ -280,10 +276,6 @@ def _matrix(operation: str, same_shape: bool = False) -> Callable[..., Any]:
     return word
 
 
-def _pinv(w: Any, jaxpr: Any, *entries: Entry) -> Any:
-    return w("pinv", w.number(entries[0])) if len(entries) == 1 else None
-
-
 def _eigh(w: Any, jaxpr: Any, a: Entry) -> Any:
     both = any(e.primitive.name == "add" for e in jaxpr.eqns)
     return w("eigh", w.number(a)) if both and len(jaxpr.outvars) == 2 else None
@@ -318,8 +310,8 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "relu": _unary("relu"),
     "silu": _unary("silu"),
     "log_sigmoid": _unary("log_sigmoid"),
-    "elu": _elu,
-    "leaky_relu": _leaky_relu,
+    "elu": _with_number("elu", "alpha", 1.0),
+    "leaky_relu": _with_number("leaky_relu", "negative_slope", 0.01),
     "clip": _clip,
     "logaddexp": _logaddexp,
     "hypot": _binary("hypot"),
@@ -335,7 +327,9 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "inv": _matrix("inverse", same_shape=True),
     "expm": _matrix("expm", same_shape=True),
     "eigh": _eigh,
-    "pinv": _pinv,
+    "pinv": lambda w, jaxpr, *entries: (
+        w("pinv", w.number(entries[0])) if len(entries) == 1 else None
+    ),
     "solve": _solve,
 }
 
@@ -365,6 +359,12 @@ def _program(w: Any, found: Any) -> tuple[Any, list[Entry]]:
     return program.jaxpr, [w.held(c) for c in program.consts]
 
 
+def _run(w: Any, found: Any, entries: Sequence[Entry]) -> list[Entry]:
+    """What a program gives for these operands, written out."""
+    jaxpr, held = _program(w, found)
+    return list(w.run(jaxpr, [*held, *entries]))
+
+
 def _numbers(w: Any, entries: Sequence[Entry]) -> tuple[int, ...]:
     return tuple(w.number(e) for e in entries if not _is_known(e))
 
@@ -381,17 +381,13 @@ def _scan(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     jaxpr, held = _program(w, *jaxprs.programs(eqn))
     consts, carried = jaxprs.scan_counts(eqn)
     length, reverse = int(eqn.params["length"]), bool(eqn.params["reverse"])
-    own, carry, xs = (
-        entries[:consts],
-        entries[consts : consts + carried],
-        entries[consts + carried :],
-    )
+    fixed = [*held, *entries[:consts]]
+    carry, xs = entries[consts : consts + carried], entries[consts + carried :]
     if _draws(jaxpr) and length <= _MOST_ROUNDS:
-        return _unrolled(w, jaxpr, held, own, carry, xs, length, reverse)
+        return _unrolled(w, jaxpr, fixed, carry, xs, length, reverse)
     loop: list[Entry] = [w.number(e) for e in carry]
     slices: list[Entry] = [w.number(e) for e in xs]
-    fixed = [*held, *own]
-    run = lambda inner, given: inner.run(jaxpr, given[: len(held)], given[len(held) :])
+    run = lambda inner, given: inner.run(jaxpr, given)
     graph = _body(w, run, [*fixed, *loop, *slices], _avals([*jaxpr.constvars, *jaxpr.invars]))
     moving = _numbers(w, fixed)
     inputs = (*moving, *loop, *slices)
@@ -411,13 +407,13 @@ def _added(
 
 
 def _unrolled(
-    w: Any, jaxpr: Any, held: Any, consts: Any, carry: Any, xs: Any, length: int, reverse: bool
+    w: Any, jaxpr: Any, fixed: Any, carry: Any, xs: Any, length: int, reverse: bool
 ) -> list[Entry]:
     """A loop that draws: each round has its own numbers, so it is written out."""
     rounds: list[Any] = [None] * length
     for t in range(length)[:: -1 if reverse else 1]:
         slices = [_at(w, x, t) for x in xs]
-        outs = w.run(jaxpr, held, [*consts, *carry, *slices])
+        outs = w.run(jaxpr, [*fixed, *carry, *slices])
         carry, rounds[t] = outs[: len(carry)], outs[len(carry) :]
     return [
         *carry,
@@ -449,8 +445,7 @@ def _while(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     for program, own in zip(jaxprs.programs(eqn), owned, strict=True):
         jaxpr, held = _program(w, program)
         fixed = [*held, *own]
-        count = len(held)
-        run = lambda inner, given, jaxpr=jaxpr, n=count: inner.run(jaxpr, given[:n], given[n:])
+        run = lambda inner, given, jaxpr=jaxpr: inner.run(jaxpr, given)
         bodies.append(_body(w, run, [*fixed, *carry], _avals([*jaxpr.constvars, *jaxpr.invars])))
         numbers.append(_numbers(w, fixed))
         parts.append(len(numbers[-1]))
@@ -470,7 +465,8 @@ def _cond(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     index, operands = entries[0], entries[1:]
     if isinstance(index, Known):
         k = min(max(int(index.value), 0), len(branches) - 1)
-        return w.run(*branches[k], operands)
+        jaxpr, own = branches[k]
+        return list(w.run(jaxpr, [*own, *operands]))
     held = [h for _, own in branches for h in own]
     fixed = [*held, *operands]
     avals = [v.aval for j, _ in branches for v in j.constvars] + _avals(eqn.invars[1:])
@@ -478,7 +474,7 @@ def _cond(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     for jaxpr, own in branches:
         n, m = before, before + len(own)
         run = lambda inner, given, jaxpr=jaxpr, n=n, m=m: inner.run(
-            jaxpr, given[n:m], given[len(held) :]
+            jaxpr, [*given[n:m], *given[len(held) :]]
         )
         bodies.append(_body(w, run, fixed, avals))
         before = m
@@ -526,7 +522,7 @@ def _crossed(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry] | None:
     for body in called_inside(eqn):
         *before, eqn = body.jaxpr.eqns
         laid_out = body.jaxpr.replace(eqns=before, outvars=eqn.invars)
-        entries = w.run(laid_out, [w.held(c) for c in body.consts], entries)
+        entries = w.run(laid_out, [*map(w.held, body.consts), *entries])
     numbers = [w.number(entry) for entry in entries]
     values = [w.concrete(number) for number in numbers]
     avals = [v.aval for v in eqn.invars]
@@ -546,8 +542,7 @@ def _crossed(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry] | None:
 def _written_out(eqn: Any, w: Any, entries: Sequence[Entry]) -> list[Entry]:
     """What a primitive of gradtools runs, equation by equation."""
     closed = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*_avals(eqn.invars))
-    jaxpr, consts = _program(w, closed)
-    return w.run(jaxpr, consts, entries)
+    return _run(w, closed, entries)
 
 
 def without_derivative(jaxpr: Any) -> set[Any]:
@@ -585,7 +580,7 @@ def custom_rule(
     operands: list[Entry] = [w.number(e) for e in entries]
     forward = _body(w, lambda inner, xs: [*value(inner, xs), *xs], operands, avals, again)
     closed = jax.make_jaxpr(pulled(eqn))(avals, _avals(eqn.outvars))
-    run = lambda inner, xs: inner.run(*_program(inner, closed), xs)
+    run = lambda inner, xs: _run(inner, closed, xs)
     every = [*avals, *_avals(eqn.outvars)]
     backward = _body(w, run, [0] * len(every), every, deeper=True)
     attributes = {"name": name, "residuals": len(operands), "once": again and not w.depth}

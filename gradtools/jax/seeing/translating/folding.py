@@ -1,4 +1,4 @@
-"""Single equations, computed by JAX or NumPy.
+"""Constant folding: equations with known operands are evaluated by NumPy or JAX.
 
 Equations of constants are computed while a program is translated, those without a translation
 when the formula is.
@@ -10,6 +10,7 @@ computes itself, one equation at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -50,19 +51,16 @@ def evaluated(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """What an equation gives for these operands, wherever it runs."""
-    given = {
-        atom: value
-        for atom, value in zip(eqn.invars, values, strict=True)
-        if not isinstance(atom, Literal)
-    }
-    empty = jaxprs.open_jaxpr(jax.make_jaxpr(lambda: ())())
-    one = empty.replace(
-        eqns=[eqn],
-        invars=list(given),
-        outvars=list(eqn.outvars),
-        debug_info=empty.debug_info.with_unknown_names(),
-    )
+    pairs = zip(eqn.invars, values, strict=True)
+    given = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+    one = _empty().replace(eqns=[eqn], invars=list(given), outvars=list(eqn.outvars))
     return jax.core.eval_jaxpr(one, [], *given.values())
+
+
+@cache
+def _empty() -> Any:
+    empty = jaxprs.open_jaxpr(jax.make_jaxpr(lambda: ())())
+    return empty.replace(debug_info=empty.debug_info.with_unknown_names())
 
 
 def function_of(eqn: Any) -> Callable[..., list[np.ndarray]]:

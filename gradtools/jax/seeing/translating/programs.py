@@ -1,4 +1,4 @@
-"""JAX's programs in the vocabulary of the formula: f is traced once, its jaxpr translated.
+"""`formula` in JAX: f is traced, and its jaxpr translated into framework-neutral operations.
 
 The jaxpr is walked equation by equation; calls are opened, loops and branches become bodies.
 What does not depend on the program's arguments needs no translation, it is computed on the way
@@ -16,7 +16,7 @@ programs inside in `translating/calls.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import Literal
 from gradtools.jax.seeing import recorded_run
 from gradtools.jax.seeing.translating import calls
 from gradtools.jax.seeing.translating.folding import folded, is_foldable
@@ -53,7 +52,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
     leaves = zip(program.names, program.leaves, strict=True)
     entries = [writer.leaf(name, x) for name, x in leaves]
     consts = [writer.held(c, names.get(id(c), "")) for c in getattr(traced.closed, "consts", ())]
-    outs = writer.run(jaxprs.open_jaxpr(traced.closed), consts, entries)
+    outs = writer.run(jaxprs.open_jaxpr(traced.closed), [*consts, *entries])
     result = writer.graph(*[writer.number(out) for out in outs])
     return Recorded(
         result.nodes,
@@ -73,16 +72,16 @@ class _JaxprTranslator(Writer):
         """The reader of a program inside."""
         return _JaxprTranslator(self.depth + deeper, inside=True, narrow=self.narrow)
 
-    def run(self, jaxpr: Any, consts: Sequence[Entry], args: Sequence[Entry]) -> list[Entry]:
-        """Writes a jaxpr's equations; the entries of its outputs."""
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
+        """Writes a jaxpr's equations; the entries of its outputs, of its constants and inputs."""
         silent = calls.without_derivative(jaxpr)
-        for eqn in jaxprs.needed(jaxpr, effects=False):
-            entries = [_read(env, atom) for atom in eqn.invars]
+
+        def step(i: int, eqn: Any, entries: list[Entry]) -> list[Entry]:
             stops = eqn.primitive.name == "stop_gradient" and eqn.outvars[0] in silent
-            result = entries if stops else self.step(eqn, entries)
-            env.update(zip(eqn.outvars, result, strict=True))
-        return [_read(env, atom) for atom in jaxpr.outvars]
+            return entries if stops else self.step(eqn, entries)
+
+        read = jaxpr.replace(eqns=jaxprs.needed(jaxpr, effects=False))
+        return jaxprs.interpreted(read, entries, step, _constant)
 
     def step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """One equation."""
@@ -126,8 +125,8 @@ def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
 
 
-def _read(env: Mapping[Any, Entry], atom: Any) -> Entry:
-    return Known(np.asarray(atom.val)) if isinstance(atom, Literal) else env[atom]
+def _constant(literal: Any) -> Entry:
+    return Known(np.asarray(literal.val))
 
 
 def _folded(eqn: Any, entries: Sequence[Any]) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""JAX's primitives that the graph's word does not say all of, in the vocabulary of formulas.
+"""Translations of JAX primitives that take more than another name, as tables.
 
 All others are said as the graph says them (`as_said`). A translation takes the writer, the
 parameters of an equation and the numbers of its operands; it writes nodes, and returns the number

@@ -1,4 +1,4 @@
-"""The graph that is written while a jaxpr is walked, and what is asked of its values.
+"""`Writer`: the formula's graph while a jaxpr is translated, and what is known of its values.
 
 A value is either the number of a node's result or `Known`. Numbers have a form in mathematics
 from the start (`Builder`), so what they are at the program's leaves can be computed in NumPy

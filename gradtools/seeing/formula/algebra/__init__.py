@@ -1,4 +1,4 @@
-"""Making expressions, simplified as they are made.
+"""Constructors of expressions, which simplify what they make.
 
 `product` is at the heart; the other rooms write what they make with it, and it uses them in turn.
 """

@@ -1,4 +1,4 @@
-"""What is written with one product: broadcasts, transposes, sums over axes, einsum, matmul."""
+"""Broadcasts, transposes, sums over axes, einsum and matmul, all made by `product`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conjugates, which move to the leaves, and real parts, which move to the complex leaves."""
+"""Conjugates and real parts, simplified by moving them to the leaves."""
 
 from __future__ import annotations
 

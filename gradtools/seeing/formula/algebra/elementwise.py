@@ -1,4 +1,4 @@
-"""Functions that are applied in each place, powers among them."""
+"""Elementwise functions and powers, simplified."""
 
 from __future__ import annotations
 

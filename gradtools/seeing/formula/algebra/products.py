@@ -337,11 +337,7 @@ def _split_label(p: _Product, name: Any, lengths, shape) -> Expr:
     size = {**p.size, **dict(zip(new, lengths, strict=True))}
     out = spread(p.out)
     inner = product(
-        [f for f, _ in factors],
-        [n for _, n in factors],
-        out,
-        [size[n] for n in out],
-        p.coefficient,
+        [f for f, _ in factors], [n for _, n in factors], out, [size[n] for n in out], p.coefficient
     )
     return algebra.reshape(inner, shape)
 

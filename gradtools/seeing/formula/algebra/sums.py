@@ -1,4 +1,4 @@
-"""Sums: like terms are gathered, and common factors taken out."""
+"""Sums, simplified: like terms are gathered, and common factors taken out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations of the algebra on whole arrays, each one record, by family.
+"""The primitives of formulas on whole arrays, one record each, by family.
 
 Every cotangent is written with operations of this house again, so that it can be differentiated
 like any other expression. Linear operations come in adjoint pairs: slice and pad, index and

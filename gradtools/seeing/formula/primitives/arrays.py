@@ -1,4 +1,4 @@
-"""Constants, sums and products, and what only moves entries."""
+"""Primitives: constants, sums, einsum, and what moves entries, such as reshape and concatenate."""
 
 from __future__ import annotations
 
@@ -43,15 +43,11 @@ def _aligned_product(arrays, labels, kept):
     for a, names in zip(arrays, labels, strict=True):
         result = (
             result
-            * np.einsum(a + 0.0, list(names), _present(names, kept))[
+            * np.einsum(a + 0.0, list(names), [l for l in kept if l in names])[
                 tuple(slice(None) if l in names else None for l in kept)
             ]
         )
     return result
-
-
-def _present(names, kept):
-    return [l for l in kept if l in names]
 
 
 def _iota(y):
@@ -62,11 +58,6 @@ def _iota(y):
 
 
 # --- cotangents of the arguments
-
-
-def _einsum_pullback(y, g, *args):
-    """Each factor gets the cotangent times the conjugates of the others."""
-    return [_einsum_cotangent(y, g, k) for k in range(len(args))]
 
 
 def _einsum_cotangent(y: Expr, g: Expr, k: int) -> Expr:
@@ -117,10 +108,6 @@ def _concatenate_pullback(y, g, *xs):
 # --- notation
 
 
-def _array_form(w: ExpressionWriter, x: Expr) -> Written:
-    return Written("c", "c")
-
-
 def _iota_form(w: ExpressionWriter, x: Expr) -> Written:
     n = x.shape[x["axis"]]
     return Written(f"(0..{n - 1})", rf"(0, \dots, {n - 1})")
@@ -167,10 +154,14 @@ def _tie_reshape(axes: Axes, y: Expr) -> None:
 
 ARRAYS: dict[str, Primitive] = {
     "number": Primitive(lambda y: np.asarray(y["value"])),
-    "array": Primitive(lambda y: y["value"].array, form=_array_form),
+    "array": Primitive(lambda y: y["value"].array, form=lambda w, x: Written("c", "c")),
     "identity": Primitive(lambda y: np.eye(y.shape[0]), form=lambda w, x: Written("I", "I")),
     "iota": Primitive(_iota, form=_iota_form),
-    "einsum": Primitive(_einsum, _einsum_pullback, ties=_tie_einsum),
+    "einsum": Primitive(
+        _einsum,
+        lambda y, g, *args: [_einsum_cotangent(y, g, k) for k in range(len(args))],
+        ties=_tie_einsum,
+    ),
     "add": Primitive(
         lambda y, *xs: sum(xs[1:], xs[0] + 0.0), lambda y, g, *xs: [g] * len(xs), ties=tie_same
     ),

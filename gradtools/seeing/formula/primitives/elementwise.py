@@ -123,10 +123,6 @@ def _sign(x):
     )
 
 
-def _tanh_derivative(y, x):
-    return [_minus(power(y, 2))]
-
-
 def _inverse_trigonometric(sign: float, inner: float) -> Derivative:
     """Sign / sqrt(1 - inner x**2)."""
     return lambda y, x: [scale(sign, power(subtract(one(x), scale(inner, power(x, 2))), -0.5))]
@@ -137,21 +133,9 @@ def _power_derivatives(y, a, b):
     return [first, times(y, apply("log", a))]
 
 
-def _gaussian(x: Expr) -> Expr:
-    return apply("normal_density", x)
-
-
 def _arctan2_derivatives(y, a, b):
     under = power(plus(power(a, 2), power(b, 2)), -1)
     return [times(b, under), negate(times(a, under))]
-
-
-def _where_pullback(y, g, c, a, b):
-    return [None, times(c, g), times(negation(c), g)]
-
-
-def _abs_pullback(y, g, x):
-    return [times(real(g), apply("sign", x))]
 
 
 def _sign_pullback(y, g, x):
@@ -165,14 +149,6 @@ def _angle_pullback(y, g, x):
     if not x.is_complex:
         return [None]
     return [scale(1j, times(real(g), power(conj(x), -1)))]
-
-
-def _erf_derivative(y, x):
-    return [scale(2 / math.sqrt(math.pi), apply("exp", negate(power(x, 2))))]
-
-
-def _erfinv_derivative(y, x):
-    return [scale(math.sqrt(math.pi) / 2, apply("exp", power(y, 2)))]
 
 
 def _clip_derivative(y, x):
@@ -250,10 +226,6 @@ def _where_form(x: Expr, args: list[Written], matrix: bool) -> Written:
     )
 
 
-def _abs_form(x: Expr, args: list[Written], matrix: bool) -> Written:
-    return Written(f"|{args[0].text}|", rf"\left|{args[0].latex}\right|")
-
-
 def _clip_form(x: Expr, args: list[Written], matrix: bool) -> Written:
     low, high = (
         number(default if x[n] is None else x[n])
@@ -310,7 +282,7 @@ FUNCTIONS: dict[str, PlaceFunction] = {
     "tan": PlaceFunction(np.tan, lambda y, x: [plus(one(x), power(y, 2))]),
     "sinh": PlaceFunction(np.sinh, lambda y, x: [apply("cosh", x)]),
     "cosh": PlaceFunction(np.cosh, lambda y, x: [apply("sinh", x)]),
-    "tanh": PlaceFunction(np.tanh, _tanh_derivative),
+    "tanh": PlaceFunction(np.tanh, lambda y, x: [_minus(power(y, 2))]),
     "arcsin": PlaceFunction(np.arcsin, _inverse_trigonometric(1.0, 1.0)),
     "arccos": PlaceFunction(np.arccos, _inverse_trigonometric(-1.0, 1.0)),
     "arctan": PlaceFunction(np.arctan, lambda y, x: [power(plus(one(x), power(x, 2)), -1)]),
@@ -327,7 +299,7 @@ FUNCTIONS: dict[str, PlaceFunction] = {
     ),
     "normal_cdf": PlaceFunction(
         lambda x: (1 + special_functions.erf(x / math.sqrt(2))) / 2,
-        lambda y, x: [_gaussian(x)],
+        lambda y, x: [apply("normal_density", x)],
         form=_named_form("Φ", r"\Phi"),
     ),
     "normal_density": PlaceFunction(
@@ -335,8 +307,14 @@ FUNCTIONS: dict[str, PlaceFunction] = {
         lambda y, x: [negate(times(x, y))],
         form=_named_form("φ", r"\varphi"),
     ),
-    "erf": PlaceFunction(special_functions.erf, _erf_derivative),
-    "erfinv": PlaceFunction(special_functions.erfinv, _erfinv_derivative),
+    "erf": PlaceFunction(
+        special_functions.erf,
+        lambda y, x: [scale(2 / math.sqrt(math.pi), apply("exp", negate(power(x, 2))))],
+    ),
+    "erfinv": PlaceFunction(
+        special_functions.erfinv,
+        lambda y, x: [scale(math.sqrt(math.pi) / 2, apply("exp", power(y, 2)))],
+    ),
     "lgamma": PlaceFunction(
         special_functions.lgamma,
         lambda y, x: [apply("polygamma", x, order=0)],
@@ -347,7 +325,12 @@ FUNCTIONS: dict[str, PlaceFunction] = {
         lambda y, x: [apply("polygamma", x, order=y["order"] + 1)],
         form=_polygamma_form,
     ),
-    "abs": PlaceFunction(np.abs, pullback=_abs_pullback, kind=REAL, form=_abs_form),
+    "abs": PlaceFunction(
+        np.abs,
+        pullback=lambda y, g, x: [times(real(g), apply("sign", x))],
+        kind=REAL,
+        form=lambda x, args, matrix: Written(f"|{args[0].text}|", rf"\left|{args[0].latex}\right|"),
+    ),
     "sign": PlaceFunction(_sign, pullback=_sign_pullback, form=_named_form("sgn")),
     "angle": PlaceFunction(
         np.angle, pullback=_angle_pullback, kind=REAL, form=_named_form("arg", r"\arg")
@@ -377,7 +360,11 @@ FUNCTIONS: dict[str, PlaceFunction] = {
         lambda x, low, high: np.clip(x, low, high), _clip_derivative, form=_clip_form
     ),
     "arctan2": PlaceFunction(np.arctan2, _arctan2_derivatives, form=_named_form("atan2")),
-    "where": PlaceFunction(np.where, pullback=_where_pullback, form=_where_form),
+    "where": PlaceFunction(
+        np.where,
+        pullback=lambda y, g, c, a, b: [None, times(c, g), times(negation(c), g)],
+        form=_where_form,
+    ),
     "floor": PlaceFunction(np.floor, form=_floor_form("⌊", "⌋", "floor")),
     "ceil": PlaceFunction(np.ceil, form=_floor_form("⌈", "⌉", "ceil")),
     "round": PlaceFunction(np.round),

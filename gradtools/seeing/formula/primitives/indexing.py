@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ from gradtools.seeing.formula.constructors import (
     unbroadcast,
 )
 from gradtools.seeing.formula.expressions import Expr
-from gradtools.seeing.formula.primitives.record import Primitive, linear, tie_first, tie_same
+from gradtools.seeing.formula.primitives.record import Form, Primitive, linear, tie_first, tie_same
 from gradtools.seeing.formula.typesetting import ATOM, SUM, Written, function, join
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _put_along(y, u, i):
     """Zeros with u added along an axis."""
     out = np.zeros(y.shape, u.dtype)
     at = list(np.indices(i.shape, sparse=True))
-    at[y["axis"]] = np.asarray(i).astype(np.int64, copy=False)
+    at[y["axis"]] = i.astype(np.int64, copy=False)
     np.add.at(out, tuple(at), np.broadcast_to(u, i.shape))
     return out
 
@@ -106,11 +106,6 @@ def _window_of(starts, sizes, shape):
     """JAX's and XLA's rule: a window is moved inside."""
     begins = [min(max(int(s), 0), n - k) for s, k, n in zip(starts, sizes, shape, strict=True)]
     return tuple(slice(b, b + k) for b, k in zip(begins, sizes, strict=True))
-
-
-def _dynamic_slice(y, x, *starts):
-    """A window."""
-    return x[_window_of(starts, y.shape, x.shape)]
 
 
 def _dynamic_pad(y, u, *starts):
@@ -200,12 +195,8 @@ def _pad_form(w: ExpressionWriter, x: Expr) -> Written:
         for n, low, i in zip(a.shape, x["low"], x["interior"], strict=True)
     ]
     where = _ranges(x, x["low"], highs, [i + 1 for i in x["interior"]])
-    w.note("into[...](x): zeros with x at these places")
-    inner = w.whole(a)
-    return Written(
-        f"into[{where}]({inner.text})",
-        rf"\operatorname{{into}}_{{[{where}]}}\left({inner.latex}\right)",
-    )
+    note = "into[...](x): zeros with x at these places"
+    return _at(w, "into", note, Written(where, where), [a])
 
 
 def _places_form(w: ExpressionWriter, x: Expr, whole_rank: int, indices: Sequence[Expr]) -> Written:
@@ -222,20 +213,25 @@ def _index_form(w: ExpressionWriter, x: Expr) -> Written:
     return _part(w.whole(x.args[0]), where)
 
 
+_ADDED = "add_at[i](u): zeros with u added at the places i"
+_SET = "set_at[i](x, u): x with u at the places i"
+
+
 def _index_add_form(w: ExpressionWriter, x: Expr) -> Written:
     where = _places_form(w, x, x.rank, x.args[1:])
-    w.note("add_at[i](u): zeros with u added at the places i")
-    return _at("add_at", where, [w.whole(x.args[0])])
+    return _at(w, "add_at", _ADDED, where, x.args[:1])
 
 
 def _index_set_form(w: ExpressionWriter, x: Expr) -> Written:
     where = _places_form(w, x, x.rank, x.args[2:])
-    w.note("set_at[i](x, u): x with u at the places i")
-    return _at("set_at", where, [w.whole(a) for a in x.args[:2]])
+    return _at(w, "set_at", _SET, where, x.args[:2])
 
 
-def _at(name: str, where: Written, args: list[Written]) -> Written:
-    inside = join(args, ", ", ", ", SUM)
+def _at(
+    w: ExpressionWriter, name: str, note: str, where: Written, arrays: Sequence[Expr]
+) -> Written:
+    w.note(note)
+    inside = join([w.whole(a) for a in arrays], ", ", ", ", SUM)
     command = name.replace("_", r"\_")
     return Written(
         f"{name}[{where.text}]({inside.text})",
@@ -248,21 +244,10 @@ def _take_along_form(w: ExpressionWriter, x: Expr) -> Written:
     return _part(w.whole(x.args[0]), where)
 
 
-def _put_along_form(w: ExpressionWriter, x: Expr) -> Written:
-    w.note("add_at[i](u): zeros with u added at the places i")
-    return _at("add_at", w.whole(x.args[1]), [w.whole(x.args[0])])
-
-
-def _along_set_form(w: ExpressionWriter, x: Expr) -> Written:
-    w.note("set_at[i](x, u): x with u at the places i")
-    return _at("set_at", w.whole(x.args[1]), [w.whole(x.args[0]), w.whole(x.args[2])])
-
-
-def _window_form(name: str, arrays: int, note: str) -> Callable[[ExpressionWriter, Expr], Written]:
+def _window_form(name: str, arrays: int, note: str) -> Form:
     def form(w: ExpressionWriter, x: Expr) -> Written:
-        w.note(note)
         where = join([w.whole(s) for s in x.args[arrays:]], ", ", ", ", SUM)
-        return _at(name, where, [w.whole(a) for a in x.args[:arrays]])
+        return _at(w, name, note, where, x.args[:arrays])
 
     return form
 
@@ -330,12 +315,17 @@ INDEXING: dict[str, Primitive] = {
     "put_along": Primitive(
         _put_along,
         linear(lambda y, g, u, i: take_along(g, i, y["axis"])),
-        form=_put_along_form,
+        form=lambda w, x: _at(w, "add_at", _ADDED, w.whole(x.args[1]), x.args[:1]),
         ties=_tie_along,
     ),
-    "along_set": Primitive(_along_set, _along_set_pullback, form=_along_set_form, ties=tie_first),
+    "along_set": Primitive(
+        _along_set,
+        _along_set_pullback,
+        form=lambda w, x: _at(w, "set_at", _SET, w.whole(x.args[1]), x.args[::2]),
+        ties=tie_first,
+    ),
     "dynamic_slice": Primitive(
-        _dynamic_slice,
+        lambda y, x, *starts: x[_window_of(starts, y.shape, x.shape)],
         linear(lambda y, g, x, *s: dynamic_pad(g, s, x.shape)),
         form=_window_form("window", 1, "window[i](x): the part of x that starts at i"),
     ),

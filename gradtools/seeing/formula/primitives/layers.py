@@ -7,8 +7,7 @@ A convolution and its two adjoints are the partial derivatives of one trilinear 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from gradtools.seeing.formula.constructors import (
 )
 from gradtools.seeing.formula.expressions import Expr
 from gradtools.seeing.formula.primitives.record import Primitive, listed, tie_first
-from gradtools.seeing.formula.typesetting import SUM, Written, function
+from gradtools.seeing.formula.typesetting import SUM, Written, function, join
 
 if TYPE_CHECKING:
     from gradtools.seeing.formula.axes import Axes
@@ -75,8 +74,7 @@ def _convolution_input(y, g, w):
         out[(slice(None),) * 3 + window] += np.einsum(
             "ngo...,goc->ngc...", gs, ws[(slice(None),) * 3 + tap]
         )
-    inner = tuple(slice(a, a + n) for n, (a, _) in zip(y.shape[2:], y["padding"], strict=True))
-    return out.reshape(y.shape[0], y.shape[1], *padded)[(slice(None),) * 2 + inner]
+    return _unpad(y, out.reshape(*y.shape[:2], *padded), 2, y.shape)
 
 
 def _convolution_weight(y, x, g):
@@ -102,6 +100,7 @@ def _pool_windows(y, x, fill, space):
 
 
 def _unpad(y, out, lead, shape):
+    """Without the padding of the axes after the leading ones."""
     inner = tuple(slice(a, a + n) for n, (a, _) in zip(shape[lead:], y["padding"], strict=True))
     return out[(slice(None),) * lead + inner]
 
@@ -145,11 +144,6 @@ def _max_unpool(y, g, x):
     return _scatter_windows(y, y.shape, places, values, g.dtype)
 
 
-def _sum_pool(y, x):
-    """The sum of each window."""
-    return sum(p for _, p in _pool_windows(y, x, 0, _pool_space(y, y.shape)))
-
-
 def _sum_unpool(y, g):
     """G added all over each window."""
     space = _pool_space(y, g.shape)
@@ -166,46 +160,26 @@ def _geometry(y):
 
 def _convolution_pullback(y, g, x, w):
     """The two adjoints of the convolution."""
-    return [
-        convolution_input(g, conj(w), x.shape, **_geometry(y)),
-        convolution_weight(conj(x), g, w.shape, **_geometry(y)),
-    ]
+    of_input = convolution_input(g, conj(w), x.shape, **_geometry(y))
+    return [of_input, convolution_weight(conj(x), g, w.shape, **_geometry(y))]
 
 
 def _convolution_input_pullback(y, u, g, w):
     """A convolution, and the correlation with what came in."""
-    return [
-        convolution(u, conj(w), **_geometry(y)),
-        convolution_weight(u, conj(g), w.shape, **_geometry(y)),
-    ]
+    of_cotangent = convolution(u, conj(w), **_geometry(y))
+    return [of_cotangent, convolution_weight(u, conj(g), w.shape, **_geometry(y))]
 
 
 def _convolution_weight_pullback(y, u, x, g):
     """A transposed convolution, and a convolution."""
-    return [
-        convolution_input(conj(g), u, x.shape, **_geometry(y)),
-        convolution(conj(x), u, **_geometry(y)),
-    ]
+    of_input = convolution_input(conj(g), u, x.shape, **_geometry(y))
+    return [of_input, convolution(conj(x), u, **_geometry(y))]
 
 
-def _pooling_of(y):
-    """The windows of a pooling."""
-    return {name: y[name] for name in ("window", "stride", "padding", "dilation")}
-
-
-def _max_pool_pullback(y, g, x):
-    """The cotangent goes back to where x is greatest."""
-    return [pooled("max_unpool", (g, x), x.shape, _pooling_of(y))]
-
-
-def _max_unpool_pullback(y, u, g, x):
-    """What stands where x is greatest."""
-    return [pooled("max_pick", (u, x), g.shape, _pooling_of(y)), None]
-
-
-def _max_pick_pullback(y, g, u, x):
-    """The cotangent goes back to where x is greatest."""
-    return [pooled("max_unpool", (g, x), x.shape, _pooling_of(y)), None]
+def _pooled(name, args, shape, y):
+    """Another pooling over the windows of y."""
+    windows = {name: y[name] for name in ("window", "stride", "padding", "dilation")}
+    return pooled(name, args, shape, windows)
 
 
 # --- notation
@@ -241,87 +215,73 @@ def _convolution_weight_form(w: ExpressionWriter, x: Expr) -> Written:
     return function("corr", [w.whole(a) for a in x.args])
 
 
-def _pool_form(name: str, note: str) -> Callable[[ExpressionWriter, Expr], Written]:
+def _pooling(name: str, note: str, evaluate: Any, pullback: Any) -> Primitive:
+    """Something over windows; of two arrays it is picked by the second."""
+
     def form(w: ExpressionWriter, x: Expr) -> Written:
         w.note(f"{note}; windows {listed(x['window'])}, stride {listed(x['stride'])}")
         args = [w.whole(a) for a in x.args]
-        if len(args) == 1:
-            return function(name, args)
-        inside = Written(
-            f"{args[0].text}; {args[1].text}", rf"{args[0].latex};\, {args[1].latex}", SUM
-        )
-        return function(name, [inside])
+        return function(name, [join(args, "; ", r";\, ", SUM)])
 
-    return form
+    return Primitive(evaluate, pullback, form, tie_first)
 
 
 # --- axes that are the same
 
 
-def _ties(*pairs: tuple[int, int, int, int]) -> Callable[[Axes, Expr], None]:
-    """Ties of axes by (array, axis, array, axis), array -1 being the result."""
-
-    def tie(axes: Axes, y: Expr) -> None:
-        at = lambda k: y if k < 0 else y.args[k]
-        for a, i, b, j in pairs:
-            axes.tie((at(a), i), (at(b), j))
-
-    return tie
-
-
 def _tie_convolution(axes: Axes, y: Expr) -> None:
+    """By (array, axis, array, axis), array -1 being the result."""
     pairs = {
         "convolution": ((-1, 0, 0, 0), (-1, 1, 1, 0), (0, 1, 1, 1)),
         "convolution_input": ((-1, 0, 0, 0), (0, 1, 1, 0), (-1, 1, 1, 1)),
         "convolution_weight": ((-1, 0, 1, 1), (0, 0, 1, 0), (-1, 1, 0, 1)),
     }[y.op]
-    _ties(*pairs)(axes, y)
+    at = lambda k: y if k < 0 else y.args[k]
+    for a, i, b, j in pairs:
+        axes.tie((at(a), i), (at(b), j))
 
 
 LAYERS: dict[str, Primitive] = {
     "convolution": Primitive(
-        _convolution, _convolution_pullback, form=_convolution_form, ties=_tie_convolution
+        _convolution, _convolution_pullback, _convolution_form, _tie_convolution
     ),
     "convolution_input": Primitive(
-        _convolution_input,
-        _convolution_input_pullback,
-        form=_convolution_input_form,
-        ties=_tie_convolution,
+        _convolution_input, _convolution_input_pullback, _convolution_input_form, _tie_convolution
     ),
     "convolution_weight": Primitive(
         _convolution_weight,
         _convolution_weight_pullback,
-        form=_convolution_weight_form,
-        ties=_tie_convolution,
+        _convolution_weight_form,
+        _tie_convolution,
     ),
-    "max_pool": Primitive(
+    "max_pool": _pooling(
+        "maxpool",
+        "maxpool: the greatest of each window",
         _max_pool,
-        _max_pool_pullback,
-        form=_pool_form("maxpool", "maxpool: the greatest of each window"),
-        ties=tie_first,
+        lambda y, g, x: [_pooled("max_unpool", (g, x), x.shape, y)],
     ),
-    "max_unpool": Primitive(
+    "max_unpool": _pooling(
+        "unpool",
+        "unpool(g; x): g put back to where x is greatest",
         _max_unpool,
-        _max_unpool_pullback,
-        form=_pool_form("unpool", "unpool(g; x): g put back to where x is greatest"),
-        ties=tie_first,
+        lambda y, u, g, x: [_pooled("max_pick", (u, x), g.shape, y), None],
     ),
-    "max_pick": Primitive(
+    "max_pick": _pooling(
+        "pick",
+        "pick(u; x): u where x is greatest in each window",
         _max_pick,
-        _max_pick_pullback,
-        form=_pool_form("pick", "pick(u; x): u where x is greatest in each window"),
-        ties=tie_first,
+        lambda y, g, u, x: [_pooled("max_unpool", (g, x), x.shape, y), None],
     ),
-    "sum_pool": Primitive(
-        _sum_pool,
-        lambda y, g, x: [pooled("sum_unpool", (g,), x.shape, _pooling_of(y))],
-        form=_pool_form("sumpool", "sumpool: the sum of each window"),
-        ties=tie_first,
+    "sum_pool": _pooling(
+        "sumpool",
+        "sumpool: the sum of each window",
+        lambda y, x: sum(p for _, p in _pool_windows(y, x, 0, _pool_space(y, y.shape))),
+        lambda y, g, x: [_pooled("sum_unpool", (g,), x.shape, y)],
     ),
-    "sum_unpool": Primitive(
+    "sum_unpool": _pooling(
+        "sumpoolᵀ",
+        "sumpoolᵀ: its adjoint",
         _sum_unpool,
-        lambda y, u, g: [pooled("sum_pool", (u,), g.shape, _pooling_of(y))],
-        form=_pool_form("sumpoolᵀ", "sumpoolᵀ: its adjoint"),
-        ties=tie_first,
+        lambda y, u, g: [_pooled("sum_pool", (u,), g.shape, y)],
     ),
 }

@@ -62,11 +62,6 @@ def _symmetrised(a):
     return (a + np.conj(np.swapaxes(a, -1, -2))) / 2
 
 
-def _cholesky(y, a):
-    """The lower factor."""
-    return np.linalg.cholesky(_symmetrised(a))
-
-
 def _pseudoinverse(y, a):
     """The Moore-Penrose inverse; singular values at rounding are zero, as in the frameworks."""
     return np.linalg.pinv(a, rcond=max(a.shape[-2:]) * np.finfo(a.dtype).eps)
@@ -142,17 +137,6 @@ def _gaps_pullback(y, g, x, w):
     """x: the same of g; w: what its columns lack of its rows, of z = Re(y* g) / (w_j - w_i)."""
     z = gaps(real(times(conj(y), g)), w)
     return [gaps(g, w), subtract(total(z, [z.rank - 1]), total(z, [z.rank - 2]))]
-
-
-def _det_pullback(y, g, a):
-    """g conj(det) A^-H."""
-    weight = times(g, conj(y))
-    return [_weighted(weight, adjoint_matrix(inverse(a)))]
-
-
-def _logabsdet_pullback(y, g, a):
-    """Re g A^-H."""
-    return [_weighted(real(g), adjoint_matrix(inverse(a)))]
 
 
 def _sign_det_pullback(y, g, a):
@@ -263,20 +247,12 @@ def _half_form(w: ExpressionWriter, x: Expr) -> Written:
 
 def _gaps_form(w: ExpressionWriter, x: Expr) -> Written:
     w.note("gaps(X; λ): Xᵢⱼ / (λⱼ - λᵢ), and 0 on the diagonal (Giles 2008, for eigenvectors)")
-    inner, values = (w.whole(a) for a in x.args)
-    return Written(
-        f"gaps({inner.text}; {values.text})",
-        rf"\operatorname{{gaps}}\left({inner.latex}; {values.latex}\right)",
-    )
+    return function("gaps", [join([w.whole(a) for a in x.args], "; ", "; ", SUM)])
 
 
 def _logabsdet_form(w: ExpressionWriter, x: Expr) -> Written:
     a = w.whole(x.args[0]).at(POWER)
     return Written(f"log |det {a.text}|", rf"\log\left|\det {a.latex}\right|", POWER)
-
-
-def _inverse_form(w: ExpressionWriter, x: Expr) -> Written:
-    return _inverse_of(w, x.args[0])
 
 
 def _pseudoinverse_form(w: ExpressionWriter, x: Expr) -> Written:
@@ -349,11 +325,13 @@ LINALG: dict[str, Primitive] = {
     "gaps": Primitive(_gaps, _gaps_pullback, form=_gaps_form, ties=tie_same),
     "det": Primitive(
         lambda y, a: np.linalg.det(a),
-        _det_pullback,
+        lambda y, g, a: [_weighted(times(g, conj(y)), adjoint_matrix(inverse(a)))],
         form=lambda w, x: function("det", [w.whole(x.args[0])]),
     ),
     "logabsdet": Primitive(
-        lambda y, a: np.linalg.slogdet(a)[1], _logabsdet_pullback, form=_logabsdet_form
+        lambda y, a: np.linalg.slogdet(a)[1],
+        lambda y, g, a: [_weighted(real(g), adjoint_matrix(inverse(a)))],
+        form=_logabsdet_form,
     ),
     "sign_det": Primitive(
         lambda y, a: np.linalg.slogdet(a)[0],
@@ -361,7 +339,10 @@ LINALG: dict[str, Primitive] = {
         form=lambda w, x: function("sgn det", [w.whole(x.args[0])]),
     ),
     "inverse": Primitive(
-        lambda y, a: np.linalg.inv(a), _inverse_pullback, form=_inverse_form, ties=_tie_inverse
+        lambda y, a: np.linalg.inv(a),
+        _inverse_pullback,
+        form=lambda w, x: _inverse_of(w, x.args[0]),
+        ties=_tie_inverse,
     ),
     "pinv": Primitive(
         _pseudoinverse, _pseudoinverse_pullback, form=_pseudoinverse_form, ties=_tie_inverse
@@ -369,7 +350,9 @@ LINALG: dict[str, Primitive] = {
     "solve": Primitive(
         lambda y, a, b: np.linalg.solve(a, b), _solve_pullback, form=_solve_form, ties=_tie_solve
     ),
-    "cholesky": Primitive(_cholesky, _cholesky_pullback, ties=tie_same),
+    "cholesky": Primitive(
+        lambda y, a: np.linalg.cholesky(_symmetrised(a)), _cholesky_pullback, ties=tie_same
+    ),
     "expm": Primitive(lambda y, a: _expm(a), _expm_pullback, ties=tie_same),
     "eigh": Primitive(
         lambda y, a: tuple(np.linalg.eigh(_symmetrised(a))),

@@ -1,4 +1,4 @@
-"""What is known of an operation of the algebra: its value, cotangents, notation and axes."""
+"""`Primitive`: an operation's value in NumPy, its pullback, its notation, and which axes match."""
 
 from __future__ import annotations
 

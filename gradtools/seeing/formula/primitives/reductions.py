@@ -1,10 +1,10 @@
-"""What goes along axes: reductions, running ones, softmax, normalization, order."""
+"""Primitives along axes: reductions, cumulative ones, softmax, normalisation, sorting."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from gradtools.seeing.formula.algebra import (
 from gradtools.seeing.formula.constructors import along, deviation, softmax, standardize
 from gradtools.seeing.formula.expressions import Expr
 from gradtools.seeing.formula.primitives.elementwise import apply, indicator
-from gradtools.seeing.formula.primitives.record import Primitive, tie_same
-from gradtools.seeing.formula.typesetting import POWER, Written, function, number, summed
+from gradtools.seeing.formula.primitives.record import Form, Primitive, tie_same
+from gradtools.seeing.formula.typesetting import ATOM, POWER, Written, function, number, summed
 
 if TYPE_CHECKING:
     from gradtools.seeing.formula.axes import Axes
@@ -42,10 +42,15 @@ def _argsort(y, x):
     return np.argsort(x, y["axis"], kind="stable")
 
 
-def _run_along(axis, reverse, run, x):
-    flipped = np.flip(x, axis) if reverse else x
-    result = run(flipped)
-    return np.flip(result, axis) if reverse else result
+def _running(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What a running function gives along an axis, from either end."""
+
+    def value(y, x):
+        axis = y["axis"]
+        flip = (lambda v: np.flip(v, axis)) if y["reverse"] else lambda v: v
+        return flip(run(flip(x), axis))
+
+    return value
 
 
 def _cumargmax(y, x):
@@ -63,22 +68,6 @@ def _cumargmax(y, x):
             best, at = np.where(better, x[t], best), np.where(better, t, at)
         out[t] = at
     return np.moveaxis(out, 0, axis)
-
-
-def _cumsum(y, x):
-    """Running sum."""
-    return _run_along(y["axis"], y["reverse"], lambda v: np.cumsum(v, y["axis"]), x)
-
-
-def _cumprod(y, x):
-    """Running product."""
-    return _run_along(y["axis"], y["reverse"], lambda v: np.cumprod(v, y["axis"]), x)
-
-
-def _logcumsumexp(y, x):
-    """Running _logsumexp."""
-    run = lambda v: np.logaddexp.accumulate(v, y["axis"])
-    return _run_along(y["axis"], y["reverse"], run, x)
 
 
 def _logsumexp(y, x):
@@ -109,9 +98,9 @@ def _standardize(y, x):
     return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + y["eps"])
 
 
-def _deviation(y, x):
-    """The square root of variance plus eps."""
-    return np.sqrt(np.var(x, y["axes"], ddof=y["correction"]) + y["eps"])
+def _variance(y, x):
+    """The mean squared modulus of the distance from the mean."""
+    return np.var(x, y["axes"], ddof=y["correction"])
 
 
 # --- cotangents of the arguments
@@ -123,15 +112,6 @@ def _extreme_pullback(y, g, x):
     return [times(at, spread(g, y["axes"], x.shape))]
 
 
-def _prod_pullback(y, g, x):
-    """The product over each entry: y g / x."""
-    return (
-        [divide(spread(times(y, g), y["axes"], x.shape), x)]
-        if not x.is_complex
-        else [_conj_divide(spread(times(conj(y), g), y["axes"], x.shape), x)]
-    )
-
-
 def _conj_divide(a: Expr, b: Expr) -> Expr:
     """A over the conjugate of b."""
     return divide(a, conj(b))
@@ -140,12 +120,12 @@ def _conj_divide(a: Expr, b: Expr) -> Expr:
 def _logsumexp_pullback(y, g, x):
     """softmax(x) g."""
     axes = y["axes"]
-    p = softmax(x, axes[0]) if len(axes) == 1 else _softmax_over(x, y, axes)
+    p = (
+        softmax(x, axes[0])
+        if len(axes) == 1
+        else apply("exp", subtract(x, spread(y, axes, x.shape)))
+    )
     return [times(conj(p), spread(g, axes, x.shape))]
-
-
-def _softmax_over(x, y, axes):
-    return apply("exp", subtract(x, spread(y, axes, x.shape)))
 
 
 def _softmax_pullback(y, g, x):
@@ -164,9 +144,7 @@ def _standardize_pullback(y, g, x):
     """(g - mean g - y mean(y g)) / deviation."""
     axes = y["axes"]
     inner = plus(
-        g,
-        negate(mean(g, axes, keep=True)),
-        negate(times(y, mean(times(y, g), axes, keep=True))),
+        g, negate(mean(g, axes, keep=True)), negate(times(y, mean(times(y, g), axes, keep=True)))
     )
     return [divide(inner, spread(deviation(x, axes, y["eps"]), axes, x.shape))]
 
@@ -196,19 +174,9 @@ def _variance_pullback(y, g, x):
     return [scale(2 / (_count(x, axes) - y["correction"]), times(_centred(x, axes), weight))]
 
 
-def _norm_pullback(y, g, x):
-    """x g / |x|."""
-    return [times(x, spread(divide(real(g), y), y["axes"], x.shape))]
-
-
 def _running_sum(x, axis, reverse):
     """A running sum."""
     return along("cumsum", x, axis, reverse=reverse)
-
-
-def _cumprod_pullback(y, g, x):
-    """The running sum of y g from behind, over x."""
-    return [_conj_divide(_running_sum(times(conj(y), g), y["axis"], not y["reverse"]), x)]
 
 
 def _logcumsumexp_pullback(y, g, x):
@@ -221,7 +189,7 @@ def _logcumsumexp_pullback(y, g, x):
 # --- notation
 
 
-def _along_form(name: str, latex: str = "") -> Callable[[ExpressionWriter, Expr], Written]:
+def _along_form(name: str, latex: str = "") -> Form:
     """A function along one axis."""
 
     def form(w: ExpressionWriter, x: Expr) -> Written:
@@ -232,21 +200,18 @@ def _along_form(name: str, latex: str = "") -> Callable[[ExpressionWriter, Expr]
     return form
 
 
-def _reduction_form(name: str) -> Callable[[ExpressionWriter, Expr], Written]:
+def _reduction_form(name: str) -> Form:
     """A function over axes."""
 
     def form(w: ExpressionWriter, x: Expr) -> Written:
-        a = x.args[0]
-        axes = x["axes"] if "axes" in dict(x.attributes) else (x["axis"],)
-        below = w.axis_names(a, axes) if len(axes) < a.rank else ""
-        return function(name, [w.whole(a)], below)
+        return function(name, [w.whole(x.args[0])], _below(w, x))
 
     return form
 
 
 def _norm_form(w: ExpressionWriter, x: Expr) -> Written:
     inner = w.whole(x.args[0])
-    below = w.axis_names(x.args[0], x["axes"]) if len(x["axes"]) < x.args[0].rank else ""
+    below = _below(w, x)
     low = f"_{{{below}}}" if below else ""
     return Written(
         f"‖{inner.text}‖" + (ts.below(below) if below else ""),
@@ -255,82 +220,71 @@ def _norm_form(w: ExpressionWriter, x: Expr) -> Written:
 
 
 def _deviation_form(w: ExpressionWriter, x: Expr) -> Written:
-    a, eps = x.args[0], x["eps"]
-    axes = x["axes"]
-    below = w.axis_names(a, axes) if len(axes) < a.rank else ""
-    inner = function("var", [w.whole(a)], below)
-    if eps:
-        inner = summed([inner, number(eps)])
-        return Written(f"√({inner.text})", rf"\sqrt{{{inner.latex}}}", POWER)
-    return Written(f"√{inner.text}", rf"\sqrt{{{inner.latex}}}", POWER)
+    inner = function("var", [w.whole(x.args[0])], _below(w, x))
+    inner = summed([inner, number(x["eps"])]) if x["eps"] else inner
+    text = inner.text if inner.level == ATOM else f"({inner.text})"
+    return Written(f"√{text}", rf"\sqrt{{{inner.latex}}}", POWER)
 
 
 def _standardize_form(w: ExpressionWriter, x: Expr) -> Written:
-    a = x.args[0]
-    below = w.axis_names(a, x["axes"]) if len(x["axes"]) < a.rank else ""
     if x["eps"]:
         w.note(
             "standardize(x) = (x - mean(x)) / √(var(x) + ε), "
             f"ε = {number(x['eps']).text}, over the axes below"
         )
-    return function("standardize", [w.whole(a)], below)
+    return function("standardize", [w.whole(x.args[0])], _below(w, x))
 
 
 # --- axes that are the same
 
 
-def _tie_argmax(axes: Axes, y: Expr) -> None:
-    (x,) = y.args
-    for k, a in enumerate(a for a in range(x.rank) if a != y["axis"]):
-        axes.tie((y, k), (x, a))
-
-
 def _tie_reduced(axes: Axes, y: Expr) -> None:
     (x,) = y.args
-    left = [a for a in range(x.rank) if a not in y["axes"]]
-    for k, a in enumerate(left):
+    for k, a in enumerate(a for a in range(x.rank) if a not in _gone(y)):
         axes.tie((y, k), (x, a))
+
+
+def _gone(y: Expr) -> tuple[int, ...]:
+    """The axes over which it goes."""
+    return (y["axis"],) if y.op == "argmax" else y["axes"]
+
+
+def _below(w: ExpressionWriter, y: Expr) -> str:
+    """The letters of these axes; none where they are all."""
+    a = y.args[0]
+    return w.axis_names(a, _gone(y)) if len(_gone(y)) < a.rank else ""
+
+
+def _reduction(name: str, evaluate: Callable[..., Any], pullback: Any = None) -> Primitive:
+    """Something over axes that are gone in the result."""
+    return Primitive(evaluate, pullback, _reduction_form(name), _tie_reduced)
+
+
+def _over_axes(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda y, x: function(x, y["axes"])
+
+
+def _along(name: str, evaluate: Callable[..., Any], pullback: Any = None) -> Primitive:
+    """Something along one axis that stays."""
+    return Primitive(evaluate, pullback, _along_form(name), tie_same)
 
 
 REDUCTIONS: dict[str, Primitive] = {
-    "argsort": Primitive(_argsort, form=_along_form("argsort"), ties=tie_same),
-    "argmax": Primitive(
-        lambda y, x: np.argmax(x, y["axis"]), form=_reduction_form("argmax"), ties=_tie_argmax
+    "argsort": _along("argsort", _argsort),
+    "argmax": _reduction("argmax", lambda y, x: np.argmax(x, y["axis"])),
+    "cumargmax": _along("cumargmax", _cumargmax),
+    "any": _reduction("any", _over_axes(np.any)),
+    "all": _reduction("all", _over_axes(np.all)),
+    "max": _reduction("max", _over_axes(np.max), _extreme_pullback),
+    "min": _reduction("min", _over_axes(np.min), _extreme_pullback),
+    "prod": _reduction(
+        "prod",
+        _over_axes(np.prod),
+        lambda y, g, x: [_conj_divide(spread(times(conj(y), g), y["axes"], x.shape), x)],
     ),
-    "cumargmax": Primitive(_cumargmax, form=_along_form("cumargmax"), ties=tie_same),
-    "any": Primitive(
-        lambda y, x: np.any(x, y["axes"]), form=_reduction_form("any"), ties=_tie_reduced
-    ),
-    "all": Primitive(
-        lambda y, x: np.all(x, y["axes"]), form=_reduction_form("all"), ties=_tie_reduced
-    ),
-    "max": Primitive(
-        lambda y, x: np.max(x, y["axes"]),
-        _extreme_pullback,
-        form=_reduction_form("max"),
-        ties=_tie_reduced,
-    ),
-    "min": Primitive(
-        lambda y, x: np.min(x, y["axes"]),
-        _extreme_pullback,
-        form=_reduction_form("min"),
-        ties=_tie_reduced,
-    ),
-    "prod": Primitive(
-        lambda y, x: np.prod(x, y["axes"]),
-        _prod_pullback,
-        form=_reduction_form("prod"),
-        ties=_tie_reduced,
-    ),
-    "logsumexp": Primitive(
-        _logsumexp, _logsumexp_pullback, form=_reduction_form("logsumexp"), ties=_tie_reduced
-    ),
-    "softmax": Primitive(
-        lambda y, x: _softmax(x, y["axis"]),
-        _softmax_pullback,
-        form=_along_form("softmax"),
-        ties=tie_same,
-    ),
+    "logsumexp": _reduction("logsumexp", _logsumexp, _logsumexp_pullback),
+    "variance": _reduction("var", _variance, _variance_pullback),
+    "softmax": _along("softmax", lambda y, x: _softmax(x, y["axis"]), _softmax_pullback),
     "log_softmax": Primitive(
         _log_softmax,
         _log_softmax_pullback,
@@ -341,28 +295,30 @@ REDUCTIONS: dict[str, Primitive] = {
         _standardize, _standardize_pullback, form=_standardize_form, ties=tie_same
     ),
     "deviation": Primitive(
-        _deviation, _deviation_pullback, form=_deviation_form, ties=_tie_reduced
-    ),
-    "variance": Primitive(
-        lambda y, x: np.var(x, y["axes"], ddof=y["correction"]),
-        _variance_pullback,
-        form=_reduction_form("var"),
+        lambda y, x: np.sqrt(_variance(y, x) + y["eps"]),
+        _deviation_pullback,
+        form=_deviation_form,
         ties=_tie_reduced,
     ),
     "norm": Primitive(
         lambda y, x: np.sqrt((np.abs(x) ** 2).sum(y["axes"])),
-        _norm_pullback,
+        lambda y, g, x: [times(x, spread(divide(real(g), y), y["axes"], x.shape))],
         form=_norm_form,
         ties=_tie_reduced,
     ),
-    "cumsum": Primitive(
-        _cumsum,
+    "cumsum": _along(
+        "cumsum",
+        _running(np.cumsum),
         lambda y, g, x: [_running_sum(g, y["axis"], not y["reverse"])],
-        form=_along_form("cumsum"),
-        ties=tie_same,
     ),
-    "cumprod": Primitive(_cumprod, _cumprod_pullback, form=_along_form("cumprod"), ties=tie_same),
-    "logcumsumexp": Primitive(
-        _logcumsumexp, _logcumsumexp_pullback, form=_along_form("logcumsumexp"), ties=tie_same
+    "cumprod": _along(
+        "cumprod",
+        _running(np.cumprod),
+        lambda y, g, x: [
+            _conj_divide(_running_sum(times(conj(y), g), y["axis"], not y["reverse"]), x)
+        ],
+    ),
+    "logcumsumexp": _along(
+        "logcumsumexp", _running(np.logaddexp.accumulate), _logcumsumexp_pullback
     ),
 }

@@ -1,4 +1,4 @@
-"""The words of a recorded program, by family: what each means, and how it is lowered."""
+"""The framework-neutral operations of a recorded program, by family, and how each is lowered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering of shapes, indexing, reductions and contractions of the vocabulary."""
+"""Lowering of reshapes, indexing, reductions and contractions to primitives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from gradtools.seeing.formula.vocabulary.record import words
 Lowering = Callable[..., Any]
 
 
-def _all_axes(x: Expr, axes: Sequence[int] | None) -> tuple[int, ...]:
+def all_axes(x: Expr, axes: Sequence[int] | None) -> tuple[int, ...]:
+    """The axes; all where none are named."""
     return tuple(range(x.rank)) if axes is None else tuple(axes)
 
 
@@ -162,10 +163,6 @@ def _diagonal_matrix(x: Expr, offset: int = 0, axes: Any = None) -> Expr:
     return _transpose(square, order)
 
 
-def _triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
-    return constructors.triangle(x, bool(upper), int(offset))
-
-
 # Indexing.
 
 
@@ -272,7 +269,7 @@ def _topk(x: Expr, k: int, axis: int, largest: bool = True, sorted: bool = True)
 
 def _reduction(name: str, kind: str | None = None) -> Lowering:
     def lowered(x: Expr, axes: Any = None, keep: bool = False) -> Expr:
-        axes = _all_axes(x, axes)
+        axes = all_axes(x, axes)
         if not axes:
             return x
         return _kept(constructors.reduced(name, x, axes, kind), axes, keep)
@@ -281,7 +278,7 @@ def _reduction(name: str, kind: str | None = None) -> Lowering:
 
 
 def _sum(x: Expr, axes: Any = None, keep: bool = False) -> Expr:
-    result = total(x, _all_axes(x, axes), keep)
+    result = total(x, all_axes(x, axes), keep)
     return apply_cast(result, INTEGER) if x.kind in (INTEGER, BOOLEAN) else result
 
 
@@ -294,14 +291,14 @@ def _argmax(x: Expr, axis: int | None = None, keep: bool = False) -> Expr:
 
 
 def _variance(x: Expr, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
-    axes = _all_axes(x, axes)
+    axes = all_axes(x, axes)
     return _kept(constructors.variance(x, axes, float(correction)), axes, keep)
 
 
 def _deviation(
     x: Expr, axes: Any = None, correction: float = 0, keep: bool = False, eps: float = 0.0
 ) -> Expr:
-    axes = _all_axes(x, axes)
+    axes = all_axes(x, axes)
     return _kept(constructors.deviation(x, axes, float(eps), float(correction)), axes, keep)
 
 
@@ -310,7 +307,7 @@ def _not_zero(x: Expr) -> Expr:
 
 
 def _norm(x: Expr, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr:
-    axes = _all_axes(x, axes)
+    axes = all_axes(x, axes)
     size = apply("abs", x)
     if ord == 2:
         result = constructors.norm(x, axes)
@@ -468,7 +465,7 @@ ARRAYS = words(
         "replication_pad": lambda x, padding: _padded_by_index(x, padding, "edge"),
         "flip": lambda x, axes=(): constructors.flip(x, axes) if x.rank and axes else x,
         "roll": _roll,
-        "triangle": _triangle,
+        "triangle": lambda x, upper, offset=0: constructors.triangle(x, bool(upper), int(offset)),
         "diagonal": _diagonal,
         "diagonal_matrix": _diagonal_matrix,
         "index": _index,
@@ -485,7 +482,7 @@ ARRAYS = words(
         "median": _median,
         "embedding": lambda table, i: _index(table, i, axes=(0,)),
         "sum": _sum,
-        "mean": lambda x, axes=None, keep=False: mean(x, _all_axes(x, axes), keep),
+        "mean": lambda x, axes=None, keep=False: mean(x, all_axes(x, axes), keep),
         "prod": _reduction("prod"),
         "max": _reduction("max"),
         "min": _reduction("min"),

@@ -1,4 +1,4 @@
-"""Lowering of the vocabulary's elementwise operations to primitives."""
+"""Lowering of elementwise operations to primitives."""
 
 from __future__ import annotations
 
@@ -65,10 +65,6 @@ def _stop(x: Expr) -> Expr:
     if x.op in ("number", "stop") or constant_of(x) is not None:
         return x
     return algebra.elementwise("stop", [x], x.kind)
-
-
-def _log_sigmoid(x: Expr) -> Expr:
-    return negate(apply("softplus", negate(x)))
 
 
 def _softplus(x: Expr, beta: float = 1.0, threshold: float | None = None) -> Expr:
@@ -215,14 +211,6 @@ def _floor_divide(a: Expr, b: Expr) -> Expr:
     return apply("floor", divide(a, b))
 
 
-def _fmod(a: Expr, b: Expr) -> Expr:
-    return subtract(a, times(b, _truncated(a, b)))
-
-
-def _remainder(a: Expr, b: Expr) -> Expr:
-    return subtract(a, times(b, _floor_divide(a, b)))
-
-
 def _complex(re: Expr, im: Expr) -> Expr:
     return plus(re, scale(1j, im))
 
@@ -230,14 +218,6 @@ def _complex(re: Expr, im: Expr) -> Expr:
 def _logaddexp(a: Expr, b: Expr) -> Expr:
     """Log(e**a + e**b) = b + softplus(a - b)."""
     return plus(b, apply("softplus", subtract(a, b)))
-
-
-def _logaddexp2(a: Expr, b: Expr) -> Expr:
-    return scale(1 / math.log(2), _logaddexp(scale(math.log(2), a), scale(math.log(2), b)))
-
-
-def _xlogy(a: Expr, b: Expr) -> Expr:
-    return _where(indicator(a, "==", number(0.0)), number(0.0), times(a, apply("log", b)))
 
 
 def _sinc(x: Expr) -> Expr:
@@ -257,11 +237,6 @@ def _heaviside(x: Expr, y: Expr) -> Expr:
     return _where(indicator(x, "==", number(0.0)), y, above)
 
 
-def _hypot(a: Expr, b: Expr) -> Expr:
-    """Without the care for great numbers."""
-    return power(plus(power(a, 2), power(b, 2)), 0.5)
-
-
 def _truth(x: Expr) -> Expr:
     return x if x.kind == BOOLEAN else indicator(x, "!=", _zero(x))
 
@@ -278,10 +253,6 @@ def _clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
     if plain(low) == 0 and high is None:
         return apply("relu", x)
     return _integer_of(x, apply("clip", x, low=plain(low), high=plain(high)))
-
-
-def _iota(shape: Any, axis: int) -> Expr:
-    return expr("iota", (), shape, INTEGER, axis=axis)
 
 
 def _plain(name: str) -> Lowering:
@@ -420,7 +391,7 @@ ELEMENTWISE = words(
         **{name: _plain(name) for name in _PLAIN},
         **{name: _flat(name) for name in ("floor", "ceil", "trunc")},
         "constant": _constant,
-        "iota": _iota,
+        "iota": lambda shape, axis: expr("iota", (), shape, INTEGER, axis=axis),
         "identity": lambda x: x,
         "stop": _stop,
         "cast": _cast,
@@ -436,7 +407,7 @@ ELEMENTWISE = words(
         "cbrt": lambda x: times(apply("sign", x), power(_abs(x), 1 / 3)),
         "square": _arithmetic(lambda x: power(x, 2)),
         "reciprocal": lambda x: power(x, -1),
-        "log_sigmoid": _log_sigmoid,
+        "log_sigmoid": lambda x: negate(apply("softplus", negate(x))),
         "softplus": _softplus,
         "leaky_relu": lambda x, negative_slope: _where_positive(x, scale(negative_slope, x)),
         "elu": _elu,
@@ -477,20 +448,24 @@ ELEMENTWISE = words(
         "power": _arithmetic(_power),
         "polynomial": _polynomial,
         "one_minus_square": lambda x: subtract(number(1.0), power(x, 2)),
-        "remainder": _arithmetic(_remainder),
-        "fmod": _arithmetic(_fmod),
+        "remainder": _arithmetic(lambda a, b: subtract(a, times(b, _floor_divide(a, b)))),
+        "fmod": _arithmetic(lambda a, b: subtract(a, times(b, _truncated(a, b)))),
         "addcmul": _arithmetic(lambda x, a, b, value=1: plus(x, scaled(value, times(a, b)))),
         "addcdiv": lambda x, a, b, value=1: plus(x, scaled(value, divide(a, b))),
         "lerp": lambda a, b, t: plus(a, times(t, subtract(b, a))),
-        "hypot": _hypot,
-        "xlogy": _xlogy,
+        "hypot": lambda a, b: power(plus(power(a, 2), power(b, 2)), 0.5),
+        "xlogy": lambda a, b: _where(
+            indicator(a, "==", number(0.0)), number(0.0), times(a, apply("log", b))
+        ),
         "heaviside": _arithmetic(_heaviside),
         "floor_divide": _arithmetic(_floor_divide),
         "maximum": _extreme("maximum", ">"),
         "minimum": _extreme("minimum", "<"),
         "arctan2": lambda a, b: apply("arctan2", a, b),
         "logaddexp": _logaddexp,
-        "logaddexp2": _logaddexp2,
+        "logaddexp2": lambda a, b: scale(
+            1 / math.log(2), _logaddexp(scale(math.log(2), a), scale(math.log(2), b))
+        ),
         "complex": _complex,
         "polar": lambda r, phi: _complex(times(r, apply("cos", phi)), times(r, apply("sin", phi))),
         "tanh_backward": lambda g, y: times(g, subtract(number(1.0), power(conj(y), 2))),

@@ -1,4 +1,4 @@
-"""Lowering of convolutions, pooling, normalisation, losses and attention."""
+"""Lowering of convolutions, pooling, normalisation, losses and attention to primitives."""
 
 from __future__ import annotations
 
@@ -166,10 +166,6 @@ def _spread_out(x: Expr, dilation: Any, value: float) -> Expr:
     return ARRAYS["pad"].lower(x, low=none, high=none, interior=interior, value=value)  # type: ignore[misc]
 
 
-def _min_pool(x: Expr, window: Any, **more: Any) -> Expr:
-    return negate(_max_pool(negate(x), window, **more))
-
-
 def _sum_pool(
     x: Expr, window: Any, stride: Any = None, padding: Any = None, input_dilation: Any = None
 ) -> Expr:
@@ -232,26 +228,28 @@ def _cross_entropy(z: Expr, t: Expr, axis: int, reduction: str = "mean") -> Expr
     if t.kind in (INTEGER, BOOLEAN) and t.rank == z.rank - 1:
         t = _moved(constructors.one_hot(t, z.shape[axis]), axis)
     losses = negate(total(times(t, _log_softmax(z, axis)), [axis]))
-    if reduction == "none":
-        return losses
-    if reduction not in ("mean", "sum"):
+    known = ("none", "mean", "sum")
+    if reduction not in known:
         raise GradtoolsError(f"formula: cross_entropy knows no reduction {reduction!r}")
-    axes = range(losses.rank)
-    return mean(losses, axes) if reduction == "mean" else total(losses, axes)
+    return _reduced(losses, known.index(reduction))
 
 
 def _moved(x: Expr, axis: int) -> Expr:
     """The last axis moved to this place."""
     order = list(range(x.rank - 1))
     order.insert(axis, x.rank - 1)
-    return product([x], [range(x.rank)], order, [x.shape[a] for a in order])
+    return transpose(x, order)
+
+
+def _lie(v: Expr, y: Expr, axes: Sequence[int]) -> Expr:
+    """What has the axes ``axes`` of y, over all of y."""
+    return product([v], [axes], range(y.rank), y.shape)
 
 
 def _affine(y: Expr, scale_: Expr | None, shift: Expr | None, axes: Sequence[int]) -> Expr:
     """Times scale plus shift, which have y's axes ``axes``."""
-    lay = lambda v: product([v], [axes], range(y.rank), y.shape)
-    y = y if scale_ is None else times(y, lay(scale_))
-    return y if shift is None else plus(y, lay(shift))
+    y = y if scale_ is None else times(y, _lie(scale_, y, axes))
+    return y if shift is None else plus(y, _lie(shift, y, axes))
 
 
 def _standardize(x: Expr, axes: Sequence[int], eps: float = 0.0) -> Expr:
@@ -278,8 +276,8 @@ def _batch_norm(x: Expr, *rest: Expr, training: bool, eps: float, axis: int = 1)
     running_mean, running_variance = given[-2:]
     gamma, beta = (*given[:-2], None, None)[:2]
     width = power(plus(running_variance, full(eps, running_variance.shape)), -0.5)
-    lay = lambda v: product([v], [(axis,)], range(x.rank), x.shape)
-    return _affine(times(subtract(x, lay(running_mean)), lay(width)), gamma, beta, (axis,))
+    centred = subtract(x, _lie(running_mean, x, (axis,)))
+    return _affine(times(centred, _lie(width, x, (axis,))), gamma, beta, (axis,))
 
 
 def _group_norm(
@@ -315,10 +313,6 @@ def _attention(
     elif mask is not None:
         scores = plus(scores, mask)
     return matmul(constructors.softmax(scores, scores.rank - 1), v)
-
-
-def _dropout(x: Expr, mask: Expr, rate: float) -> Expr:
-    return scale(1 / (1 - rate), times(x, mask))
 
 
 _WORDS = """
@@ -365,7 +359,7 @@ LAYERS = words(
         "convolution": _convolution,
         "convolution_transposed": _convolution_transposed,
         "max_pool": _max_pool,
-        "min_pool": _min_pool,
+        "min_pool": lambda x, window, **more: negate(_max_pool(negate(x), window, **more)),
         "avg_pool": _avg_pool,
         "sum_pool": _sum_pool,
         "softmax": constructors.softmax,
@@ -386,6 +380,6 @@ LAYERS = words(
         "group_norm": _group_norm,
         "rms_norm": _rms_norm,
         "attention": _attention,
-        "dropout": _dropout,
+        "dropout": lambda x, mask, rate: scale(1 / (1 - rate), times(x, mask)),
     },
 )

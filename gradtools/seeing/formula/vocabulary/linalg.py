@@ -1,4 +1,4 @@
-"""Linear algebra and Fourier transforms of the vocabulary, in terms of the making."""
+"""Lowering of linear algebra and Fourier transforms to primitives."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from gradtools.seeing.formula.algebra import (
     unsqueeze,
 )
 from gradtools.seeing.formula.expressions import REAL, Expr, expr
+from gradtools.seeing.formula.vocabulary.arrays import all_axes
 from gradtools.seeing.formula.vocabulary.record import words
 
 Lowering = Callable[..., Any]
@@ -35,10 +36,6 @@ def _per_matrix(name: str, a: Expr, kind: str | None = None) -> Expr:
 
 def _logabsdet(a: Expr) -> Expr:
     return _per_matrix("logabsdet", a, REAL)
-
-
-def _slogdet(a: Expr) -> list[Expr]:
-    return [_per_matrix("sign_det", a), _logabsdet(a)]
 
 
 def _solve(a: Expr, b: Expr, left: bool = True) -> Expr:
@@ -92,10 +89,6 @@ def _matrix_power(a: Expr, exponent: int) -> Expr:
 # Fourier transforms, on one transform without a factor.
 
 
-def _all_axes(x: Expr, axes: Any) -> tuple[int, ...]:
-    return tuple(range(x.rank)) if axes is None else tuple(axes)
-
-
 def _factor(n: int, norm: str | None, forward: bool) -> float:
     if norm == "ortho":
         return 1 / sqrt(n)
@@ -104,14 +97,14 @@ def _factor(n: int, norm: str | None, forward: bool) -> float:
 
 
 def _transform(x: Expr, axes: Any, norm: str | None, forward: bool) -> Expr:
-    axes = _all_axes(x, axes)
+    axes = all_axes(x, axes)
     n = prod(x.shape[a] for a in axes)
     result = constructors.fourier(x, axes, -1 if forward else 1)
     return scale(_factor(n, norm, forward), result)
 
 
 def _rfft(x: Expr, axes: Any = None, norm: str | None = None) -> Expr:
-    axes = _all_axes(x, axes)
+    axes = all_axes(x, axes)
     spectrum = _transform(x, axes, norm, True)
     limit = list(spectrum.shape)
     limit[axes[-1]] = x.shape[axes[-1]] // 2 + 1
@@ -120,7 +113,7 @@ def _rfft(x: Expr, axes: Any = None, norm: str | None = None) -> Expr:
 
 def _irfft(x: Expr, axes: Any = None, length: int | None = None, norm: str | None = None) -> Expr:
     """The real part, with every frequency twice that has a mirror image."""
-    axes = _all_axes(x, axes)
+    axes = all_axes(x, axes)
     last = axes[-1]
     length = 2 * (x.shape[last] - 1) if length is None else length
     used = length // 2 + 1
@@ -180,7 +173,7 @@ LINALG = words(
     _WORDS,
     {
         "det": lambda a: _per_matrix("det", a),
-        "slogdet": _slogdet,
+        "slogdet": lambda a: [_per_matrix("sign_det", a), _logabsdet(a)],
         "logdet": _logabsdet,
         "inverse": constructors.inverse,
         "solve": _solve,

@@ -52,9 +52,13 @@ class Operation:
         names = self.operands.split()
         most = len(names) if "*" not in self.operands else operands
         least = sum(not name.endswith("?") and not name.startswith("*") for name in names)
+        return least <= operands <= most and self.has(attributes)
+
+    def has(self, attributes: Collection[str]) -> bool:
+        """Whether these are attributes of it, and none that it needs is missing."""
         known = {name.rstrip("?") for name in self.attributes}
         needed = {name for name in self.attributes if not name.endswith("?")}
-        return least <= operands <= most and needed <= set(attributes) <= known
+        return needed <= set(attributes) <= known
 
 
 def words(text: str, lower: Mapping[str, Callable[..., Any]]) -> dict[str, Operation]:

@@ -1,1 +1,1 @@
-"""How one run of a PyTorch function is written down as a graph, and put back afterwards."""
+"""Recorders of a PyTorch run, as a graph; what the run changed is put back."""

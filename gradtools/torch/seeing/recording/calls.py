@@ -5,7 +5,7 @@ place has another number from then on. Whether a call carries a derivative is as
 itself: from the output's graph one walks back until known tensors are met. So a custom Function, a
 checkpoint or a transform is one link like any other.
 
-What leaves for NumPy or Python is tagged (`tags.py`), so that it is known when it comes back.
+What leaves for NumPy or Python is tagged (`taint.py`), so that it is known when it comes back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gradtools.code_origin import innermost, lines_of
 from gradtools.seeing.nodes import Dependence, PlainGraph
 from gradtools.seeing.recording import Refusal
 from gradtools.seeing.rule_cuts import LOSS
@@ -28,7 +29,6 @@ from gradtools.torch.operation_marks import CHUNK, function_of_ours, reason_of_d
 from gradtools.torch.seeing.recording import autograd_functions, operations
 from gradtools.torch.seeing.recording.dependences import links_of
 from gradtools.torch.seeing.recording.refusals import refusal_of
-from gradtools.torch.seeing.recording.source_lines import line_of_error
 from gradtools.torch.seeing.recording.taint import (
     fingerprint,
     hosts_in,
@@ -200,7 +200,7 @@ class CallRecorder(Numbering):
         kind = refusal_of(error)
         if kind is None:
             return
-        source = self.origin().source or line_of_error(error)
+        source = self.origin().source or innermost(lines_of(error))
         message = str(error).strip().partition("\n")[0]
         result = Refusal(kind, call.name, message, source, self.scopes.path)
         self.refusal = (error, result)

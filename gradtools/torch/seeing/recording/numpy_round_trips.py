@@ -1,4 +1,4 @@
-"""Where data comes back that left for NumPy or Python and lost its tags there.
+"""Finds where data that left PyTorch for NumPy or Python comes back, if taint tracking lost it.
 
 The run is repeated with other numbers in the place where the data left, all else the same. What
 PyTorch is then given otherwise from outside has come from there; so has what changes in the

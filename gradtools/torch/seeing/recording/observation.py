@@ -1,4 +1,4 @@
-"""One run of the user's function under observation, and afterwards everything as it was.
+"""Runs the user's function once under a recorder, and puts back everything that it changed.
 
 f runs at copies of its leaves that require grad, in plain eager code, what was compiled as well.
 What it changes is put back: what a snapshot holds, captured tensors, and `.grad`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from gradtools.torch.compiling import is_compiling, leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.replaying.guards import recorded
 from gradtools.torch.seeing.recording.calls import CallRecorder, Replace
-from gradtools.torch.seeing.recording.undo import Undo
+from gradtools.torch.seeing.recording.undo import Undo, eagerly
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -142,7 +142,7 @@ def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
     with _ONE:
         undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
         try:
-            with _eagerly(), undo:
+            with eagerly(), undo:
                 yield undo
         finally:
             undo.put_back()
@@ -158,13 +158,6 @@ def _roots(run: Run) -> list[Any]:
     if not hasattr(owner, "f"):
         return [run]
     return [getattr(owner, "statics", None), owner.f]
-
-
-def _eagerly() -> AbstractContextManager[Any]:
-    """Inside, what was compiled runs as it is, so that it can be watched."""
-    if not upstream.dynamo_is_loaded():
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _run(recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Seen:

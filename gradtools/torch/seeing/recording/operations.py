@@ -22,84 +22,111 @@ embedding dropout det slogdet logdet solve cholesky matrix_power pinv eigh svd q
 logical_and logical_or logical_xor one_hot diagonal pad transpose reshape
 """
 
-_OTHER_NAMES = {
-    "subtract": "sub rsub isub",
-    "add": "radd iadd foreach_add",
-    "multiply": "mul rmul imul",
-    "divide": "div true_divide truediv rtruediv rdiv idiv itruediv",
-    "power": "pow rpow ipow float_power",
-    "floor_divide": "floordiv rfloordiv ifloordiv",
-    "remainder": "mod rmod imod fmod",
-    "matmul": "mm bmm mv dot vdot rmatmul imatmul inner linear bilinear tensordot addmm baddbmm "
-    "addmv addbmm addr chain_matmul multi_dot",
-    "compare": "gt ge lt le eq ne greater greater_equal less less_equal equal not_equal isclose",
-    "logical_and": "and rand bitwise_and",
-    "logical_or": "or ror bitwise_or",
-    "logical_xor": "xor rxor bitwise_xor",
-    "logical_not": "invert bitwise_not",
-    "is_nan": "isnan",
-    "is_finite": "isfinite",
-    "concatenate": "cat concat hstack vstack dstack column_stack row_stack block_diag",
-    "arcsin": "asin",
-    "arccos": "acos",
-    "arctan": "atan",
-    "arcsinh": "asinh",
-    "arccosh": "acosh",
-    "arctanh": "atanh",
-    "arctan2": "atan2",
-    "abs": "absolute",
-    "trunc": "fix",
-    "sign": "sgn",
-    "sigmoid": "expit special_expit",
-    "log_sigmoid": "logsigmoid",
-    "clip": "clamp clamp_min clamp_max hardtanh relu6",
-    "max": "amax",
-    "min": "amin",
-    "maximum": "fmax",
-    "minimum": "fmin",
-    "norm": "vector_norm linalg_vector_norm linalg_norm",
-    "variance": "var var_mean",
-    "deviation": "std std_mean",
-    "transpose": "t T mT H mH permute movedim moveaxis swapaxes swapdims adjoint",
-    "reshape": "view view_as reshape_as flatten unflatten squeeze unsqueeze ravel contiguous "
-    "reshape_alias reshape_copy view_copy unsafe_view",
-    "broadcast": "expand expand_as broadcast_to broadcast_tensors",
-    "identity": "clone alias positive copy_fresh resolve_conj resolve_neg view_of fused_moving",
-    "conj": "conj_physical",
-    "negate": "neg negative neg_view",
-    "erfinv": "special_erfinv",
-    "log1p": "special_log1p",
-    "exp2": "special_exp2",
-    "digamma": "special_digamma",
-    "lgamma": "special_gammaln",
-    "stop": "detach data",
-    "cast": "to float double half bfloat16 long int short char byte bool type type_as cfloat "
-    "cdouble chalf",
-    "index": "getitem select narrow index_select masked_select take",
-    "take_along": "gather take_along_dim",
-    "split": "chunk unbind unsafe_chunk unsafe_split tensor_split hsplit vsplit",
-    "triangle": "triu tril",
-    "diagonal_matrix": "diag_embed",
-    "scatter": "setitem index_put index_copy index_fill masked_scatter masked_fill "
-    "slice_scatter select_scatter diagonal_scatter fill_diagonal",
-    "scatter_add": "index_add",
-    "update": "copy set_data",
-    "convolution": "conv1d conv2d conv3d",
-    "convolution_transposed": "conv_transpose1d conv_transpose2d conv_transpose3d",
-    "max_pool": "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
-    "max_pool2d_with_indices",
-    "avg_pool": "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d",
-    "attention": "scaled_dot_product_attention multi_head_attention_forward",
-    "inverse": "inv linalg_inv",
-    "dropout": "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
-    "branch": "is_nonzero allclose contains",
-    "constant": "tensor as_tensor asarray zeros ones full empty eye",
-    "iota": "arange linspace logspace",
-    "random": "rand randn randint randperm",
-}
+_OTHER_NAMES = """
+subtract          sub rsub isub
+add               radd iadd foreach_add
+multiply          mul rmul imul
+divide            div true_divide truediv rtruediv rdiv idiv itruediv
+power             pow rpow ipow float_power
+floor_divide      floordiv rfloordiv ifloordiv
+remainder         mod rmod imod fmod
+matmul            mm bmm mv dot vdot rmatmul imatmul inner linear bilinear tensordot addmm baddbmm
+    addmv addbmm addr chain_matmul multi_dot
+compare           gt ge lt le eq ne greater greater_equal less less_equal equal not_equal isclose
+logical_and       and rand bitwise_and
+logical_or        or ror bitwise_or
+logical_xor       xor rxor bitwise_xor
+logical_not       invert bitwise_not
+is_nan            isnan
+is_finite         isfinite
+concatenate       cat concat hstack vstack dstack column_stack row_stack block_diag
+arcsin            asin
+arccos            acos
+arctan            atan
+arcsinh           asinh
+arccosh           acosh
+arctanh           atanh
+arctan2           atan2
+abs               absolute
+trunc             fix
+sign              sgn
+sigmoid           expit special_expit
+log_sigmoid       logsigmoid log_sigmoid_forward
+clip              clamp clamp_min clamp_max hardtanh relu6
+max               amax
+min               amin
+maximum           fmax
+minimum           fmin
+norm              vector_norm linalg_vector_norm linalg_norm
+variance          var var_mean
+deviation         std std_mean
+transpose         t T mT H mH permute movedim moveaxis swapaxes swapdims adjoint
+reshape           view view_as reshape_as flatten unflatten squeeze unsqueeze ravel contiguous
+    reshape_alias reshape_copy view_copy unsafe_view
+broadcast         expand expand_as broadcast_to broadcast_tensors expand_copy
+identity          clone alias positive copy_fresh resolve_conj resolve_neg view_of fused_moving
+conj              conj_physical
+negate            neg negative neg_view
+erfinv            special_erfinv
+log1p             special_log1p
+exp2              special_exp2
+digamma           special_digamma
+lgamma            special_gammaln
+stop              detach data
+cast              to float double half bfloat16 long int short char byte bool type type_as cfloat
+    cdouble chalf to_copy
+index             getitem select narrow index_select masked_select take unsafe_index
+take_along        gather take_along_dim
+split             chunk unbind unsafe_chunk unsafe_split tensor_split hsplit vsplit split_with_sizes
+    unsafe_split_with_sizes
+triangle          triu tril
+diagonal_matrix   diag_embed
+scatter           setitem index_put index_copy index_fill masked_scatter masked_fill slice_scatter
+    select_scatter diagonal_scatter fill_diagonal unsafe_index_put
+scatter_add       index_add
+update            copy set_data
+convolution       conv1d conv2d conv3d convolution_overrideable mkldnn_convolution
+convolution_transposed conv_transpose1d conv_transpose2d conv_transpose3d
+max_pool          max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool3d
+avg_pool          avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d
+attention         scaled_dot_product_attention multi_head_attention_forward
+    scaled_dot_product_flash_attention_for_cpu scaled_dot_product_efficient_attention
+    scaled_dot_product_flash_attention
+inverse           inv linalg_inv linalg_inv_ex
+dropout           dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout native_dropout
+branch            is_nonzero allclose contains
+constant          tensor as_tensor asarray zeros ones full empty eye ones_like zeros_like full_like
+    new_zeros new_ones new_full scalar_tensor lift_fresh
+iota              arange linspace logspace
+random            rand randn randint randperm
+layer_norm        native_layer_norm
+det               linalg_det
+slogdet           linalg_slogdet
+cholesky          linalg_cholesky_ex
+expm              linalg_matrix_exp
+triangular_solve  linalg_solve_triangular
+cholesky_solve    cholesky_solve_helper
+solve             linalg_solve_ex
+group_norm        native_group_norm
+batch_norm        native_batch_norm
+rms_norm          fused_rms_norm
+leave             local_scalar_dense
+prelu             prelu_kernel
+cdist             cdist_forward euclidean_dist
+view_as_real      view_as_real_copy
+view_as_complex   view_as_complex_copy
+cross             linalg_cross
+outer             ger
+reflection_pad    reflection_pad1d reflection_pad2d reflection_pad3d
+replication_pad   replication_pad1d replication_pad2d replication_pad3d
+"""  # the neutral name, and PyTorch's; indented lines go on
 
 NAMES = {name: name for name in _SAME.split()} | {
-    other: name for name, others in _OTHER_NAMES.items() for other in others.split()
+    other: line.split()[0]
+    for line in _OTHER_NAMES.strip().replace("\n    ", " ").splitlines()
+    for other in line.split()[1:]
 }
 
 
@@ -197,10 +224,6 @@ _BACKWARD = {
     "adaptive_max_pool2_d": "max_pool",
     "hardtanh": "clip",
     "nll_loss": "index",
-    "convolution": "convolution",
-    "native_layer_norm": "layer_norm",
-    "native_batch_norm": "batch_norm",
-    "scaled_dot_product_flash_attention_for_cpu": "attention",
     "safe_softmax": "softmax",
 }
 

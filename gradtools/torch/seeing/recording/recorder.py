@@ -1,4 +1,4 @@
-"""The recorder of a PyTorch run: which modes look on, and which value each tensor stands for.
+"""`Recorder`: records a PyTorch run by function and dispatch modes, and names tensors' values.
 
 A `Recorder` is the one class that enters modes. What it sees comes at up to five levels, each to a
 method of its own, which goes on with the call::
@@ -28,8 +28,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from gradtools.code_origin import Source
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.nodes import Node, Source, Value
+from gradtools.seeing.nodes import Node, Value
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.patches import functions_applied, parameters_made
 from gradtools.torch.seeing.operands import AtenCall
@@ -211,14 +212,6 @@ class Operations(upstream.Watching):
         return self.recorder.operated(AtenCall(fun, args, kwargs or {}))
 
 
-def _rules(recorder: Any) -> Any:
-    return functions_applied(_unless_quiet(recorder, recorder.ruled))
-
-
-def _parameters(recorder: Any) -> Any:
-    return parameters_made(_unless_quiet(recorder, recorder.wrapped))
-
-
 def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., Any]:
     def call(owner: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
         return beneath(*args, **kwargs) if recorder.quiet else around(owner, beneath, args, kwargs)
@@ -232,8 +225,8 @@ def _saved(recorder: Any) -> Any:
 
 
 _LEVELS: dict[str, Callable[[Any], Any]] = {
-    "rules": _rules,
-    "parameters": _parameters,
+    "rules": lambda recorder: functions_applied(_unless_quiet(recorder, recorder.ruled)),
+    "parameters": lambda recorder: parameters_made(_unless_quiet(recorder, recorder.wrapped)),
     "functions": _Functions,
     "operations": Operations,
     "saved": _saved,

@@ -6,7 +6,7 @@ each, so that a new wording is noticed.
 
 from __future__ import annotations
 
-from gradtools.torch.known_errors import torch_says
+from gradtools.torch.known_errors import known
 
 KINDS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
@@ -29,5 +29,4 @@ def refusal_of(error: BaseException) -> str | None:
     """The kind of loss that PyTorch refuses by this error; None for any other error."""
     if not isinstance(error, RuntimeError | TypeError | ValueError | BufferError):
         return None
-    text = torch_says(error)
-    return next((kind for part, kind in KINDS.items() if part in text), None)
+    return known(error, KINDS)

@@ -6,21 +6,15 @@ installed package stands in. The search ends at the function that runs the user'
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gradtools.code_origin import LIBRARY, USER, kind_of
-from gradtools.seeing.nodes import Source
+from gradtools.code_origin import PACKAGE, Source, innermost, lines_above
 from gradtools.torch import _upstream as upstream
 
 
@@ -29,34 +23,9 @@ def place(end: Callable[..., Any]) -> tuple[Source | None, str]:
 
     end: The function that ran the user's program; frames beyond it are not looked at.
     """
-    last = end.__code__
-    frame: FrameType | None = sys._getframe(1)
-    result: FrameType | None = None
-    kind, mark = LIBRARY, ""
-    while frame is not None and frame.f_code is not last:
-        of = kind_of(frame.f_code.co_filename)
-        if of == LIBRARY and upstream.is_of_checkpoint(frame):
-            mark = "checkpoint"
-        elif of < kind:
-            result, kind = frame, of
-        frame = frame.f_back
-    return (None if result is None else _source(result)), mark
-
-
-def line_of_error(error: BaseException) -> Source | None:
-    """The innermost line of the user's that an error went through."""
-    result: Source | None = None
-    trace = error.__traceback__
-    while trace is not None:
-        if kind_of(trace.tb_frame.f_code.co_filename) == USER:
-            code = trace.tb_frame.f_code
-            result = Source(code.co_filename, trace.tb_lineno, code.co_name)
-        trace = trace.tb_next
-    return result
-
-
-def _source(frame: FrameType) -> Source:
-    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    lines = list(lines_above(1, end))
+    again = any(upstream.is_of_checkpoint(frame) for frame, _ in lines)
+    return innermost(lines, PACKAGE), "checkpoint" if again else ""
 
 
 # --- modules -----------------------------------------------------------------------------

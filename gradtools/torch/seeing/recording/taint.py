@@ -1,10 +1,10 @@
-"""NumPy arrays and numbers that remember which tensors they were taken from.
+"""Taint tracking: NumPy arrays and numbers that remember from which tensors they were taken.
 
 Data that leaves for NumPy or Python and comes back has no graph to be followed. So what leaves
 under observation is tagged: an array of a subclass that hands its tags to whatever NumPy makes of
 it, a number of a subclass that hands them on in arithmetic. They are what they were in every
 other way. Where a tag is lost (`math.sqrt`, C code), the run is repeated with other numbers in
-that place, see `recorded_run.py`.
+that place, see `numpy_round_trips.py`.
 """
 
 from __future__ import annotations
@@ -41,44 +41,34 @@ def tagged(x: Any, tags: Tags) -> Any:
     return result
 
 
-def tags_in(x: Any, depth: int = 3) -> Tags:
+def tags_in(x: Any) -> Tags:
     """The tags of an object, and of what stands in a list, tuple, dict or slice."""
-    tags = getattr(x, "gradtools_tags", None) if isinstance(x, _Tagged) else None
-    if tags is not None:
-        return tags
-    if depth and isinstance(x, list | tuple):
-        return _NONE.union(*[tags_in(item, depth - 1) for item in x[:_MOST]])
-    if depth and isinstance(x, dict):
-        return _NONE.union(*[tags_in(item, depth - 1) for item in x.values()])
-    if isinstance(x, slice):
-        return tags_in((x.start, x.stop, x.step))
-    return _NONE
+    return _NONE.union(*[getattr(host, "gradtools_tags", _NONE) for host in hosts_in(x)])
 
 
-def hosts_in(x: Any, depth: int = 3) -> Iterator[Any]:
+def hosts_in(x: Any) -> Iterator[Any]:
     """The tagged objects among arguments."""
-    if isinstance(x, _Tagged):
-        yield x
-    elif depth and isinstance(x, list | tuple):
-        for item in x[:_MOST]:
-            yield from hosts_in(item, depth - 1)
-    elif depth and isinstance(x, dict):
-        yield from hosts_in(list(x.values()), depth)
-    elif isinstance(x, slice):
-        yield from hosts_in((x.start, x.stop, x.step))
+    return (item for item in _items(x) if isinstance(item, _Tagged))
 
 
-def plain_hosts(x: Any, depth: int = 3) -> Iterator[Any]:
+def plain_hosts(x: Any) -> Iterator[Any]:
     """The numbers and arrays among arguments that are no tensors."""
-    if isinstance(x, float | int | complex | np.ndarray | np.generic):
-        yield x
-    elif depth and isinstance(x, list | tuple):
+    kinds = float, int, complex, np.ndarray, np.generic
+    return (item for item in _items(x) if isinstance(item, kinds))
+
+
+def _items(x: Any, depth: int = 3) -> Iterator[Any]:
+    """What stands in lists, tuples, dicts and slices, so deep; x itself if it is none."""
+    if isinstance(x, slice):
+        x = x.start, x.stop, x.step
+        depth = max(depth, 1)
+    elif isinstance(x, dict):
+        x = list(x.values())
+    if depth and isinstance(x, list | tuple):
         for item in x[:_MOST]:
-            yield from plain_hosts(item, depth - 1)
-    elif depth and isinstance(x, dict):
-        yield from plain_hosts(list(x.values()), depth)
-    elif isinstance(x, slice):
-        yield from plain_hosts((x.start, x.stop, x.step))
+            yield from _items(item, depth - 1)
+    else:
+        yield x
 
 
 def fingerprint(x: Any) -> Any:
@@ -145,19 +135,8 @@ def _handing_on(name: str) -> Callable[..., Any]:
     )
 
 
-for _name in (
-    "mean",
-    "var",
-    "std",
-    "argmax",
-    "argmin",
-    "dot",
-    "nonzero",
-    "searchsorted",
-    "trace",
-    "item",
-    "tolist",
-):
+_HANDING_ON = "mean var std argmax argmin dot nonzero searchsorted trace item tolist"
+for _name in _HANDING_ON.split():
     setattr(TaggedArray, _name, _handing_on(_name))
 
 _ABOUT = (np.shape, np.ndim, np.size, np.result_type, np.may_share_memory, np.shares_memory)

@@ -1,10 +1,11 @@
-"""What a run may change besides what a snapshot holds, put back: memory, flags and `.grad`.
+"""Copy-on-write backup of what a run changes beyond a snapshot: memory, flags and `.grad`.
 
 Copy on write: each is copied when a call is about to change it, and most runs change none.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -110,3 +111,10 @@ class Undo(TorchFunctionMode):
 
 
 _HANDS_OUT = ("numpy", "__array__", "__dlpack__", "untyped_storage")  # memory that may be written
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Inside, compiled functions run as they were written: a mode cannot see into their code."""
+    if not upstream.dynamo_is_loaded():
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""The values of a run that is recorded above autograd, and from where an unknown one came.
+"""Numbers the values of a run recorded above autograd, and finds where unknown ones come from.
 
 A tensor is known again by its identity. One that nobody was seen to make is joined by what can be
 asked of it: autograd's graph, walked back until known tensors are met; the memory that it shares

@@ -1,4 +1,4 @@
-"""Which value each tensor of a recorded run stands for: the one table of all recordings.
+"""Which value each tensor of a run holds: the one table of identities, memory and versions.
 
 A tensor is known by its identity; else as one that shows the same elements of the same memory as a
 tensor that is known. Memory keeps what was written to it, so that each tensor that shows some of it

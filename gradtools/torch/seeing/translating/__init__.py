@@ -1,1 +1,1 @@
-"""PyTorch's programs in the vocabulary of the formula: what `programs` uses."""
+"""Translation of a PyTorch run into the graph of framework-neutral operations `formula` reads."""

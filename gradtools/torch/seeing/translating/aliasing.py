@@ -1,4 +1,4 @@
-"""What tensors that share memory show of each other, so that writing in place becomes functional.
+"""Functionalization: views and in-place writes of a recorded run become slices and indexing.
 
 The first tensor that is met on a piece of memory is its root. Any other shows some of the root's
 elements, which its strides tell. A write to it makes a new root; what is read afterwards is taken

@@ -1,4 +1,4 @@
-"""Aten's operations on arrays that the graph's word does not say all of.
+"""Translations of aten's operations on arrays that take more than another name.
 
 All others are said as the graph says them (`as_said`). A translation is given the writer and the
 call's arguments by aten's own names. Linear algebra, normalisation and losses stand in `layers.py`.

@@ -1,4 +1,4 @@
-"""Functions that are read better as a whole than as aten's operations that they are made of.
+"""PyTorch functions recorded as one operation, such as einsum, in place of the aten calls in them.
 
 What is written here is said by the function as it is called, beneath `torch.overrides`; the
 arguments come as they were passed. A function may be left to aten for some arguments: then

@@ -18,10 +18,6 @@ from gradtools.torch.patches import control_flow_called
 Tensor = torch.Tensor
 
 
-def _cond(chosen: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
-    return (yes if chosen else no)(*operands)
-
-
 def _while_loop(goes_on: Any, body: Any, carried: Any, more: Any = ()) -> Any:
     while goes_on(*carried, *more):
         carried = tuple(body(*carried, *more))
@@ -39,7 +35,7 @@ def _scan(combine: Any, carried: Sequence[Any], xs: Sequence[Any], more: Any = (
 
 
 _FOLLOWED: dict[str, Callable[..., Any]] = {
-    "cond": _cond,
+    "cond": lambda chosen, yes, no, operands=(): (yes if chosen else no)(*operands),
     "while_loop": _while_loop,
     "scan": _scan,
 }

@@ -1,4 +1,4 @@
-"""What f holds, read in double precision, or with other arrays in its place.
+"""A TorchFunctionMode that reads f's parameters and other captured tensors in float64.
 
 A formula is compared in float64. The arguments are cast; what f holds besides, such as a module's
 parameters, is read cast: each function of PyTorch that is called is given doubles in place of

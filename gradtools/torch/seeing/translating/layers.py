@@ -1,4 +1,4 @@
-"""Aten's linear algebra, normalisation and losses that the graph's word does not say all of."""
+"""Translations of aten's linear algebra, normalisation and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's programs in the vocabulary of the formula.
+"""`formula` in PyTorch: one run of f, recorded in framework-neutral operations.
 
 f runs once at copies of its arguments and is written down (`translating/`); what it changes is
 put back. Parameters that f holds and that require grad are differentiated like its arguments.

@@ -1,4 +1,4 @@
-"""One run of a PyTorch program, written down in the vocabulary of the formula.
+"""Records a PyTorch run in framework-neutral operations: as functions, aten calls or their parts.
 
 Functions that are read better as a whole (an einsum, a cross-entropy) are written down as
 PyTorch's Python functions are called; all others when aten's operations run, beneath autograd. What
@@ -22,6 +22,7 @@ from gradtools.seeing.formula.recorded import body_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
+from gradtools.torch.operation_marks import OWN
 from gradtools.torch.seeing.flops import inside_of
 from gradtools.torch.seeing.operands import SAME, AtenCall
 from gradtools.torch.seeing.recording.operations import NO_DATA
@@ -388,7 +389,7 @@ class Computing:
             pairs = zip(both[count:], ys, strict=True)
             given = [(y, torch.tensor(c).to(y.dtype)) for c, y in pairs if y.requires_grad]
             result = torch.autograd.grad(
-                [y for y, _ in given], caller, [c for _, c in given], allow_unused=True
+                [y for y, _ in given], caller, [c for _, c in given], allow_unused=OWN
             )
         place = {id(x): g for x, g in zip(caller, result, strict=True)}
         grads = [place.get(id(x)) for x in xs]

@@ -1,4 +1,4 @@
-"""Functions with rules of their own, written down with their rule.
+"""Records each torch.autograd.Function as a custom rule: its forward and its backward program.
 
 What a `torch.autograd.Function` computes is written down as it runs. Autograd is then asked at
 once for its cotangents: what its backward computes is a program of the cotangents, and of values
@@ -22,6 +22,7 @@ from gradtools.errors import is_of
 from gradtools.rules import Rule
 from gradtools.seeing.nodes import Body
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
+from gradtools.torch.operation_marks import OWN
 from gradtools.torch.seeing.recording.autograd_functions import name_and_mark
 from gradtools.torch.seeing.translating.recorder import Computing, FormulaRecorder
 from gradtools.torch.seeing.translating.writer import Ref, like
@@ -92,7 +93,7 @@ class _Applied:
             given = [recorder.introduced(ct, "") for ct in cts]
             with recorder.within(recorder.rules[-1][0] if recorder.rules else ""):
                 result = torch.autograd.grad(
-                    to, caller, cts, create_graph=again, retain_graph=True, allow_unused=True
+                    to, caller, cts, create_graph=again, retain_graph=True, allow_unused=OWN
                 )
             place = {id(x): g for x, g in zip(caller, result, strict=True)}
             pairs = zip(self.xs, self.given, strict=True)

@@ -1,4 +1,4 @@
-"""Writing a program in the vocabulary of the formula, node by node.
+"""`Writer`: the formula's graph under construction, with shapes and dtypes of its values.
 
 A `Ref` stands for a value: its number, shape and dtype. `Writer` adds nodes; shapes and dtypes of
 what lies between are worked out here, those of results are what PyTorch says. Programs inside of

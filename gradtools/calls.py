@@ -42,7 +42,8 @@ class Call:
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
         self.opened: Any = None
         kinds = self._flatten()
-        if not (self._is_leaf and len(self.args) == 1 and not kwargs):  # an array is no module
+        alone = self._is_leaf and kinds[0] is not None and len(self.args) == 1 and not kwargs
+        if not alone:  # as an array is, which is no module
             self.opened = backend.opened(caller, f, args, kwargs, argnums)
         if self.opened is not None:
             self.f, self.args = self.opened, tuple(self.opened.args)
@@ -64,7 +65,7 @@ class Call:
             self.counts.append(len(leaves))
             kinds += of_leaves
         # The argument itself, mostly: then there is no tree to be built again.
-        self._is_leaf = len(kinds) == 1 and kinds[0] is not None and leaves[0] is self.args[i]
+        self._is_leaf = len(self.argnums) == self.counts[0] == 1 and leaves[0] is self.args[i]
         return kinds
 
     @property

@@ -65,7 +65,7 @@ class Call:
             self.counts.append(len(leaves))
             kinds += of_leaves
         # The argument itself, mostly: then there is no tree to be built again.
-        self._is_leaf = len(self.argnums) == self.counts[0] == 1 and leaves[0] is self.args[i]
+        self._is_leaf = self.counts == [1] and leaves[0] is self.args[i]
         return kinds
 
     @property

@@ -3,10 +3,14 @@
 Flops and bytes are counted (`gt.measure`: one table of rules for both frameworks, loops times
 their trips), so they are the same on every machine; the tests assert them. Seconds are CPU seconds
 of one thread, in rounds in which each way runs once, in an order that moves on.
+
+    python benchmarks/cost.py                    # writes results/cost.md
+    python benchmarks/cost.py --device cuda      # writes results/cost_cuda.md, by the clock
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.util
 import pathlib
@@ -14,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -22,12 +27,15 @@ from typing import Any
 import cost_jax
 import cost_torch
 import jax
+import torch
 from chunked import one_thread, table
 from cost_torch import HAND, OURS
 from tqdm import tqdm
 
 import gradtools.jax as gj
 import gradtools.torch as gt
+from gradtools.errors import GradtoolsError
+from gradtools.testing.devices import placed
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROWS, WIDTH, ROUNDS, LEAST = 64, 128, 9, 2e-3
@@ -83,11 +91,14 @@ def time_them(rows: list[Row]) -> None:
 
 
 def spent(run: Callable[[], Any], calls: int) -> float:
-    """CPU seconds of a call, so that other programs on the machine count little."""
-    start = time.process_time()
+    """Seconds of a call: the CPU's, so that other programs count little, or by the clock."""
+    now = time.perf_counter if ON_GPU else time.process_time
+    start = now()
     for _ in range(calls):
         run()
-    return (time.process_time() - start) / calls
+    if ON_GPU:  # JAX's results are waited for at each call
+        torch.cuda.synchronize()
+    return (now() - start) / calls
 
 
 def ratio(row: Row, base: Row) -> float:
@@ -120,7 +131,7 @@ def absent() -> list[str]:
 
 def everything() -> list[list[Row]]:
     cases = [("torch", *item) for item in cost_torch.cases(ROWS, WIDTH).items()]
-    cases += [("jax", *item) for item in cost_jax.cases().items()]
+    cases += [("jax", *item) for item in cost_jax.cases().items() if ARRAYS]
     found = []
     with tqdm(cases, unit="operator", disable=None) as progress:
         for backend, operator, ways in progress:
@@ -135,7 +146,7 @@ def check(rows: list[Row]) -> None:
     assert [row.way for row in rows[:2]] == [OURS, HAND], rows[0].operator
 
 
-def picture(found: list[list[Row]]) -> None:
+def picture(found: list[list[Row]], name: str) -> None:
     """Ours over by hand, for each operator: work, bytes, time."""
     import matplotlib
 
@@ -168,20 +179,21 @@ def picture(found: list[list[Row]]) -> None:
         axis.set_yticks(range(len(names)), names)
         axis.grid(axis="y", linewidth=0.2)
     axes[0].legend()
-    figure.savefig(HERE / "results" / "cost.svg", metadata={"Date": None})
+    figure.savefig(HERE / "results" / f"{name}.svg", metadata={"Date": None})
 
 
-def written(found: list[list[Row]]) -> str:
+def written(found: list[list[Row]], where: str, name: str) -> str:
     packages = ["torch", "jax", *sorted(name for among in PEERS.values() for name in among)]
     versions = [f"{name} {version(name)}" for name in packages if name not in absent()]
     heads = ["operator", "backend", "MFLOP", "by hand", "peak, kB", "by hand", "ms", "by hand"]
     left = [f"{name}: {why}" for name, why in ELSEWHERE.items()]
     left += [f"{name}: not installed" for name in absent()]
+    left += [] if ARRAYS else ["JAX: it has no such device here"]
     text = [
         f"# What every operator costs, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         + ", ".join(versions),
         "",
-        f"A layer tanh(x w) of {ROWS} rows and width {WIDTH}, float32, one CPU thread. Flops and "
+        f"A layer tanh(x w) of {ROWS} rows and width {WIDTH}, float32, {where}. Flops and "
         "peak bytes are counted by `gt.measure`; JAX is jitted to be timed. Milliseconds are "
         f"medians of {ROUNDS} rounds in which each way runs once; ratios are of the same round. "
         "Peers: flops, peak bytes, time over by hand.",
@@ -195,24 +207,37 @@ def written(found: list[list[Row]]) -> str:
         "",
         "Not in the table: " + "; ".join(left) + ".",
         "",
-        "![ours over by hand](cost.svg)",
+        f"![ours over by hand]({name}.svg)",
     ]
     return "\n".join(text) + "\n"
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Every operator beside the same thing by hand.")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: of both frameworks")
+    device = parser.parse_args().device
+    global ARRAYS, ON_GPU
+    ON_GPU = device != "cpu"
+    name = f"cost_{device.replace(':', '_')}" if ON_GPU else "cost"
     one_thread()
-    global ARRAYS
-    ARRAYS = cost_jax.arrays(ROWS, WIDTH)
-    found = everything()
-    text = written(found)
+    with ExitStack() as inside:
+        inside.enter_context(placed("torch", device))
+        try:
+            inside.enter_context(placed("jax", device))
+            ARRAYS = cost_jax.arrays(ROWS, WIDTH)
+        except GradtoolsError as error:  # JAX's build may be for the CPU alone
+            print(error)
+        found = everything()
+        where = torch.cuda.get_device_name() if ON_GPU else "one CPU thread"
+    text = written(found, where, name)
     print(text)
     (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "cost.md").write_text(text)
-    picture(found)
+    (HERE / "results" / f"{name}.md").write_text(text)
+    picture(found, name)
 
 
-ARRAYS: tuple[Any, ...] = ()
+ARRAYS: tuple[Any, ...] = ()  # empty: without JAX
+ON_GPU = False
 
 if __name__ == "__main__":
     main()

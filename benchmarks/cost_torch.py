@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,8 @@ class Point:
     """The arrays that the cases share, and a function of two of them."""
 
     def __init__(self, rows: int, width: int) -> None:
-        draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+        generator, here = torch.Generator().manual_seed(0), torch.get_default_device()
+        draw = lambda *n: torch.randn(n, generator=generator, device="cpu").to(here)
         self.x, self.t = draw(2, rows, width)
         self.w, self.v = draw(2, width, width) / width**0.5
         self.small = draw(width)
@@ -293,7 +293,7 @@ class _Exp(torch.autograd.Function):
 class _HostExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
-        y = torch.from_numpy(np.exp(x.detach().numpy()))
+        y = torch.from_numpy(np.exp(x.detach().cpu().numpy())).to(x.device)
         ctx.save_for_backward(y)
         return y
 

@@ -38,7 +38,7 @@ class Argument(NamedTuple):
         return f"{kind} {self.key}"
 
 
-def arguments(
+def arguments_of_call(
     caller: str,
     f: Callable[..., Any],
     args: Sequence[Any],

@@ -142,17 +142,17 @@ class Arrays(ABC):
     def _kind(self, x: Array) -> str:
         return "complex" if self.is_complex(x) else "real" if self.is_inexact(x) else "exact"
 
-    def sketch(self, tree: Any) -> tuple[list[Any], Any]:
+    def flatten_static(self, tree: Any) -> tuple[list[Any], Any]:
         """The leaves, and the structure as something hashable, in compiled code a constant."""
         return self.flatten(tree)
 
-    def from_sketch(self, structure: Any) -> Any:
+    def treedef_of_static(self, structure: Any) -> Any:
         return structure
 
-    def sketch_of(self, treedef: Any) -> Any:
+    def static_treedef(self, treedef: Any) -> Any:
         return treedef
 
-    def draw(self, structure: Any, leaves: Sequence[Any]) -> Any:
+    def unflatten_static(self, structure: Any, leaves: Sequence[Any]) -> Any:
         return self.unflatten(structure, leaves)
 
     # Arrays.
@@ -189,13 +189,13 @@ class Arrays(ABC):
     def zeros_like(self, x: Array) -> Array:
         return self.xp.zeros_like(x)
 
-    def look(self, x: Array) -> Any:
-        """What x looks like: shape, dtype, and what else its type says; no array."""
+    def aval(self, x: Array) -> Any:
+        """The abstract value of x: shape, dtype, and what else its type says; no array."""
         return tuple(x.shape), x.dtype
 
-    def zeros(self, look: Any, beside: Array) -> Array:
-        """Zeros that look so, on the device of the array beside them."""
-        return self.xp.zeros(look[0], dtype=look[1])
+    def zeros(self, aval: Any, beside: Array) -> Array:
+        """Zeros of this abstract value, on the device of the array beside them."""
+        return self.xp.zeros(aval[0], dtype=aval[1])
 
     def ones_like(self, x: Array) -> Array:
         """Ones with x's shape, dtype and device."""
@@ -408,7 +408,7 @@ class Programs(Rules):
         """
         return None
 
-    def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
+    def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         """Runs fun on what looks like xs, without computing; not at all where that is unsafe."""
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:

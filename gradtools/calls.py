@@ -77,10 +77,10 @@ class Call:
             for path in self.backend.leaf_paths(self.args[i])
         ]
 
-    def without_values(self, look: Callable[[Array], Any]) -> Call:
+    def without_values(self, aval: Callable[[Array], Any]) -> Call:
         """What is known of the call when it is over: names, structures, looks; no array."""
         bare = copy(self)
-        bare.leaves = [look(x) for x in self.leaves]
+        bare.leaves = [aval(x) for x in self.leaves]
         bare.args = tuple([self._numbered(tree) for tree in self.args])
         bare.f, bare.kwargs, bare.opened = _over, {}, None
         return bare

@@ -21,7 +21,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 
-from gradtools.arguments import Argument, arguments, takes
+from gradtools.arguments import Argument, arguments_of_call, takes
 from gradtools.backend import Array, Backend, F, Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import as_array, describe, is_numeric, like_function, normalized_argnums
@@ -162,7 +162,7 @@ class Chunking(Operators):
                 "chunked: key_argnums and carry_argnums name the same argument; it is a key or "
                 "a carry."
             )
-        given = arguments("chunked", f, args, kwargs, axes[0])
+        given = arguments_of_call("chunked", f, args, kwargs, axes[0])
         for i in (*keys, *carried):
             given[i] = Argument(i, args[i])
         batch = Batch(self._backend, "chunked", given, lists=True)
@@ -250,7 +250,7 @@ class Chunking(Operators):
         opened: Any = backend.opened("microbatched", f, args, kwargs, positions)
         if opened is not None and opened.is_tied:
             f, args = opened, opened.args
-        given = arguments("microbatched", f, args, kwargs, in_axes, positions)
+        given = arguments_of_call("microbatched", f, args, kwargs, in_axes, positions)
         call = _Microbatches(backend, given, positions, weights)
         derivatives = Derivatives(backend)
         seen: list[Any] = []

@@ -17,10 +17,10 @@ import numpy as np
 
 from gradtools.backend import Backend, F, Operators
 from gradtools.calls import describe
-from gradtools.custom_structure import ARRAY, Shaped, looks_of
+from gradtools.custom_structure import ARRAY, Shaped, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import told_apart
-from gradtools.rule_contract import checked_word
+from gradtools.rule_contract import Contract, checked_word
 from gradtools.rules import KEYS, Rule
 from gradtools.static_arguments import Parameters
 
@@ -97,7 +97,17 @@ class CustomRules(Operators):
 
 
 _KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
-_GIVEN = {"fun", "fwd", "bwd", "jvp", "remat", "check", "symbolic", "static_argnames", "kernel"}
+_GIVEN = {
+    "fun",
+    "fwd",
+    "bwd",
+    "jvp",
+    "remat",
+    "check",
+    "symbolic_zeros",
+    "static_argnames",
+    "kernel",
+}
 
 
 class CustomRule:
@@ -113,7 +123,7 @@ class CustomRule:
         remat: Whether before a recomputation f runs in the place of fwd (`optimize_remat`).
         static_argnames: The names of the static arguments.
         check: When the rule is held to its contract: "first", "always" or "never".
-        symbolic: Which maps have symbolic zeros: any of "tangent" and "cotangent".
+        symbolic_zeros: Which maps have symbolic zeros: any of "tangent" and "cotangent".
     """
 
     __qualname__: str
@@ -134,7 +144,7 @@ class CustomRule:
         self.jvp: Callable[..., Any] | None = None
         self.remat = False
         self.check = checked_word("custom_rule", check)
-        self.symbolic: frozenset[str] = frozenset()
+        self.symbolic_zeros: frozenset[str] = frozenset()
         self._backend = backend
         self.static_argnames = _static_names(static_argnames)
         self._begin()
@@ -218,7 +228,9 @@ class CustomRule:
         self._is_symbolic("cotangent", symbolic_zeros)
 
     def _is_symbolic(self, which: str, yes: bool) -> None:
-        self.symbolic = self.symbolic | {which} if yes else self.symbolic - {which}
+        self.symbolic_zeros = (
+            self.symbolic_zeros | {which} if yes else self.symbolic_zeros - {which}
+        )
 
     def defjvp(self, rule: F, symbolic_zeros: bool = False) -> F:
         """Gives the forward rule: `rule(primals, tangents)` returns the output and its tangent.
@@ -278,14 +290,16 @@ class CustomRule:
                 return result
         backend = self._backend
         statics, rest = self._bound(args, kwargs)
-        leaves, structure = backend.sketch(rest)
+        leaves, structure = backend.flatten_static(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
         arrays = tuple([backend.is_array(x) for x in leaves])
         xs = [x for x in leaves if backend.is_array(x)]
         others = tuple([x for x in leaves if not backend.is_array(x)])
         key = self._key_of(self._own_key, statics, structure, arrays, others)
         ys = backend.apply_rule_by_key(key, *xs)
-        return backend.draw(self._out_of(key, () if backend.compiling() else looks_of(xs)), ys)
+        return backend.unflatten_static(
+            self._out_of(key, () if backend.compiling() else avals_of(xs)), ys
+        )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """`(statics, rest)` of a call, or an error that names the function."""
@@ -301,14 +315,14 @@ class CustomRule:
         shape = self._shape(statics, structure, arrays, others)
         return shape.rule.key
 
-    def _out(self, key: str, looks: Any) -> Any:
+    def _out(self, key: str, avals: Any) -> Any:
         """The structure that came out where arrays like these went in."""
         shape = self._by_key[key]
-        if looks in shape.outs:
-            return shape.outs[looks]
-        if looks:  # lengths that are open where a rule is traced may be known where it is called
+        if avals in shape.outs:
+            return shape.outs[avals]
+        if avals:  # lengths that are open where a rule is traced may be known where it is called
             return shape.newest
-        return self._backend.sketch_of(shape.newest)
+        return self._backend.static_treedef(shape.newest)
 
     def _shape(self, statics: Any, structure: Any, arrays: Any, others: Any) -> Shaped:
         """The Rule for this way of calling."""
@@ -321,7 +335,7 @@ class CustomRule:
             if self._arrays_in(statics):
                 raise self._unhashable(statics, others)  # PyTorch's tensors are hashable
             full = _marked(iter(others), arrays)
-            treedef = self._backend.from_sketch(structure)
+            treedef = self._backend.treedef_of_static(structure)
             result = self._shapes[key] = Shaped(self, statics, treedef, full)
             self._by_key[result.rule.key] = result
             if len(self._shapes) > _MOST_SHAPES:
@@ -370,18 +384,27 @@ class CustomRule:
         return self._new_rule(shape, linearize=shape.linearize, joint=joint)
 
     def _new_rule(self, shape: Shaped, **maps: Any) -> Rule:
-        maps_of = {"fwd": self.fwd, "bwd": self.bwd, "jvp": self.jvp}
-        given = {name: f for name, f in maps_of.items() if f is not None}
         return Rule(
             self.__name__,
             shape.primal,
-            written=(self.fun, *given.values()),
-            called=tuple([(name, _name(f)) for name, f in given.items()]),
-            dense=True,
-            symbolic=self.symbolic,
+            user_functions=(self.fun, *self._maps().values()),
+            symbolic_zeros=self.symbolic_zeros,
             contract=shape.contract,
-            remat=self.remat and "cotangent" not in self.symbolic,
             **maps,
+        )
+
+    def _maps(self) -> dict[str, Callable[..., Any]]:
+        """The functions of the rule that were given, by the names of their roles."""
+        maps = {"fwd": self.fwd, "bwd": self.bwd, "jvp": self.jvp}
+        return {role: f for role, f in maps.items() if f is not None}
+
+    def _contract(self) -> Contract:
+        """What a rule at one structure of the arguments is held to."""
+        return Contract(
+            f"{self._kind} {self.__name__}",
+            self.check,
+            functions={role: _name(f) for role, f in self._maps().items()},
+            remat=self.remat and "cotangent" not in self.symbolic_zeros,
         )
 
 

@@ -10,7 +10,7 @@ from gradtools.backend import Array, Backend
 from gradtools.calls import describe
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import told_apart
-from gradtools.rule_contract import Contract, Look, Primal
+from gradtools.rule_contract import Aval, Primal
 from gradtools.rules import Entries, Linearized
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Shaped:
     def __post_init__(self) -> None:
         self.backend = self.of._backend
         self.name = self.of.__name__
-        self.contract = Contract(f"{self.of._kind} {self.name}", self.of.check)
-        self.values: dict[Any, tuple[Any, list[Look]]] = {}
+        self.contract = self.of._contract()
+        self.values: dict[Any, tuple[Any, list[Aval]]] = {}
         self.rule = self.of._rule(self)
         self.entries = [
             self.backend.flatten(tree)
@@ -66,30 +66,30 @@ class Shaped:
         """The arrays of what f ("it"), fwd or the forward rule returned, held to the contract."""
         backend = self.backend
         leaves, out_def = backend.flatten(out)
-        looks = looks_of(xs)
+        avals = avals_of(xs)
         ys = [y if backend.is_array(y) else self._as_array(y, who) for y in leaves]
         if who == "it":
-            self.values[looks] = out_def, self._looks_of(ys)
+            self.values[avals] = out_def, self._avals_of(ys)
         elif self.contract.check != "never":
-            self.contract.ask(who, looks, of=lambda: self._hold(xs, looks, out_def, ys, who))
-        elif looks in self.values:  # known without a run, and nothing here fits another structure
-            self._hold(xs, looks, out_def, ys, who)
-        self.outs[looks] = self.newest = out_def
+            self.contract.ask(who, avals, of=lambda: self._hold(xs, avals, out_def, ys, who))
+        elif avals in self.values:  # known without a run, and nothing here fits another structure
+            self._hold(xs, avals, out_def, ys, who)
+        self.outs[avals] = self.newest = out_def
         return ys
 
-    def _looks_of(self, ys: Sequence[Array]) -> list[Look]:
+    def _avals_of(self, ys: Sequence[Array]) -> list[Aval]:
         lengths = [tuple([_length(n) for n in y.shape]) for y in ys]  # a symbol is of its trace
-        return [Look(n, self.backend.dtype_name(y)) for n, y in zip(lengths, ys, strict=True)]
+        return [Aval(n, self.backend.dtype_name(y)) for n, y in zip(lengths, ys, strict=True)]
 
-    def _hold(self, xs: Sequence[Array], looks: Any, out_def: Any, ys: Any, who: str) -> bool:
+    def _hold(self, xs: Sequence[Array], avals: Any, out_def: Any, ys: Any, who: str) -> bool:
         """Holds what the forward pass returned to what the function returns, once that is known."""
-        if looks not in self.values:
-            self.backend.sketch_values(self.primal, *xs)
-        if looks not in self.values:
+        if avals not in self.values:
+            self.backend.abstract_eval(self.primal, *xs)
+        if avals not in self.values:
             return False
-        expected, wanted = self.values[looks]
-        came = self._looks_of(ys)
-        if any(None in look.shape for look in (*came, *wanted)):
+        expected, wanted = self.values[avals]
+        came = self._avals_of(ys)
+        if any(None in aval.shape for aval in (*came, *wanted)):
             came, wanted = _without_lengths(came), _without_lengths(wanted)
         self.contract.same_outputs(who, out_def, came, expected, wanted)
         return True
@@ -116,7 +116,7 @@ class Shaped:
         """The same from what the forward rule returned."""
         out, dout = self.pair(result, "the forward rule", "(out, tangent_out)")
         ys = self.outputs(xs, out, "the forward rule")
-        dys = self._like(dout, self.outs[looks_of(xs)], "the forward rule's tangent")
+        dys = self._like(dout, self.outs[avals_of(xs)], "the forward rule's tangent")
         return ys, [
             self._fitting(dy, y, f"the forward rule's tangent {i}")
             for i, (dy, y) in enumerate(zip(dys, ys, strict=True))
@@ -127,7 +127,7 @@ class Shaped:
         return self.joint(xs, dxs)[1]
 
     def _tangents(self, dxs: Sequence[Any]) -> Any:
-        left, symbolic = iter(dxs), "tangent" in self.of.symbolic
+        left, symbolic = iter(dxs), "tangent" in self.of.symbolic_zeros
         full = [
             next(left) if o is ARRAY else None if symbolic or not _is_number(o) else 0.0
             for o in self.others
@@ -136,23 +136,23 @@ class Shaped:
 
     # --- the reverse rule
 
-    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> FwdMaps:
         """One run of fwd, and the maps that read what it saved.
 
         perturbed: Which of xs are differentiated, where that is known.
         """
-        backend, looks = self.backend, looks_of(xs)
+        backend, avals = self.backend, avals_of(xs)
         like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
         assert self.of.fwd is not None
         result = self.of.fwd(*self.statics, *self._told(xs, perturbed))
         out, res = self.pair(result, "fwd", "(out, residuals)")
         ys = self.outputs(xs, out, "fwd")
         kept, extras = Residuals.of(backend, res, xs, ys)
-        return self.maps(ys, extras, kept, self.outs[looks], like)
+        return self.maps(ys, extras, kept, self.outs[avals], like)
 
     def maps(
         self, ys: list[Array], extras: list[Array], kept: Residuals, out_def: Any, like: Any
-    ) -> Linearized:
+    ) -> FwdMaps:
         """The maps that read what a run of fwd saved, at arrays like `like`."""
         backend = self.backend
 
@@ -168,20 +168,20 @@ class Shaped:
         saves = kept.places
         if self.of.jvp is not None:
             saves = (*saves, *range(len(like)))
-        return Linearized(
+        return FwdMaps(
             ys,
             extras,
             saves,
             None if self.of.jvp is None else tangent,
             cotangent,
-            rerun=kept.rerun,
-            pushing=len(saves) - len(kept.places),
-            key=(tuple(like), out_def, kept, told_apart(kept.others)),
+            opaque_residuals=kept.opaque_residuals,
+            tangent_only=len(saves) - len(kept.places),
+            made_of=(tuple(like), out_def, kept),
         )
 
     def _told(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
         """fwd's arguments; with symbolic zeros each with whether it is differentiated."""
-        if "cotangent" not in self.of.symbolic:
+        if "cotangent" not in self.of.symbolic_zeros:
             return self.arguments(xs)
         if perturbed is None:
             perturbed = tuple([self.backend.is_inexact(x) for x in xs])
@@ -196,17 +196,17 @@ class Shaped:
         ]
         return self.backend.unflatten(self.treedef, full)
 
-    def cotangents(self, found: Any, like: Sequence[Any]) -> list[Any]:
+    def cotangents(self, cotangents: Any, like: Sequence[Any]) -> list[Any]:
         """What bwd returned, as one flat entry for each array."""
-        if not isinstance(found, tuple | list) or len(found) != len(self.entries):
-            came = describe(self.backend, found)
+        if not isinstance(cotangents, tuple | list) or len(cotangents) != len(self.entries):
+            came = describe(self.backend, cotangents)
             names = [n for n in self.of._taken.names if n not in self.of.static_argnames]
             raise self._error(
                 f"bwd returned {came}, expected a tuple of {len(self.entries)}, one cotangent for "
                 f"each argument{' (' + ', '.join(names) + ')' if names else ''}."
             )
         leaves: list[Any] = []
-        for i, (entry, (own, treedef)) in enumerate(zip(found, self.entries, strict=True)):
+        for i, (entry, (own, treedef)) in enumerate(zip(cotangents, self.entries, strict=True)):
             if entry is None:
                 leaves += [None] * len(own)
             else:
@@ -272,13 +272,13 @@ class Shaped:
         return None if zero else x
 
 
-def looks_of(xs: Sequence[Array]) -> Any:
+def avals_of(xs: Sequence[Array]) -> Any:
     """Shapes and dtypes, by which what was asked of a rule is remembered."""
     return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
 
 
-def _without_lengths(looks: Sequence[Look]) -> list[Look]:
-    return [Look((None,) * len(look.shape), look.dtype) for look in looks]
+def _without_lengths(avals: Sequence[Aval]) -> list[Aval]:
+    return [Aval((None,) * len(aval.shape), aval.dtype) for aval in avals]
 
 
 def _is_number(x: Any) -> bool:
@@ -289,6 +289,22 @@ def _is_number(x: Any) -> bool:
 def _length(n: Any) -> Any:
     """The length of an axis; those that PyTorch's compiler keeps open look alike, unhashable."""
     return n if isinstance(n, int) else None
+
+
+@dataclass(slots=True)
+class FwdMaps(Linearized):
+    """The maps that read what a run of fwd saved.
+
+    Attributes:
+        made_of: The avals of the inputs, the structure of the output, and what fwd saved.
+    """
+
+    made_of: tuple[Any, Any, Residuals] = field(kw_only=True)
+
+    @property
+    def key(self) -> Any:
+        """What tells the maps, as functions of what they are handed, from another run's."""
+        return *self.made_of, told_apart(self.made_of[2].others)
 
 
 _PLAIN = (str, bytes, bool, int, float, complex, type)
@@ -303,7 +319,7 @@ class Residuals:
     others: tuple[Any, ...]
 
     @property
-    def rerun(self) -> bool:
+    def opaque_residuals(self) -> bool:
         """Whether anything saved may depend on x without being an array."""
         return any(o is not ARRAY and not isinstance(o, _PLAIN) for o in self.others)
 

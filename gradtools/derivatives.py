@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Concatenate, Literal, TypeVar, overload
 
-from gradtools.arguments import Argument, arguments
+from gradtools.arguments import Argument, arguments_of_call
 from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
 from gradtools.batches import Batch
 from gradtools.calls import (
@@ -550,7 +550,7 @@ class Derivatives(Operators):
         if opened is not None:
             f, args = opened, opened.args
             caller = name, f, argnums, *rest
-        given = arguments(name, f, args, kwargs, in_axes, positions)
+        given = arguments_of_call(name, f, args, kwargs, in_axes, positions)
         if in_axes is None and len(positions) == 1:
             only = Argument(positions[0], args[positions[0]], 0)
             if self._is_split([only]) and not self._is_split(given):

@@ -27,13 +27,13 @@ class Connection:
     """Which differentiated arguments do not reach the output, and what to say about it."""
 
     def __init__(
-        self, backend: Backend, call: Call, found: Evaluation, grads: Sequence[Array | None]
+        self, backend: Backend, call: Call, evaluation: Evaluation, grads: Sequence[Array | None]
     ) -> None:
-        self.backend, self.call, self.found, self.grads = backend, call, found, grads
+        self.backend, self.call, self.evaluation, self.grads = backend, call, evaluation, grads
 
     def check(self, policy: str) -> None:
         """Raises or warns as `policy`, a value of `disconnected_inputs`, says."""
-        if not self.found.checked:
+        if not self.evaluation.checked:
             return self._warn_of_zeros()
         lost = self._lost_leaves() if policy == "strict" else self._lost_arguments()
         if not lost:
@@ -57,7 +57,7 @@ class Connection:
 
     def _message(self, lost: list[tuple[str, int]]) -> str:
         names = ", ".join(name for name, _ in lost)
-        cuts = [cut for _, i in lost for cut in self.found.where_lost(i)]
+        cuts = [cut for _, i in lost for cut in self.evaluation.where_lost(i)]
         where = f" It is cut by {'; '.join(dict.fromkeys(cuts))}." if cuts else ""
         verb = "does" if len(lost) == 1 else "do"
         mend = 'If zero is what you mean, pass disconnected_inputs="zeros".'

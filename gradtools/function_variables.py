@@ -1,10 +1,13 @@
-"""What a function of Python's reads from outside: the cells that it closes over, and globals."""
+"""What functions of Python's and containers hold, and the same of other parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import CellType, CodeType
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CellType, CodeType, MethodType
 from typing import Any
+from weakref import ref
 
 
 def cells_of(f: Any) -> dict[str, Any]:
@@ -28,3 +31,36 @@ def names_in(code: CodeType | None) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from names_in(inner)
+
+
+def parts_of(x: Any) -> list[Any]:
+    """What a list, tuple, dict, bound method, partial function or weak reference holds."""
+    kind = type(x)
+    if kind in (list, tuple):
+        return list(x)
+    if kind in (dict, OrderedDict):
+        return list(x.values())
+    if kind is MethodType:
+        return [x.__self__]
+    if isinstance(x, partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    return [x()] if kind is ref and x() is not None else []
+
+
+def with_parts(x: Any, of: Callable[[Any], Any]) -> Any:
+    """The same of what `of` gives for each part; x itself where these are its own."""
+    old = parts_of(x)
+    new = list(map(of, old))
+    if all(a is b for a, b in zip(old, new, strict=True)):
+        return x
+    kind = type(x)
+    if kind in (list, tuple):
+        return kind(new)
+    if kind in (dict, OrderedDict):
+        return kind(zip(x, new, strict=True))
+    if kind is MethodType:
+        return MethodType(x.__func__, *new)
+    if isinstance(x, partial):
+        count = 1 + len(x.args)
+        return kind(*new[:count], **dict(zip(x.keywords, new[count:], strict=True)))
+    return ref(*new)

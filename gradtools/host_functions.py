@@ -16,11 +16,11 @@ from typing import Any, overload
 
 from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import Shaped
+from gradtools.custom_structure import FwdMaps, Shaped
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host_kernels import Kernel, Spec
 from gradtools.rule_contract import checked_word
-from gradtools.rules import KEYS, Entries, Linearized, Rule, spread
+from gradtools.rules import Entries, Linearized, Rule, spread
 from gradtools.static_arguments import Parameters
 
 
@@ -150,8 +150,7 @@ class HostFunction(CustomRule):
                 missing,
                 missing,
                 captures=False,
-                written=(self.kernel.fun,),
-                dense=True,
+                user_functions=(self.kernel.fun,),
             )
         if self.bwd is None:
             return super()._rule(shape)
@@ -160,7 +159,7 @@ class HostFunction(CustomRule):
         shape.refined = of_kernels.refined
         rule = self._new_rule(shape, linearize=of_kernels.linearize, joint=joint)
         # Its maps are rules on all cotangents, so fwd is told that each may be asked for.
-        return replace(rule, symbolic=self.symbolic - {"cotangent"}, key=next(KEYS))
+        return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
 
 
 _MOST_MAPS = 64
@@ -185,18 +184,18 @@ class _OfKernels:
         """Like `Shaped.linearize`, with maps that can be differentiated again."""
         backend = self.backend
         result = self.shape.linearize(*xs)
-        outs = [backend.look(y) if backend.is_inexact(y) else None for y in result.ys]
+        outs = [backend.aval(y) if backend.is_inexact(y) else None for y in result.ys]
         return self.refined(result, [backend.is_inexact(x) for x in xs], outs)
 
-    def refined(self, found: Linearized, moving: Sequence[bool], outs: Entries) -> Linearized:
+    def refined(self, linearized: FwdMaps, moving: Sequence[bool], outs: Entries) -> Linearized:
         """The maps of `Shaped.maps`, with what is needed to differentiate them again.
 
         moving: Which inputs are floating or complex.
         outs: What the outputs look like, None for others.
         """
-        backend, n, k = self.backend, len(moving), len(found.saves)
-        maps = self.maps(found, tuple(moving), tuple(outs))
-        given = found.tangent  # and not all that was found, whose arrays would stay
+        backend, n, k = self.backend, len(moving), len(linearized.saves)
+        maps = self.maps(linearized, tuple(moving), tuple(outs))
+        given = linearized.tangent  # and not all that was found, whose arrays would stay
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             if given is not None:
@@ -213,16 +212,16 @@ class _OfKernels:
             return spread(pulled, moving)
 
         return replace(
-            found,
-            saves=(*found.saves, *range(n)),
-            pushing=0,
+            linearized,
+            saves=(*linearized.saves, *range(n)),
+            tangent_only=0,
             tangent=tangent,
             cotangent=cotangent,
         )
 
-    def maps(self, found: Linearized, moving: Any, outs: Any) -> _KernelMaps:
+    def maps(self, linearized: FwdMaps, moving: Any, outs: Any) -> _KernelMaps:
         """The maps as rules, made once for evaluations that differ in their arrays alone."""
-        key = (found.key, outs)
+        key = (linearized.key, outs)
         try:
             known = self.known.get(key)
         except TypeError:  # fwd saved what is not hashable
@@ -231,12 +230,12 @@ class _OfKernels:
             return known
         made = _KernelMaps(
             self,
-            saves=found.saves,
-            bwd=found.cotangent,
+            saves=linearized.saves,
+            bwd=linearized.cotangent,
             moving=moving,
             outs=outs,
         )
-        if key is not None and found.key is not None:
+        if key is not None:
             self.known[key] = made
             if len(self.known) > _MOST_MAPS:
                 del self.known[next(iter(self.known))]
@@ -259,8 +258,8 @@ class _KernelMaps:
         self.n, self.k = len(self.moving), len(self.saves)
         saved = tuple(range(self.n, self.n + self.k))
         common: dict[str, Any] = {
-            "passive": saved,
-            "written": (host.fwd, host.bwd),
+            "nondifferentiable": saved,
+            "user_functions": (host.fwd, host.bwd),
             "source": self.of.shape.rule,
         }
         name = host.__name__
@@ -357,7 +356,7 @@ class _KernelMaps:
 
     def zero_cotangents(self, like: Array) -> list[Array]:
         """Zeros for each output that is differentiated."""
-        return [self.backend.zeros(look, like) for look in self.outs if look is not None]
+        return [self.backend.zeros(aval, like) for aval in self.outs if aval is not None]
 
     def d_pushed(self, operands: Entries, moved: Entries) -> list[Any]:
         xs, saved, dxs = self.parted(operands)

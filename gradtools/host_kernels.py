@@ -164,18 +164,18 @@ class Kernel:
         return self._call(backend, treedef, tuple(arrays), others), xs
 
     def known_call(
-        self, looks: Any, backend: Any, args: Sequence[Any]
+        self, avals: Any, backend: Any, args: Sequence[Any]
     ) -> tuple[KernelCall, Results]:
         """The call with arrays that look so as arguments, and what it returns; kept for the next.
 
-        looks: What tells apart arguments for which `out` may say something else.
+        avals: What tells apart arguments for which `out` may say something else.
         """
-        result = self.known.get(looks)
+        result = self.known.get(avals)
         if result is None:
             call, xs = self.bind(backend, args)
             specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
             result = call, call.results(specs)
-            self.known[looks] = result
+            self.known[avals] = result
             if len(self.known) > _MOST_CALLS:
                 del self.known[next(iter(self.known))]
         return result
@@ -242,19 +242,19 @@ class Results:
     treedef: Any
     alone: bool  # whether one array comes, in no container
     dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)  # as NumPy carries them
-    looks: tuple[Any, ...] = field(init=False, compare=False)  # their shapes and these
+    avals: tuple[Any, ...] = field(init=False, compare=False)  # their shapes and these
     widened: bool = field(init=False, compare=False)  # whether NumPy has another dtype for one
 
     def __post_init__(self) -> None:
         carried = [np.dtype(carrier(s.dtype)) for s in self.specs]
         object.__setattr__(self, "dtypes", tuple(carried))
         pairs = zip(self.specs, carried, strict=True)
-        object.__setattr__(self, "looks", tuple([(s.shape, dtype) for s, dtype in pairs]))
+        object.__setattr__(self, "avals", tuple([(s.shape, dtype) for s, dtype in pairs]))
         object.__setattr__(self, "widened", any(s.dtype in _CARRIED for s in self.specs))
 
     def are(self, ys: Sequence[Any], batch: Shape) -> bool:
         """Whether arrays are what was expected, without a word of what is wrong with them."""
-        for y, (shape, dtype) in zip(ys, self.looks, strict=True):
+        for y, (shape, dtype) in zip(ys, self.avals, strict=True):
             if batch:
                 shape = (*batch, *shape)
             if type(y) is not np.ndarray or y.dtype != dtype or y.shape != shape:
@@ -375,7 +375,7 @@ class KernelCall:
         kernel = self.kernel
         if expected.alone and type(tree) is np.ndarray and not kernel.raw:
             ys, tree = [tree], None  # held once
-            if not batch and (ys[0].shape, ys[0].dtype) == expected.looks[0]:
+            if not batch and (ys[0].shape, ys[0].dtype) == expected.avals[0]:
                 return ys
         elif kernel.raw:
             ys = tree

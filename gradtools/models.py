@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments import arguments
+from gradtools.arguments import arguments_of_call
 from gradtools.backend import Backend, F, Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import like_function, with_article
@@ -261,7 +261,7 @@ class Models(Operators):
         if not kwargs and type(in_axes) is not dict:
             return native.call(*args)
         backend = self._backend
-        batch = Batch(backend, "vmap", arguments("vmap", f, args, kwargs, in_axes))
+        batch = Batch(backend, "vmap", arguments_of_call("vmap", f, args, kwargs, in_axes))
 
         def one(*example: Any) -> Any:
             args, kwargs = batch.at(example)

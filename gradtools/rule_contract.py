@@ -15,7 +15,7 @@ asked once for a rule and a signature, and not again for what is derived from it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ def checked_word(caller: str, check: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Look:
+class Aval:
     """An array's shape and dtype, as messages and comparisons speak of them."""
 
     shape: tuple[Any, ...]
@@ -48,11 +48,14 @@ class Look:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contract:
-    """What one rule is held to.
+    """What one rule of an author is held to, and what its author said of it.
 
     Attributes:
         name: What messages call the rule, such as "custom_rule sinh".
         check: When it is checked: "first", "always" or "never".
+        functions: What its functions are called, such as {"bwd": "sin_bwd"}, for whoever prints.
+        remat: Whether the value is that of f, and not of fwd, where what fwd saves is not used:
+            before a recomputation.
         answered: The questions that were, with `check="first"`.
         losing: At which signatures the forward rule cannot be transposed without loss, and which
             tangent it loses.
@@ -60,6 +63,8 @@ class Contract:
 
     name: str
     check: str = "first"
+    functions: Mapping[str, str] = field(default_factory=dict)
+    remat: bool = False
     answered: set[Hashable] = field(default_factory=set)
     losing: dict[Hashable, int] = field(default_factory=dict)
 
@@ -88,13 +93,13 @@ class Contract:
         return GradtoolsError(f"{self.name}: {text}")
 
     def same_outputs(
-        self, who: str, came: Any, looks: list[Look], expected: Any, wanted: list[Look]
+        self, who: str, came: Any, avals: list[Aval], expected: Any, wanted: list[Aval]
     ) -> None:
         """Whether what the forward pass returned is f's output in structure, shapes and dtypes.
 
         who: "fwd" or "the forward rule".
         came, expected: The structures.
-        looks, wanted: The arrays.
+        avals, wanted: The arrays.
         """
         mend = (
             "Its first result must be the function's own output at the same arguments"
@@ -105,10 +110,10 @@ class Contract:
                 f"{who} returned an output of the structure {came}, but the function returns "
                 f"{expected}. {mend}"
             )
-        for i, (look, want) in enumerate(zip(looks, wanted, strict=True)):
-            if look != want:
+        for i, (aval, want) in enumerate(zip(avals, wanted, strict=True)):
+            if aval != want:
                 raise self.refusal(
-                    f"{who} returned {look} for output {i}, but the function returns {want}. {mend}"
+                    f"{who} returned {aval} for output {i}, but the function returns {want}. {mend}"
                 )
 
     def not_zero(self, which: str, i: int) -> GradtoolsError:

@@ -58,11 +58,9 @@ class Linearized:
         saves: What the maps are handed: positions in `[*xs, *ys, *extras]`.
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.
-        pushing: How many of the last entries of `saves` the tangent map alone reads.
-        key: What tells its maps, as functions of what they are handed, from those of another
-            evaluation of the same rule; None: nothing does.
-        rerun: Whether something else than arrays was saved that may depend on x, so that a
-            second derivative has to evaluate again.
+        tangent_only: How many of the last entries of `saves` the tangent map alone reads.
+        opaque_residuals: Whether something else than arrays was saved that may depend on x, so
+            that a second derivative has to evaluate again.
     """
 
     ys: list[Array]
@@ -70,9 +68,8 @@ class Linearized:
     saves: tuple[int, ...]
     tangent: Map | None = None
     cotangent: Map | None = None
-    rerun: bool = False
-    pushing: int = 0
-    key: Any = None
+    opaque_residuals: bool = False
+    tangent_only: int = 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -92,31 +89,23 @@ class Rule:
             inputs and outputs; `tangent`, `cotangent` and `saves` then are left out.
         joint: `joint(xs, dxs)` gives outputs and tangents of one evaluation, for a rule that is
             given so; `tangent` is its second half.
-        passive: Positions of inputs that are never differentiated; their derivative is zero.
+        nondifferentiable: Positions of inputs that are never differentiated; their derivative is
+            zero.
         reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
-        written: The functions of its author, in which captured arrays are looked for.
-        called: What these are called, as pairs such as ("bwd", "sin_bwd"), for whoever prints.
+        user_functions: The functions of its author, in which captured arrays are looked for.
         source: The rule that it was made for, if any: what is known of that holds for it too.
-        dense: Whether the maps are handed zeros for what is floating, and not None.
-        symbolic: Which maps are handed None for a zero although the rule is dense, and results
-            of an evaluation that knows what is differentiated: any of "tangent", "cotangent".
-        contract: What the author's maps are held to; None: they are trusted.
+        symbolic_zeros: Which maps are handed None for a zero in spite of a contract, and come of
+            an evaluation that knows what is differentiated: any of "tangent", "cotangent".
+        contract: What its author's maps are held to; they are handed zeros for what is floating,
+            and not None. None: they are trusted.
         identity: Whether the outputs are inputs as they came, which pictures tell.
-        key: A text by which compiled code finds the rule again, see `by_key`.
-        mapped: `mapped(size, axes, xs, randomness)` gives the rule of a batch, for rules that
-            know it themselves: with its inputs, and a function of its outputs that gives their
-            axes.
-        remat: Whether the value is that of `primal`, and not of the forward pass of its
-            derivative, where what this saves is not used: before a recomputation.
-        flow: Whose data flow says which input reaches which output, where the derivative is that
-            of a whole function; None: each reaches all. Its cotangent map is then computed for
-            those inputs alone that are asked for.
-        reaches: `reaches(*specs)` gives, for the Specs of the inputs, matrix[output][input]: which
-            input reaches which output by a differentiable path. None, of the attribute or of what
-            it gives: each reaches all.
-        crosses: Whether it calls a function of another framework, into which pictures look.
+        reaches: Of a function of another framework, into which pictures look: `reaches(*specs)`
+            gives, for the Specs of the inputs, matrix[output][input]: which input reaches which
+            output by a differentiable path. None, of the attribute or of what it gives: each
+            reaches all.
+        key: A text by which compiled code finds the rule again, see `by_key`. Each has its own.
     """
 
     name: str
@@ -126,23 +115,17 @@ class Rule:
     saves: tuple[int, ...] | None = None
     linearize: Callable[..., Linearized] | None = None
     joint: Joint | None = None
-    passive: tuple[int, ...] = ()
+    nondifferentiable: tuple[int, ...] = ()
     reverse_only: bool = False
     captures: bool = True
     closed_over: tuple[int, ...] = ()
-    written: tuple[Any, ...] = ()
-    called: tuple[tuple[str, str], ...] = ()
+    user_functions: tuple[Any, ...] = ()
     source: Rule | None = None
-    dense: bool = False
-    symbolic: frozenset[str] = frozenset()
+    symbolic_zeros: frozenset[str] = frozenset()
     contract: Contract | None = None
     identity: bool = False
-    key: str = field(default_factory=lambda: next(KEYS))
-    mapped: Callable[..., Any] | None = None
-    remat: bool = False
-    flow: Callable[..., list[Array]] | None = None
     reaches: Callable[..., Sequence[Sequence[bool]] | None] | None = None
-    crosses: bool = False
+    key: str = field(init=False, default_factory=lambda: next(KEYS))
 
     def __post_init__(self) -> None:
         if self.tangent is None and self.cotangent is None and self.linearize is None:
@@ -150,16 +133,16 @@ class Rule:
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
                 "give at least one, the other follows by transposition."
             )
-        _BY_KEY.setdefault(self.key, self)
+        _BY_KEY[self.key] = self
 
     def __repr__(self) -> str:
         return f"<rule {self.name}>"
 
     @classmethod
     def of(cls, rule: Rule, **changes: Any) -> Self:
-        """What describes a rule, with these changes, as another rule, of this class."""
-        described = {f.name: getattr(rule, f.name) for f in fields(Rule)}
-        return cls(**described | {"key": next(KEYS)} | changes)
+        """The rule with these changes, as one of this class: what both classes have is kept."""
+        both = [f.name for f in fields(cls) if f.init and hasattr(rule, f.name)]
+        return cls(**{name: getattr(rule, name) for name in both} | changes)
 
     @property
     def maps(self) -> tuple[Any, ...]:
@@ -168,17 +151,17 @@ class Rule:
 
     def fills(self, which: str) -> bool:
         """Whether the "tangent" or "cotangent" map is handed zeros, and not None."""
-        return self.dense and which not in self.symbolic
+        return self.contract is not None and which not in self.symbolic_zeros
 
     def at(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """One evaluation with the maps there.
 
         perturbed: Which inputs are differentiated, where that is known and the rule asks for it
-            (`symbolic`); None: each may be.
+            (`symbolic_zeros`); None: each may be.
         """
         if self.linearize is None:
             return self.reading(xs, self.primal(*xs))
-        if "cotangent" in self.symbolic:
+        if "cotangent" in self.symbolic_zeros:
             return self.linearize(*xs, perturbed=perturbed)
         return self.linearize(*xs)
 
@@ -217,7 +200,7 @@ def captured(
 
     To trace a rule's maps whenever it is applied would never end, for a rule may use itself.
     """
-    return held_by(rule.written or rule.maps, wanted, array, attributes)
+    return held_by(rule.user_functions or rule.maps, wanted, array, attributes)
 
 
 def held_by(
@@ -289,11 +272,6 @@ def batched(
     """
     x_axes = tuple(x_axes)
 
-    def mapped(fun: Callable[..., list[Array]] | None) -> Any:
-        if fun is None:
-            return None
-        return lambda *xs: backend.vmap_list(lambda *x: fun(*x), x_axes, size)(*xs)
-
     def tangent_of(one: Map | None, axes: tuple[Any, ...]) -> Map | None:
         if one is None:
             return None
@@ -356,9 +334,7 @@ def batched(
     axes = tuple(saved_from(rule.saves, x_axes) if saved_axes is None else saved_axes)
     return replace(
         rule,
-        key=next(KEYS),
-        primal=mapped(rule.primal),
-        flow=mapped(rule.flow),
+        primal=lambda *xs: backend.vmap_list(lambda *x: rule.primal(*x), x_axes, size)(*xs),
         reaches=rule.reaches and reaches,
         tangent=tangent_of(rule.tangent, axes),
         cotangent=cotangent_of(rule.cotangent, axes),
@@ -403,6 +379,12 @@ def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
         return list(values)
     left = iter(values)
     return [next(left) if m else None for m in mask]
+
+
+def replaced_where(xs: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
+    """xs with new entries at the places where mask is true."""
+    left = iter(new)
+    return [next(left) if m else x for x, m in zip(xs, mask, strict=True)]
 
 
 def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:

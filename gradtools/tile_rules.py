@@ -102,8 +102,8 @@ def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[
         of.name,
         primal=of.primal,
         linearize=of.linearize,
-        written=of.call.written,
-        symbolic=frozenset({"cotangent"}),
+        user_functions=of.call.user_functions,
+        symbolic_zeros=frozenset({"cotangent"}),
         closed_over=of.call.captured,
         captures=of.call.may_capture,
     )

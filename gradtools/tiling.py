@@ -278,7 +278,7 @@ class TiledCall:
             call.cut = call._within(xs, options.budget)
         fun = call.call
         call.call, captured = backend.tiles.explicit(
-            options.caller, fun, call.written[1:], xs, call._tiles()
+            options.caller, fun, call.user_functions[1:], xs, call._tiles()
         )
         call.may_capture = call.call is fun
         call.captured = tuple(range(len(xs), len(xs) + len(captured)))
@@ -346,7 +346,7 @@ class TiledCall:
         return next(iter(result))
 
     @property
-    def written(self) -> tuple[Any, ...]:
+    def user_functions(self) -> tuple[Any, ...]:
         return (self.f, *(self.options.reduce if self.options.own else ()))
 
     def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:

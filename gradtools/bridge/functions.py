@@ -28,7 +28,7 @@ from gradtools.custom_structure import Shaped
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import Kernel, Spec, carrier
-from gradtools.rules import KEYS, Entries, Rule, spread
+from gradtools.rules import KEYS, Entries, Rule, replaced_where, spread
 from gradtools.seeing.formula.recorded import Recorded, as_recorded
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.program import LeafProgram
@@ -120,12 +120,9 @@ class Foreign:
             return spread(pull.applied(*xs, *_present(cts)), moving)
 
         def reaches(*specs: Spec) -> Sequence[Mask] | None:
-            return self.known_of(specs).reach
+            return self.known_of(specs).reach if self.base is self else None
 
-        own = reaches if self.base is self else None
-        return Rule(
-            self.name, self.value, tangent, cotangent, captures=False, reaches=own, crosses=True
-        )
+        return Rule(self.name, self.value, tangent, cotangent, captures=False, reaches=reaches)
 
     def jvp(self, moving: Mask) -> Foreign:
         """Tangents of the floating outputs, of all inputs and the tangents of those that move."""
@@ -135,7 +132,8 @@ class Foreign:
             xs, dxs = operands[:n], operands[n:]
 
             def inexact(*at: Array) -> tuple[list[Array], list[Array]]:
-                return list(filter(guest.backend.is_inexact, run(*_at(xs, at, moving)))), []
+                ys = run(*replaced_where(xs, moving, at))
+                return list(filter(guest.backend.is_inexact, ys)), []
 
             at = [x for x, m in zip(xs, moving, strict=True) if m]
             return list(guest.backend.jvp(DerivativeOf(inexact, guest.operator), at, list(dxs))[2])
@@ -153,7 +151,7 @@ class Foreign:
             xs, cts = operands[:n], operands[n:]
 
             def chosen(*at: Array) -> tuple[list[Array], list[Array]]:
-                ys = run(*_at(xs, at, moving))
+                ys = run(*replaced_where(xs, moving, at))
                 return [y for y, g in zip(ys, given, strict=True) if g], []
 
             at = [x for x, m in zip(xs, moving, strict=True) if m]
@@ -388,12 +386,6 @@ def _without_copies(arrays: Sequence[Array], shared: Sequence[Sequence[bool]]) -
         a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a  # no number
         for a, of in zip(arrays, shared, strict=True)
     ]
-
-
-def _at(xs: Sequence[Array], at: Sequence[Array], moving: Mask) -> list[Array]:
-    """xs with those of `at` where they move."""
-    new = iter(at)
-    return [next(new) if m else x for x, m in zip(xs, moving, strict=True)]
 
 
 def _present(xs: Entries) -> list[Array]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -39,7 +38,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.function_variables import globals_of
 from gradtools.host_kernels import Spec
 from gradtools.jax.reachability import within_a_trace
-from gradtools.rules import captured
+from gradtools.rules import held_by
 from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.passes import FORWARD, Differentiated
 from gradtools.seeing.program import LeafProgram
@@ -357,14 +356,13 @@ def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Te
 def _captured(f: Any) -> dict[str, Tensor]:
     """The tensors that a function holds, in words."""
     read = [x for x in globals_of(f).values() if isinstance(x, torch.nn.Module | Tensor)]
-    where: Any = SimpleNamespace(written=(f, *read), maps=())
-    modules = list(captured(where, lambda x: isinstance(x, torch.nn.Module), Tensor))
+    modules = list(held_by((f, *read), lambda x: isinstance(x, torch.nn.Module), Tensor))
     named: dict[int, tuple[str, Tensor]] = {}
     for module in modules:
         kind = type(module).__name__
         for name, t in [*module.named_parameters(), *module.named_buffers()]:
             named.setdefault(id(t), (f"{name!r} of {kind}", t))
-    for t in captured(where, lambda x: isinstance(x, Tensor), Tensor):
+    for t in held_by((f, *read), lambda x: isinstance(x, Tensor), Tensor):
         named.setdefault(id(t), (f"a tensor of shape {tuple(t.shape)}", t))
     result: dict[str, Tensor] = {}
     for words, t in named.values():

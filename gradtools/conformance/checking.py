@@ -61,12 +61,12 @@ class CellVerdict:
 
 def judged(cell: Cell, backend: str) -> CellVerdict:
     """Runs one cell, unless it is left out."""
-    from gradtools.conformance.trial import trial
+    from gradtools.conformance.trial import compared
 
     if cell.reason:
         return CellVerdict(backend, cell)
     try:
-        outcomes = trial(cell, backend)
+        outcomes = compared(cell, backend)
     except Exception as error:  # a cell that raises is a result of the check
         return CellVerdict(backend, cell, float("nan"), "", f"{type(error).__name__}: {error}")
     if not outcomes:

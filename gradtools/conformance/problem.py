@@ -26,7 +26,7 @@ from gradtools.conformance.reference import (
     each_leaf,
     leaves_of,
     rebuilt,
-    reference,
+    reference_of,
 )
 from gradtools.testing.flat import FlatFunction
 from gradtools.testing.probe import inner, size
@@ -92,7 +92,7 @@ class Problem(FlatFunction):
     def __init__(self, cell: Cell, backend: str, batched: bool = False) -> None:
         super().__init__(backend)
         self.cell = cell
-        self.ref: Reference = reference(cell.program.name, cell.arguments, cell.dtype, batched)
+        self.ref: Reference = reference_of(cell.program.name, cell.arguments, cell.dtype, batched)
         self.kit = Kit(self.gt, self.waist.cast, self.differentiable)
         self.f = arranged(cell.program, cell.arguments, self.kit)
         if cell.transform == "checkpoint":

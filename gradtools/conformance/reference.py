@@ -183,7 +183,7 @@ def _normal(rng: np.random.Generator, like: Any) -> np.ndarray:
 
 
 @lru_cache(maxsize=512)
-def reference(name: str, arguments: str, dtype: str, batched: bool = False) -> Reference:
+def reference_of(name: str, arguments: str, dtype: str, batched: bool = False) -> Reference:
     """The program of that name in NumPy, made once."""
     if not hasattr(np, "cumulative_sum"):
         raise GradtoolsError(

@@ -40,7 +40,7 @@ class Ask:
     judge: Judge
 
 
-def trial(cell: Cell, backend: str) -> list[CellComparison]:
+def compared(cell: Cell, backend: str) -> list[CellComparison]:
     """Computes a cell in one backend and judges it. What the framework raises goes through."""
     problem, ask = _posed(cell, backend)
     result, second = _transformed(problem, ask.compute)

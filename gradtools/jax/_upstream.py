@@ -259,11 +259,9 @@ def taking_capsules() -> Callable[[Any], jax.Array] | None:
     kind = int(example.__dlpack_device__()[0])
     if take is None:
         return None
-    for more in ((device, None, None, kind), (device, None, None)):  # as of JAX 0.10, before that
-        try:
-            result = take(example.__dlpack__(), *more)
-        except TypeError:
-            continue
-        if isinstance(result, jax.Array):
-            return lambda capsule, more=more: take(capsule, *more)  # type: ignore[misc]
-    return None
+    try:
+        result = take(example.__dlpack__(), device, None, None, kind)
+    except TypeError:
+        return None
+    whole = isinstance(result, jax.Array)
+    return (lambda capsule: take(capsule, device, None, None, kind)) if whole else None

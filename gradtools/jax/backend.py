@@ -69,11 +69,11 @@ class JaxBackend(Wing):
     def zeros_like(self, x: Array) -> Array:
         return jax.lax.full_like(x, 0)
 
-    def look(self, x: Array) -> Any:
+    def aval(self, x: Array) -> Any:
         return jax.typeof(x)
 
-    def zeros(self, look: Any, beside: Array) -> Array:
-        return shardings.like(jnp.zeros(look.shape, look.dtype), look)
+    def zeros(self, aval: Any, beside: Array) -> Array:
+        return shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
 
     ones_like = staticmethod(partial(jax.lax.full_like, fill_value=1))
 
@@ -95,12 +95,12 @@ class JaxBackend(Wing):
     jvps = staticmethod(engines.jvps)
     linearize = staticmethod(engines.linearize)
 
-    def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
+    def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 
     def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
-        look = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return call.without_values(look), [look(y) for y in outs]
+        aval = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return call.without_values(aval), [aval(y) for y in outs]
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         return LinearMap(run, native)

@@ -28,9 +28,10 @@ from gradtools.jax.jaxprs import uses_primitive
 from gradtools.jax.known_errors import explained
 from gradtools.jax.nnx_state import stateful
 from gradtools.jax.rules.installing import apply_rule
+from gradtools.jax.rules.primitives import FlowRule
 from gradtools.jax.rules.transposing import transpose
-from gradtools.jax.trees import conj, is_inexact
-from gradtools.rules import Linearized, Rule, spread
+from gradtools.jax.trees import conj, filled, is_inexact
+from gradtools.rules import Linearized, Rule, replaced_at, replaced_where, spread
 
 Entries = Sequence[Any]
 
@@ -50,9 +51,7 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     program.f = held or whole.f
 
     def fun(*xs: Array) -> list[Array]:
-        shared = list(program.shared)
-        for k, x in zip(arrays, xs, strict=True):
-            shared[k] = x
+        shared = replaced_at(program.shared, arrays, xs)
         if held is not None:
             held.now = state
         outs, _ = program.call(0, 0, [], shared, [])
@@ -108,25 +107,28 @@ class _Use:
     """One use of a function of flat arrays.
 
     Attributes:
-        written: What may hold arrays that the function closes over.
+        user_functions: What may hold arrays that the function closes over.
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: list[Array], budget: int) -> None:
         self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
-        self.written: Any = (fun,)
+        self.user_functions: Any = (fun,)
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else values may decide what G does
             self.fun = _TracedOnce(fun, xs)
-            self.written = (list(self.fun.closed.consts),)
-        self.rule = Rule(
-            "frozen", self.fun, linearize=self.linearize, written=self.written, flow=self.fun
+            self.user_functions = (list(self.fun.closed.consts),)
+        self.rule = FlowRule(
+            "frozen",
+            self.fun,
+            linearize=self.linearize,
+            user_functions=self.user_functions,
+            flow=self.fun,
         )
 
     def of_moving(self, xs: Entries) -> Callable[..., Any]:
         """G of the arguments that can be differentiated: `(floating outputs, others)`."""
 
         def run(*moved: Array) -> tuple[list[Array], list[Array]]:
-            new = iter(moved)
-            ys = self.fun(*[next(new) if m else x for x, m in zip(xs, self.moving, strict=True)])
+            ys = self.fun(*replaced_where(xs, self.moving, moved))
             self.inexact = [is_inexact(y) for y in ys]
             pairs = list(zip(ys, self.inexact, strict=True))
             return [y for y, i in pairs if i], [y for y, i in pairs if not i]
@@ -147,18 +149,18 @@ class _Use:
         left, treedef = jax.tree.flatten(linear)
         count, inexact, rest = len(xs), self.inexact, iter(others)
         floating = iter(ys)
-        outs = [next(floating) if i else next(rest) for i in inexact]
+        outs = [next(floating if i else rest) for i in inexact]
         graph = _KeptLinearMap(count, len(left), treedef, kept)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return self.pushed(saved[:count], dxs)
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            there = [i and ct is not None for i, ct in zip(inexact, cts, strict=True)]
-            given = [ct for ct, t in zip(cts, there, strict=True) if t]
+            mask = [i and ct is not None for i, ct in zip(inexact, cts, strict=True)]
+            given = [ct for ct, t in zip(cts, mask, strict=True) if t]
             if not given:
                 return [None] * count
-            result = apply_rule(_pullback(self, graph, there), *saved, *given)
+            result = apply_rule(_pullback(self, graph, mask), *saved, *given)
             return spread(result, self.moving)
 
         reads = (*range(count), *range(count + len(outs), count + len(outs) + len(left)))
@@ -203,11 +205,11 @@ class _Use:
         )
         return spread(dys, self.inexact)
 
-    def pulled(self, there: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
+    def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
         """The pullback, computed anew."""
         with explained("frozen"):
             ys, pull, _ = jax.vjp(self.of_moving(xs), *self.chosen(xs), has_aux=True)
-        return self.through(pull, xs, _full(ys, self.inexact, there, cts))
+        return self.through(pull, xs, _full(ys, self.inexact, mask, cts))
 
     def through(self, pull: Any, xs: Entries, cts: list[Any]) -> list[Any]:
         """The pullback of cotangents; where G has no reverse mode, from the columns of J."""
@@ -271,12 +273,16 @@ class _KeptLinearMap:
         left = [jax.lax.stop_gradient(x) for x in operands[self.count : self.stop]]
         return jax.tree.unflatten(self.treedef, left)
 
+    def nondifferentiable(self, moving: Sequence[bool]) -> tuple[int, ...]:
+        """The operands with respect to which nothing differentiates."""
+        return tuple([i for i in range(self.stop) if i >= self.count or not moving[i]])
+
     def reads(self, more: int) -> tuple[int, ...]:
         """What derivatives read of the operands, of which `more` come behind the map's arrays."""
         return (*range(self.stop if self.kept else self.count), *range(self.stop, self.stop + more))
 
 
-def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
+def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
     """The rule of (arguments, what the evaluation left, cotangents) to cotangents."""
     count, extras = graph.count, graph.size
 
@@ -284,7 +290,7 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
         fixed = [jax.lax.stop_gradient(x) for x in operands]
         moved = use.chosen(fixed[:count])
         likes = jax.eval_shape(use.of_moving(fixed[:count]), *moved)[0]
-        cts = _full(likes, use.inexact, there, fixed[graph.stop :])
+        cts = _full(likes, use.inexact, mask, fixed[graph.stop :])
         if not graph.kept:
             return use.through(graph.linear(operands), fixed[:count], cts)
         push = lambda linear, *dxs: linear(*dxs)
@@ -294,21 +300,19 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
         n = sum(use.moving)
 
         def run(*both: Array) -> list[Any]:
-            new = iter(both[:n])
-            full = [next(new) if m else x for x, m in zip(xs, use.moving, strict=True)]
-            return use.pulled(there, full, both[n:])
+            return use.pulled(mask, replaced_where(xs, use.moving, both[:n]), both[n:])
 
         return run
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-        xs, cts = saved[:count], list(saved[len(saved) - sum(there) :])
+        xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
         along = [*use.chosen(dxs[:count]), *dxs[graph.stop :]]
         if all(dx is None for dx in along[: sum(use.moving)]):  # it is linear in the cotangents
-            return use.pulled(there, xs, dxs[graph.stop :])
+            return use.pulled(mask, xs, dxs[graph.stop :])
         return _along(anew(xs), [*use.chosen(xs), *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
-        xs, cts = saved[:count], list(saved[len(saved) - sum(there) :])
+        xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
         second, to_cts = by_either_mode(saved, xs, cts, us)
         return [*spread(second, use.moving), *([None] * extras), *to_cts]
 
@@ -330,16 +334,15 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
 
     def in_reverse_mode(xs: Entries, cts: list[Any], us: Entries) -> Any:
         ys, pull = jax.vjp(anew(xs), *use.chosen(xs), *cts)
-        us = _filled(us, ys)
-        both = _through(pull, us)
+        both = _through(pull, filled(us, ys))
         return both[: sum(use.moving)], both[sum(use.moving) :]
 
     def check_linear(xs: Entries, cts: list[Any], us: Entries) -> None:
         """Raises where a bwd is not linear: reverse mode then gives nothing's derivative."""
-        of_cts = lambda xs, *cts: use.pulled(there, xs, cts)
+        of_cts = lambda xs, *cts: use.pulled(mask, xs, cts)
         likes = [jnp.zeros_like(x) for x in use.chosen(xs)]
         try:
-            transpose(rule, "tangent", of_cts, xs, cts, _filled(us, likes))
+            transpose(rule, "tangent", of_cts, xs, cts, filled(us, likes))
         except GradtoolsError as error:
             raise GradtoolsError(
                 "frozen: G holds a function with a reverse rule only that is not linear in its "
@@ -355,19 +358,18 @@ def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
         else:
             forward = use.pushed(xs, along)
         second = _along(lambda *moved: anew(xs)(*moved, *cts), use.chosen(xs), us)
-        return second, [dy for dy, t in zip(forward, there, strict=True) if t]
+        return second, [dy for dy, t in zip(forward, mask, strict=True) if t]
 
-    passive = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
-    rule = Rule(
+    rule = FlowRule(
         "frozen's pullback",
         primal,
         tangent,
         cotangent,
-        saves=graph.reads(sum(there)),
-        passive=tuple(passive),
+        saves=graph.reads(sum(mask)),
+        nondifferentiable=graph.nondifferentiable(use.moving),
         captures=True,
-        written=use.written,
-        flow=lambda *operands: use.pulled(there, operands[:count], operands[graph.stop :]),
+        user_functions=use.user_functions,
+        flow=lambda *operands: use.pulled(mask, operands[:count], operands[graph.stop :]),
     )
     return rule
 
@@ -379,31 +381,30 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
     of forward mode from the arguments.
     """
     count = graph.count
-    there = [dx is not None for dx in dxs]
+    mask = [dx is not None for dx in dxs]
     given = [dx for dx in dxs if dx is not None]
     if not given:
         return [None] * len(use.inexact)
 
     def primal(*operands: Array) -> list[Array]:
-        along = use.chosen(spread(operands[graph.stop :], there))
-        return graph.linear(operands)(*_filled(along, use.chosen(operands[:count])))
+        along = use.chosen(spread(operands[graph.stop :], mask))
+        return graph.linear(operands)(*filled(along, use.chosen(operands[:count])))
 
     def anew(*operands: Array) -> list[Array]:
-        pushed = use.pushed(operands[:count], spread(operands[graph.stop :], there))
+        pushed = use.pushed(operands[:count], spread(operands[graph.stop :], mask))
         return [dy for dy in pushed if dy is not None]
 
     def tangent(read: Entries, along: Entries) -> list[Any]:
-        at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(there) :]]
+        at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(mask) :]]
         return _along(anew, at, along)
 
-    passive = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
-    rule = Rule(
+    rule = FlowRule(
         "frozen's pushforward",
         primal,
         tangent,
-        saves=graph.reads(sum(there)),
-        passive=tuple(passive),
-        written=use.written,
+        saves=graph.reads(sum(mask)),
+        nondifferentiable=graph.nondifferentiable(use.moving),
+        user_functions=use.user_functions,
         flow=anew,
     )
     return spread(apply_rule(rule, *saved[: graph.stop], *given), use.inexact)
@@ -413,12 +414,7 @@ def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[A
     """The derivative of fun at xs along dxs (None: zero), in forward mode."""
     moved = [i for i, dx in enumerate(dxs) if dx is not None]
 
-    def run(*new: Array) -> list[Array]:
-        full = list(xs)
-        for i, x in zip(moved, new, strict=True):
-            full[i] = x
-        return fun(*full)
-
+    run = lambda *new: fun(*replaced_at(xs, moved, new))
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
 
 
@@ -445,13 +441,8 @@ def _real(x: Array) -> Any:
     return jnp.finfo(x.dtype).dtype
 
 
-def _full(likes: Any, inexact: Sequence[bool], there: Sequence[bool], cts: Entries) -> list[Any]:
+def _full(likes: Any, inexact: Sequence[bool], mask: Sequence[bool], cts: Entries) -> list[Any]:
     """Cotangents of all floating outputs, zero where none came."""
-    given = spread(cts, there)
+    given = spread(cts, mask)
     floating = [ct for ct, i in zip(given, inexact, strict=True) if i]
-    return _filled(floating, likes)
-
-
-def _filled(values: Entries, likes: Entries) -> list[Any]:
-    pairs = zip(values, likes, strict=True)
-    return [jnp.zeros(like.shape, like.dtype) if v is None else v for v, like in pairs]
+    return filled(floating, likes)

@@ -50,8 +50,8 @@ def call_now(backend: Any, kernel: Kernel, count: int, args: Sequence[Any]) -> A
     if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in args):
         return NotImplemented
     wide = jax.dtypes.canonicalize_dtype(np.float64)  # tells whether x64 is on
-    looks = (wide, *[(x.shape, x.dtype) for x in args])
-    call, expected = kernel.known_call(looks, backend, args)
+    avals = (wide, *[(x.shape, x.dtype) for x in args])
+    call, expected = kernel.known_call(avals, backend, args)
     _check_held(call, expected)
     ys = _eager(*args, call=call, expected=expected, batch=())
     return ys[0] if expected.alone else backend.unflatten(expected.treedef, ys)

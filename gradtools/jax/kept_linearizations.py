@@ -59,8 +59,8 @@ class LinearizedProgram:
         def backward(residuals: Any, cts: Any) -> Any:
             return jax.tree.unflatten(structure[0], residuals)(cts)
 
-        there, looks = jax.make_jaxpr(forward, return_shape=True)(list(consts), list(leaves))
-        ys, extras, residuals = looks
+        there, avals = jax.make_jaxpr(forward, return_shape=True)(list(consts), list(leaves))
+        ys, extras, residuals = avals
         back = jax.make_jaxpr(backward)(residuals, ys)
         return cls(_evaluation(there), _evaluation(back), count, len(extras))
 

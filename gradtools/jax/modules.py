@@ -79,7 +79,9 @@ def _from_linen(module: Any, variables: Any, train: bool | None, rng_names: tupl
 
 def _apply_linen(module, mode, layout, rng_names, /, params, state, *args, key=None, **kwargs):
     _check_layout(params, layout)
-    rngs = None if key is None else _named_keys(key, rng_names)
+    rngs = None
+    if key is not None:
+        rngs = dict(zip(rng_names, _keys(key, len(rng_names)), strict=True))
     call = {"rngs": rngs, "mutable": list(state), **mode, **kwargs}
     out, updates = _linen_call(module, {"params": params, **state}, args, call, rng_names)
     return out, {**state, **updates}
@@ -92,7 +94,7 @@ def _linen_call(module: Any, variables: dict, args: tuple, call: dict, rng_names
         mend = "pass key= to apply"
         if call["rngs"] is not None:
             mend = f"name the stream in functionalize's rng_names, which are {rng_names}"
-        raise GradtoolsError(f"apply: the module needs randomness; {mend}. ({error})") from error
+        raise _no_key(error, mend) from error
 
 
 def _mode(name: str, call: Callable[..., Any], train: bool | None) -> dict[str, bool]:
@@ -108,11 +110,6 @@ def _mode(name: str, call: Callable[..., Any], train: bool | None) -> dict[str, 
             "give apply the keyword that your module knows."
         )
     return mode
-
-
-def _named_keys(key: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
-    check_key("apply", key)
-    return dict(zip(names, jax.random.split(key, max(len(names), 1)), strict=False))
 
 
 # flax.nnx
@@ -148,9 +145,8 @@ def _apply_nnx(graph, layout, known, train, /, params, state, *args, key=None, *
 
 def _reseed(nnx: Any, model: Any, key: jax.Array) -> None:
     """Each random stream of the model gets a key of its own, in the shape that it has."""
-    check_key("apply", key)
     streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
-    for own, stream in zip(jax.random.split(key, max(len(streams), 1)), streams, strict=False):
+    for own, stream in zip(_keys(key, len(streams)), streams, strict=True):
         shape = stream.key.get_value().shape
         stream.key.set_value(jax.random.split(own, shape) if shape else own)
         stream.count.set_value(jax.numpy.zeros(shape, jax.numpy.uint32))
@@ -197,9 +193,7 @@ def _equinox_call(model: Any, args: tuple, kwargs: dict) -> Any:
         return model(*args, **kwargs)
     except RuntimeError as error:
         if kwargs.get("key", True) is None and says(error, NEEDS_KEY, package="equinox"):
-            raise GradtoolsError(
-                f"apply: the module needs randomness; pass key= to apply. ({error})"
-            ) from error
+            raise _no_key(error) from error
         raise
 
 
@@ -258,9 +252,7 @@ def _apply_haiku(
         out = apply(*given, *((key,) if takes_key else ()), *args, **{**mode, **kwargs})
     except ValueError as error:
         if key is None and takes_key and is_of("haiku", error):
-            raise GradtoolsError(
-                f"apply: the module needs randomness; pass key= to apply. ({error})"
-            ) from error
+            raise _no_key(error) from error
         raise
     return out if stateful else (out, state)
 
@@ -269,16 +261,22 @@ def _apply_haiku(
 
 
 def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
-    check_key("apply", key)
-    return [jax.random.bits(k, (2,), "uint32") for k in jax.random.split(key, max(count, 1))][
-        :count
-    ]
+    return [jax.random.bits(k, (2,), "uint32") for k in _keys(key, count)]
 
 
 _KERAS = keras_models.KerasWing("jax", lambda x: x, lambda x: x, _keras_seeds)
 
 
-# Checks
+# Keys and checks
+
+
+def _keys(key: jax.Array, count: int) -> list[jax.Array]:
+    check_key("apply", key)
+    return list(jax.random.split(key, max(count, 1)))[:count]
+
+
+def _no_key(error: Exception, mend: str = "pass key= to apply") -> GradtoolsError:
+    return GradtoolsError(f"apply: the module needs randomness; {mend}. ({error})")
 
 
 def _layout(params: Any) -> dict[str, tuple[int, ...]]:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ import numpy as np
 
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
-from gradtools.function_variables import cells_of, globals_of
+from gradtools.function_variables import cells_of, globals_of, parts_of, with_parts
 from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import ClosedJaxpr, with_variables
 from gradtools.jax.jaxpr_equality import derived
@@ -249,18 +248,12 @@ def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _parts(x: Any) -> list[Any]:
-    if isinstance(x, MethodType):
-        return [x.__self__]
-    if isinstance(x, partial):
-        return [x.func, *x.args, *x.keywords.values()]
-    if isinstance(x, FunctionType):
-        if _is_a_library(x):
-            return []
-        wrapped = [x.__wrapped__] if hasattr(x, "__wrapped__") else []
-        return [*cells_of(x).values(), *globals_of(x).values(), *(x.__defaults__ or ()), *wrapped]
-    if type(x) in (list, tuple):
-        return list(x)
-    return list(x.values()) if type(x) is dict else []
+    if not isinstance(x, FunctionType):
+        return parts_of(x)
+    if _is_a_library(x):
+        return []
+    wrapped = [x.__wrapped__] if hasattr(x, "__wrapped__") else []
+    return [*cells_of(x).values(), *globals_of(x).values(), *(x.__defaults__ or ()), *wrapped]
 
 
 def _is_a_library(f: FunctionType) -> bool:
@@ -277,26 +270,9 @@ class _Copies:
         if id(x) in self.open:  # a function that uses itself
             return x
         self.open.add(id(x))
-        new = self._new(x)
+        new = self._function(x) if isinstance(x, FunctionType) else with_parts(x, self.of)
         self.open.discard(id(x))
         return new
-
-    def _new(self, x: Any) -> Any:
-        if isinstance(x, MethodType):
-            owner = self.of(x.__self__)
-            return x if owner is x.__self__ else MethodType(x.__func__, owner)
-        if isinstance(x, partial):
-            args = [self.of(y) for y in x.args]
-            return partial(self.of(x.func), *args, **{k: self.of(y) for k, y in x.keywords.items()})
-        if isinstance(x, FunctionType):
-            return self._function(x)
-        if type(x) in (list, tuple):
-            new = [self.of(y) for y in x]
-            return x if all(a is b for a, b in zip(new, x, strict=True)) else type(x)(new)
-        if type(x) is dict:
-            result = {k: self.of(y) for k, y in x.items()}
-            return x if all(result[k] is y for k, y in x.items()) else result
-        return x
 
     def _function(self, f: FunctionType) -> Any:
         """The function over variables of its own, if anything in it is replaced."""

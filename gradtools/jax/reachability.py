@@ -116,11 +116,11 @@ def _any(bits: Sequence[int]) -> int:
 # --- what rules say of an equation -------------------------------------------------------
 
 
-def passive(eqn: Eqn) -> set[int]:
+def nondifferentiable(eqn: Eqn) -> set[int]:
     """The inputs of a rule of ours of which its value is never differentiated."""
     if eqn.primitive.name not in ("gradtools_primal", "gradtools_value"):
         return set()
-    return set(eqn.params["rule"].passive)
+    return set(eqn.params["rule"].nondifferentiable)
 
 
 def reaches(eqn: Eqn) -> Sequence[Sequence[bool]] | None:
@@ -173,8 +173,8 @@ def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
         return [0]
     if not raw and (matrix := reaches(eqn)) is not None:
         return [_mask(row) for row in matrix]
-    if not raw and passive(eqn):
-        active = [i not in passive(eqn) for i in range(len(eqn.invars))]
+    if not raw and nondifferentiable(eqn):
+        active = [i not in nondifferentiable(eqn) for i in range(len(eqn.invars))]
         return [_mask(active)] * len(eqn.outvars)
     if name == "sort":
         keys = (1 << eqn.params["num_keys"]) - 1 if raw else 0

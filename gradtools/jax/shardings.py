@@ -39,7 +39,12 @@ def placed(x: Array, axis: int, entry: Any) -> Array:
     if result[axis] == entry:
         return x
     result[axis] = entry
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*result)))
+    return on_mesh(x, mesh, result)
+
+
+def on_mesh(x: Array, mesh: Any, entries: Sequence[Any]) -> Array:
+    """x with each axis sharded by its entry."""
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def whole(x: Array, axis: int) -> Array:
@@ -51,8 +56,7 @@ def like(x: Array, other: Any) -> Array:
     wanted = entries(other)
     if entries(x) == wanted:
         return x
-    sharding = _aval(other if any(wanted) else x).sharding
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*wanted)))
+    return on_mesh(x, _aval(other if any(wanted) else x).sharding.mesh, wanted)
 
 
 def many_like(xs: Array, other: Array) -> Array:
@@ -60,9 +64,7 @@ def many_like(xs: Array, other: Array) -> Array:
     result = entries(other)
     if not any(result):
         return xs
-    traced = isinstance(other, jax.core.Tracer)
-    sharding = jax.typeof(other).sharding if traced else other.sharding
-    return jax.sharding.reshard(xs, NamedSharding(sharding.mesh, PartitionSpec(None, *result)))
+    return on_mesh(xs, _aval(other).sharding.mesh, (None, *result))
 
 
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
@@ -90,7 +92,7 @@ def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
         return y
     result = of_result(y.shape, batch, [(x.shape, entries(x)) for x in sharded])
     mesh = _aval(sharded[0]).sharding.mesh
-    return jax.sharding.reshard(y, NamedSharding(mesh, PartitionSpec(*result)))
+    return on_mesh(y, mesh, result)
 
 
 def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
@@ -60,20 +60,15 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
             for group, state in zip(groups, states, strict=True)
         ]
 
-    split = lambda other: PartitionSpec(*(entry,) * (other == side))
+    split = lambda other: (entry,) * (other == side)
     states = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=tuple([split(role) for role in program.roles]),
-        out_specs=[split(group.side) for group in groups],
+        in_specs=tuple([PartitionSpec(*split(role)) for role in program.roles]),
+        out_specs=[PartitionSpec(*split(group.side)) for group in groups],
         axis_names=set(shardings.names(entry)),
         check_vma=False,
-    )(
-        *[
-            jax.sharding.reshard(x, NamedSharding(mesh, split(role)))
-            for x, role in zip(xs, program.roles, strict=True)
-        ]
-    )
+    )(*[shardings.on_mesh(x, mesh, split(r)) for x, r in zip(xs, program.roles, strict=True)])
     return [whole.placed(state, group) for state, group in zip(states, groups, strict=True)]
 
 
@@ -100,15 +95,15 @@ class _SweepRun:
 
     def run(self) -> States:
         first, bands = (self.rows[0][1], self.columns[0][1]), []
-        looks = self._looks(*first)
+        avals = self._avals(*first)
         self.groups = self.program.groups()
         of_columns = []
         for _, size, count in self.columns:
-            like = looks if size == first[1] else self._looks(first[0], size)
+            like = avals if size == first[1] else self._avals(first[0], size)
             of_columns.append(_repeated(self._empty(like, COLUMNS), count))
-        carry = self._empty(looks, SHARED), of_columns
+        carry = self._empty(avals, SHARED), of_columns
         for start, size, count in self.rows:
-            like = looks if size == first[0] else self._looks(size, first[1])
+            like = avals if size == first[0] else self._avals(size, first[1])
             band = partial(self._band, self._empty(like, ROWS))
             carry, states = _loop(band, carry, self._blocks(ROWS, start, size, count), count)
             bands.append(states)
@@ -138,7 +133,7 @@ class _SweepRun:
         return next(jax.typeof(x).sharding.mesh for x in mine if shardings.entries(x)[0])
 
     def seen(self) -> Sequence[MergeGroup]:
-        self._looks(self.rows[0][1], self.columns[0][1])
+        self._avals(self.rows[0][1], self.columns[0][1])
         return self.program.groups()
 
     def _band(self, none: States, carry: Any, rows: Arrays) -> tuple[Any, States]:
@@ -171,22 +166,22 @@ class _SweepRun:
         mine = [x for x, role in zip(self.xs, self.roles, strict=True) if role == side]
         return [_cut(x[start : start + size * count], count) for x in mine]
 
-    def _looks(self, rows: int, columns: int) -> States:
+    def _avals(self, rows: int, columns: int) -> States:
         """What the states of a tile of this size look like."""
-        sizes, looks = {ROWS: rows, COLUMNS: columns}, list[int]()
+        sizes, counts = {ROWS: rows, COLUMNS: columns}, list[int]()
 
         def states(*xs: Any) -> Arrays:
             pairs = zip(xs, self.roles, strict=True)
             tile = [x if role == SHARED else x[: sizes[role]] for x, role in pairs]
             result = self.program.tile(tile)
-            looks[:] = [len(group) for group in result]
+            counts[:] = [len(group) for group in result]
             return [x for group in result for x in group]
 
         closed = jax.make_jaxpr(states)(*map(jax.typeof, self.xs))
         if _draws(closed):
             self._refuse_draws(rows, columns)
         avals = iter(closed.out_avals)
-        return [[next(avals) for _ in range(n)] for n in looks]
+        return [[next(avals) for _ in range(n)] for n in counts]
 
     def _refuse_draws(self, rows: int, columns: int) -> None:
         """Raises if f draws more random numbers for a larger tile: they are those of the next."""
@@ -205,13 +200,13 @@ class _SweepRun:
                 "for each pair: fold the indices of its row and column in, which are arguments."
             )
 
-    def _empty(self, looks: States, side: str) -> States:
+    def _empty(self, avals: States, side: str) -> States:
         """The states of no tile, for the groups of one side."""
         return [
-            [_full(x, fill) for x, fill in zip(look, group.identity(len(look)), strict=True)]
+            [_full(x, fill) for x, fill in zip(aval, group.identity(len(aval)), strict=True)]
             if group.side == side
             else []
-            for look, group in zip(looks, self.groups, strict=True)
+            for aval, group in zip(avals, self.groups, strict=True)
         ]
 
 
@@ -237,8 +232,8 @@ def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:
     return next((entry for entry in result if entry is not None), None)
 
 
-def _full(look: Any, fill: float) -> Any:
-    return promoted(jnp.full(look.shape, fill, look.dtype), look)
+def _full(aval: Any, fill: float) -> Any:
+    return promoted(jnp.full(aval.shape, fill, aval.dtype), aval)
 
 
 def _repeated(states: States, count: int) -> States:
@@ -350,7 +345,7 @@ class _Explicit:
         consts = [(self._place(x), x) for x in closed.consts]
         held = [(k, None if k is not None else x) for k, x in consts]
         program = closed.jaxpr, held, jax.tree.structure(shapes)
-        return self._programs.setdefault(_looks(avals), program)
+        return self._programs.setdefault(_avals(avals), program)
 
     def _place(self, x: Any) -> int | None:
         if not isinstance(x, jax.core.Tracer):
@@ -371,7 +366,7 @@ class _Explicit:
             return self._fun(xs)
         n = len(xs) - len(self.captured)
         avals = [jax.typeof(x) for x in xs[:n]]
-        jaxpr, held, treedef = self._programs.get(_looks(avals)) or self.trace(avals)
+        jaxpr, held, treedef = self._programs.get(_avals(avals)) or self.trace(avals)
         consts = [x if k is None else xs[n + k] for k, x in held]
         return jax.tree.unflatten(treedef, _evaluated(jaxpr, consts, xs[:n]))
 
@@ -390,15 +385,15 @@ def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
     return [read(env, v) for v in jaxpr.outvars]
 
 
-def _looks(avals: Sequence[Any]) -> Any:
+def _avals(avals: Sequence[Any]) -> Any:
     return tuple([(aval.shape, aval.dtype) for aval in avals])
 
 
 def tile_bytes(fun: Any, xs: Sequence[Any], sides: Sequence[int | None]) -> int:
     """The most bytes that XLA gives to `fun` at arrays like xs."""
-    looks = [
+    avals = [
         jax.ShapeDtypeStruct(x.shape if n is None else (n, *x.shape[1:]), x.dtype)
         for x, n in zip(xs, sides, strict=True)
     ]
-    result = jax.jit(fun).lower(*looks).compile().memory_analysis()
+    result = jax.jit(fun).lower(*avals).compile().memory_analysis()
     return 0 if result is None else int(result.temp_size_in_bytes)

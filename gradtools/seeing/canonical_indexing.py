@@ -310,7 +310,7 @@ def _scatter(c: Canonical, node: Node, given: list[Form], shape: Any) -> Form:
             raise NoForm
         parts = tuple(slices.get(p, (0, n, 1)) for p, n in enumerate(x.shape))
         return _placed(c, x, update, access, parts, mode)
-    if mode == "add" and (result := _as_set(c, x, update, access)) is not None:
+    if mode == "add" and (result := _as_set(c, x, update)) is not None:
         (x, update), mode = result, "set"
     return _written(c, node, x, update, access, mode)
 
@@ -526,7 +526,7 @@ def _placed(
 _COMBINED = {"add": "add", "mul": "multiply", "sub": "subtract", "min": "minimum", "max": "maximum"}
 
 
-def _as_set(c: Canonical, x: Form, update: Form, access: Access) -> tuple[Form, Form] | None:
+def _as_set(c: Canonical, x: Form, update: Form) -> tuple[Form, Form] | None:
     """x and u, where JAX writes "set u" so that it can be differentiated.
 
     Each update has a number n(b) = 1, 2, ..; m = scatter(0, i, n) holds the number of the last

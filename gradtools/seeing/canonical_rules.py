@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import inf, pi, prod, sqrt
 from operator import eq, le, lt, ne
 from string import ascii_letters
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradtools.seeing import canonical_indexing
 from gradtools.seeing.canonical_forms import CanonicalExpression, Form, NoForm, widened
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradtools.seeing.canonical import Canonical
 
 Rule = Callable[..., Form | list[Form]]
+F = TypeVar("F", bound=Rule)
 RULES: dict[str, Rule] = {**canonical_indexing.RULES}
 LOOSELY: dict[str, Rule] = {}
 
@@ -40,8 +41,8 @@ def attributes_of(node: Node) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _rule(names: str, table: dict[str, Rule] = RULES) -> Callable[[Rule], Rule]:
-    def register(function: Rule) -> Rule:
+def _rule(names: str, table: dict[str, Rule] = RULES) -> Callable[[F], F]:
+    def register(function: F) -> F:
         table.update(dict.fromkeys(names.split(), function))
         return function
 
@@ -160,7 +161,7 @@ RULES |= {
     "transpose": lambda c, node, given, shape: _in_order(given[0], node.attributes["permutation"]),
     "concatenate": lambda c, node, given, shape: c.joined(node.attributes["axis"], given, shape),
     "compare": lambda c, node, given, shape: _compared(
-        c, *given, node.attributes["relation"], shape
+        c, given[0], given[1], node.attributes["relation"], shape
     ),
     "relu": lambda c, node, given, shape: c.elementwise(
         "maximum", [*given, c.number(0.0)], (), True

@@ -20,11 +20,7 @@ _TIMEOUT = 120  # seconds
 
 def to_dot(graph: PlainGraph, **view: Any) -> str:
     """A graph in Graphviz' language; the options are those of `drawing.to_svg`."""
-    return dot_of(*collapse.shown(graph, **view))
-
-
-def dot_of(outline: Outline, opened: frozenset[int]) -> str:
-    """An outline in Graphviz' language, with some blocks open."""
+    outline, opened = collapse.shown(graph, **view)
     phases = {item.key: item.phase for c in outline.columns for item in c.walk()}
     arrows = outline.seen_arrows(opened)
     lines = [

@@ -306,3 +306,19 @@ def units_of(items: Iterable[Entry]) -> list[Unit]:
     for item in items:
         result += [item] if isinstance(item, Unit) else units_of(item.children)
     return result
+
+
+def ways_to(roots: Iterable[BlockGroup]) -> dict[int, list[Any]]:
+    """For each unit the groups around it, outermost first, and itself."""
+    result: dict[int, list[Any]] = {}
+
+    def visit(group: BlockGroup, way: list[Any]) -> None:
+        for child in group.children:
+            if isinstance(child, BlockGroup):
+                visit(child, [*way, child])
+            else:
+                result[child.key] = [*way, child]
+
+    for root in roots:
+        visit(root, [root])
+    return result

@@ -16,11 +16,7 @@ _SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "captured": ("[/", "/]
 
 def to_mermaid(graph: PlainGraph, **view: Any) -> str:
     """A graph as a Mermaid flowchart; the options are those of `drawing.to_svg`."""
-    return mermaid_of(*collapse.shown(graph, **view))
-
-
-def mermaid_of(outline: Outline, opened: frozenset[int]) -> str:
-    """An outline as a Mermaid flowchart, with some blocks open."""
+    outline, opened = collapse.shown(graph, **view)
     arrows = outline.seen_arrows(opened)
     lines = ["flowchart TD"]
     for column in outline.columns:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradtools.seeing.flatten import BlockGroup, Entry, FlatGraph, Unit, units_of
+from gradtools.seeing.flatten import BlockGroup, Entry, FlatGraph, Unit, units_of, ways_to
 from gradtools.seeing.outline import PHASES
 
 _MOST_CHILDREN = 60  # more are cut into stretches
@@ -85,7 +85,7 @@ def _tidy(group: BlockGroup) -> Entry:
 
 def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
     """Puts inputs before their first reader, outputs after their maker."""
-    ways = _ways(roots.values())
+    ways = ways_to(roots.values())
     readers: dict[int, list[int]] = {}
     for link in flat.links:
         readers.setdefault(link.source, []).append(link.target)
@@ -157,22 +157,6 @@ def _groups(group: BlockGroup) -> Iterator[BlockGroup]:
     for child in group.children:
         if isinstance(child, BlockGroup):
             yield from _groups(child)
-
-
-def _ways(roots: Iterable[BlockGroup]) -> dict[int, list[Any]]:
-    """For each unit the groups around it, outermost first, and itself."""
-    result: dict[int, list[Any]] = {}
-
-    def visit(group: BlockGroup, way: list[Any]) -> None:
-        for child in group.children:
-            if isinstance(child, BlockGroup):
-                visit(child, [*way, child])
-            else:
-                result[child.key] = [*way, child]
-
-    for root in roots:
-        visit(root, [root])
-    return result
 
 
 def _home(ways: Sequence[Sequence[Any]]) -> tuple[BlockGroup, int]:

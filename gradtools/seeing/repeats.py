@@ -31,7 +31,7 @@ class Folding:
     """
 
     def __init__(self, flat: FlatGraph, patterns: Sequence[str] = ()) -> None:
-        self._flat, self._patterns = flat, patterns
+        self._patterns = patterns
         self._known: dict[Any, int] = {}
         self._signatures: dict[int, int] = {}
         self.alias: dict[int, int] = {}

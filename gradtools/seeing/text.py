@@ -25,11 +25,7 @@ _WIDEST = 56  # letters before the shape stands
 
 def to_text(graph: PlainGraph, **view: Any) -> str:
     """A graph as text; the options are those of `drawing.to_svg`."""
-    return text_of(*collapse.shown(graph, limit=_FIT, **view))
-
-
-def text_of(outline: Outline, opened: frozenset[int]) -> str:
-    """An outline as text, with some blocks open."""
+    outline, opened = collapse.shown(graph, limit=_FIT, **view)
     lines = [*_Listing(outline, opened).lines()]
     left = max((len(line.left) for line in lines if line.right), default=0)
     left = min(left, _WIDEST)

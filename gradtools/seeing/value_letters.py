@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from gradtools.seeing.flatten import BlockGroup, FlatGraph, Operand, Unit, units_of
+from gradtools.seeing.flatten import BlockGroup, FlatGraph, Operand, Unit, units_of, ways_to
 from gradtools.seeing.nodes import Dependence
 
 
@@ -61,17 +61,7 @@ class Letters:
         return [*dict.fromkeys(self._names[of] for of in result if of in self._names)]
 
     def _find_borders(self, blocks: Sequence[BlockGroup]) -> None:
-        ways: dict[int, list[BlockGroup]] = {}
-
-        def visit(group: BlockGroup, way: list[BlockGroup]) -> None:
-            for child in group.children:
-                if isinstance(child, BlockGroup):
-                    visit(child, [*way, child])
-                else:
-                    ways[child.key] = way
-
-        for block in blocks:
-            visit(block, [block])
+        ways = {key: way[:-1] for key, way in ways_to(blocks).items()}
         for unit in units_of(blocks):
             for operand in unit.operands:
                 for key, k in operand.makers:

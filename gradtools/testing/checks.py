@@ -43,7 +43,7 @@ from gradtools.testing.probe import (
 from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, compare_arrays
 from gradtools.testing.sides import double_precision
 
-ASKED = "check_derivatives"
+CALLER = "check_derivatives"
 NAMES = ("left", "right")
 _ENTRIES = 64  # at most so many entries of a failing leaf are differenced one by one
 
@@ -114,9 +114,9 @@ def check_derivatives(
     Ridders, Accurate computation of F'(x) and F'(x)F''(x), 1982 (extrapolated differences).
     """
     check_settings(order, modes)
-    at = at_precision(ASKED, precision, [backend_name(ASKED, backend)])
+    at = at_precision(CALLER, precision, [backend_name(CALLER, backend)])
     with double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
-        probe = Probe(ASKED, f, args, backend)
+        probe = Probe(CALLER, f, args, backend)
         check = DerivativeCheck(probe, modes, numeric, allow_jumps, seed)
         check.report.notes += notes
         check.first_order()

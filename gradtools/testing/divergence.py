@@ -22,7 +22,7 @@ from gradtools.testing.layer_guesses import told_apart
 from gradtools.testing.layouts import _joined, _key, match_parameters
 from gradtools.testing.report import Comparison, Report, compare_arrays
 from gradtools.testing.sides import double_precision, nested
-from gradtools.testing.traces import ASKED, Layer, Name, Trace, check_asked, jax_trace
+from gradtools.testing.traces import CALLER, Layer, Name, Trace, check_asked, jax_trace
 from gradtools.testing.traces import torch_trace as trace_torch
 
 _ROUNDING = 256  # gradients below so many epsilons of the largest one are rounding
@@ -91,7 +91,7 @@ def first_divergence(
     """
     check_asked(torch_model, jax_model, inputs, mapping)
     if dtype not in ("float64", "float32"):
-        raise GradtoolsError(f"{ASKED}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
+        raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
     cotangents = _Cotangents(seed)
     with double_precision(dtype == "float64"):  # PyTorch's model may hold parts in JAX
         mine = trace_torch(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
@@ -114,13 +114,13 @@ class _Cotangents:
 
     def same(self, y: np.ndarray) -> np.ndarray:
         if self.used >= len(self.drawn):
-            raise GradtoolsError(f"{ASKED}: the JAX model returns more arrays than PyTorch's.")
+            raise GradtoolsError(f"{CALLER}: the JAX model returns more arrays than PyTorch's.")
         c = self.drawn[self.used]
         self.used += 1
         for moved in _layouts(c, y.shape):
             return np.ascontiguousarray(moved).astype(y.dtype)
         raise GradtoolsError(
-            f"{ASKED}: output {self.used - 1} has shape {c.shape} in PyTorch and {y.shape} in JAX."
+            f"{CALLER}: output {self.used - 1} has shape {c.shape} in PyTorch and {y.shape} in JAX."
         )
 
 
@@ -416,7 +416,7 @@ def _pair_names(
         name, target = _split(one), spelled.get(_key(_split(other)))
         if one in layers and (target is None or name not in ours):
             raise GradtoolsError(
-                f"{ASKED}: layers pairs {one!r} with {other!r}; the layers that ran are "
+                f"{CALLER}: layers pairs {one!r} with {other!r}; the layers that ran are "
                 f"{', '.join(map(_dotted, ours[:6]))}, and {', '.join(map(_dotted, others[:6]))}."
             )
         if target is not None and name in ours:

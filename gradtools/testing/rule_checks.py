@@ -32,7 +32,7 @@ from gradtools.testing.probe import (
 )
 from gradtools.testing.report import DIFFERS, Comparison, Report, compare_arrays, mismatch
 from gradtools.testing.rule_causes import Causes
-from gradtools.testing.rule_parts import ASKED, taken_apart
+from gradtools.testing.rule_parts import CALLER, taken_apart
 from gradtools.testing.rule_side_effects import Habits
 from gradtools.testing.rule_vmap import check_batch
 from gradtools.testing.sides import double_precision
@@ -90,7 +90,7 @@ def check_rule(
         gradtools.testing.report.AgreementError: ...bwd | finite differences of argument 0...
     """
     check_settings(order, None)
-    at = at_precision(ASKED, precision, [backend_name(ASKED, backend)])
+    at = at_precision(CALLER, precision, [backend_name(CALLER, backend)])
     with double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
         check = RuleCheck(rule, args, backend, seed)
         check.report.notes += notes
@@ -104,12 +104,12 @@ class RuleCheck:
     """The comparisons for one rule at one point; they are collected in `report`."""
 
     def __init__(self, rule: Any, args: Sequence[Any], backend: Any, seed: int) -> None:
-        self.backend, self.seed = backend_name(ASKED, backend), seed
+        self.backend, self.seed = backend_name(CALLER, backend), seed
         self.rule = taken_apart(rule, self.backend)
         if not isinstance(args, tuple | list):
-            raise GradtoolsError(f"{ASKED}: args must be a tuple, got a {type(args).__name__}.")
+            raise GradtoolsError(f"{CALLER}: args must be a tuple, got a {type(args).__name__}.")
         self.args = tuple(args)
-        self.values = Probe(ASKED, self.rule.fun, self.args, self.backend)
+        self.values = Probe(CALLER, self.rule.fun, self.args, self.backend)
         self.check = DerivativeCheck(self.values, None, seed=seed)
         name = getattr(rule, "__name__", None) or getattr(rule, "name", None) or "a rule"
         self.report = Report(f"check_rule of {name} in {self.backend}", NAMES)
@@ -145,10 +145,10 @@ class RuleCheck:
         self.check.say_undecided()
 
     def _same_value(self, part: str, run: Callable[..., Any]) -> None:
-        other = Probe(ASKED, run, self.args, self.backend)
+        other = Probe(CALLER, run, self.args, self.backend)
         if len(other.out) != len(self.values.out):
             raise GradtoolsError(
-                f"{ASKED}: {part} returned {len(other.out)} floating outputs, fun returns "
+                f"{CALLER}: {part} returned {len(other.out)} floating outputs, fun returns "
                 f"{len(self.values.out)}. {part} must return fun's output first."
             )
         for path, a, b in zip(self.values.out_paths, other.out, self.values.out, strict=True):
@@ -212,7 +212,7 @@ class RuleCheck:
         result = residuals(*self.values.rebuilt(self._moving()))
         if not any(map(self.values.differentiable, self.waist.flatten(result)[0])):
             return  # nothing that has a derivative
-        probe = Probe(ASKED, residuals, self.args, self.backend)
+        probe = Probe(CALLER, residuals, self.args, self.backend)
         check = DerivativeCheck(probe, None, seed=self.seed)
         for i, argument in enumerate(probe.paths):
             us = next(iter(check._directions(i))).us
@@ -246,7 +246,7 @@ class RuleCheck:
         if (reason := self._not_differentiable(run)) is not None:
             self.report.left_out.append(f"second order of {part}: {reason}")
             return
-        probe = Probe(ASKED, run, tuple(self.values.leaves), self.backend)
+        probe = Probe(CALLER, run, tuple(self.values.leaves), self.backend)
         probe.paths, probe.out_paths = self.values.paths, names
         check = DerivativeCheck(
             probe, None, seed=self.seed, labels={m: f"{m} mode over {part}" for m in FIRST}
@@ -278,7 +278,7 @@ class RuleCheck:
 
     def whole(self, order: int) -> None:
         """`check_derivatives` of the rule as users call it."""
-        probe = Probe(ASKED, self.rule.call, self.args, self.backend)
+        probe = Probe(CALLER, self.rule.call, self.args, self.backend)
         check = DerivativeCheck(probe, None, seed=self.seed)
         check.report = self.report
         check.first_order()
@@ -293,7 +293,7 @@ class RuleCheck:
         out = self.rule.fwd(*args)
         if not isinstance(out, tuple) or len(out) != 2:
             raise GradtoolsError(
-                f"{ASKED}: fwd must return a pair (output, residuals), got a {type(out).__name__}."
+                f"{CALLER}: fwd must return a pair (output, residuals), got a {type(out).__name__}."
             )
         return out
 
@@ -316,7 +316,7 @@ class RuleCheck:
         if not isinstance(found, tuple | list) or len(found) != len(wanted):
             count = f"{len(found)}" if isinstance(found, tuple | list) else "no tuple"
             raise GradtoolsError(
-                f"{ASKED}: bwd returned {count} entries, expected a tuple of {len(wanted)}, one "
+                f"{CALLER}: bwd returned {count} entries, expected a tuple of {len(wanted)}, one "
                 "for each argument (None for a zero)."
             )
         entries: list[Any] = []
@@ -337,12 +337,12 @@ class RuleCheck:
             x, g = leaves[k], given[k]
             if g is not None and tuple(g.shape) != tuple(x.shape):
                 raise GradtoolsError(
-                    f"{ASKED}: bwd's entry for argument {i} has shape {tuple(g.shape)}, the "
+                    f"{CALLER}: bwd's entry for argument {i} has shape {tuple(g.shape)}, the "
                     f"argument has {tuple(x.shape)}. Sum it over what was broadcast."
                 )
             if g is not None and self.waist.dtype_name(g) != self.waist.dtype_name(x):
                 raise GradtoolsError(
-                    f"{ASKED}: bwd's entry for argument {i} has dtype {self.waist.dtype_name(g)}, "
+                    f"{CALLER}: bwd's entry for argument {i} has dtype {self.waist.dtype_name(g)}, "
                     f"the argument has {self.waist.dtype_name(x)}. Cast it back."
                 )
             if g is None:
@@ -353,7 +353,7 @@ class RuleCheck:
     def _without_integers(self, i: int, given: Any, leaves: Any, moving: list[int]) -> list[Any]:
         if len(given) != len(moving):
             raise GradtoolsError(
-                f"{ASKED}: bwd's entry for argument {i} has {len(given)} leaves, the argument has "
+                f"{CALLER}: bwd's entry for argument {i} has {len(given)} leaves, the argument has "
                 f"{len(leaves)}. Return a tree like the argument, or None for a zero."
             )
         full: list[Any] = [None] * len(leaves)
@@ -374,7 +374,7 @@ class RuleCheck:
         given = self.waist.flatten(pushed)[0]
         if len(given) not in (len(kept), len(likes)):
             raise GradtoolsError(
-                f"{ASKED}: jvp returned {len(given)} tangents for {len(likes)} outputs."
+                f"{CALLER}: jvp returned {len(given)} tangents for {len(likes)} outputs."
             )
         if len(given) == len(likes):
             pairs = zip(likes, given, strict=True)
@@ -389,7 +389,7 @@ class RuleCheck:
         looks = [(tuple(x.shape), self.waist.dtype_name(x)) for x in (t, y)]
         if looks[0] != looks[1]:
             raise GradtoolsError(
-                f"{ASKED}: jvp's tangent of {path} has shape {looks[0][0]} and dtype "
+                f"{CALLER}: jvp's tangent of {path} has shape {looks[0][0]} and dtype "
                 f"{looks[0][1]}, the output has {looks[1][0]} and {looks[1][1]}. Return one that "
                 "looks like the output."
             )
@@ -409,7 +409,8 @@ class RuleCheck:
         result = self.rule.jvp(*static, tuple(free), tuple(tangents))
         if not isinstance(result, tuple) or len(result) != 2:
             raise GradtoolsError(
-                f"{ASKED}: jvp must return a pair (output, tangent), got a {type(result).__name__}."
+                f"{CALLER}: jvp must return a pair (output, tangent), got a "
+                f"{type(result).__name__}."
             )
         return result
 

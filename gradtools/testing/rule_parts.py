@@ -11,7 +11,7 @@ from typing import Any
 from gradtools.errors import GradtoolsError
 from gradtools.rule_contract import Primal
 
-ASKED = "check_rule"
+CALLER = "check_rule"
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ def taken_apart(rule: Any, backend: str) -> Parts:
     fwd, bwd, jvp = (getattr(rule, name, None) for name in ("fwd", "bwd", "jvp"))
     if not callable(fun) or not callable(rule) or (jvp is None and (fwd is None or bwd is None)):
         raise GradtoolsError(
-            f"{ASKED}: got a {type(rule).__name__}, which is no rule with derivatives; expected "
+            f"{CALLER}: got a {type(rule).__name__}, which is no rule with derivatives; expected "
             "what gt.custom_rule made, after .defvjp(fwd, bwd) or .defjvp(rule). For a plain "
             "function use check_derivatives."
         )
     static = _static(rule, fun)
-    if fwd is not None and "cotangent" in getattr(rule, "symbolic", ()):
+    if fwd is not None and "cotangent" in getattr(rule, "symbolic_zeros", ()):
         fwd = _told(fwd, import_module(f"gradtools.{backend}")._api._backend, len(static))
     if static and fwd is not None and getattr(rule, "static_argnames", ()):
         fwd = _in_the_functions_order(fwd, static)

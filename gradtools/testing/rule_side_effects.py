@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing.rule_parts import ASKED
+from gradtools.testing.rule_parts import CALLER
 
 _BESIDE = 1.0625  # another point, near enough to be in f's domain
 
@@ -78,7 +78,7 @@ class Habits:
             if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
                 name = path.removeprefix("[").replace("]", "", 1) if "argument" in what else path
                 raise GradtoolsError(
-                    f"{ASKED}: {part} writes {what}{name} in place, which others hold as well. "
+                    f"{CALLER}: {part} writes {what}{name} in place, which others hold as well. "
                     f"Make a new array (2 * x, not x.mul_(2)), or copy it first."
                 )
 
@@ -88,7 +88,7 @@ class Habits:
         for path, a, b in zip(paths, first, again, strict=True):
             if not np.array_equal(a, b, equal_nan=True):
                 what = "cotangent" if part == "bwd" else "tangent"
-                raise GradtoolsError(f"{ASKED}: {part}'s {what} of {path} {why}")
+                raise GradtoolsError(f"{CALLER}: {part}'s {what} of {path} {why}")
 
 
 _DRAWN = (

@@ -23,7 +23,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.layouts import ParameterMapping, named_leaves, put, read_jax, read_torch
 from gradtools.testing.sides import as_setting, cast, library, tokens
 
-ASKED = "first_divergence"
+CALLER = "first_divergence"
 Name = tuple[str, ...]
 _LOCK = threading.Lock()
 
@@ -153,7 +153,7 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
         out, pullback, watched = gt.vjp(program, params, zeros, has_aux=True)
     except jax.errors.UnexpectedTracerError as error:
         raise GradtoolsError(
-            f"{ASKED}: a layer of the JAX model is called inside a transform (nn.scan, nn.remat, "
+            f"{CALLER}: a layer of the JAX model is called inside a transform (nn.scan, nn.remat, "
             "nn.jit, nnx.scan), where its values cannot be looked at. Unroll it for the check."
         ) from error
     grads, back = pullback([jax.numpy.asarray(draw(np.asarray(y))) for y in out])
@@ -256,10 +256,10 @@ class _Equinox:
         leaves = [reduce(getitem, path, params) for path in self.paths]
         model = equinox.combine(jax.tree.unflatten(self.treedef, leaves), self.rest)
         modules = dict(_equinox_modules(equinox, model))
-        here = get_opaque_trace_state(convention=ASKED)
+        here = get_opaque_trace_state(convention=CALLER)
 
         def seen_here(name: Name, given: Any, out: Any) -> Any:
-            inside = get_opaque_trace_state(convention=ASKED) == here
+            inside = get_opaque_trace_state(convention=CALLER) == here
             return seen(name, given, out) if inside else out
 
         names = {id(m): name for name, m in modules.items()}
@@ -315,26 +315,26 @@ def check_asked(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any) -> 
     """Refuses what cannot be watched."""
     if not isinstance(inputs, tuple | list):
         raise GradtoolsError(
-            f"{ASKED}: inputs must be a tuple with one entry for each argument of the models, got "
+            f"{CALLER}: inputs must be a tuple with one entry for each argument of the models, got "
             f"a {type(inputs).__name__}. For one argument write inputs=(x,)."
         )
     for i, x in enumerate(inputs):
-        as_setting(ASKED, x, f"input {i}")
+        as_setting(CALLER, x, f"input {i}")
     if not isinstance(mapping, ParameterMapping | None):
         raise GradtoolsError(
-            f"{ASKED}: mapping is a {type(mapping).__name__}; expected None or what "
+            f"{CALLER}: mapping is a {type(mapping).__name__}; expected None or what "
             "match_parameters made."
         )
     if library(torch_model) != "torch.nn":
         raise GradtoolsError(
-            f"{ASKED}: torch_model is a {type(torch_model).__name__}; expected a torch.nn.Module."
+            f"{CALLER}: torch_model is a {type(torch_model).__name__}; expected a torch.nn.Module."
         )
     pair = isinstance(jax_model, tuple) and len(jax_model) == 2
     known = pair and library(jax_model[0]) == "flax.linen"
     known = known or library(jax_model) in ("flax.nnx", "equinox")
     if not known and library(getattr(jax_model, "__wrapped__", None)) != "equinox":
         raise GradtoolsError(
-            f"{ASKED}: jax_model is a {type(jax_model).__name__}; expected the pair (module, "
+            f"{CALLER}: jax_model is a {type(jax_model).__name__}; expected the pair (module, "
             "variables) of flax.linen, an nnx.Module, an equinox.Module or jax.vmap of one."
         )
 

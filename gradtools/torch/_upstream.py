@@ -184,6 +184,18 @@ fp32_precision: Callable[[str, str], str] = _c._get_fp32_precision_getter
 function asks several times. Gone: the attributes `fp32_precision` of `torch.backends`, in Python.
 """
 
+flag_getters: dict[str, Callable[[], Any]] = {
+    "deterministic": _c._get_deterministic_algorithms,
+    "warn only": _c._get_deterministic_algorithms_warn_only,
+    "float32 products": _c._get_float32_matmul_precision,
+    "flash": _c._get_flash_sdp_enabled,
+    "lean": _c._get_mem_efficient_sdp_enabled,
+    "plain": _c._get_math_sdp_enabled,
+    "cudnn": _c._get_cudnn_sdp_enabled,
+}
+"""How flags are read that change numbers, which each use of a frozen function does several times.
+Gone: the public functions of the same sense, in Python, of `torch` and `torch.backends.cuda`."""
+
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 """Whether anything may be cast. Gone: `torch.is_autocast_enabled(kind)` for each device in use."""
 

@@ -185,10 +185,7 @@ def _check_match(caller: str, path: str, p: torch.Tensor, g: torch.Tensor) -> No
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
     """`p.grad_dtype`; where that allows any, what `.grad` has now."""
-    dtype = getattr(p, "grad_dtype", p.dtype)
-    if dtype is not None:
-        return dtype
-    return g.dtype if p.grad is None else p.grad.dtype
+    return p.grad_dtype or (g.dtype if p.grad is None else p.grad.dtype)
 
 
 def _is_traced(x: torch.Tensor) -> bool:

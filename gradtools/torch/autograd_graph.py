@@ -182,7 +182,7 @@ here = _OpenDerivatives()
 def is_spent(x: Tensor) -> bool:
     """Whether x is an alias of a derivative whose function was evaluated.
 
-    Nobody asks for a spent alias: it is no reason for another result to stay attached.
+    Aliases of a finished call do not count as captured: no other result stays attached for them.
     """
     return getattr(x, SPENT, _UNSPENT)[0]
 

@@ -13,7 +13,7 @@ from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
-from gradtools.torch.engines import asked_of
+from gradtools.torch.engines import caller_of
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
@@ -52,10 +52,10 @@ class TorchBackend(Wing):
     flatten_arrays = staticmethod(trees.flatten_arrays)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
-    sketch = staticmethod(trees.sketch)
-    from_sketch = staticmethod(trees.from_sketch)
-    sketch_of = staticmethod(trees.sketch_of)
-    draw = staticmethod(trees.draw)
+    flatten_static = staticmethod(trees.flatten_static)
+    treedef_of_static = staticmethod(trees.treedef_of_static)
+    static_treedef = staticmethod(trees.static_treedef)
+    unflatten_static = staticmethod(trees.unflatten_static)
 
     # --- arrays
 
@@ -100,8 +100,8 @@ class TorchBackend(Wing):
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)
 
-    def zeros(self, look: Any, beside: Array) -> Array:
-        return torch.zeros(look[0], dtype=look[1], device=beside.device)
+    def zeros(self, aval: Any, beside: Array) -> Array:
+        return torch.zeros(aval[0], dtype=aval[1], device=beside.device)
 
     ones_like = staticmethod(partial(torch.ones_like, requires_grad=False))
 
@@ -118,7 +118,7 @@ class TorchBackend(Wing):
 
     linearize = staticmethod(engines.linearize)
 
-    sketch_values = Lazily("rules.checking")
+    abstract_eval = Lazily("rules.checking")
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.fast_path import DirectCalls
@@ -190,7 +190,7 @@ class TorchBackend(Wing):
         if chunk_size == 1:
             rows = [f(*example) for example in zip(*batch, strict=True)]
             return [torch.stack(column) for column in zip(*rows, strict=True)]
-        with explained(asked_of(f)):
+        with explained(caller_of(f)):
             mapped = torch.vmap(
                 lambda *xs: tuple(f(*xs)), randomness="different", chunk_size=chunk_size
             )

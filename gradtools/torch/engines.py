@@ -80,14 +80,14 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
         if upstream.DYNAMO in sys.modules:
             return uncompiled(_eager_vjp, fun, leaves, once)
         return _eager_vjp(fun, leaves, once)
-    with explained(asked_of(fun)):
+    with explained(caller_of(fun)):
         return _functorch_vjp(fun, leaves, groups)
 
 
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, by the engine that fits."""
     _note_derivative(_open_derivatives())
-    with explained(asked_of(fun)):
+    with explained(caller_of(fun)):
         if _in_functorch():
             if not _is_differentiated_again():
                 with suppress(LevelTaken):
@@ -103,7 +103,7 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
     _note_derivative(_open_derivatives())
-    with explained(asked_of(fun)):
+    with explained(caller_of(fun)):
         if _in_functorch():
             return _functorch_linearize(fun, leaves)
         return _eager_linearize(fun, leaves)
@@ -119,7 +119,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
     try:
         outs, extras, aliases, attached, survey, inside = _evaluate(fun, leaves)
     except RuntimeError as error:
-        explain(asked_of(fun), error)
+        explain(caller_of(fun), error)
         raise
     ordinary = not (survey.lost or survey.wrong or survey.custom)
 
@@ -136,17 +136,17 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         again = create or upstream.forward_level() >= 0
         guard = None
         if not ordinary:
-            guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
+            guard = guarded(caller_of(fun), fun, leaves, survey, aliases, again)
         if not once and any(map(is_wrapped, given)):
-            refuse_in_batches(asked_of(fun), ys, given, first_of(WRONG_IN_BATCHES, outs))
+            refuse_in_batches(caller_of(fun), ys, given, first_of(WRONG_IN_BATCHES, outs))
         try:
             # Without `again` tangents go wrong.
             grads = _pulled(ys, aliases, given, create or not once, again, inside.spent, guard)
         except RuntimeError as error:
-            explain(asked_of(fun), error)
+            explain(caller_of(fun), error)
             raise
         if again:
-            grads = guarded_gradients(asked_of(fun), ys, grads)
+            grads = guarded_gradients(caller_of(fun), ys, grads)
         if here.opened:
             note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
@@ -217,10 +217,10 @@ def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create:
 @skipped_by_dynamo
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     with TwiceByPlainOperations():
-        evaluated = evaluated_to_push(asked_of(fun), _evaluate, fun, leaves)
+        evaluated = evaluated_to_push(caller_of(fun), _evaluate, fun, leaves)
     outs, extras, aliases, attached, survey, inside = evaluated
     tracked = [y for y in outs if y.requires_grad]
-    guard = guarded(asked_of(fun), fun, leaves, survey, aliases, True)
+    guard = guarded(caller_of(fun), fun, leaves, survey, aliases, True)
     with outside_of_inference(), torch.enable_grad(), guard or nullcontext():
         # Any will do: the pullback is linear. At zero that of logcumsumexp gives NaN.
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
@@ -240,9 +240,9 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             )
             again = create or upstream.forward_level() >= 0
             ps, ts = [p for p, _ in moved], [_normal(t) for _, t in moved]
-            with explained(asked_of(fun)):
+            with explained(caller_of(fun)):
                 result = _pulled(ps, dummies, ts, True, again, inside.spent)
-            result = guarded_gradients(asked_of(fun), ps, result)
+            result = guarded_gradients(caller_of(fun), ps, result)
             note_taken(tracked, result, leaves, aliases, create, inside)
             result = result if create else _freed(result)
         pushed = spread(result, [y.requires_grad for y in outs])
@@ -285,7 +285,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
             torch.set_grad_enabled(True)
     survey = surveyed(outs)
     if survey.compiled:
-        refuse_lost(asked_of(fun), outs)
+        refuse_lost(caller_of(fun), outs)
     inside.spent[0] = True
     attached = keep and (any(map(_is_tracked, leaves)) or not all(map(is_spent, survey.leaves)))
     return outs, extras, aliases, attached, survey, inside
@@ -378,7 +378,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             for x, t in zip(leaves, tangents, strict=True)
         ]
         recorded = nodes_made()
-        with torch.enable_grad(), Stops(not keep, keep, asked_of(fun)):
+        with torch.enable_grad(), Stops(not keep, keep, caller_of(fun)):
             outs, extras, nested = _watched(fun, duals)
         unseen = not (keep or nested or seen) and nodes_made() != recorded
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
@@ -388,7 +388,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             torch.zeros_like(y) if t is None or upstream.is_zero(t) else t for y, t in unpacked
         ]
         if keep:
-            pushed = guarded_tangents(asked_of(fun), primals, pushed)
+            pushed = guarded_tangents(caller_of(fun), primals, pushed)
     if unseen:
         _refuse_unseen(fun, leaves, tangents)
     if nested and all(t is None for _, t in unpacked):
@@ -407,7 +407,7 @@ def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -
         with torch.no_grad():
             return _dual_jvp(fun, [detached(x, DERIVATIVE) for x in xs], tangents, seen=True)[0]
 
-    with scripts_refused(asked_of(fun)):
+    with scripts_refused(caller_of(fun)):
         rerun(run, leaves)
 
 
@@ -427,7 +427,7 @@ def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
 # --- what was asked ----------------------------------------------------------------------
 
 
-def asked_of(fun: Fun) -> str:
+def caller_of(fun: Fun) -> str:
     """The operator that the user called, as far as the function knows it."""
     return getattr(fun, "caller", "gradtools")
 
@@ -473,13 +473,13 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             nested[:] = [inside]
         else:
             again = _is_differentiated_again(1)
-            guarding = _calls_guarded(asked_of(fun)) if again else nullcontext()
+            guarding = _calls_guarded(caller_of(fun)) if again else nullcontext()
             with _opened(xs) as inside, guarding, _pushed_from_outside():
                 outs, extras = fun(*xs)
             entered[:], wrong[:] = [inside], [first_of(WRONG_IN_BATCHES, outs)]
             survey = surveyed(outs)
             if again:
-                refuse_torchscript(asked_of(fun), outs)
+                refuse_torchscript(caller_of(fun), outs)
             result, mended[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
             reached[:] = [id(x) in result for x in xs]
         empty[:] = [not outs]
@@ -495,9 +495,9 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
         )
         if any(wrong):
-            refuse_in_batches(asked_of(fun), outs, filled, wrong[0])
+            refuse_in_batches(caller_of(fun), outs, filled, wrong[0])
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
-        with explained(asked_of(fun)), rightly(mended) if mended else nullcontext():
+        with explained(caller_of(fun)), rightly(mended) if mended else nullcontext():
             grads = [g.view_as(g) for g in pull(filled)]
         if not is_compiling():
             note_taken(outs, grads, leaves, leaves, torch.is_grad_enabled(), *entered)
@@ -545,9 +545,9 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
             with _twice_in_trace(), RightTangents():
                 outs, extras = fun(*xs)
         else:
-            with torch.enable_grad(), Stops(False, True, asked_of(fun)):
+            with torch.enable_grad(), Stops(False, True, caller_of(fun)):
                 outs, extras, nested = _watched(fun, xs)
-            refuse_torchscript(asked_of(fun), outs)
+            refuse_torchscript(caller_of(fun), outs)
             stopped[:] = [nested and all(_unpacked(y)[1] is None for y in outs)]
         return tuple(outs), tuple(extras)
 
@@ -624,17 +624,17 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     wrong: list[str] = []
 
     def paired(*xs: Tensor) -> Any:
-        with _looked_at_twice(asked_of(fun)):
-            outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
+        with _looked_at_twice(caller_of(fun)):
+            outs, extras = evaluated_to_push(caller_of(fun), fun, *xs)
         if not is_compiling():
-            refuse_torchscript(asked_of(fun), outs)
+            refuse_torchscript(caller_of(fun), outs)
         result = first_of(NORMALISATIONS, outs) if _is_differentiated_again() else None
         wrong[:] = [result] if result else []
         return tuple(outs), tuple(extras)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
     if wrong and _is_pushed_again():
-        raise GradtoolsError(third(asked_of(fun), wrong[0]))
+        raise GradtoolsError(third(caller_of(fun), wrong[0]))
     ones = tuple(torch.ones_like(y) for y in outs)
     _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
 
@@ -642,7 +642,7 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
         pushed = push(tuple(tangents))[0]
         if not wrong:
             return list(pushed)
-        return list(gated(pushed, outs, third(asked_of(fun), wrong[0]), transposed=True))
+        return list(gated(pushed, outs, third(caller_of(fun), wrong[0]), transposed=True))
 
     return list(outs), list(extras), pushforward
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
 from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
-from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
+from gradtools.torch.modes import NOTHING, LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import CHUNK, detached
 from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
@@ -107,7 +106,7 @@ class _Use(Forward):
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
-        self.within: Callable[[], Any] = nullcontext  # what f runs in when it runs again
+        self.within: Callable[[], Any] | None = None  # what f runs in when it runs again
         super().__init__(whole, beneath, None if beneath else uses.state)
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
@@ -134,13 +133,13 @@ class _Use(Forward):
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         self.uses.begin(self)
         self.keeps = self._may_keep()  # asked before hooks of our own stand there
-        measured = self.uses.budget > 0 and self.keeps
-        with bytes_saved(self) if measured else nullcontext([0]) as size:
+        if not (self.uses.budget and self.keeps):
+            return super()._first_pass(rows, shared)
+        with bytes_saved(self) as size:
             result = super()._first_pass(rows, shared)
-        if measured:
-            self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
-            fits = bool(self.retained) and self.once is None
-            self.holds = fits and self.uses.reserve(self, self.uses.size)
+        self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
+        fits = bool(self.retained) and self.once is None
+        self.holds = fits and self.uses.reserve(self, self.uses.size)
         return result
 
     def _kept(self) -> int:
@@ -151,6 +150,8 @@ class _Use(Forward):
         return not packed and not self.beneath and self.modes.grad
 
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
+        if self.within is None:
+            return super()._called(i, pieces, own)
         with self.within():
             return super()._called(i, pieces, own)
 
@@ -168,9 +169,10 @@ class _Use(Forward):
     def guarded(self, outs: Sequence[Any]) -> list[Any]:
         """The outputs; who asks for the derivative of a parameter of G is told that it has none."""
         constants = [x for x in self.constants if x.requires_grad]
-        tracks = self.modes.grad  # as G's own outputs are, if its parameters are
-        which = [isinstance(y, Tensor) and is_inexact(y) and tracks for y in outs]
-        if not constants or not any(which):
+        if not constants or not self.modes.grad:  # G's own outputs are tracked as these are
+            return list(outs)
+        which = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
+        if not any(which):
             return list(outs)
         tracked = [y for y, w in zip(outs, which, strict=True) if w]
         left = iter(gated(tracked, constants, _CONSTANTS))
@@ -179,9 +181,9 @@ class _Use(Forward):
     # --- its derivatives
 
     def pull(
-        self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries, joint: Any = None
+        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
-        back = _FrozenBackward(self, widths, width, there)
+        back = _FrozenBackward(self, widths, width, mask)
         if upstream.peek_interpreter_stack() is not None:
             return outputs_of(back, rows, shared)
         known = back.evaluate(rows, shared)
@@ -198,10 +200,10 @@ class _Use(Forward):
         _, grads = node_of(back, rows, caller, known)
         return self.guarded(grads)
 
-    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
-        zs, dzs = list(shared[:width]), spread(shared[width:], there[-1])
+    def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
+        zs, dzs = list(shared[:width]), spread(shared[width:], mask[-1])
         fast = lambda use: use.pushed(zs, dzs)
-        slow = lambda use: outputs_of(Pushed(use, widths, width, there), rows, shared)
+        slow = lambda use: outputs_of(Pushed(use, widths, width, mask), rows, shared)
         return self.by_any_kernel("values", fast if self.may_use_forward_mode() else None, slow)
 
     def may_use_graph(self) -> bool:
@@ -286,7 +288,7 @@ class _Use(Forward):
         return dys
 
     def _pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
-        use = self.with_modes(self.modes.without_fast_path())
+        use = self.with_modes(self.modes)
         fixed = self.start.reached.tensors
         use.within = lambda: OneTangent(fixed)
         with use.replaying(), dual_level():  # where nothing is differentiated
@@ -301,7 +303,7 @@ class _Use(Forward):
                 return self._second(zs, dzs, cts, NoProductsOfZero(refuses_complex=True))
         except ComplexNumbers:
             self.uses.is_complex = True
-        return self._second(zs, dzs, cts, nullcontext())
+        return self._second(zs, dzs, cts, NOTHING)
 
     def _second(self, zs: Entries, dzs: Entries, cts: Entries, products: Any) -> list[Any]:
         # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.
@@ -387,17 +389,17 @@ class _FrozenBackward(Backward):
         """The pullback of factor times cts, computed anew."""
         use: Any = self.of
         fresh = use.with_modes(use.modes)
-        same = _FrozenBackward(fresh, self.widths, self.shared_width, self.there)
+        same = _FrozenBackward(fresh, self.widths, self.shared_width, self.mask)
         scaled = [None if ct is None else detached(ct, CHUNK) * factor for ct in cts]
         with torch.no_grad():
             return same.evaluate([scaled], zs)[1]
 
     def pull(
-        self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries, joint: Any = None
+        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
         count = self.shared_width
         zs = list(shared[:count]) if self.arguments is None else self.arguments
-        us = spread(shared[width:], there[-1])
+        us = spread(shared[width:], mask[-1])
         cts = rows[0]
         use: Any = self.of
         self.refuse_nonlinear(zs, cts)
@@ -409,19 +411,19 @@ class _FrozenBackward(Backward):
                 return [*pulled, *us]
         given = [[], [u is not None for u in us]]
         pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
-        along = [dy for dy, t in zip(pushed, self.there[0], strict=False) if t]
+        along = [dy for dy, t in zip(pushed, self.mask[0], strict=False) if t]
         if self.pulled_first and use.shows_numbers():
             self._compare_transposes(us, along, cts)
         if self.arguments is not None:
             return [*along, *us]  # `_PullbackInputs` makes of us what is asked
         return [*along, *_along_arguments(self, zs, us, cts)]
 
-    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+    def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
         if (
             self.arguments is not None
         ):  # `_PullbackInputs` would take their cotangents for the pullback's
             shared = [*map(primal_of, self.arguments), *shared[width:]]
-        return super().push(widths, width, there, rows, shared)
+        return super().push(widths, width, mask, rows, shared)
 
     def _compare_transposes(self, us: Entries, along: Entries, cts: Entries) -> None:
         """Raises if the pushforward is not the transposed of the pullback: <u, J^H v> = <Ju, v>.
@@ -493,12 +495,12 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
         pulled = back.through_graph(grads, own, us)
         if pulled is not None:
             return pulled
-    full, there = spread(cts, back.there[0]), [[False] * len(cts), [u is not None for u in us]]
+    full, mask = spread(cts, back.mask[0]), [[False] * len(cts), [u is not None for u in us]]
     given = [*zs, *(u for u in us if u is not None)]
 
     def slow(use: _Use) -> list[Any]:
-        same = _FrozenBackward(use, back.widths, back.shared_width, back.there)
-        return outputs_of(Pushed(same, [len(cts)], len(zs), there), [list(cts)], given)
+        same = _FrozenBackward(use, back.widths, back.shared_width, back.mask)
+        return outputs_of(Pushed(same, [len(cts)], len(zs), mask), [list(cts)], given)
 
     fast = lambda use: use.second(zs, us, full)
     return use.by_any_kernel("along", fast if use.may_use_forward_mode() else None, slow)

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.modes import batchings
-from gradtools.torch.rules.installing import apply_rule
+from gradtools.torch.rules.installing import BatchedRule, apply_rule
 
 Tensor = torch.Tensor
 left_to_python(__name__)
@@ -79,7 +78,7 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
     def along(linear: Any, _: Any, vs: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if v is None else linear(v, group) for v in vs]
 
-    def mapped(size: int, axes: Any, xs: Sequence[Tensor], randomness: str) -> Any:
+    def batching_rule(size: int, axes: Any, xs: Sequence[Tensor], randomness: str) -> Any:
         return rule, [xs[0].movedim(axes[0], 1)], lambda outs: (1,)
 
     def primal(x: Tensor) -> list[Tensor]:
@@ -90,14 +89,14 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
             )
         return [value(x, group)]
 
-    rule = Rule(
+    rule = BatchedRule(
         "gather",
         primal,
         partial(along, forth),
         partial(along, back),
         saves=(),
         captures=False,
-        mapped=mapped,
+        batching_rule=batching_rule,
     )
     return apply_rule(rule, x)[0]
 

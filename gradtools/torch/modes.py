@@ -74,6 +74,9 @@ class dual_level(forward_mode):
             _FORWARD_MODE.release()
 
 
+NOTHING = nullcontext()
+
+
 @contextmanager
 def without_cached_weights() -> Iterator[dict[Any, Any]]:
     """Inside, `parametrize.cached` starts anew: what it keeps is in the graph of another call.
@@ -92,7 +95,7 @@ def without_cached_weights() -> Iterator[dict[Any, Any]]:
 class Modes:
     """Autocast, grad mode and flags, as they stood when a function ran first."""
 
-    flags: dict[str, Any]
+    flags: list[Any]  # as `_standing` gives them
     autocast: list[tuple[str, bool, torch.dtype]]
     cached: bool
     grad: bool
@@ -110,16 +113,11 @@ class Modes:
 
     def by_other_kernels(self) -> Modes:
         """With the framework's own alternatives to fused kernels."""
-        off = ("flash attention", "lean attention", "cudnn attention")
-        others = dict.fromkeys(
-            (*off, "encoder fast path", "cudnn.enabled", "mkldnn.enabled"), False
-        )
-        return replace(self, flags={**self.flags, **others, "plain attention": True})
-
-    def without_fast_path(self) -> Modes:
-        """With encoder layers' fused kernel off, which they take where no graph is kept."""
-        flags = {**self.flags, "encoder fast path": False}
-        return Modes(flags, self.autocast, self.cached, self.grad, self.device)
+        fused = ("flash attention", "lean attention", "cudnn attention", "encoder fast path")
+        others = dict.fromkeys((*fused, "cudnn.enabled", "mkldnn.enabled"), False)
+        others["plain attention"] = True
+        pairs = zip(_flags()[0], self.flags, strict=True)
+        return replace(self, flags=[others.get(name, flag) for name, flag in pairs])
 
     def outside_of_batchings(self) -> AbstractContextManager[None]:
         """As `again`, and outside of the levels of ``is_grads_batched``."""
@@ -147,7 +145,7 @@ class Modes:
         cast_as_here = casts == self.autocast and not any(on for _, on, _ in casts)
         device_as_here = default_device() == self.device
         if cast_as_here and device_as_here and not torch.is_inference_mode_enabled():
-            return nullcontext()
+            return NOTHING
         return self._entered(not device_as_here, not cast_as_here)
 
     @contextmanager
@@ -168,9 +166,7 @@ class Modes:
 class _Restored:
     """Inside, flags and grad mode stand so; outside, as they did. others: Is entered besides."""
 
-    def __init__(
-        self, flags: dict[str, Any], grad: bool, others: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, flags: list[Any], grad: bool, others: AbstractContextManager[Any]) -> None:
         self._flags, self._wanted, self._others = flags, grad, others
 
     def __enter__(self) -> None:
@@ -237,46 +233,43 @@ def _casts(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
     return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
 
 
-def _standing() -> dict[str, Any]:
-    names, getters, _ = _flags()
-    return dict(zip(names, map(operator.call, getters), strict=True))
+def _standing() -> list[Any]:
+    """The flags, in the order of `_flags`."""
+    return [*map(operator.call, _flags()[1])]
 
 
-def _set(now: dict[str, Any], wanted: dict[str, Any]) -> None:
-    if now == wanted:
-        return
-    names, _, setters = _flags()
-    others = dict(wanted.items() - now.items())
-    for name in names if len(others) > 1 else others:  # in their order
-        if name in others:
-            setters[name](others[name])
+def _set(now: list[Any], wanted: list[Any]) -> None:
+    if now != wanted:
+        for put, old, new in zip(_flags()[2], now, wanted, strict=True):
+            if old != new:
+                put(new)
 
 
 @cache
-def _flags() -> tuple[list[str], list[Callable[[], Any]], dict[str, Callable[[Any], Any]]]:
+def _flags() -> tuple[list[str], list[Callable[[], Any]], list[Callable[[Any], Any]]]:
     """The flags of PyTorch that change numbers, how each is read, and how it is set.
 
-    A use of a frozen function reads them several times.
+    They are set in this order. A use of a frozen function reads them several times.
     """
-    cuda, mha = torch.backends.cuda, torch.backends.mha
+    cuda, mha, read = torch.backends.cuda, torch.backends.mha, upstream.flag_getters
     result: dict[str, Any] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         **precisions(),
         "deterministic": (
-            _deterministic,
+            lambda: (read["deterministic"](), read["warn only"]()),
             lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
         ),
         "encoder fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
-        "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-        "lean attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-        "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-        "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        "flash attention": (read["flash"], cuda.enable_flash_sdp),
+        "lean attention": (read["lean"], cuda.enable_mem_efficient_sdp),
+        "plain attention": (read["plain"], cuda.enable_math_sdp),
+        "cudnn attention": (read["cudnn"], cuda.enable_cudnn_sdp),
     }
     for name in ("enabled", "benchmark", "deterministic"):
         result[f"cudnn.{name}"] = _attribute(torch.backends.cudnn, name)
     result["mkldnn.enabled"] = _attribute(torch.backends.mkldnn, "enabled")
     getters, setters = zip(*result.values(), strict=True)
-    return [*result], [*getters], dict(zip(result, setters, strict=True))
+    return [*result], [*getters], [*setters]
 
 
 @cache
@@ -294,7 +287,7 @@ def precisions() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     }
     return {
         "float32_matmul_precision": _if_readable(
-            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+            upstream.flag_getters["float32 products"], torch.set_float32_matmul_precision
         ),
         "cudnn.allow_tf32": _if_readable(*_attribute(cudnn, "allow_tf32")),
         **{f"{name}.fp32_precision": _newer(name, where) for name, where in newer.items()},
@@ -327,8 +320,3 @@ def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any
     """
     flag = vars(type(holder))[name]
     return flag.getter, flag.setter
-
-
-def _deterministic() -> tuple[bool, bool]:
-    on = torch.are_deterministic_algorithms_enabled()
-    return on, torch.is_deterministic_algorithms_warn_only_enabled()

@@ -13,8 +13,6 @@ private copy that no other code sees. ``gradtools.models`` documents the public 
 
 import threading
 import types
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from gradtools import keras_models
 from gradtools.arguments import check_names
 from gradtools.errors import GradtoolsError, warn
+from gradtools.function_variables import parts_of, with_parts
 from gradtools.keras_models import is_keras
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.arrays import seed_of, split
@@ -185,22 +184,7 @@ def _refers(value: Any, places: dict, depth: int = DEPTH) -> bool:
     """Whether a shared field refers to a tensor or module of the tree."""
     if id(value) in places:
         return True
-    return depth > 0 and any(_refers(part, places, depth - 1) for part in _parts(value))
-
-
-def _parts(value: Any) -> tuple:
-    """What a container, bound method, partial function or weak reference holds."""
-    if type(value) in (list, tuple):
-        return tuple(value)
-    if type(value) in (dict, OrderedDict):
-        return tuple(value.values())
-    if type(value) is types.MethodType:
-        return (value.__self__,)
-    if type(value) is partial:
-        return (value.func, value.args, value.keywords)
-    if type(value) is weakref.ref:
-        return (value(),)
-    return ()
+    return depth > 0 and any(_refers(part, places, depth - 1) for part in parts_of(value))
 
 
 def _relink(value: Any, resolve: Callable, depth: int = DEPTH) -> Any:
@@ -208,18 +192,7 @@ def _relink(value: Any, resolve: Callable, depth: int = DEPTH) -> Any:
     own = resolve(value)
     if own is not None or depth == 0:
         return value if own is None else own
-    again = partial(_relink, resolve=resolve, depth=depth - 1)
-    if type(value) in (list, tuple):
-        return type(value)(again(part) for part in value)
-    if type(value) in (dict, OrderedDict):
-        return type(value)((k, again(part)) for k, part in value.items())
-    if type(value) is types.MethodType:
-        return types.MethodType(value.__func__, again(value.__self__))
-    if type(value) is partial:
-        return partial(again(value.func), *again(value.args), **again(value.keywords))
-    if type(value) is weakref.ref and value() is not None:
-        return weakref.ref(again(value()))
-    return value
+    return with_parts(value, partial(_relink, resolve=resolve, depth=depth - 1))
 
 
 def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:

@@ -32,7 +32,7 @@ class _Own(int):
         return "True"
 
 
-OWN = _Own(True)
+OWN: Any = _Own(True)
 """`allow_unused`, where gradtools takes a derivative by `torch.autograd.grad`, and not the user."""
 
 

@@ -383,7 +383,7 @@ class _Walk:
     """Visits what can be reached, each object once."""
 
     def __init__(self, roots: list[Any], kinds: set[str]) -> None:
-        self.found = Reached(roots, {*kinds})
+        self.reached = Reached(roots, {*kinds})
         self._seen: dict[int, Any] = {}
         self._read: set[tuple[int, str]] = set()  # the globals that code names
         self._todo: list[tuple[Any, str, bool]] = []
@@ -399,22 +399,22 @@ class _Walk:
     def run(self) -> Reached:
         while self._todo:
             self._walk(*self._todo.pop())
-        found = self.found
-        found.tensors = [x for x, _ in found.watched]
-        found.counted = [x for x in found.owned if not x.is_inference()]
-        again = all(isinstance(x, torch.nn.Module) for x in found.roots[1:])
-        found.lasts = again and all(x.grad_fn is None for x in found.tensors)
-        return found
+        reached = self.reached
+        reached.tensors = [x for x, _ in reached.watched]
+        reached.counted = [x for x in reached.owned if not x.is_inference()]
+        again = all(isinstance(x, torch.nn.Module) for x in reached.roots[1:])
+        reached.lasts = again and all(x.grad_fn is None for x in reached.tensors)
+        return reached
 
     def _place(self, get: Get, put: Put, *visit: Any) -> None:
         value = _got(get)
-        self.found.places.append((get, put, value))
+        self.reached.places.append((get, put, value))
         if value is not _UNBOUND:
             self.visit(value, *visit)
 
     def _holder(self, x: Any) -> tuple[Any, ...]:
         entries = _entries(x)
-        self.found.holders.append((x, entries))
+        self.reached.holders.append((x, entries))
         return entries
 
     def _walk(self, x: Any, name: str, owned: bool) -> None:
@@ -443,12 +443,12 @@ class _Walk:
             self._place(x.get, x.set, name, owned)
         elif isinstance(x, np.ndarray):
             if x.flags.writeable and (owned or x.nbytes <= _LARGE):
-                self.found.generators.append((x.copy, partial(x.__setitem__, ...)))
+                self.reached.generators.append((x.copy, partial(x.__setitem__, ...)))
         elif isinstance(x, bytearray | array.array):
             whole = slice(None)
-            self.found.generators.append((partial(getitem, x, whole), partial(setitem, x, whole)))
+            self.reached.generators.append((partial(getitem, x, whole), partial(setitem, x, whole)))
         elif (generator := _generator(x)) is not None:
-            self.found.generators.append(generator)
+            self.reached.generators.append(generator)
             self._attributes(x, name, owned)
         else:
             self._object(x, name, owned)
@@ -457,7 +457,7 @@ class _Walk:
         if isinstance(x, dict):
             items = _items(x)
             if type(x) is dict and set(map(type, items)) <= {str}:
-                self.found.maps.append((x, items))
+                self.reached.maps.append((x, items))
             else:
                 self._holder(x)
         else:
@@ -473,11 +473,11 @@ class _Walk:
         fields = getattr(x, "__dict__", None)
         if type(fields) is dict and (fields or unset):
             held = dict(fields)
-            self.found.maps.append((fields, held))
+            self.reached.maps.append((fields, held))
             for key, value in held.items():
                 kind = type(value)
                 if kind in _CONTAINERS and not value:
-                    self.found.empty.append(value)
+                    self.reached.empty.append(value)
                 elif kind not in ATOMS:
                     self.visit(value, f"{name}.{key}", owned)
 
@@ -487,17 +487,17 @@ class _Walk:
                 f"{name} has no shape yet (a lazy module), so what the result depends on "
                 "cannot be noted. Call the module once on an example first."
             )
-        self.found.kinds.add(x.device.type)
+        self.reached.kinds.add(x.device.type)
         constant = not x.requires_grad and not isinstance(x, torch.nn.Parameter)
         shown = x.device.type != "meta" and not upstream.is_wrapped(x)
         if constant and shown and (owned or _nbytes(x) <= _LARGE):
-            self.found.owned.append(x)
+            self.reached.owned.append(x)
         if not x.is_inference():
-            self.found.watched.append((x, name))
+            self.reached.watched.append((x, name))
         self._attributes(x, name, owned)
 
     def _module(self, x: torch.nn.Module, name: str) -> None:
-        self.found.modules[id(x)] = (x, name)
+        self.reached.modules[id(x)] = (x, name)
         self.visit(type(x), type(x).__name__, False)
         for parts in upstream.slots_of(x):
             for key, part in [*parts.items()] if parts else ():
@@ -508,12 +508,12 @@ class _Walk:
 
     def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
         """The attributes of a compiled module, which hands out copies of all but tensors."""
-        self.found.comparable = False
+        self.reached.comparable = False
         for key, is_parameter, holder in upstream.scripted_attributes(x):
             get, value = partial(holder.getattr, key), holder.getattr(key)
             self.visit(value, f"{name}.{key}", True)
             if not is_parameter:
-                self.found.places.append((get, partial(holder.setattr, key), value))
+                self.reached.places.append((get, partial(holder.setattr, key), value))
         for key, module in x.named_children():
             self.visit(module, f"{name}.{key}", True)
 

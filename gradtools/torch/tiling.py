@@ -126,14 +126,14 @@ class Watch:
         if call.options.verify is False or is_compiling() or upstream.TracingContext.try_get():
             return cls(call, (), None, None)
         kinds = torch.nn.Module, Tensor
-        result = [*held_by(call.written, lambda x: isinstance(x, kinds), Tensor, False)]
+        result = [*held_by(call.user_functions, lambda x: isinstance(x, kinds), Tensor, False)]
         modules = [m for x in result if isinstance(x, torch.nn.Module) for m in x.modules()]
         tensors = [x for x in result if isinstance(x, Tensor)]
         tensors += [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]
         looks = tuple([(x.shape, x.dtype, x.device) for x in xs])
         training = tuple([m.training for m in modules])
         casts = casts_now(x.device.type for x in xs)
-        others = [*map(part_of, call.written[1:])]
+        others = [*map(part_of, call.user_functions[1:])]
         way = Way.of(call.f, call.caller, looks, call.cut, training, casts, *others)
         reads = way.about("arguments")
         is_looked_at = call.options.verify or not way.is_known()

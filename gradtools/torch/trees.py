@@ -147,30 +147,30 @@ _CONTAINERS = Containers(_flattened, unflatten, _leaf_paths, _is_array)
 WITH_MODULES = Containers(_flattened, unflatten, _leaf_paths, _is_array_or_module)
 
 
-def sketch(tree: Any) -> tuple[list[Any], Any]:
+def flatten_static(tree: Any) -> tuple[list[Any], Any]:
     """The leaves, and the structure as what dynamo takes for a constant."""
     if not torch.compiler.is_dynamo_compiling():
         return flatten(tree)
     leaves: list[Any] = []
-    return leaves, _sketched(tree, leaves)
+    return leaves, _flattened_static(tree, leaves)
 
 
-def _sketched(tree: Any, leaves: list[Any]) -> Any:
+def _flattened_static(tree: Any, leaves: list[Any]) -> Any:
     if tree is None:
         return "none"
     if type(tree) is dict:
-        return ("dict", *[(key, _sketched(tree[key], leaves)) for key in sorted(tree)])
+        return ("dict", *[(key, _flattened_static(tree[key], leaves)) for key in sorted(tree)])
     if type(tree) in (tuple, list):
-        return (type(tree).__name__, *[_sketched(x, leaves) for x in tree])
+        return (type(tree).__name__, *[_flattened_static(x, leaves) for x in tree])
     leaves.append(tree)
     return "leaf"
 
 
-def sketch_of(treedef: TreeDef) -> Any:
-    """The structure as `sketch` draws it in compiled code."""
+def static_treedef(treedef: TreeDef) -> Any:
+    """The structure of a TreeDef as `flatten_static` gives it in compiled code."""
     leaves: list[Any] = []
     tree = unflatten(treedef, [0] * treedef.num_leaves)
-    structure = _sketched(tree, leaves)
+    structure = _flattened_static(tree, leaves)
     if any(type(x) is not int for x in leaves):
         kind = next(type(x).__name__ for x in leaves if type(x) is not int)
         raise GradtoolsError(
@@ -180,21 +180,21 @@ def sketch_of(treedef: TreeDef) -> Any:
     return structure
 
 
-def draw(structure: Any, leaves: Sequence[Any]) -> Any:
-    """The tree of this structure, a TreeDef or a sketch, with these leaves."""
+def unflatten_static(structure: Any, leaves: Sequence[Any]) -> Any:
+    """The tree of this structure, a TreeDef or a static structure, with these leaves."""
     if isinstance(structure, TreeDef | OpenedTree):
         return unflatten(structure, leaves)
-    return _drawn(structure, list(leaves))
+    return _unflattened_static(structure, list(leaves))
 
 
-def from_sketch(structure: Any) -> Any:
-    """The structure that `sketch` drew."""
+def treedef_of_static(structure: Any) -> Any:
+    """The TreeDef of a structure that `flatten_static` gave."""
     if isinstance(structure, TreeDef | OpenedTree):
         return structure
-    return flatten(_drawn(structure, [0] * str(structure).count("'leaf'") or [0]))[1]
+    return flatten(_unflattened_static(structure, [0] * str(structure).count("'leaf'") or [0]))[1]
 
 
-def _drawn(structure: Any, leaves: list[Any]) -> Any:
+def _unflattened_static(structure: Any, leaves: list[Any]) -> Any:
     """Takes the leaves from the front of the list."""
     if structure == "none":
         return None
@@ -202,7 +202,7 @@ def _drawn(structure: Any, leaves: list[Any]) -> Any:
         return leaves.pop(0)
     kind, *children = structure
     if kind == "dict":
-        return {key: _drawn(child, leaves) for key, child in children}
+        return {key: _unflattened_static(child, leaves) for key, child in children}
     if kind == "tuple":
-        return tuple([_drawn(child, leaves) for child in children])
-    return [_drawn(child, leaves) for child in children]
+        return tuple([_unflattened_static(child, leaves) for child in children])
+    return [_unflattened_static(child, leaves) for child in children]

@@ -14,16 +14,10 @@ from torch import nn
 import gradtools.jax as gj
 import gradtools.torch as gt
 from gradtools import GradtoolsError, bridge
+from tests.both.test_bridge_calls import near
 
 X = np.random.default_rng(0).standard_normal((8, 4))
 KEY = jax.random.key(1)
-
-
-def near(found, expected, tolerance=1e-12):
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape
-    scale = max(1.0, np.max(np.abs(expected), initial=0.0))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
 
 
 def network(dropout=0.0):

@@ -9,8 +9,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from gradtools import GradtoolsError
-
 BACKENDS = ("torch", "jax")
 TILE = (3, 4)
 
@@ -280,39 +278,6 @@ def test_the_frameworks_own_layouts_and_numbers():
         jax.nn.dot_product_attention(*js, is_causal=True),
         rtol=1e-6, atol=1e-6,  # whose softmax is taken in float32
     )  # fmt: skip
-
-
-# --- refusals ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda gt, x: gt.contrastive_loss(x, x[:2]), "contrastive_loss: x has the shape"),
-        (
-            lambda gt, x: gt.contrastive_loss(x, x, sigmoid=True, label_smoothing=0.1),
-            "label_smoothing is 0.1 with sigmoid=True",
-        ),
-        (lambda gt, x: gt.linear_cross_entropy(x, x, x), "linear_cross_entropy: input has the"),
-        (
-            lambda gt, x: gt.linear_cross_entropy(x, x, x[:, 0], reduction="all"),
-            "reduction is 'all'",
-        ),
-        (lambda gt, x: gt.attention(x, x, x, layout="rows"), "attention: layout is 'rows'"),
-        (
-            lambda gt, x: gt.attention(x, x[:, :2], x, layout="heads_first"),
-            "attention: with heads first, query has the shape",
-        ),
-        (
-            lambda gt, x: gt.attention(x, x, x, x[:, :2], layout="heads_first"),
-            "attn_mask has the shape",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_words(call, said, world):
-    (x,) = world.arrays((4, 3))
-    with pytest.raises(GradtoolsError, match=said):
-        call(world.gt, x)
 
 
 def test_a_scale_and_a_bias_of_python_are_exact(gt):

@@ -352,55 +352,6 @@ def test_second_derivatives_of_attention_by_finite_differences(gt):
     )
 
 
-# --- refusals ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda gt, x, y: gt.tiled(3), "tiled: f is an int"),
-        (lambda gt, x, y: gt.tiled(abs, tile_size=0), "tiled: tile_size is 0"),
-        (lambda gt, x, y: gt.tiled(abs, memory_budget=0), "tiled: memory_budget is 0"),
-        (lambda gt, x, y: gt.tiled(abs, rows=()), "tiled: rows is \\(\\); expected the position"),
-        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "product")(x, y), "reduce is 'product'"),
-        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "sum", over="all")(x, y), "over is 'all'"),
-        (
-            lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, columns="z")(x, y),
-            "columns names argument 'z'",
-        ),
-        (lambda gt, x, y: gt.tiled(lambda x, y: x.sum())(x, y), "scores are of shape \\(\\)"),
-        (lambda gt, x, y: gt.tiled(lambda x, y: None)(x, y), "f gave None .* expected scores"),
-        (lambda gt, x, y: gt.tiled(lambda x, y: 3.0)(x, y), "output holds .*; expected arrays"),
-        (
-            lambda gt, x, y: gt.tiled(lambda x, y, z: x, columns=(1, 2))(x, y, x),
-            "the columns differ in number: 5 in .*7 in",
-        ),
-        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T)(x[:0], y), "there are no rows"),
-        (
-            lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "softmax")(x, y),
-            "reduce='softmax' takes a pair \\(scores, values\\)",
-        ),
-        (
-            lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "take")(x, y),
-            "reduce='take' takes a pair \\(scores, index\\)",
-        ),
-        (
-            lambda gt, x, y: gt.tiled(lambda x, y: (x @ y.T, x[:, 0]), "take")(x, y),
-            "reduce='take' takes a pair .* and 7 integers; it has",
-        ),
-        (
-            lambda gt, x, y: gt.tiled(lambda x, y: (x @ y.T,) * 3, "take")(x, y),
-            "reduce='take' takes a pair \\(scores, index\\)",
-        ),
-        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, (abs, abs))(x, y), "three functions"),
-    ],
-)
-def test_what_cannot_be_tiled_is_refused_in_words(call, said, gt):
-    x, y = arrays(gt, (7, 3), (5, 3))
-    with pytest.raises(GradtoolsError, match=said):
-        call(gt, x, y)
-
-
 @pytest.mark.parametrize("mix", ["r", "fr", "rr"])
 def test_f_closes_over_an_array_of_a_running_trace(mix, gt, backend_name):
     """A temperature that is computed within the same jitted function, say."""

@@ -6,14 +6,16 @@ import inspect
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from bad_inputs import BAD
+from bad_inputs import BAD, NATIVE
 from derivative_table import lift
 
 import gradtools
 from gradtools import GradtoolsWarning, errors
+from gradtools.code_origin import PACKAGE, innermost
 from gradtools.testing.plugin import hide_own_frames
 
 HERE = __file__
@@ -45,15 +47,15 @@ def shown(error):
 
 def test_of_a_bad_call_pytest_shows_no_frame_of_gradtools(gt, backend_name):
     """Of each of the table's, which holds every public function."""
-    for bad in BAD:
+    for name, call in BAD.items():
         with pytest.raises(Exception) as caught:
-            bad.call(gt, lambda x: lift(backend_name, x))
+            call(gt, lambda x: lift(backend_name, x))
         hide_own_frames(caught.value)
         files = shown(caught.value)
         own = [f for f in files if f.startswith(OWN)]
-        assert files[0] == HERE and own == [], bad.name
-        if not bad.native and caught.value.__cause__ is None:
-            assert files[-1] == inspect.getfile(bad.call), bad.name
+        assert files[0] == HERE and own == [], name
+        if name not in NATIVE and caught.value.__cause__ is None:
+            assert files[-1] == inspect.getfile(call), name
 
 
 def test_an_error_of_the_users_own_in_f_is_shown_without_ours(gt):
@@ -137,3 +139,24 @@ def test_what_pytorch_lacks_is_told_at_the_line_that_holds_it(monkeypatch):
         found = said(call)
         assert found.filename == HERE, found
         assert abs(found.lineno - lines[-1]) <= 1, found
+
+
+def frame(file, module="of_somebody"):
+    """What a frame tells of whose code it runs."""
+    code = SimpleNamespace(co_filename=file, co_name="f")
+    return SimpleNamespace(f_code=code, f_globals={"__name__": module})
+
+
+def test_the_innermost_line_is_the_users_or_else_a_packages():
+    package = "/lib/site-packages/somebody/of_theirs.py"
+    files = [OWN + "errors.py", package, package, "/home/me/train.py", "/home/me/main.py"]
+    lines = [(frame(file), k) for k, file in enumerate(files)]
+    assert innermost(lines).line == innermost(lines, PACKAGE).line == 3
+    assert innermost(lines[:3]) is None
+    assert innermost(lines[:3], PACKAGE).line == 1
+
+
+def test_what_python_makes_of_a_text_is_the_users_in_their_own_program_alone():
+    assert innermost([(frame("<string>", "somebody"), 1)]) is None  # a dataclass's methods
+    assert innermost([(frame("<string>", "__main__"), 1)]).line == 1
+    assert innermost([(frame("<doctest page>", "somebody"), 1)]).line == 1

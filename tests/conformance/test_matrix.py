@@ -135,7 +135,7 @@ def test_numbers_without_axes_and_empty_arrays_meet_every_family():
 
 def test_every_oracle_is_used(backend_name):
     from gradtools.conformance import problem
-    from gradtools.conformance.trial import trial
+    from gradtools.conformance.trial import compared
 
     wanted = {problem.DIFFERENCES, problem.CALL, problem.CLOSED, problem.DOT, problem.EAGER}
     names = ("vjp", "value_and_grad", "clip_gradient", "grad")
@@ -149,4 +149,4 @@ def test_every_oracle_is_used(backend_name):
         )
         for name in names
     ]
-    assert {outcome.oracle for cell in some for outcome in trial(cell, backend_name)} == wanted
+    assert {outcome.oracle for cell in some for outcome in compared(cell, backend_name)} == wanted

@@ -184,6 +184,25 @@ def test_the_wings_hold_files_of_the_same_names():
     assert all(any(name.startswith(folder) for name in alone) for folder in folders)
 
 
+def test_no_module_has_a_function_of_its_own_name():
+    """Nor does what a package exports hide one of its modules."""
+    for path in ROOT.rglob("*.py"):
+        names = {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
+        assert path.stem not in names, path
+        if path.name == "__init__.py":
+            rooms = {p.stem for p in path.parent.iterdir()}
+            assert rooms.isdisjoint(_imported(path)), path
+
+
+def _imported(path):
+    """The names that a file takes from elsewhere, less those of modules."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            folder = ROOT.parent / (node.module or "").replace(".", "/")
+            names = [(a.name, a.asname or a.name) for a in node.names]
+            yield from (new for old, new in names if not (folder / f"{old}.py").exists())
+
+
 def test_nothing_above_the_wings_imports_a_framework():
     for path in ROOT.glob("*.py"):
         for line in path.read_text().splitlines():

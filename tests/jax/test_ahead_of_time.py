@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from every_operator import POINT, USES, World, healthy
+from every_operator import JITTED, POINT, World, healthy
 from jax.experimental.compilation_cache import compilation_cache
 
 import gradtools.jax as gt
@@ -142,15 +142,6 @@ def test_devices_gather_features_and_reduce_parameters_once(kind, board, single)
 
 
 # --- every use of every public name ----------------------------------------------------------
-
-# What is looked at and not run in a program, and what is no array.
-NOT_JITTED = {
-    *("why_zero", "formula", "measure", "asarray", "to_numpy", "guard_gradients", "dependence"),
-    *("gradient_graph", "graph_diff", "Spec", "is_replaying"),
-}
-
-
-JITTED = [use for use in USES if "jax" in use.backends and use.public not in NOT_JITTED]
 
 
 @pytest.mark.parametrize("use", JITTED, ids=str)

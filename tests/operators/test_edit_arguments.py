@@ -112,8 +112,13 @@ def test_an_edit_is_named_whatever_kind_of_function_it_is_given(gt, how):
         gt.grad(f, 1)(*at(gt))
 
 
-def test_the_scale_alone_moves_nothing(gt):
+FORWARD = ("reverse_gradient", "scale_gradient", "straight_through", "stop_gradient")
+
+
+@pytest.mark.parametrize("edit", FORWARD)
+def test_a_tangent_of_what_else_an_edit_is_given_moves_nothing(gt, edit):
     x, s = at(gt)
-    y, dy = gt.jvp(lambda s: gt.scale_gradient(x, s), (s,), (s,))
-    np.testing.assert_array_equal(gt.to_numpy(y), gt.to_numpy(x))
-    np.testing.assert_array_equal(gt.to_numpy(dy), 0)
+    factor = {"reverse_gradient": -0.5, "straight_through": 1.0}.get(edit, 0.5)
+    for dx in (2 * x, 0 * x):
+        _, dy = gt.jvp(functools.partial(CUT[edit], gt), (x, s), (dx, s))
+        np.testing.assert_array_equal(gt.to_numpy(dy), factor * gt.to_numpy(dx))

@@ -208,7 +208,7 @@ INDEXED = Rule(
     "take",
     lambda x, i: [x[i]],
     tangent=lambda xs, dxs: [dxs[0][xs[1]]],
-    passive=(1,),
+    nondifferentiable=(1,),
 )
 
 

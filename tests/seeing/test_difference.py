@@ -169,6 +169,21 @@ def test_steps_in_another_order_are_found():
     assert not graph_diff(graph(("tanh", "exp", "log")), graph(("log", "exp", "tanh")))
 
 
+def test_of_several_in_another_order_each_is_paired_with_its_own():
+    def one_of_many(names: list[str], last: str) -> Graph:
+        b = Builder()
+        x = b.input("x", 4)
+        parts = {name: b.op(name, x) for name in names}
+        total = b.op("add", b.op("add", parts["sin"], parts["exp"]), parts["tanh"])
+        return b.graph(b.op(last, total))
+
+    found = graph_diff(
+        one_of_many(["sin", "exp", "tanh"], "cos"), one_of_many(["tanh", "exp", "sin"], "sqrt")
+    )
+    assert [change.what for change in found.changed] == [("cos ≠ sqrt",)]
+    assert not (found.only_a or found.only_b)
+
+
 def test_layouts_are_no_difference():
     def graph(shape):
         b = Builder()
@@ -275,7 +290,7 @@ def test_a_file_has_the_form_of_its_suffix(tmp_path):
     for suffix, start in ((".svg", "<svg"), (".html", "<!doctype"), (".txt", "5 steps matched")):
         found.save(tmp_path / f"d{suffix}")
         assert (tmp_path / f"d{suffix}").read_text(encoding="utf-8").startswith(start)
-    with pytest.raises(GradtoolsError, match=r"expected \.svg, \.html or \.txt"):
+    with pytest.raises(GradtoolsError, match=r"expected one of \.svg, \.html, \.htm, \.txt"):
         found.save(tmp_path / "d.pdf")
 
 

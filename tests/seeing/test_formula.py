@@ -572,6 +572,19 @@ def test_points_are_drawn_near_inputs_at_which_the_function_is_defined():
     assert not formula.agrees_with(lambda x, g: g, sample=formula.near([np.full(20, 2.0)]))
 
 
+def test_the_greatest_relative_error_of_all_points_is_told():
+    found = derive(PROGRAMS["square"](), 1)
+    calls = []
+
+    def off_at_the_first_point(x, ct):
+        calls.append(x)
+        return 2 * x * ct * (1 + 1e-10 * (len(calls) == 1))
+
+    assert 5e-11 < found.agrees_with(off_at_the_first_point, points=3).error < 2e-10
+    framework = lambda xs, cts, us: ([None], [2 * xs[0] * cts[0] * (1 + 1e-10)])
+    assert 5e-11 < found.verified(framework, points=1).check.error < 2e-10
+
+
 def test_one_point_is_called_so():
     found = derive(PROGRAMS["square"](), 1)
     right = lambda x, ct: 2 * x * ct

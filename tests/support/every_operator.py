@@ -402,3 +402,11 @@ def leaves(gt: Any, tree: Any) -> list[np.ndarray]:
         return leaves(gt, tree.a)
     plain = isinstance(tree, str | bool | int) or type(tree).__name__ == "Spec"
     return [np.array(str(tree))] if plain else [gt.to_numpy(tree)]
+
+
+# What is looked at and not run in a program, and what is no array.
+NOT_JITTED = {
+    *("why_zero", "formula", "measure", "asarray", "to_numpy", "guard_gradients", "dependence"),
+    *("gradient_graph", "graph_diff", "Spec", "is_replaying"),
+}
+JITTED = [use for use in USES if "jax" in use.backends and use.public not in NOT_JITTED]

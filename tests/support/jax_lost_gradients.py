@@ -44,17 +44,19 @@ class Case:
         args: Its arguments.
         scope: The modules of the first finding, if it is told.
         written: The function whose source holds the marks; f itself, unless it calls another.
+        known_as: What the test is called, where it is not f's own name.
     """
 
     f: Callable[..., Any]
     args: tuple[Any, ...]
     scope: tuple[str, ...] | None = None
     written: Any = None
+    known_as: str = ""
 
     @property
     def name(self) -> str:
         """What the test is called."""
-        return getattr(self.f, "__name__", type(self.f).__name__)
+        return self.known_as or getattr(self.f, "__name__", type(self.f).__name__)
 
     @property
     def expected(self) -> set[tuple[str, int | None, bool]]:
@@ -847,25 +849,54 @@ CAUSES.append(Case(lambda x: _block(x), (X,), ("EquinoxBlock",), EquinoxBlock.__
 # --- healthy -----------------------------------------------------------------------------
 
 
-@healthy()
-def set_where_the_greatest_is(x):
-    return (x**2).at[jnp.argmax(x)].set(0.0).sum()
-
-
-@healthy()
-def added_where_it_is_positive(x):
-    return (x**2).at[x > 1.5].add(1.0).sum()
+ONE_LINERS = {
+    "set_where_the_greatest_is": lambda x: (x**2).at[jnp.argmax(x)].set(0.0).sum(),
+    "added_where_it_is_positive": lambda x: (x**2).at[x > 1.5].add(1.0).sum(),
+    "a_sum_of_squares": lambda x: (x**2).sum(),
+    "a_cond": lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x).sum(),
+    "a_switch": lambda x: lax.switch(1, [jnp.sin, jnp.cos], x).sum(),
+    "a_scan": lambda x: lax.scan(lambda c, a: (c * a + a, c), x[0], x)[0],
+    "a_fori_loop": lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + x, x).sum(),
+    "a_relu_by_where": lambda x: jnp.where(x > 0, x, 0.0).sum(),
+    "a_softmax": lambda x: (jax.nn.softmax(x) * POSITIVE).sum(),
+    "a_cross_entropy": lambda x: -jax.nn.log_softmax(x)[1],
+    "logsumexp": lambda x: jax.nn.logsumexp(x),
+    "absolute_values": lambda x: jnp.abs(x).sum(),
+    "clipped_partly": lambda x: jnp.clip(x, -0.5, 2.0).sum(),
+    "a_remainder": lambda x: (jnp.mod(x, 0.25) * POSITIVE).sum(),
+    "a_fractional_part": lambda x: (x - jnp.floor(x)).sum(),
+    "straight_through_by_hand": lambda x: (x + stop(jnp.round(x) - x)).sum(),
+    "straight_through": lambda x: (gt.straight_through(jnp.round)(x) * POSITIVE).sum(),
+    "a_random_draw": lambda x: (x * jax.random.normal(KEY, (3,))).sum(),
+    "a_number_beside_the_loss": lambda x: ((x**2).sum(), 3),
+    "a_custom_jvp": lambda x: hard_step(x).sum(),
+    "a_custom_vjp": lambda x: on_the_host(x).sum(),
+    "a_custom_rule": lambda x: ruled(x).sum(),
+    "a_host_function": lambda x: cube(x).sum(),
+    "a_known_gradient": lambda x: gt.known_gradient(x, POSITIVE).sum(),
+    "checkpointed": lambda x: jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)))(x).sum(),
+    "frozen": lambda x: gt.frozen(jnp.sin)(x).sum(),
+    "a_gradient_inside": lambda x: (gt.grad(lambda y: (y**3).sum())(x) ** 2).sum(),
+    "a_hessian_product": lambda x: gt.hvp(lambda y: (y**4).sum(), (x,), (POSITIVE,))[1][0].sum(),
+    "an_entry_that_is_set": lambda x: (jnp.zeros(5).at[1:4].set(x).at[0].set(3.0) ** 2).sum(),
+    "sorted_values": lambda x: (jnp.sort(x) * POSITIVE).sum(),
+    "the_best_values": lambda x: lax.top_k(x, 2)[0].sum(),
+    "a_cumulative_sum": lambda x: (jnp.cumsum(x) ** 2).sum(),
+    "a_complex_number": lambda x: jnp.abs(lax.complex(x, 2 * x) * (1 + 2j)).sum(),
+    "a_fourier_transform": lambda x: jnp.abs(jnp.fft.fft(x) + 1).sum(),
+    "vmap_and_jit": lambda x: jax.jit(jax.vmap(lambda y: y * jnp.sin(y)))(x).sum(),
+    "a_gather_at_argmax": lambda x: x[jnp.argmax(x)],
+    "a_median": lambda x: jnp.median(x),
+    "a_precision_in_between": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32).sum(),
+    "a_partial_function": lambda x: partial(jnp.multiply, POSITIVE)(x).sum(),
+}
+HEALTHY += [Case(f, (X,), known_as=name) for name, f in ONE_LINERS.items()]
 
 
 @healthy()
 def an_old_buffer_is_filled_anew(x):
     buffer = x.at[:].set(jnp.sin(x))
     return (buffer + x.at[:].set(1.0)).sum()
-
-
-@healthy()
-def a_sum_of_squares(x):
-    return (x**2).sum()
 
 
 @healthy()
@@ -918,79 +949,9 @@ def a_python_if_in_gt_grad(x):
 
 
 @healthy()
-def a_cond(x):
-    return lax.cond(x[0] > 0, jnp.sin, jnp.cos, x).sum()
-
-
-@healthy()
-def a_switch(x):
-    return lax.switch(1, [jnp.sin, jnp.cos], x).sum()
-
-
-@healthy()
-def a_scan(x):
-    return lax.scan(lambda c, a: (c * a + a, c), x[0], x)[0]
-
-
-@healthy()
-def a_fori_loop(x):
-    return lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + x, x).sum()
-
-
-@healthy()
-def a_relu_by_where(x):
-    return jnp.where(x > 0, x, 0.0).sum()
-
-
-@healthy()
 def activations(x):
     functions = (jax.nn.relu, jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.leaky_relu)
     return sum(f(x).sum() for f in functions)
-
-
-@healthy()
-def a_softmax(x):
-    return (jax.nn.softmax(x) * POSITIVE).sum()
-
-
-@healthy()
-def a_cross_entropy(x):
-    return -jax.nn.log_softmax(x)[1]
-
-
-@healthy()
-def logsumexp(x):
-    return jax.nn.logsumexp(x)
-
-
-@healthy()
-def absolute_values(x):
-    return jnp.abs(x).sum()
-
-
-@healthy()
-def clipped_partly(x):
-    return jnp.clip(x, -0.5, 2.0).sum()
-
-
-@healthy()
-def a_remainder(x):
-    return (jnp.mod(x, 0.25) * POSITIVE).sum()
-
-
-@healthy()
-def a_fractional_part(x):
-    return (x - jnp.floor(x)).sum()
-
-
-@healthy()
-def straight_through_by_hand(x):
-    return (x + stop(jnp.round(x) - x)).sum()
-
-
-@healthy()
-def straight_through(x):
-    return (gt.straight_through(jnp.round)(x) * POSITIVE).sum()
 
 
 @healthy()
@@ -1003,11 +964,6 @@ def straight_through_a_comparison(x):
 def dropout(x):
     mask = jax.random.bernoulli(KEY, 0.5, x.shape)
     return (jnp.where(mask, x / 0.5, 0.0) ** 2).sum()
-
-
-@healthy()
-def a_random_draw(x):
-    return (x * jax.random.normal(KEY, (3,))).sum()
 
 
 @healthy(POSITIVE)
@@ -1092,22 +1048,12 @@ def metrics_beside_the_loss(logits):
     return loss, {"accuracy": (jnp.argmax(logits) == 0).mean(), "norm": stop(logits).sum()}
 
 
-@healthy()
-def a_number_beside_the_loss(x):
-    return (x**2).sum(), 3
-
-
 @jax.custom_jvp
 def hard_step(x):
     return (x > 0).astype(x.dtype)
 
 
 hard_step.defjvp(lambda primals, tangents: (hard_step(*primals), tangents[0]))
-
-
-@healthy()
-def a_custom_jvp(x):
-    return hard_step(x).sum()
 
 
 @jax.custom_vjp
@@ -1118,22 +1064,12 @@ def on_the_host(x):
 on_the_host.defvjp(lambda x: (on_the_host(x), x), lambda x, ct: (ct * jnp.cos(x),))
 
 
-@healthy()
-def a_custom_vjp(x):
-    return on_the_host(x).sum()
-
-
 @gt.custom_rule
 def ruled(x):
     return jnp.round(x)
 
 
 ruled.defvjp(lambda x: (ruled(x), None), lambda _, ct: (ct,))
-
-
-@healthy()
-def a_custom_rule(x):
-    return ruled(x).sum()
 
 
 def _cube(x):
@@ -1145,24 +1081,9 @@ cube.defvjp(lambda x: (cube(x), x), lambda x, ct: (3 * x**2 * ct,))
 
 
 @healthy()
-def a_host_function(x):
-    return cube(x).sum()
-
-
-@healthy()
 def edited_gradients(x):
     y = gt.scale_gradient(gt.reverse_gradient(x), 0.5)
     return gt.clip_gradient(y, max_norm=1.0).sum()
-
-
-@healthy()
-def a_known_gradient(x):
-    return gt.known_gradient(x, POSITIVE).sum()
-
-
-@healthy()
-def checkpointed(x):
-    return jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)))(x).sum()
 
 
 @healthy(ROWS)
@@ -1170,39 +1091,9 @@ def chunks(x):
     return (gt.chunked(jnp.tanh, 2)(x) ** 2).sum()
 
 
-@healthy()
-def frozen(x):
-    return gt.frozen(jnp.sin)(x).sum()
-
-
-@healthy()
-def a_gradient_inside(x):
-    return (gt.grad(lambda y: (y**3).sum())(x) ** 2).sum()
-
-
-@healthy()
-def a_hessian_product(x):
-    return gt.hvp(lambda y: (y**4).sum(), (x,), (POSITIVE,))[1][0].sum()
-
-
-@healthy()
-def an_entry_that_is_set(x):
-    return (jnp.zeros(5).at[1:4].set(x).at[0].set(3.0) ** 2).sum()
-
-
 @healthy(WEIGHTS)
 def an_embedding(table):
     return (table[jnp.asarray([0, 2, 2])] ** 2).sum()
-
-
-@healthy()
-def sorted_values(x):
-    return (jnp.sort(x) * POSITIVE).sum()
-
-
-@healthy()
-def the_best_values(x):
-    return lax.top_k(x, 2)[0].sum()
 
 
 @healthy(ROWS)
@@ -1210,30 +1101,10 @@ def max_pooling(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID").sum()
 
 
-@healthy()
-def a_cumulative_sum(x):
-    return (jnp.cumsum(x) ** 2).sum()
-
-
-@healthy()
-def a_complex_number(x):
-    return jnp.abs(lax.complex(x, 2 * x) * (1 + 2j)).sum()
-
-
-@healthy()
-def a_fourier_transform(x):
-    return jnp.abs(jnp.fft.fft(x) + 1).sum()
-
-
 @healthy(WEIGHTS)
 def linear_algebra(w):
     a = w @ w.T + jnp.eye(3)
     return jnp.linalg.slogdet(a)[1] + jnp.linalg.solve(a, X).sum() + jnp.linalg.norm(a)
-
-
-@healthy()
-def vmap_and_jit(x):
-    return jax.jit(jax.vmap(lambda y: y * jnp.sin(y)))(x).sum()
 
 
 @healthy()
@@ -1260,29 +1131,9 @@ def logsumexp_by_hand(x):
     return largest + jnp.log(jnp.exp(x - largest).sum())
 
 
-@healthy()
-def a_gather_at_argmax(x):
-    return x[jnp.argmax(x)]
-
-
-@healthy()
-def a_median(x):
-    return jnp.median(x)
-
-
-@healthy()
-def a_precision_in_between(x):
-    return x.astype(jnp.bfloat16).astype(jnp.float32).sum()
-
-
 @healthy({"w": X, "b": POSITIVE})
 def a_tree(params):
     return (params["w"] * params["b"]).sum()
-
-
-@healthy()
-def a_partial_function(x):
-    return partial(jnp.multiply, POSITIVE)(x).sum()
 
 
 @healthy()

@@ -6,7 +6,8 @@
     python tests/support/other_device.py        # prints what each use does, as JSON
 
 Of each use: what it raises, how often the host waits, whether the result lies on the device with
-the numbers of the CPU, and whether it left a random stream of the device elsewhere.
+the numbers of the CPU, whether it left a random stream of the device elsewhere, and how many
+kernels ran on another stream than that on which it was called.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,7 @@ def found(use: Use) -> dict[str, Any]:
         result, first = _waited(f, x)
         drew = not torch.equal(stood, torch.ops.other_device.random())
         _, again = _waited(f, x)
+        strays = _strays(f, x)
     except Exception as error:
         where = traceback.format_exc().partition("Exception raised from")[0]
         return {"error": f"{type(error).__name__}: {error}"[:400], "where": where[-3000:]}
@@ -94,6 +97,7 @@ def found(use: Use) -> dict[str, Any]:
         "devices": sorted({leaf.device.type for leaf in _tensors(result)}),
         "agrees": _agree(leaves(gt, result), expected),
         "drew": drew,
+        "strays": strays,
     }
 
 
@@ -102,6 +106,20 @@ def _waited(f: Callable[[Any], Any], x: torch.Tensor) -> tuple[Any, int]:
     before = torch.ops.other_device.waits()
     result = f(x)
     return result, torch.ops.other_device.waits() - before
+
+
+def _strays(f: Callable[[Any], Any], x: torch.Tensor) -> int:
+    """How many kernels run on another stream than the one on which f is called."""
+    device = torch.ops.other_device
+    before = device.strays()
+    device.enter_stream(1)
+    device.expect_stream(1)
+    try:
+        f(x)
+    finally:
+        device.expect_stream(-1)
+        device.enter_stream(0)
+    return device.strays() - before
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -140,6 +158,12 @@ def _hooked(w: World) -> Any:
     return gt.grad(lambda x: net(x).sum())
 
 
+def _in_a_thread(run: Callable[[], Any]) -> Any:
+    """What another thread gives, which has a stream of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
 def _sine_of_jax(x: torch.Tensor) -> torch.Tensor:
     import jax
 
@@ -167,6 +191,7 @@ FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {  # and what the sweep must 
     "a result on the CPU": lambda x: x.cpu(),
     "a random stream that moves": lambda x: x + 0 * torch.rand_like(x),
     "another result": lambda x: x + (x.device.type == "cpu"),
+    "a stream that is left out": lambda x: _in_a_thread(lambda: torch.sin(x)),
     "a device that JAX does not see": lambda x: _sine_of_jax(x),
 }
 

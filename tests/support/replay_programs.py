@@ -142,12 +142,6 @@ def _() -> World:
     return towers(half, more=lambda e, a: score(e(a)))
 
 
-@program("two towers under autocast, the plain call before and in the loss", TRAINED)
-def _() -> World:
-    kept = []
-    return towers(half, earlier=lambda e, a: kept.append(e(a)), more=lambda e, a: score(kept))
-
-
 @program("two towers under autocast, backward inside of the region", TRAINED)
 def _() -> World:
     return towers(half, inside=True)
@@ -725,12 +719,6 @@ def _() -> World:
     return of_module(parametrized(), around=parametrize.cached)
 
 
-@program("parametrize.cached() around, the module called before", REPLAYED, EITHER)
-def _() -> World:
-    net = parametrized()
-    return of_module(net, around=parametrize.cached, before=lambda: net(batch()))
-
-
 @program("parametrize.cached() inside of f")
 def _() -> World:
     net = parametrized()
@@ -827,21 +815,35 @@ def _ticking(make: Any) -> World:
     return simple(lambda x: (x * tick()) @ w, leaves=[w], state=read)
 
 
-@counter("a list", RIGHT)
-def _() -> Any:
-    seen: list[int] = []
+def _appended(seen: Any) -> Any:
     return lambda: seen.append(1) or len(seen), lambda: list(seen)
 
 
-@counter("a dictionary", RIGHT)
-def _() -> Any:
-    seen = {"n": 0}
+def _item(holder: Any, key: Any, read: Callable[[Any], Any]) -> Any:
+    """Counts in an entry of a container, of which `read` makes a copy."""
 
-    def tick() -> int:
-        seen["n"] += 1
-        return seen["n"]
+    def tick() -> Any:
+        holder[key] += 1
+        return holder[key]
 
-    return tick, lambda: dict(seen)
+    return tick, lambda: read(holder)
+
+
+def _attribute(holder: Any, name: str = "n") -> Any:
+    def tick() -> Any:
+        setattr(holder, name, getattr(holder, name) + 1)
+        return getattr(holder, name)
+
+    return tick, lambda: getattr(holder, name)
+
+
+def _with_zero(holder: Any, name: str = "n") -> Any:
+    setattr(holder, name, 0)
+    return holder
+
+
+counter("a list", RIGHT)(lambda: _appended([]))
+counter("a dictionary", RIGHT)(lambda: _item({"n": 0}, "n", dict))
 
 
 @counter("a variable of a closure", RIGHT)
@@ -874,15 +876,7 @@ def _() -> Any:
     return lambda: seen.update("a") or seen["a"], lambda: dict(seen)
 
 
-@counter("a defaultdict", RIGHT)
-def _() -> Any:
-    seen: Any = collections.defaultdict(int)
-
-    def tick() -> int:
-        seen["n"] += 1
-        return seen["n"]
-
-    return tick, lambda: dict(seen)
+counter("a defaultdict", RIGHT)(lambda: _item(collections.defaultdict(int), "n", dict))
 
 
 @counter("the order of an OrderedDict", RIGHT)
@@ -896,32 +890,9 @@ def _() -> Any:
     return tick, lambda: list(seen)
 
 
-@counter("a ChainMap")
-def _() -> Any:
-    seen: Any = collections.ChainMap({"n": 0})
-
-    def tick() -> int:
-        seen["n"] += 1
-        return seen["n"]
-
-    return tick, lambda: dict(seen)
-
-
-@counter("a UserDict")
-def _() -> Any:
-    seen: Any = collections.UserDict(n=0)
-
-    def tick() -> int:
-        seen["n"] += 1
-        return seen["n"]
-
-    return tick, lambda: dict(seen)
-
-
-@counter("a UserList")
-def _() -> Any:
-    seen: Any = collections.UserList()
-    return lambda: seen.append(1) or len(seen), lambda: list(seen)
+counter("a ChainMap")(lambda: _item(collections.ChainMap({"n": 0}), "n", dict))
+counter("a UserDict")(lambda: _item(collections.UserDict(n=0), "n", dict))
+counter("a UserList")(lambda: _appended(collections.UserList()))
 
 
 @counter("a subclass of UserDict with a class of its own")
@@ -991,48 +962,10 @@ def _() -> Any:
     return lambda: text.write(".") and text.tell(), text.getvalue
 
 
-@counter("a bytearray")
-def _() -> Any:
-    seen = bytearray(b"\0")
-
-    def tick() -> int:
-        seen[0] += 1
-        return seen[0]
-
-    return tick, lambda: bytes(seen)
-
-
-@counter("a memoryview")
-def _() -> Any:
-    seen = memoryview(bytearray(b"\0"))
-
-    def tick() -> int:
-        seen[0] += 1
-        return seen[0]
-
-    return tick, lambda: bytes(seen)
-
-
-@counter("an array.array")
-def _() -> Any:
-    seen = array.array("d", [0.0])
-
-    def tick() -> float:
-        seen[0] += 1
-        return seen[0]
-
-    return tick, lambda: list(seen)
-
-
-@counter("a number of ctypes")
-def _() -> Any:
-    seen = ctypes.c_double(0)
-
-    def tick() -> float:
-        seen.value += 1
-        return seen.value
-
-    return tick, lambda: seen.value
+counter("a bytearray")(lambda: _item(bytearray(b"\0"), 0, bytes))
+counter("a memoryview")(lambda: _item(memoryview(bytearray(b"\0")), 0, bytes))
+counter("an array.array")(lambda: _item(array.array("d", [0.0]), 0, list))
+counter("a number of ctypes")(lambda: _attribute(ctypes.c_double(0), "value"))
 
 
 @counter("a NumPy array", RIGHT)
@@ -1046,15 +979,7 @@ def _() -> Any:
     return tick, lambda: seen.copy()
 
 
-@counter("a NumPy array of objects")
-def _() -> Any:
-    seen = np.array([0, None], dtype=object)
-
-    def tick() -> Any:
-        seen[0] += 1
-        return seen[0]
-
-    return tick, lambda: list(seen)
+counter("a NumPy array of objects")(lambda: _item(np.array([0, None], dtype=object), 0, list))
 
 
 @counter("a structured NumPy array", RIGHT)
@@ -1080,15 +1005,9 @@ def _() -> Any:
     return tick, lambda: whole.copy()
 
 
-@counter("a NumPy array of more than a megabyte")
-def _() -> Any:
-    seen = np.zeros(200_000)
-
-    def tick() -> float:
-        seen[0] += 1
-        return float(seen[0])
-
-    return tick, lambda: seen[:2].copy()
+counter("a NumPy array of more than a megabyte")(
+    lambda: _item(np.zeros(200_000), 0, lambda seen: seen[:2].copy())
+)
 
 
 @counter("a tensor of more than a megabyte")
@@ -1258,16 +1177,9 @@ def _() -> Any:
     return tick, lambda: globals()["STEP"]
 
 
-@counter("an attribute of a class, by the class's name")
-def _() -> Any:
-    class Config:
-        step = 0
-
-    def tick() -> int:
-        Config.step += 1
-        return Config.step
-
-    return tick, lambda: Config.step
+counter("an attribute of a class, by the class's name")(
+    lambda: _attribute(type("Config", (), {"n": 0}))
+)
 
 
 @counter("an attribute of a base class")
@@ -1390,28 +1302,8 @@ def _() -> Any:
     return tick, step.get
 
 
-@counter("threading.local")
-def _() -> Any:
-    local = threading.local()
-    local.n = 0
-
-    def tick() -> int:
-        local.n += 1
-        return local.n
-
-    return tick, lambda: local.n
-
-
-@counter("an attribute of a tensor")
-def _() -> Any:
-    t: Any = torch.zeros(1)
-    t.n = 0
-
-    def tick() -> int:
-        t.n += 1
-        return t.n
-
-    return tick, lambda: t.n
+counter("threading.local")(lambda: _attribute(_with_zero(threading.local())))
+counter("an attribute of a tensor")(lambda: _attribute(_with_zero(torch.zeros(1))))
 
 
 @counter("an attribute of a function")
@@ -1532,15 +1424,9 @@ def _() -> Any:
     return lambda: proxy.n, lambda: dict(store)
 
 
-@counter("a dataclass", RIGHT)
-def _() -> Any:
-    counts = dataclasses.make_dataclass("Counts", [("n", int)])(0)
-
-    def tick() -> int:
-        counts.n += 1
-        return counts.n
-
-    return tick, lambda: counts.n
+counter("a dataclass", RIGHT)(
+    lambda: _attribute(dataclasses.make_dataclass("Counts", [("n", int)])(0))
+)
 
 
 @counter("a frozen dataclass, by object.__setattr__", RIGHT)
@@ -1554,18 +1440,9 @@ def _() -> Any:
     return tick, lambda: counts.n
 
 
-@counter("an attribute of an Enum's member")
-def _() -> Any:
-    class Phase(enum.Enum):
-        FIRST = 1
-
-    Phase.FIRST.n = 0  # type: ignore[attr-defined]
-
-    def tick() -> int:
-        Phase.FIRST.n += 1  # type: ignore[attr-defined]
-        return Phase.FIRST.n  # type: ignore[attr-defined]
-
-    return tick, lambda: Phase.FIRST.n  # type: ignore[attr-defined]
+counter("an attribute of an Enum's member")(
+    lambda: _attribute(_with_zero(enum.Enum("Phase", "FIRST").FIRST))
+)
 
 
 @counter("a list inside of a named tuple", RIGHT)
@@ -1636,27 +1513,10 @@ def _() -> Any:
     return tick, lambda: os.environ["REPLAYED_STEP"]
 
 
-@counter("an attribute of sys")
-def _() -> Any:
-    sys.replayed_step = 0  # type: ignore[attr-defined]
-
-    def tick() -> int:
-        sys.replayed_step += 1  # type: ignore[attr-defined]
-        return sys.replayed_step  # type: ignore[attr-defined]
-
-    return tick, lambda: sys.replayed_step  # type: ignore[attr-defined]
-
-
-@counter("an attribute of a logger")
-def _() -> Any:
-    logger: Any = logging.Logger("replay")
-    logger.n = 0
-
-    def tick() -> int:
-        logger.n += 1
-        return logger.n
-
-    return tick, lambda: logger.n
+counter("an attribute of sys")(
+    lambda: _attribute(_with_zero(sys, "replayed_step"), "replayed_step")
+)
+counter("an attribute of a logger")(lambda: _attribute(_with_zero(logging.Logger("replay"))))
 
 
 @counter("the context of decimal")
@@ -1713,18 +1573,9 @@ def _() -> Any:
     return tick, lambda: (len(items), items.n)
 
 
-@counter("the attributes of a NumPy array's subclass")
-def _() -> Any:
-    class Named(np.ndarray):
-        n = 0
-
-    named = np.zeros(1).view(Named)
-
-    def tick() -> int:
-        named.n += 1
-        return named.n
-
-    return tick, lambda: named.n
+counter("the attributes of a NumPy array's subclass")(
+    lambda: _attribute(np.zeros(1).view(type("Named", (np.ndarray,), {"n": 0})))
+)
 
 
 @counter("an object with __call__ that is replaced", RIGHT)
@@ -2026,21 +1877,6 @@ program("a full backward pre-hook counts", TRAINED)(_hooked(_counts_full_backwar
 program("a hook on a tensor inside of f counts", TRAINED)(_hooked(_counts_in_tensor_hooks))
 program("a parameter's hook counts", (CHECKPOINT,))(_hooked(_counts_parameter_hooks))
 program("a hook after a parameter's gradient counts", TRAINED)(_hooked(_counts_accumulations))
-
-
-@program("a forward hook of every module counts", TRAINED)
-def _() -> World:
-    net, seen = mlp(), []
-
-    @contextlib.contextmanager
-    def around() -> Any:
-        handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    return of_module(net, around=around, state=lambda: len(seen))
 
 
 @program("a hook removes itself in its first call", expect=EITHER)
@@ -2864,21 +2700,6 @@ def _() -> World:
     return simple(f, leaves=[w], state=lambda: list(heard))
 
 
-@program("f works in a default dtype of its own")
-def _() -> World:
-    w = weight()
-
-    def f(x: Any) -> Any:
-        was = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            return x @ w * torch.rand(3)
-        finally:
-            torch.set_default_dtype(was)
-
-    return simple(f, leaves=[w])
-
-
 # exceptions
 
 
@@ -3146,22 +2967,6 @@ def _() -> World:
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     net[2].weight = net[0].weight
     return of_module(net)
-
-
-@program("an adapter around a frozen layer")
-def _() -> World:
-    class Adapter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(3, 3).requires_grad_(False)
-            self.down, self.up = nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False)
-            self.drop, self.merged = nn.Dropout(0.5), False
-            self.double()
-
-        def forward(self, x: Any) -> Any:
-            return self.base(x) + self.up(self.down(self.drop(x))) * 0.5
-
-    return of_module(Adapter())
 
 
 @program("an adapter that merges itself into the frozen layer for the call", expect=EITHER)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 import random
 import types
 import warnings
@@ -122,20 +121,6 @@ def _() -> World:
     return simple(base, leaves=[down, up])
 
 
-@program("adapters take turns, by a counter in the model")
-def _() -> World:
-    def more(self: Any) -> None:
-        self.adapters = nn.ModuleDict({k: nn.Linear(3, 3, dtype=D) for k in "ab"})
-        self.active = "a"
-
-    def forward(self: Any, x: Any) -> Any:
-        y = self.linear(x) + self.adapters[self.active](x)
-        self.active = "b" if self.active == "a" else "a"
-        return y
-
-    return of_module(block(more, forward))
-
-
 @program("a hook swaps the layers of a list before each call")
 def _() -> World:
     net = nn.ModuleDict(
@@ -215,21 +200,6 @@ def _() -> World:
         return self.linear(x) * (1 + self.a1 + self.a2.clone())
 
     return of_module(block(more, forward))
-
-
-@program("a teacher that follows the student in each call, in place", expect=EITHER)
-def _() -> World:
-    student = mlp()
-    teacher = copy.deepcopy(student).requires_grad_(False)
-
-    def f(x: Any) -> Any:
-        with torch.no_grad():
-            for a, b in zip(teacher.parameters(), student.parameters(), strict=True):
-                a.mul_(0.9).add_(b, alpha=0.1)
-            target = teacher(x)
-        return student(x) * target.detach().sin()
-
-    return simple(f, module=student, state=lambda: list(teacher.parameters()))
 
 
 @program("an AveragedModel is updated in each call", expect=EITHER)
@@ -364,20 +334,6 @@ def _() -> World:
     return of_module(block(more, forward))
 
 
-@program("functools.lru_cache of a constant on a method")
-def _() -> World:
-    class Cached(Block):
-        @functools.lru_cache  # noqa: B019
-        def mask(self, rows: int) -> Any:
-            """Where to look."""
-            return torch.ones(rows, 1, dtype=D).tril()
-
-        def forward(self, x: Any) -> Any:
-            return self.linear(x) * self.mask(len(x))
-
-    return of_module(Cached())
-
-
 @program("functools.cached_property of a function of a weight", expect=EITHER)
 def _() -> World:
     class Cached(Block):
@@ -418,23 +374,6 @@ def _() -> World:
 # --- statistics -----------------------------------------------------------------------------
 
 
-@program("a queue of earlier outputs in a buffer, with its pointer in another")
-def _() -> World:
-    def more(self: Any) -> None:
-        self.register_buffer("queue", torch.zeros(5, 3, dtype=D))
-        self.register_buffer("at", torch.zeros((), dtype=torch.int64))
-
-    def forward(self: Any, x: Any) -> Any:
-        y = self.linear(x)
-        out = y @ self.queue.clone().T
-        for row in y.detach():
-            self.queue[int(self.at)] = row
-            self.at.add_(1).remainder_(5)
-        return out
-
-    return of_module(block(more, forward))
-
-
 @program("a codebook of averages, whose dead codes are drawn anew")
 def _() -> World:
     def more(self: Any) -> None:
@@ -449,24 +388,6 @@ def _() -> World:
         dead = self.counts < 0.7
         self.codes[dead] = torch.randn(int(dead.sum()), 3, dtype=D)
         return quantized * self.counts[which].clone()[:, None]
-
-    return of_module(block(more, forward), tracked=False)
-
-
-@program("a fake quantisation whose range is observed")
-def _() -> World:
-    def more(self: Any) -> None:
-        self.register_buffer("least", torch.tensor(math.inf, dtype=D))
-        self.register_buffer("most", torch.tensor(-math.inf, dtype=D))
-        self.register_buffer("codes", torch.zeros(3, 3, dtype=torch.int8))
-
-    def forward(self: Any, x: Any) -> Any:
-        w = self.linear.weight
-        self.least = torch.minimum(self.least, x.detach().min())
-        self.most = torch.maximum(self.most, x.detach().max())
-        scale = (self.most - self.least) / 20
-        self.codes.copy_((w.detach() / scale).round().clamp(-127, 127))
-        return x @ (w + (self.codes.to(D) * scale - w).detach()).T
 
     return of_module(block(more, forward), tracked=False)
 

@@ -909,9 +909,27 @@ def an_old_buffer_is_filled_anew(x):
     return (buffer + ones).sum()
 
 
-@healthy()
-def square(x):
-    return (x**2).sum()
+ONE_LINERS = {
+    "square": lambda x: (x**2).sum(),
+    "relu_by_a_mask": lambda x: (x * (x > 0)).sum(),
+    "fraction": lambda x: (x - x.floor()).square().sum(),
+    "straight_through_idiom": lambda x: (x + (x.round() - x).detach()).sum(),
+    "straight_through_of_gradtools": lambda x: (gt.straight_through(torch.round)(x * 4) ** 2).sum(),
+    "gumbel_softmax_hard": lambda x: (F.gumbel_softmax(x, hard=True) * torch.arange(3)).sum(),
+    "dropout": lambda x: (F.dropout(x.repeat(50), 0.5) ** 2).sum(),
+    "function_of_pytorch": lambda x: _Square.apply(x).sum(),
+    "checkpointed": lambda x: checkpoint(lambda z: z.sin().exp(), x, use_reentrant=False).sum(),
+    "checkpointed_reentrant": lambda x: gt.checkpoint(lambda z: z.sin().exp())(x).sum(),
+    "chunked": lambda x: (gt.chunked(lambda z: z.sin() * 2, 2)(x) ** 2).sum(),
+    "gradient_inside": lambda x: gt.grad(lambda z: (z**3).sum())(x).square().sum(),
+    "running_sum": lambda x: x.cumsum(0).logcumsumexp(0).sum(),
+    "selection": lambda x: torch.where(x > 0, x.exp(), x.sin()).sum() + x[x > 0].sum(),
+    "normalised_by_a_number": lambda x: (x / x.abs().max().item()).square().sum(),
+    "reparametrised_sample": lambda x: torch.distributions.Normal(x, 1.0).rsample().square().sum(),
+    "cast_between_floats": lambda x: x.float().half().double().sum(),
+    "tensor_of_a_shape": lambda x: x.sum() / torch.tensor(x.shape[0]) + x.new_tensor([1.0]).sum(),
+}
+HEALTHY += [(name, f, (X,)) for name, f in ONE_LINERS.items()]
 
 
 @healthy()
@@ -920,11 +938,6 @@ def control_flow(x):
     while y.norm() < 4:
         y = y * 2
     return y.sum()
-
-
-@healthy()
-def relu_by_a_mask(x):
-    return (x * (x > 0)).sum()
 
 
 @healthy()
@@ -940,34 +953,9 @@ def softmax_with_a_stopped_shift(x):
 
 
 @healthy()
-def fraction(x):
-    return (x - x.floor()).square().sum()
-
-
-@healthy()
-def straight_through_idiom(x):
-    return (x + (x.round() - x).detach()).sum()
-
-
-@healthy()
-def straight_through_of_gradtools(x):
-    return (gt.straight_through(torch.round)(x * 4) ** 2).sum()
-
-
-@healthy()
 def straight_through_numpy(x):
     binarise = gt.straight_through(lambda a: (np.asarray(a) > 0.1).astype(np.float64))
     return (binarise(x).mean() - 0.5) ** 2
-
-
-@healthy()
-def gumbel_softmax_hard(x):
-    return (F.gumbel_softmax(x, hard=True) * torch.arange(3)).sum()
-
-
-@healthy()
-def dropout(x):
-    return (F.dropout(x.repeat(50), 0.5) ** 2).sum()
 
 
 healthy(IMAGE, name="batch_norm_in_training")(
@@ -1034,40 +1022,15 @@ class _Square(torch.autograd.Function):
 
 
 @healthy()
-def function_of_pytorch(x):
-    return _Square.apply(x).sum()
-
-
-@healthy()
 def edited_gradients(x):
     y = gt.scale_gradient(gt.reverse_gradient(x), 2.0)
     return (gt.clip_gradient(y, max_norm=1.0) ** 2).sum()
 
 
 @healthy()
-def checkpointed(x):
-    return checkpoint(lambda z: z.sin().exp(), x, use_reentrant=False).sum()
-
-
-@healthy()
-def checkpointed_reentrant(x):
-    return gt.checkpoint(lambda z: z.sin().exp())(x).sum()
-
-
-@healthy()
-def chunked(x):
-    return (gt.chunked(lambda z: z.sin() * 2, 2)(x) ** 2).sum()
-
-
-@healthy()
 def frozen(x):
     net = nn.Linear(3, 2).double()
     return (gt.frozen(net)(x) ** 2).sum()
-
-
-@healthy()
-def gradient_inside(x):
-    return gt.grad(lambda z: (z**3).sum())(x).square().sum()
 
 
 @healthy()
@@ -1141,11 +1104,6 @@ def top_k_and_gather(x):
 
 
 @healthy()
-def running_sum(x):
-    return x.cumsum(0).logcumsumexp(0).sum()
-
-
-@healthy()
 def complex_numbers(x):
     z = torch.fft.fft(torch.complex(x, x.flip(0)))
     return z.abs().square().sum() + z.real.sum()
@@ -1158,19 +1116,9 @@ def linear_algebra(x):
 
 
 @healthy()
-def selection(x):
-    return torch.where(x > 0, x.exp(), x.sin()).sum() + x[x > 0].sum()
-
-
-@healthy()
 def count_as_a_divisor(x):
     keep = x > 0
     return (x * keep).sum() / keep.sum()
-
-
-@healthy()
-def normalised_by_a_number(x):
-    return (x / x.abs().max().item()).square().sum()
 
 
 @healthy()
@@ -1179,11 +1127,6 @@ def loop_of_a_length_that_is_computed(x):
     for _ in range(int(x.abs().sum() * 2)):
         y = y * 1.5
     return y.sum()
-
-
-@healthy()
-def reparametrised_sample(x):
-    return torch.distributions.Normal(x, 1.0).rsample().square().sum()
 
 
 @healthy()
@@ -1225,16 +1168,6 @@ def weighted_by_stopped_advantages(x):
 healthy(X, W, name="partial_of_a_function")(
     functools.partial(lambda a, x, w: a * (w @ x).sum(), 2.0)
 )
-
-
-@healthy()
-def cast_between_floats(x):
-    return x.float().half().double().sum()
-
-
-@healthy()
-def tensor_of_a_shape(x):
-    return x.sum() / torch.tensor(x.shape[0]) + x.new_tensor([1.0]).sum()
 
 
 @healthy()

@@ -1629,78 +1629,6 @@ def test_wrapping_the_module_that_calls_chunked_is_not_refused():
     assert all_same(found, [p.grad for p in twin.parameters()])
 
 
-BAD = {
-    "chunk_size is 0; expected a whole number of examples, 1 or more": lambda f: gt.chunked(f, 0),
-    "chunk_size is -3; expected a whole": lambda f: gt.chunked(f, -3),
-    "chunk_size is 2.0; expected a whole": lambda f: gt.chunked(f, 2.0),
-    "chunk_size is True; expected a whole": lambda f: gt.chunked(f, True),
-    "retain is -1; expected a whole number of chunks, 0": lambda f: gt.chunked(f, 2, retain=-1),
-    "retain is None": lambda f: gt.chunked(f, 2, retain=None),
-    "memory_budget is -1; .* of bytes": lambda f: gt.chunked(f, 2, memory_budget=-1),
-    "memory_budget is 1000.0": lambda f: gt.chunked(f, 2, memory_budget=1e3),
-    "f is a Tensor; expected a function": lambda f: gt.chunked(X, 2),
-    "batch sizes differ: 11 in argument 0, 10 in argument 1": lambda f: gt.chunked(f, 2)(X, X[1:]),
-    "batch sizes differ: 2 in argument 0, a list, 11 in": lambda f: gt.chunked(f, 2)([1, 2], X),
-    r"the batch is empty \(argument 0, a list has size 0\)": lambda f: gt.chunked(f, 2)([]),
-    r"the batch is empty \(argument 0 has size 0\)": lambda f: gt.chunked(f, 2)(X[:0]),
-    "no argument is split, so there are no examples": lambda f: gt.chunked(f, 2)(),
-    "in_axes is None; expected one entry": lambda f: gt.chunked(f, 2, in_axes=None)(X),
-    "no argument is split": lambda f: gt.chunked(f, 2, in_axes=(None,))(X),
-    "no argument is split,": lambda f: gt.chunked(f, 2)(3.0),
-    r"in_axes is \(0,\); expected one entry for each of the 2": lambda f: gt.chunked(
-        f, 2, in_axes=(0,)
-    )(X, X),
-    "in_axes is 'rows'": lambda f: gt.chunked(f, 2, in_axes="rows")(X),
-    r"argument 0 of shape \(11, 3\) has no axis 2 to split on": lambda f: gt.chunked(
-        f, 2, in_axes=2
-    )(X),
-    r"argument 0 of shape \(11, 3\) has no axis -3": lambda f: gt.chunked(f, 2, in_axes=-3)(X),
-    r"argument 0 of shape \(\) has no axis 0": lambda f: gt.chunked(f, 2)(X[0, 0]),
-    r"in_axes\[0\] is \{'y': 0\}; expected an integer": lambda f: gt.chunked(
-        f, 2, in_axes=({"y": 0},)
-    )({"x": X}),
-    "entry of in_axes for argument 0 is True": lambda f: gt.chunked(f, 2, in_axes=(True,))(X),
-    "argument 0.*'n'.* is a float, which has no axis": lambda f: gt.chunked(
-        f, 2, in_axes=({"x": 0, "n": 0},)
-    )({"x": X, "n": 1.0}),
-    "list of examples, which has only the axis 0; in_axes says 1": lambda f: gt.chunked(
-        f, 2, in_axes=1
-    )([X, X]),
-    "out_axes holds 'rows' for": lambda f: gt.chunked(f, 2, out_axes="rows")(X),
-    r"out_axes holds \(0, 0\) for": lambda f: gt.chunked(f, 2, out_axes=(0, 0))(X),
-    r"shape \(2, 3\), which has no axis 2 to join": lambda f: gt.chunked(f, 2, out_axes=2)(X),
-    r"has shape \(\), which has no axis 0 to join chunks on.*use microbatched": lambda f: (
-        gt.chunked(lambda c: c.sum(), 2)(X)
-    ),
-    "output is .*float.*; expected an array": lambda f: gt.chunked(lambda c: 1.0, 2)(X),
-    r"output\['n'\] is .*; expected an array": lambda f: gt.chunked(
-        lambda c: {"y": c, "n": object()}, 2
-    )(X),
-    "structure .* must be the same for all chunks": lambda f: gt.chunked(
-        lambda c: (c,) * len(c), 2
-    )(X),
-    "4 entries on axis 0 for 2 examples; with interleaved=True": lambda f: gt.chunked(
-        lambda c: torch.cat([c, c]), 2, interleaved=True
-    )(X[:10]),
-    "key_argnums and carry_argnums name the same argument": lambda f: gt.chunked(
-        f, 2, key_argnums=1, carry_argnums=(1,)
-    )(X, gt.key(0)),
-    r"carry_argnums f returns a pair \(output, new_carry\)": lambda f: gt.chunked(
-        lambda c, s: c, 2, carry_argnums=1
-    )(X, X[0]),
-    "f's carry at chunk 0 has the structure": lambda f: gt.chunked(
-        lambda c, s: (c, (s, s)), 2, carry_argnums=1
-    )(X, X[0]),
-    "chunked: key_argnums holds 5": lambda f: gt.chunked(f, 2, key_argnums=5)(X),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_input(message):
-    with pytest.raises(GradtoolsError, match=message):
-        BAD[message](lambda *args: args[0])
-
-
 # --- keys and carries ----------------------------------------------------------------------
 
 
@@ -1857,27 +1785,6 @@ def test_microbatched_sums_narrow_numbers_in_float32(dtype):
     value, grad = gt.microbatched(lambda w, x: (w * x).sum(), 1, reduction="sum")(w, x)
     assert value.dtype is dtype and grad.dtype is dtype
     assert abs(grad.item() - 5094) <= 16 and abs(value.item() - 5094) <= 16
-
-
-BAD_MICRO = {
-    "reduction is 'max'; expected 'mean' or 'sum'": {"reduction": "max"},
-    "sums add up as they are": {"reduction": "sum", "weights": torch.ones(11)},
-    r"weights has shape \(11, 1\); expected one number for each": {"weights": torch.ones(11, 1)},
-    r"weights has shape \(\)": {"weights": 2.0},
-    "batch sizes differ: 11 in argument 1, 10 in argument 2": {"weights": torch.ones(10)},
-    r"function of weights returned shape \(3,\)": {"weights": lambda w, x: x[:, 0]},
-    r"argument 0 is differentiated, so all chunks share it; in_axes\[0\] is 0": {"in_axes": 0},
-    "argument 1 is differentiated": {"argnums": (0, 1), "in_axes": (None, 0)},
-    "no argument is split": {"argnums": (0, 1)},
-}
-
-
-@pytest.mark.parametrize("message", BAD_MICRO)
-def test_bad_input_of_microbatched(message):
-    with pytest.raises(GradtoolsError, match=f"microbatched: .*{message}"):
-        gt.microbatched(lambda w, x: (x @ w).mean(), CHUNK, **BAD_MICRO[message])(W[0].detach(), X)
-    with pytest.raises(GradtoolsError, match="microbatched: chunk_size is 0"):
-        gt.microbatched(lambda w, x: (x @ w).mean(), 0)
 
 
 def test_per_example_gradients_of_chunked_and_in_chunks():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch_counts import flops
 
 import gradtools.torch as gt
 from gradtools.torch.seeing.measures import peak_bytes
@@ -30,12 +30,6 @@ def wide_network():
 
 def loss(z):
     return (z @ z.T).logsumexp(1).sum()
-
-
-def flops(run):
-    with FlopCounterMode(display=False) as count:
-        run()
-    return count.get_total_flops()
 
 
 def bytes_of(tensors):

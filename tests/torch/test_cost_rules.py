@@ -10,37 +10,9 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch_counts import flops, operations
 
 import gradtools.torch as gt
-
-FREE = ("aten.view", "aten.detach", "aten.alias", "aten.lift_fresh", "aten._to_copy")
-
-
-class Count(TorchDispatchMode):
-    """The operations that compute something, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not str(func).startswith(FREE):
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def operations(run):
-    with Count() as count:
-        run()
-    return sorted(count.names)
-
-
-def flops(run):
-    with FlopCounterMode(display=False) as count:
-        run()
-    return count.get_total_flops()
 
 
 def saved(run, but=()):

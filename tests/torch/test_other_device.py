@@ -77,6 +77,12 @@ def test_the_random_stream_of_the_device_moves_only_where_f_draws(name, found):
     assert found[name]["drew"] == (name in DRAW)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_all_runs_on_the_stream_on_which_an_operator_is_called(name, found):
+    """Backward passes, too, which run in a thread of the device."""
+    assert found[name]["strays"] == 0
+
+
 def test_more_chunks_are_no_more_waits(found):
     """Four chunks and two."""
     assert found["chunked: a chunk each"]["again"] == found["noise in chunked"]["again"]
@@ -92,3 +98,4 @@ def test_the_sweep_finds_what_is_planted(found):
     assert told["a result on the CPU"]["devices"] == ["cpu"]
     assert told["a random stream that moves"]["drew"]
     assert not told["another result"]["agrees"]
+    assert told["a stream that is left out"]["strays"] == 1

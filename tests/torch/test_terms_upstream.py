@@ -152,3 +152,16 @@ def test_91469_chunked_twice_has_no_compiled_double_backward():
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         gt.compile(twice, backend="aot_eager")(x)
     torch._dynamo.reset()
+
+
+def test_a_term_that_is_lost_where_no_mode_looks_in_is_refused():
+    """An operator that is composed of others calls them beneath what modes of Python see."""
+    library = torch.library.Library("gradtools_lost_terms", "DEF")
+    library.define("normed(Tensor x) -> Tensor")
+    normed = lambda x: torch.nn.functional.layer_norm(x, (3,)) ** 2
+    library.impl("normed", normed, "CompositeImplicitAutograd")
+    pushed = lambda f: gt.grad(lambda x: gt.jvp(f, (x,), (T,))[1].sum())
+    with pytest.raises(GradtoolsError, match=r"jvp: the tangent .* layer_norm \(torch#196700\)"):
+        pushed(torch.ops.gradtools_lost_terms.normed)(L)
+    slope = differences(lambda x: gt.jvp(normed, (x,), (T,))[1].sum(), L, T)
+    assert off((pushed(normed)(L) * T).sum(), slope) < 1e-6

@@ -193,6 +193,30 @@ def test_the_precision_of_products_is_read():
     assert upstream.fp32_precision("mkldnn", "matmul") == before
 
 
+FLAGS = {
+    "flash": torch.backends.cuda.enable_flash_sdp,
+    "lean": torch.backends.cuda.enable_mem_efficient_sdp,
+    "plain": torch.backends.cuda.enable_math_sdp,
+    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+    "deterministic": torch.use_deterministic_algorithms,
+    "warn only": lambda on: torch.use_deterministic_algorithms(False, warn_only=on),
+    "float32 products": torch.set_float32_matmul_precision,
+}
+
+
+@pytest.mark.parametrize("name", upstream.flag_getters)
+def test_a_flag_is_read_as_it_was_set(name):
+    read, put = upstream.flag_getters[name], FLAGS[name]
+    before = read()
+    other = "high" if name == "float32 products" else not before
+    try:
+        put(other)
+        assert read() == other
+    finally:
+        put(before)
+    assert read() == before
+
+
 def test_a_level_that_another_is_about_to_enter_is_left_again(monkeypatch):
     """As between the two lines of `forward_ad.enter_dual_level` in another thread."""
     monkeypatch.setattr(forward_ad, "_current_level", 3)

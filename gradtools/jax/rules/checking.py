@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gradtools.rule_contract import Contract
 
 
-def looks_of(xs: Sequence[Any]) -> Any:
+def avals_of(xs: Sequence[Any]) -> Any:
     """Shapes and dtypes, by which what was asked of a rule is remembered."""
     return tuple([(aval.shape, str(aval.dtype)) for aval in map(jax.typeof, xs)])
 
@@ -33,7 +33,7 @@ def looks_of(xs: Sequence[Any]) -> Any:
 def moving_of(rule: Rule, likes: Sequence[Any], given: Mask | None) -> list[bool]:
     """Which inputs are differentiated."""
     return [
-        like is not None and i not in rule.passive and (given is None or given[i])
+        like is not None and i not in rule.nondifferentiable and (given is None or given[i])
         for i, like in enumerate(likes)
     ]
 
@@ -65,11 +65,11 @@ def hold_maps(rule: Rule, xs: Sequence[Any], given: Mask | None) -> bool:
     if contract is None:
         return True
     if rule.joint is not None:
-        looks = (looks_of(xs), given)
-        contract.ask("tangent", looks, of=lambda: _hold_tangent(contract, rule, xs, given))
+        avals = (avals_of(xs), given)
+        contract.ask("tangent", avals, of=lambda: _hold_tangent(contract, rule, xs, given))
     if rule.linearize is not None and rule.fills("cotangent"):
         return contract.ask(
-            "cotangent", looks_of(xs), of=lambda: _hold_cotangent(contract, rule, xs)
+            "cotangent", avals_of(xs), of=lambda: _hold_cotangent(contract, rule, xs)
         )
     return True
 
@@ -90,7 +90,7 @@ def hold_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequenc
             raise contract.not_zero("cotangent", wrong)
         return True
 
-    contract.ask("cotangent", looks_of(xs), of=check)
+    contract.ask("cotangent", avals_of(xs), of=check)
 
 
 def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask | None) -> bool:
@@ -120,7 +120,7 @@ def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask
         raise contract.not_zero("tangent", places[wrong])
     lost = linearity.lost_input(closed, mask)
     if lost is not None:
-        contract.losing[looks_of(xs)] = [i for i, m in enumerate(moving) if m][lost]
+        contract.losing[avals_of(xs)] = [i for i, m in enumerate(moving) if m][lost]
     return told
 
 
@@ -148,7 +148,7 @@ def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> bool:
     return told
 
 
-def hold_transposed(rule: Rule, looks: Any, pull: Any, likes: Sequence[Any]) -> None:
+def hold_transposed(rule: Rule, avals: Any, pull: Any, likes: Sequence[Any]) -> None:
     """Whether bwd keeps all of its cotangents when it is transposed."""
     contract = rule.contract
     if contract is None:
@@ -160,7 +160,7 @@ def hold_transposed(rule: Rule, looks: Any, pull: Any, likes: Sequence[Any]) -> 
         if lost is not None:
             raise contract.lost("cotangent", lost)
 
-    contract.ask("transposed", looks, of=transposed)
+    contract.ask("transposed", avals, of=transposed)
 
 
 def hold_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
@@ -175,7 +175,7 @@ def hold_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) ->
             raise contract.not_zero("cotangent", places[wrong])
         return told
 
-    contract.ask("cotangent", looks_of(at), params["given"], params["wanted"], of=check)
+    contract.ask("cotangent", avals_of(at), params["given"], params["wanted"], of=check)
 
 
 def would_lose(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) -> bool:
@@ -187,7 +187,7 @@ def would_lose(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) -
     if contract is None:
         return False
     if contract.check != "never":
-        return looks_of(xs) in contract.losing
+        return avals_of(xs) in contract.losing
     try:
         closed = jax.make_jaxpr(push)(*map(zeros_of, likes))
     except READS_A_VALUE:

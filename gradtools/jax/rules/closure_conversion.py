@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from gradtools.errors import GradtoolsError
 from gradtools.jax import reachability
 from gradtools.jax.rules.linearizing import hoist, linearized_rule, local_list, pushed_on
-from gradtools.jax.rules.primitives import LinearizedRule
+from gradtools.jax.rules.primitives import FlowRule, LinearizedRule, flow_of
 from gradtools.jax.trees import all_known, is_inexact, struct_of
-from gradtools.rules import KEYS, Rule, closes_over
+from gradtools.rules import Rule, closes_over
 
 
 def closes_over_tracer(rule: Rule) -> bool:
@@ -51,7 +51,7 @@ def lift_captured(
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ValueLiftedRule(Rule):
+class ValueLiftedRule(FlowRule):
     """A rule of whose functions the value alone was lifted.
 
     Attributes:
@@ -99,10 +99,10 @@ def _lift_maps(rule: Rule, xs: Sequence[Any], differentiated: bool) -> tuple[Rul
     primal = lift(lambda *a: list(rule.primal(*a)), *xs)
     anyway = differentiated or rule.reverse_only
     moving = [
-        is_inexact(x) and i not in rule.passive and (anyway or not all_known([x]))
+        is_inexact(x) and i not in rule.nondifferentiable and (anyway or not all_known([x]))
         for i, x in enumerate(xs)
     ]  # with respect to what is known nothing is differentiated; an edit shows what it cuts
-    flow = primal if rule.flow is rule.primal else lift(rule.flow, *xs)
+    flow = primal if flow_of(rule) is rule.primal else lift(flow_of(rule), *xs)
     if not any(moving):
         return (rule, []) if not consts else _lifted(rule, n, consts, primal, flow)
     maps = rule if rule.reverse_only else linearized_rule(rule, xs)
@@ -150,10 +150,11 @@ def _lifted(
 
     if isinstance(rule, LinearizedRule):
         more["forward"] = lambda *a: forward(a[n:], *a[:n])
+    if flow_of(rule) is not None:
+        more["flow"] = lambda *a: flow(a[n:], *a[:n])
     lifted = replace(
         rule,
         primal=lambda *a: primal(a[n:], *a[:n]),
-        flow=rule.flow and (lambda *a: flow(a[n:], *a[:n])),
         tangent=run_tangent if tangent else None if cotangent else unmoved,
         cotangent=cotangent and run_cotangent,
         linearize=None if cotangent else rule.linearize,
@@ -161,8 +162,7 @@ def _lifted(
         saves=(*saves, *range(n, n + count)),
         captures=False,
         closed_over=tuple(range(n, n + count)),
-        written=(),
-        key=next(KEYS),
+        user_functions=(),
         **more,
     )
     return lifted, consts

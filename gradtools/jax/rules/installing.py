@@ -56,6 +56,7 @@ from gradtools.jax.rules.primitives import (
     eval_primal,
     eval_tangent,
     evaluation_p,
+    flow_of,
     jaxpr_of,
     primal_p,
     promoting,
@@ -137,14 +138,11 @@ def _part(rule: Rule, used: Mask) -> PartialRule:
         result = rule.reaches(*specs)
         return result and part.pick(result)
 
-    def flow(*xs: Any) -> list[Any]:
-        assert rule.flow is not None
-        return part.pick(rule.flow(*xs))
-
-    part = PartialRule.of(
+    flow = flow_of(rule)
+    part: PartialRule = PartialRule.of(
         rule,
         primal=lambda *xs: without_the_rest(lambda *xs: part.pick(rule.primal(*xs)), xs),
-        flow=rule.flow and flow,
+        flow=None if flow is None else lambda *xs: part.pick(flow(*xs)),
         reaches=rule.reaches and reaches,
         used=used,
         whole=rule,
@@ -211,7 +209,7 @@ def _value_jvp(operands: Any, tangents: Any, *, rule: LinearizedRule, xs: int) -
 
 
 def _given(rule: Rule, dxs: Any) -> Mask:
-    given = tuple([_carries(dx) and i not in rule.passive for i, dx in enumerate(dxs)])
+    given = tuple([_carries(dx) and i not in rule.nondifferentiable for i, dx in enumerate(dxs)])
     if any(given[i] for i in rule.closed_over):
         raise closed_over_error(rule)
     return given
@@ -229,7 +227,7 @@ def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]
 
 def _symbolically_zero(operands: Sequence[Any], params: dict[str, Any]) -> list[bool]:
     """Which tangents are zero whatever the others are; asked of rules that can tell alone."""
-    if "tangent" not in params["rule"].symbolic:
+    if "tangent" not in params["rule"].symbolic_zeros:
         return [False] * len(params["ys"])
     closed = jaxpr_of(eval_tangent, tuple(map(jax.typeof, operands)), params)
     return linearity.proved_zero(closed, [False] * len(operands))
@@ -251,7 +249,7 @@ def _evaluated(rule: Rule, xs: Any, given: Mask | None = None) -> tuple[list[Any
         out, maps = evaluated_now(rule, xs, given)
     else:
         maps = linearized_rule(rule, xs, given)
-        if maps.remat:
+        if maps.contract is not None and maps.contract.remat:
             out = evaluation_p.bind(*xs, rule=maps)
             ys, extras = out[: len(out) - maps.extras], out[len(out) - maps.extras :]
             return ys, maps, maps.saved(xs, ys, extras)
@@ -290,7 +288,7 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
 def _cotangent_jvp(operands: Any, tangents: Any, **params: Any) -> Any:
     """The derivative of the Python map, in the cotangents too: it need not be linear in them."""
     moves = any(_carries(dv) for dv in tangents)
-    if moves and params["rule"].flow is not None:  # its value costs as much as it does
+    if moves and flow_of(params["rule"]) is not None:  # its value costs as much as it does
         return _python_jvp(eval_cotangent, operands, tangents, params)
     out = cotangent_p.bind(*operands, **params)
     if not moves:
@@ -483,6 +481,9 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, size: int, run: Any = Non
         more: dict[str, Any] = {}
         if isinstance(rule, LinearizedRule):
             more["forward"] = run or forward
+        flow = flow_of(rule)
+        if flow is not None:
+            more["flow"] = _Lists.vmap_list(lambda *x: flow(*x), x_axes, size)
         if isinstance(rule, ValueLiftedRule):
             more["lift"] = partial(_lift_batched, rule, x_axes, size)
         if isinstance(rule, LinearizedRule | PartialRule) and rule.whole is not None:

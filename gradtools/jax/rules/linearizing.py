@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax.rules.checking import (
+    avals_of,
     hold_evaluated,
     hold_maps,
     hold_transposed,
-    looks_of,
     moving_of,
     under_the_trace,
     would_lose,
@@ -54,13 +54,13 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], given: Mask | None = None) ->
 
     Its maps are JAX's own: conjugated, with cotangents and tangents of floating outputs alone.
 
-    given: Which inputs are differentiated, for a rule that wants to know (`symbolic`); the maps
-        then hold for these.
+    given: Which inputs are differentiated, for a rule that wants to know (`symbolic_zeros`); the
+        maps then hold for these.
     """
     if isinstance(rule, LinearizedRule):
         return rule
     with pushed_on(local_list("linearizing"), rule.contract or rule):
-        return _linearized_now(rule, xs, given if rule.symbolic else None)
+        return _linearized_now(rule, xs, given if rule.symbolic_zeros else None)
 
 
 def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> LinearizedRule:
@@ -85,7 +85,7 @@ def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
 
 def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
     """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
-    given = given if rule.symbolic else None
+    given = given if rule.symbolic_zeros else None
     result: list[Linearized] = []
 
     def evaluate(*xs: Any) -> list[Any]:
@@ -121,7 +121,7 @@ def _native(
 ) -> Linearized:
     """The maps of one evaluation as JAX's own; a missing one is the other's transpose."""
     given_tangent, given_cotangent = found.tangent, found.cotangent
-    like_xs, like_ys, looks = likes_of(xs), likes_of(found.ys), looks_of(xs)
+    like_xs, like_ys, avals = likes_of(xs), likes_of(found.ys), avals_of(xs)
     inexact = [like is not None for like in like_ys]
     moving = moving_of(rule, like_xs, given)
 
@@ -150,12 +150,12 @@ def _native(
             found = zip(cotangent(saved, cts), dxs, strict=True)
             return [ct for ct, dx in found if dx is not None]
 
-        hold_transposed(rule, looks, pull, without_none(like_ys))
+        hold_transposed(rule, avals, pull, without_none(like_ys))
         return transpose_map(rule, "cotangent", pull, without_none(like_ys), without_none(dxs))
 
     def transposed_tangent(saved: Entries, cts: Entries) -> list[Any]:
-        if rule.contract is not None and looks in rule.contract.losing:
-            raise rule.contract.lost("tangent", rule.contract.losing[looks])
+        if rule.contract is not None and avals in rule.contract.losing:
+            raise rule.contract.lost("tangent", rule.contract.losing[avals])
 
         def push(*dxs: Any) -> list[Any]:
             return tangent(saved, spread(dxs, moving))
@@ -173,13 +173,13 @@ def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRu
     They depend on what the arrays look like alone, and are kept with the rule: JAX compiles a
     primitive for each rule that it is bound with, and would compile and keep each call's own.
     """
-    looks = tuple(jax.typeof(x) for x in (*xs, *ys))
+    avals = tuple(jax.typeof(x) for x in (*xs, *ys))
 
     def make() -> LinearizedRule:
         made = _native(rule, rule.reading(xs, list(ys)), xs)
         return LinearizedRule.made_of(rule, replace(made, ys=[], extras=[]), rule.primal)
 
-    return remembered(rule, ("maps", looks), make)
+    return remembered(rule, ("maps", avals), make)
 
 
 def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Linearized | None:

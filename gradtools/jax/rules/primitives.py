@@ -47,7 +47,25 @@ def in_words(rule: Rule) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class LinearizedRule(Rule):
+class FlowRule(Rule):
+    """A rule whose derivative is that of a whole function, whose data flow counts.
+
+    Attributes:
+        flow: The function whose data flow says which input reaches which output; the cotangent
+            map is then computed for those inputs alone that are asked for. None: each input
+            reaches each output.
+    """
+
+    flow: Callable[..., list[Any]] | None = None
+
+
+def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
+    """The function whose data flow is the rule's; None: each input reaches each output."""
+    return rule.flow if isinstance(rule, FlowRule) else None
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LinearizedRule(FlowRule):
     """A rule with both maps, and with what they read made explicit.
 
     Attributes:
@@ -87,7 +105,7 @@ class LinearizedRule(Rule):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class PartialRule(Rule):
+class PartialRule(FlowRule):
     """A rule that gives the outputs that are `used` alone; its derivative is that of `whole`."""
 
     used: Mask
@@ -140,7 +158,7 @@ def eval_cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: An
             result = rule.cotangent(operands[:n], spread(operands[n:], given))
         return [ct for ct, w in zip(result, wanted, strict=True) if w]
 
-    return run(*operands) if rule.flow is None else without_the_rest(run, operands)
+    return run(*operands) if flow_of(rule) is None else without_the_rest(run, operands)
 
 
 def without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
@@ -199,15 +217,16 @@ cotangent_p = _define("gradtools_cotangent", eval_cotangent, lambda *operands, x
 
 
 def _flowing(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
-    assert rule.flow is not None
-    return list(rule.flow(*operands[:xs]))
+    flow = flow_of(rule)
+    assert flow is not None
+    return list(flow(*operands[:xs]))
 
 
 def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
     """For `tracing`: the jaxpr of an equation of a primitive, if its rule's data flow counts."""
 
     def flow(eqn: Any) -> Any:
-        if eqn.params["rule"].flow is None:
+        if flow_of(eqn.params["rule"]) is None:
             return None
         return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
 
@@ -256,8 +275,8 @@ def _shown_value(eqn: Any) -> dict[str, Any]:
     used = {"used": list(rule.used)} if isinstance(rule, PartialRule) else {}
     program = recalled(rule.whole if used else rule, _jaxpr_key(run, avals, eqn.params))
     shown = used if program is None else used | {"call_jaxpr": program}
-    if rule.called:
-        shown |= {**dict(rule.called), "symbolic_zeros": bool(rule.symbolic)}
+    if rule.contract is not None:
+        shown |= {**rule.contract.functions, "symbolic_zeros": bool(rule.symbolic_zeros)}
     return {"name": rule.name, **dict(sorted(shown.items()))}
 
 
@@ -267,9 +286,9 @@ def _shown_map(eqn: Any) -> dict[str, Any]:
     shown = {
         "in_zeros": [not g for g in given],
         "num_res": len(eqn.invars) - sum(given),
-        "symbolic_zeros": bool(rule.symbolic),
+        "symbolic_zeros": bool(rule.symbolic_zeros),
     }
-    of = dict(rule.called) or {"name": rule.name}
+    of = rule.contract.functions if rule.contract is not None else {"name": rule.name}
     return dict(sorted({**shown, **{k: x for k, x in of.items() if k != "fwd"}}.items()))
 
 

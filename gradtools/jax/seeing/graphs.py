@@ -127,7 +127,7 @@ class _JaxprReader:
             values.name(number, name)
         graph = PlainGraph(
             nodes=tuple(nodes),
-            values=MappingProxyType(values.found),
+            values=MappingProxyType(values.by_number),
             inputs=tuple(inputs),
             outputs=tuple(out),
             captured=(*captured, *values.literals),
@@ -163,7 +163,7 @@ class _JaxprReader:
             return node
         crossed = crossing(eqn)
         if crossed is not None:
-            node = opened(node, values.found, crossed.inside, crossed.inputs)
+            node = opened(node, values.by_number, crossed.inside, crossed.inputs)
         return _in_places(eqn, node, values)
 
     def body_of(self, eqn: Eqn, body: Any, values: _JaxprValues, here: _Place) -> Body:
@@ -205,13 +205,13 @@ class _JaxprReader:
         if jaxprs.overwrites(eqn):
             first = [[i > 0 for i in range(len(eqn.invars))]]
             return _rows(eqn, first, _FULL, _NONE)
-        passive = reachability.passive(eqn)
+        nondifferentiable = reachability.nondifferentiable(eqn)
         flat = {i for i, atom in enumerate(eqn.invars) if values.is_flat(atom)}
-        if not passive and not flat:
+        if not nondifferentiable and not flat:
             return None
         if flat and not all(map(jaxprs.is_inexact, eqn.outvars)):
             values.flat.update(eqn.outvars)
-        return _weakened(eqn, passive, flat)
+        return _weakened(eqn, nondifferentiable, flat)
 
     def ruled_links(self, eqn: Eqn) -> Links:
         masks = self._uncut.step(eqn, [1 << i for i in range(len(eqn.invars))])
@@ -229,35 +229,35 @@ class _JaxprValues:
     """The values of one jaxpr, by number."""
 
     def __init__(self, flat: Iterable[Any] = ()) -> None:
-        self.found: dict[int, Value] = {}
+        self.by_number: dict[int, Value] = {}
         self.flat = set(flat)  # what is left of a derivative that is zero
         self.literals: list[int] = []
         self._numbers: dict[Any, int] = {}
 
     def new(self, var: Any, name: str = "") -> int:
-        number = len(self.found)
-        self.found[number] = _value(var.aval, name)
+        number = len(self.by_number)
+        self.by_number[number] = _value(var.aval, name)
         self._numbers[var] = number
         return number
 
     def read(self, atom: Any) -> int:
         if not isinstance(atom, Literal):
             return self._numbers[atom]
-        number = len(self.found)
-        self.found[number] = _value(atom.aval, _text(atom.val))
+        number = len(self.by_number)
+        self.by_number[number] = _value(atom.aval, _text(atom.val))
         self.literals.append(number)
         return number
 
     def number(self, value: int) -> int:
         """A number of the program that is no array in it."""
-        number = len(self.found)
-        self.found[number] = Value((), "int32", str(value))
+        number = len(self.by_number)
+        self.by_number[number] = Value((), "int32", str(value))
         self.literals.append(number)
         return number
 
     def name(self, number: int, name: str) -> None:
-        if name and not self.found[number].name:
-            self.found[number] = replace(self.found[number], name=name)
+        if name and not self.by_number[number].name:
+            self.by_number[number] = replace(self.by_number[number], name=name)
 
     def is_flat(self, atom: Any) -> bool:
         return not isinstance(atom, Literal) and atom in self.flat
@@ -366,8 +366,10 @@ def _attributes(eqn: Eqn) -> Mapping[str, Any]:
 
 def _written(eqn: Eqn) -> Source | None:
     """The line of the last function of one of our rules: where JAX kept no line of the call."""
-    written = eqn.params["rule"].written if "rule" in eqn.params and _is_ours(eqn) else ()
-    return source_of(written[-1]) if written else None
+    user_functions = (
+        eqn.params["rule"].user_functions if "rule" in eqn.params and _is_ours(eqn) else ()
+    )
+    return source_of(user_functions[-1]) if user_functions else None
 
 
 def _stopped_in_rule(node: Node, rules: Sequence[Any]) -> Node:
@@ -438,9 +440,9 @@ def _one_to_one(eqn: Eqn) -> Links | None:
     return tuple(map(tuple, rows))
 
 
-def _weakened(eqn: Eqn, passive: set[int], flat: set[int]) -> Links:
+def _weakened(eqn: Eqn, nondifferentiable: set[int], flat: set[int]) -> Links:
     """The usual links, but for inputs that are cut, or connected with a derivative of zero."""
-    weak = {**dict.fromkeys(flat, _ZERO), **dict.fromkeys(passive, _CUT)}
+    weak = {**dict.fromkeys(flat, _ZERO), **dict.fromkeys(nondifferentiable, _CUT)}
     rows = _rows(eqn, _all(eqn), _FULL, _CUT)
     return tuple(tuple(weak.get(i, link) for i, link in enumerate(row)) for row in rows)
 

@@ -21,11 +21,11 @@ class Differs(GradtoolsError):
     """A formula and automatic differentiation differ.
 
     Attributes:
-        found: The first entry that differs, with both values.
+        agreement: The first entry that differs, with both values.
     """
 
     def __init__(self, found: Agreement) -> None:
-        self.found = found
+        self.agreement = found
         super().__init__(
             f"formula: {self.values()}; the formula is not shown. Please report the function"
         )
@@ -33,8 +33,8 @@ class Differs(GradtoolsError):
     def values(self) -> str:
         """The entry and both values, in words."""
         return (
-            f"{self.found.where} is {self.found.formula} by the formula and "
-            f"{self.found.derivation} by automatic differentiation"
+            f"{self.agreement.where} is {self.agreement.formula} by the formula and "
+            f"{self.agreement.derivation} by automatic differentiation"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradtools.seeing.formula.algebra import array, constant_of, full, is_zero, product, total
+from gradtools.seeing.formula.algebra import constant_of, identity, is_zero, product, total
 from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, expr, several, widest
 
 
@@ -232,10 +232,11 @@ def convolution(x: Expr, w: Expr, stride, padding, dilation, groups: int) -> Exp
         )
     )
     shape = (x.shape[0], w.shape[0], *space)
-    return _convolution("convolution", x, w, shape, stride, padding, dilation, groups)
+    return convolve("convolution", x, w, shape, stride, padding, dilation, groups)
 
 
-def _convolution(name, a, b, shape, stride, padding, dilation, groups):
+def convolve(name, a, b, shape, stride, padding, dilation, groups) -> Expr:
+    """A convolution, or its adjoint to its input or its weight, of this shape."""
     return expr(
         name,
         (a, b),
@@ -246,16 +247,6 @@ def _convolution(name, a, b, shape, stride, padding, dilation, groups):
         dilation=tuple(dilation),
         groups=groups,
     )
-
-
-def convolution_input(g: Expr, w: Expr, shape, stride, padding, dilation, groups: int) -> Expr:
-    """The adjoint of convolution to its input of this shape."""
-    return _convolution("convolution_input", g, w, shape, stride, padding, dilation, groups)
-
-
-def convolution_weight(x: Expr, g: Expr, shape, stride, padding, dilation, groups: int) -> Expr:
-    """The adjoint of convolution to its weight of this shape."""
-    return _convolution("convolution_weight", x, g, shape, stride, padding, dilation, groups)
 
 
 MULTIPLE = {"eigh", "svd", "qr"}
@@ -272,11 +263,6 @@ def decomposed(op: str, a: Expr) -> list[Expr]:
     return several(op, [a], outputs)
 
 
-def apply_identity(n: int) -> Expr:
-    """The unit matrix."""
-    return array(np.eye(n)) if n > 1 else full(1.0, (n, n))
-
-
 def pooled(name: str, args, shape, pooling) -> Expr:
     """One of the pooling operations."""
     return expr(name, args, shape, args[0].kind, **pooling)
@@ -286,7 +272,7 @@ def diagonal_matrix(x: Expr) -> Expr:
     """The last axis on a diagonal."""
     batch = tuple(range(x.rank - 1))
     n = x.shape[-1]
-    eye = apply_identity(n)
+    eye = identity(n)
     return product([x, eye], [(*batch, "i"), ("i", "j")], (*batch, "i", "j"), (*x.shape, n))
 
 

@@ -28,7 +28,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.algebra import (
     add,
     conj,
-    elementwise,
     imag,
     is_zero,
     power,
@@ -36,6 +35,7 @@ from gradtools.seeing.formula.algebra import (
     real,
     reshape,
     total,
+    ufunc,
     zeros,
 )
 from gradtools.seeing.formula.expressions import (
@@ -66,7 +66,7 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
         return _PARTS[node.op](args[0])
     if node.op in FUNCTIONS:
         kind = FUNCTIONS[node.op].result_kind(args)
-        return elementwise(node.op, args, kind, **dict(node.attributes))
+        return ufunc(node.op, args, kind, **dict(node.attributes))
     return expr(node.op, args, node.shape, node.kind, **dict(node.attributes))
 
 

@@ -79,7 +79,7 @@ class Statements:
         self._clocks: dict[tuple, str] = {}
         self._loops: list[Expr] = []  # outer ones before those inside of them
         roots = [x for s in sections for x, _ in s.roots]
-        self._uses, self._direct = _uses(self.values, roots)
+        self._uses = _uses(self.values, roots)
         self._bases: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._chosen: set[Expr] = set()
@@ -523,10 +523,9 @@ def _programs(x: Expr) -> tuple[Program, ...]:
     return tuple(x["branches"]) if x.op == "cond" else ()
 
 
-def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> tuple[Counter, Counter]:
-    """How often each value is read, turned or not; and how often as it is, or scaled."""
+def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
+    """How often each value is read, turned or not."""
     count: Counter[Expr] = Counter(roots)
-    direct: Counter[Expr] = Counter(roots)
     for x in values:
         if _is_wrapper(x):
             continue
@@ -534,11 +533,10 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> tuple[Counter, Count
             count[_unturned(a)] += 1
             if _unturned(a) is not a:
                 count[a] += 1
-            direct[a] += 1
     for x in values:
         if _divides(x):  # it is written below a line: what stands there is read as often
             count[_unturned(x.args[0])] += count[x] - 1
-    return count, direct
+    return count
 
 
 def _divides(x: Expr) -> bool:

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, spread
+from gradtools.rules import Rule, replaced_where, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import guarded, surveyed
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import OWN
-from gradtools.torch.rules.installing import apply_rule
+from gradtools.torch.rules.installing import BatchedRule, apply_rule
 from gradtools.torch.rules.transposing import unpacked, vjp_of_inexact
 
 Tensor = torch.Tensor
@@ -69,12 +69,14 @@ def rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
     def cotangent(saved: Entries, cts: Entries) -> list[Any]:
         return _linear(name, partial(_pulled, name, fun, opaque), saved, cts, opaque)
 
-    def mapped(size: int, axes: Entries, xs: Sequence[Tensor], randomness: str) -> Any:
+    def batching_rule(size: int, axes: Entries, xs: Sequence[Tensor], randomness: str) -> Any:
         each = rule_of_reverse_mode(name, partial(_looped, fun, size, tuple(axes)), opaque)
         return each, list(xs), lambda outs: (0,) * len(outs)
 
-    batch = mapped if opaque else None
-    return Rule(name, primal, tangent, cotangent, captures=False, mapped=batch)
+    maps = name, primal, tangent, cotangent
+    if not opaque:
+        return Rule(*maps, captures=False)
+    return BatchedRule(*maps, captures=False, batching_rule=batching_rule)
 
 
 def _looped(fun: Flat, size: int, axes: Entries, *xs: Tensor) -> list[Tensor]:
@@ -177,8 +179,7 @@ def _evaluated(
 
 def _evaluated_in_functorch(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool]) -> Any:
     def run(*moving: Tensor) -> Any:
-        new = iter(moving)
-        return fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)])
+        return fun(*replaced_where(xs, mask, moving))
 
     moving = [x for x, m in zip(xs, mask, strict=True) if m]
     ys, carried, pullback = vjp_of_inexact(run, *moving)

@@ -107,25 +107,33 @@ def _as_it_is(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     return pushed_by_pytorch(fun, args, kwargs)
 
 
-def _layer(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A linear or convolutional layer: of an input, a weight, a bias, and what follows."""
-    if len(args) < 3 or kwargs:
-        args, kwargs = _positional(args, kwargs)
-    if len(args) < 3:
+def _convolution(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A convolutional layer: of an input, a weight, a bias, and what follows."""
+    args, kwargs = _positional(args, kwargs)
+    if len(args) < 3 or not mode.fixes(args[1:3]):
         return None
-    x, weight, bias, *more = args
-    if not mode.fixes((weight, bias)):
-        return None
-    x, dx = mode.parts(x)
+    x, dx = mode.parts(args[0])
     if dx is None:
         return None
-    if fun is functional.linear:
-        if _is_wide(x, dx, weight, bias):
-            return mode.dual(*_at_once(x, dx, weight, bias))
-        if dx.dim() > 2:  # else each row of a view is multiplied apart
-            dx = dx.contiguous()
+    _, weight, bias, *more = args
     dy = fun(dx, weight, None, *more, **kwargs)
     return mode.dual(fun(x, weight, bias, *more, **kwargs), dy)
+
+
+def _linear(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A linear layer: of an input, a weight and a bias."""
+    args, kwargs = _positional(args, kwargs) if kwargs or len(args) < 3 else (args, kwargs)
+    if kwargs or len(args) != 3 or not mode.fixes(args[1:]):
+        return None
+    x, dx = mode.parts(args[0])
+    if dx is None:
+        return None
+    _, weight, bias = args
+    if _is_wide(x, dx, weight, bias):
+        return mode.dual(*_at_once(x, dx, weight, bias))
+    if dx.dim() > 2:  # else each row of a view is multiplied apart
+        dx = dx.contiguous()
+    return mode.dual(fun(x, weight, bias), fun(dx, weight))
 
 
 def _is_wide(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -350,10 +358,10 @@ _ALIKE: dict[Any, tuple[Any, ...]] = {
         *(functional.gelu, torch.exp, Tensor.exp, torch.sin, torch.cos),
         *(Tensor.reshape, Tensor.view, Tensor.transpose, Tensor.contiguous),
     ),
-    _layer: (
-        *(functional.linear, functional.conv1d, functional.conv2d, functional.conv3d),
-        functional.conv_transpose1d,
-        *(functional.conv_transpose2d, functional.conv_transpose3d),
+    _linear: (functional.linear,),
+    _convolution: (
+        *(functional.conv1d, functional.conv2d, functional.conv3d),
+        *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d),
     ),
     _product: (
         *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply),

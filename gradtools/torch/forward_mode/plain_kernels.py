@@ -18,7 +18,7 @@ from gradtools.backend import Fun
 from gradtools.errors import is_of, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.engines import asked_of, jvp
+from gradtools.torch.engines import caller_of, jvp
 from gradtools.torch.known_errors import NO_FORWARD_MODE, kernel_without
 from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
@@ -44,7 +44,7 @@ def jvps(
     again = len(many) > 1 and not is_compiling()
     before = Snapshot.of([root], leaves) if again else None
     result: list[Any] = []
-    with torch.no_grad(), by_any_kernel(asked_of(fun)):
+    with torch.no_grad(), by_any_kernel(caller_of(fun)):
         for tangents in many:
             if result and before is not None:
                 before.restore()

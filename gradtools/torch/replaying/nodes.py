@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from gradtools.torch.double_backward import gate_compiled, gated_calls
 from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
+from gradtools.torch.modes import NOTHING
 from gradtools.torch.replaying.guards import here, marked, steps
 from gradtools.torch.replaying.slicing import (
     Entries,
@@ -37,11 +38,12 @@ from gradtools.torch.replaying.slicing import (
     views_of,
 )
 from gradtools.torch.replaying.summing import Joint, Sums, adding_leaves, join, joint_of
-from gradtools.torch.rules.installing import apply_rule, reverse_only_at
+from gradtools.torch.rules.installing import BatchedRule, apply_rule, reverse_only_at
 from gradtools.torch.upstream_bugs.gradients import rightly, wrong_nodes
 from gradtools.torch.upstream_bugs.lost_terms import guarded_gradients
 
 left_to_python(__name__)
+_requires_grad = attrgetter("requires_grad")
 
 
 def applied(kind: Any, *args: Any) -> Any:
@@ -80,16 +82,16 @@ class ChunkProgram:
         self,
         widths: Any,
         width: int,
-        there: Any,
+        mask: Any,
         rows: Rows,
         shared: Entries,
         joint: Joint | None = None,
     ) -> list[Any]:
         """Cotangents of the inputs; rows and shared end in the vectors, as in `_Derived`."""
-        return outputs_of(Backward(self, widths, width, there, joint), rows, shared)
+        return outputs_of(Backward(self, widths, width, mask, joint), rows, shared)
 
-    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
-        return outputs_of(Pushed(self, widths, width, there), rows, shared)
+    def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
+        return outputs_of(Pushed(self, widths, width, mask), rows, shared)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         """The same for a batch, and which of its inputs then have its axis in front.
@@ -117,15 +119,15 @@ def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
     return rows
 
 
-def _spread(values: Entries, there: list[bool]) -> list[Any]:
-    """The values at the places that are there, None at the others."""
-    return list(values) if all(there) else spread(values, there)
+def _spread(values: Entries, mask: list[bool]) -> list[Any]:
+    """The values where the mask says so, None elsewhere."""
+    return list(values) if all(mask) else spread(values, mask)
 
 
 class _Derived(ChunkProgram):
     """A program made of another, which it evaluates with a graph, chunk by chunk.
 
-    Its inputs are the other's, followed by vectors: those for which `there` says so.
+    Its inputs are the other's, followed by vectors: those for which `mask` says so.
     """
 
     transposes = False  # whether it differentiates the other's pullback along its cotangents
@@ -135,12 +137,12 @@ class _Derived(ChunkProgram):
         of: ChunkProgram,
         widths: list[int],
         shared_width: int,
-        there: list[list[bool]],
+        mask: list[list[bool]],
         joint: Joint | None = None,
     ) -> None:
         self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, _forward_of(of)
         self.caller = of.caller
-        self.widths, self.shared_width, self.there = widths, shared_width, there
+        self.widths, self.shared_width, self.mask = widths, shared_width, mask
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
@@ -195,7 +197,7 @@ class _Derived(ChunkProgram):
     def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
         """The inputs of the other program at chunk i, then the vectors, None where not there."""
         k, m = self.widths[i], self.shared_width
-        vectors, of_shared = _spread(xs[k:], self.there[i]), _spread(shared[m:], self.there[-1])
+        vectors, of_shared = _spread(xs[k:], self.mask[i]), _spread(shared[m:], self.mask[-1])
         return xs[:k], shared[:m], vectors, of_shared
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
@@ -210,7 +212,7 @@ class _Derived(ChunkProgram):
         if upstream.forward_level() >= 0:
             rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [self.nothing(i) for i in range(count)]
-        bare = self.forward.without_hooks() if self.forward.leaves else nullcontext()
+        bare = self.forward.without_hooks() if self.forward.leaves else NOTHING
         with bare, torch.set_grad_enabled(False):
             had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
@@ -258,7 +260,7 @@ class _Derived(ChunkProgram):
         a, b = (views_of(xs), views_of(shared)) if create else (aliases_of(xs), aliases_of(shared))
         # A pullback that is transposed gates what runs in it by itself.
         twice = create or (self.transposes and not isinstance(self.of, _Derived))
-        gates = gated_calls(self.caller, [*a, *b]) if twice else nullcontext()
+        gates = gated_calls(self.caller, [*a, *b]) if twice else NOTHING
         with torch.enable_grad(), gates:
             ys, terms = self.of.one(i, a, b)
         if create:
@@ -273,7 +275,7 @@ class Backward(_Derived):
 
     def needs(self, i: int) -> bool:
         """Whether a cotangent comes in, at the chunk or at what is summed."""
-        return any(self.there[i]) or any(self.there[-1])
+        return any(self.mask[i]) or any(self.mask[-1])
 
     def nothing(self, i: int) -> list[Any]:
         return [None] * self.widths[i]
@@ -289,7 +291,7 @@ class Backward(_Derived):
         # The graph is that of the first pass, of which it is known.
         same = self.of is forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
-        with forward.going_back(create) if forward.heeds_going_back() else nullcontext():
+        with forward.going_back(create) if forward.heeds_going_back() else NOTHING:
             grads = self._pulled_adding(sums, outs, inputs, cts, own, *how)
         return grads[: len(xs)], grads[len(xs) :]
 
@@ -327,7 +329,7 @@ class Backward(_Derived):
         heeds = forward.heeds_going_back() and not forward.hooked
         forward.reading[0] = True
         try:
-            with forward.going_back() if heeds else nullcontext():
+            with forward.going_back() if heeds else NOTHING:
                 how = keep, False, forward.is_right
                 grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
         finally:
@@ -372,10 +374,10 @@ class Pushed(_Derived):
         with torch.enable_grad():
             dummies = [_dummy(y) for y in outs]
             pulled = pulled_back(outs, inputs, dummies, True, True)
-        there = [d is not None for d in dummies]
+        mask = [d is not None for d in dummies]
         wanted = [d for d in dummies if d is not None]
         pushed = self.pulled(pulled, wanted, [*dxs, *dshared], len(wanted), create, create)
-        pushed = spread(pushed, there)
+        pushed = spread(pushed, mask)
         return pushed[: len(ys)], pushed[len(ys) :]
 
 
@@ -396,7 +398,7 @@ def pulled_back(
         return [None] * len(inputs)
     ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
     wrong = [] if is_right else wrong_nodes(ys)
-    with rightly(wrong) if wrong else nullcontext():
+    with rightly(wrong) if wrong else NOTHING:
         grads: Any = pulled(ys, xs, [ct for _, ct in pairs], keep, create)
     if create:
         grads = guarded_gradients("chunked or frozen", ys, grads)
@@ -424,7 +426,7 @@ def node_of(
     eager = False
     outs = [] if known is None else _chosen(program, known, shape, True)
     if known is not None:
-        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        tracked = torch.is_grad_enabled() and any(map(_requires_grad, inputs))
         dual = upstream.forward_level() >= 0 and any(map(is_dual, inputs))
         if not outs or not (tracked or dual):
             return known
@@ -434,11 +436,11 @@ def node_of(
         results = applied(_ProgramNode, maps, outs, *inputs)
     else:
         results = apply_rule(_rule(maps, known and outs), *inputs)
-    counts, there = shape
-    flat = _spread(results, there)
-    if known is not None and not all(there):
+    counts, mask = shape
+    flat = _spread(results, mask)
+    if known is not None and not all(mask):
         everything = [*chain(*known[0]), *known[1]]
-        flat = [y if t else e for y, t, e in zip(flat, there, everything, strict=True)]
+        flat = [y if t else e for y, t, e in zip(flat, mask, everything, strict=True)]
     parts = cut_up(flat, counts)
     return parts[:-1], parts[-1]
 
@@ -446,14 +448,14 @@ def node_of(
 def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
     """The outputs and sums that are the node's outputs; shape tells afterwards which."""
     outs: list[Tensor] = []
-    there: list[bool] = []
+    mask: list[bool] = []
     for i, ys in enumerate([*found[0], found[1]]):
         for k, y in enumerate(ys):
             has_way = not known or program.attached is None or program.attached[i][k]
-            there.append(isinstance(y, Tensor) and has_way)
-            if there[-1]:
+            mask.append(isinstance(y, Tensor) and has_way)
+            if mask[-1]:
                 outs.append(y)
-    shape[:] = [list(map(len, found[0])), there]
+    shape[:] = [list(map(len, found[0])), mask]
     return outs
 
 
@@ -467,8 +469,8 @@ class _Maps:
     shape: list[Any]  # as `_chosen` says it
 
     def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
-        counts, there = self.shape
-        full = _spread(cts, there)
+        counts, mask = self.shape
+        full = _spread(cts, mask)
         if not isinstance(self.program, _Derived):  # its sums are carries
             full = full[: sum(counts)]
         rows, shared, those = self._vectors(saved, full, counts)
@@ -482,18 +484,17 @@ class _Maps:
         result = self._vectors(saved, dxs, self.widths)
         with marked(self.program.caller):
             pushed = self.program.push(self.widths, self.width, result[2], *result[:2])
-        there = self.shape[1]
-        pushed += [None] * (len(there) - len(pushed))  # of carries
-        return [dy for dy, t in zip(pushed, there, strict=True) if t]
+        mask = self.shape[1]
+        pushed += [None] * (len(mask) - len(pushed))  # of carries
+        return [dy for dy, t in zip(pushed, mask, strict=True) if t]
 
     def _vectors(self, saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
         parts, vs = cut_up(saved, self.widths), cut_up(given, counts)
-        there = [[v is not None for v in row] for row in vs]
-        both = [
-            [*xs, *(v for v in row if v is not None)]
-            for xs, row in zip([*parts[:-1], parts[-1][: self.width]], vs, strict=True)
-        ]
-        return both[:-1], both[-1], there
+        masks = [[v is not None for v in row] for row in vs]
+        parts[-1] = parts[-1][: self.width]
+        triples = zip(parts, vs, masks, strict=True)
+        both = [[*xs, *compress(row, mask)] for xs, row, mask in triples]
+        return both[:-1], both[-1], masks
 
 
 class _ProgramNode(torch.autograd.Function):
@@ -514,16 +515,17 @@ class _ProgramNode(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         exact = [y for y in outs if not (y.is_floating_point() or y.is_complex())]
         ctx.mark_non_differentiable(*exact)
-        return tuple([y.view_as(y) if any(y is x for x in inputs) else y for y in outs])
+        saved = {*map(id, inputs)}
+        return tuple([y.view_as(y) if id(y) in saved else y for y in outs])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        there, joint = list(cts), joint_of(ctx) if ctx.leaves else None
+        living, joint = list(cts), joint_of(ctx) if ctx.leaves else None
         for k, ct in enumerate(cts):
             if ct is not None and upstream.is_wrapped(ct):
-                there[k] = alive(ct)
+                living[k] = alive(ct)
         with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
-            result = ctx.maps.cotangent(_unchanged(ctx), there, joint)
+            result = ctx.maps.cotangent(_unchanged(ctx), living, joint)
         if joint is not None:
             own = len(result) - len(ctx.leaves)
             result[own:] = joint.handed_on(ctx.leaves, result[own:])
@@ -556,7 +558,7 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
             ys = _chosen(program, result, shape, False)
         return [y.view_as(y) if any(y is x for x in xs) else y for y in ys]  # an input is saved
 
-    def mapped(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
+    def batching_rule(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
         count = sum(widths) + width
         on = cut_up([d is not None for d in axes[:count]], widths)
         result, wanted = program.batched(size, on, randomness, False)
@@ -571,13 +573,15 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
                 # the sums of leaves are sums over the batch, too
                 batched[len(batched) - len(result.leaves) :] = [False] * len(result.leaves)
             pairs = zip(batched, shape[1], strict=True)
-            return tuple([0 if b else None for b, there in pairs if there])
+            return tuple([0 if b else None for b, m in pairs if m])
 
         batch = _rule(_Maps(result, widths, width, shape))
         return batch, [*front, *xs[count:]], axes_of
 
     caller = program.caller
-    return Rule(caller, primal, maps.tangent, maps.cotangent, captures=False, mapped=mapped)
+    return BatchedRule(
+        caller, primal, maps.tangent, maps.cotangent, captures=False, batching_rule=batching_rule
+    )
 
 
 def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
-from gradtools.torch.modes import Modes, default_device, without_cached_weights
+from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import (
     OWN_HOOKS,
@@ -172,10 +172,10 @@ class Forward(ChunkProgram):
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
         own += shared[len(self.moving_shared) :][: len(self.captured)]
-        again = self.modes.outside_of_batchings() if self.is_again else nullcontext()
-        cached = without_cached_weights() if upstream.caches_weights() else nullcontext()
+        again = self.modes.outside_of_batchings() if self.is_again else NOTHING
+        cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         check = self.verification
-        watched = check.watching(i) if check else nullcontext()
+        watched = check.watching(i) if check else NOTHING
         with again, cached as weights, watched as seen:
             outs, carry = self._called(i, pieces, own)
             if weights:
@@ -296,10 +296,10 @@ class Forward(ChunkProgram):
                 self._note_end(i)
             xs = inputs[i]
             measured = i == 0 and kept > 0 and budget is not None
-            with bytes_saved(self) if measured else nullcontext([0]) as size:
+            with bytes_saved(self) if measured else NOTHING as size:
                 outs = self._one_keeping_originals(i, xs, own)
             self._check_modes()
-            if measured and budget is not None:
+            if size and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
             if grad:
                 reached = self._find_leaves(i, outs, began, [*xs, *own])
@@ -419,7 +419,7 @@ class Forward(ChunkProgram):
         keep = self.modes.grad
         before = {k: (x.clone(), upstream.version_of(x)) for k, x in fixed.items()} if keep else {}
         try:
-            with Captures(self) if self.beneath else nullcontext():
+            with Captures(self) if self.beneath else NOTHING:
                 outs, _ = self.one(i, xs, own)
         except RuntimeError as error:
             if not says(error, LEAF_CHANGED):

@@ -42,7 +42,7 @@ class Question:
         run: `run(at, vs)`; results and entries may be None.
         at: What it reads.
         likes: What its vectors look like, None where there is none.
-        looks: Shapes, dtypes and devices of what the rule is evaluated at, so that this can be
+        avals: Shapes, dtypes and devices of what the rule is evaluated at, so that this can be
             done again where some lengths are open; empty: `run` holds for numbers of any origin.
     """
 
@@ -51,16 +51,16 @@ class Question:
     run: Map
     at: Sequence[Any]
     likes: Sequence[Any]
-    looks: Sequence[Any] = ()
+    avals: Sequence[Any] = ()
 
     def points(self) -> tuple[Map, list[Tensor], bool]:
         """The map at numbers: it, what it reads, and whether that is made up."""
         at = [value_of(x) for x in self.at]
         if not any(x is None for x in at):
             return self.run, [x.clone() for x in at], False
-        if not self.looks or not any(None in _sizes(shape) for shape, _, _ in self.looks):
+        if not self.avals or not any(None in _sizes(shape) for shape, _, _ in self.avals):
             return self.run, [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in self.at], True
-        xs = [_wave(look, 0.5, 1.0) for look in self.looks]
+        xs = [_wave(aval, 0.5, 1.0) for aval in self.avals]
         result = self.rule.at(*xs)
         everything = [*xs, *result.ys, *result.extras]
         run = result.tangent if self.which == "tangent" else result.cotangent
@@ -205,7 +205,7 @@ def hold_linear(question: Question) -> None:
 # --- what does it return? ----------------------------------------------------------------
 
 
-def sketch_values(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
+def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
     """Runs fun on copies of xs, or as it is being compiled on fake tensors like them.
 
     A mode of our own for fake tensors would import PyTorch's whole compiler, and leave tensors
@@ -276,9 +276,9 @@ def value_of(x: Any) -> Any:
     return x.detach() if is_plain(x) else None
 
 
-def _wave(look: Any, shift: float, around: float) -> Any:
+def _wave(aval: Any, shift: float, around: float) -> Any:
     """Numbers of few binary digits, as `is_linear` asks for."""
-    shape, dtype, device = _concrete(look)
+    shape, dtype, device = _concrete(aval)
     device = "cpu" if device.type == "meta" else device
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -32,7 +32,7 @@ from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import installing
 from gradtools.torch.rules.checking import Question, hold_linear
 from gradtools.torch.rules.installing import is_alias_of
-from gradtools.torch.rules.transposing import EAGER, HERE, transposing, unpacked
+from gradtools.torch.rules.transposing import EAGER, HERE, Transposing, unpacked
 from gradtools.torch.upstream_bugs.gradients import rightly, wrong_nodes
 
 Tensor = torch.Tensor
@@ -51,7 +51,7 @@ class _Signature:
 
     Attributes:
         shaped: The rule for so many tensors.
-        looks: The shape, dtype and device of each.
+        avals: The shape, dtype and device of each.
         question: Under what the contract keeps that the forward pass was held to it.
         ready: Whether it was.
         pulled: Whether the backward pass was.
@@ -60,7 +60,7 @@ class _Signature:
     """
 
     shaped: Shaped
-    looks: tuple[Any, ...]
+    avals: tuple[Any, ...]
     question: Any
     ready: bool = False
     pulled: bool = False
@@ -68,16 +68,16 @@ class _Signature:
     valued: bool = False
 
     def __post_init__(self) -> None:
-        self.count = len(self.looks)
+        self.count = len(self.avals)
         self.fwd: Any = self.shaped.of.fwd
         self.bwd: Any = self.shaped.of.bwd
         self.jvp: Any = self.shaped.of.jvp
         self.apply = _apply_of(self)
         self.attach: Any = None
         self.attached: Any = None  # what that leaves
-        self.own = transposing(self.shaped.rule, EAGER)
-        self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.looks]
-        pairs = zip(self.looks, self.likes, strict=True)
+        self.own = Transposing(self.shaped.rule, EAGER)
+        self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.avals]
+        pairs = zip(self.avals, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
         self.plan: Any = None  # of the last forward pass, and mostly of the next
         self.plans: dict[Any, _Saved] = {}
@@ -108,10 +108,10 @@ class _Signature:
         """Whether the forward rule was held to its contract, if there is one."""
         if self.jvp is not None and not self.pushed:
             answered, zero = self.shaped.contract.answered, tuple([x[:2] for x in self.expected])
-            looks = self.question[1]
+            avals = self.question[1]
             self.pushed = {
-                ("the forward rule", looks),
-                ("zero", "tangent", (looks, zero)),
+                ("the forward rule", avals),
+                ("zero", "tangent", (avals, zero)),
             } <= answered
         return self.pushed or (self.jvp is None and _graphs())
 
@@ -134,7 +134,7 @@ class DirectCalls:
     def fit(of: CustomRule) -> bool:
         """Whether the rule has calls that may go this way."""
         parameters = of._taken
-        if any((*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)):
+        if any((*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic_zeros)):
             return False
         return of.check != "always" and bool(of.bwd or of.jvp)
 
@@ -196,11 +196,11 @@ class DirectCalls:
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             return None  # where sizes are tensors
         of, backend = self.of, self.of._backend
-        shaped = of._shape((), backend.sketch(args)[1], (True,) * len(args), ())
+        shaped = of._shape((), backend.flatten_static(args)[1], (True,) * len(args), ())
         who = "fwd" if of.bwd is not None else "the forward rule"
-        looks = tuple([(x.shape, x.dtype, x.device) for x in args])
-        question = who, tuple([(tuple(shape), dtype) for shape, dtype, _ in looks])
-        result = self.signatures[key] = _Signature(shaped, looks, question)
+        avals = tuple([(x.shape, x.dtype, x.device) for x in args])
+        question = who, tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
+        result = self.signatures[key] = _Signature(shaped, avals, question)
         if len(self.signatures) > _MOST:
             del self.signatures[next(iter(self.signatures))]
         return result
@@ -229,8 +229,8 @@ class _Closed:
     Cells with the objects in them, and tensors. A list or dict may change without being seen.
     """
 
-    def __init__(self, written: Sequence[Any]) -> None:
-        self.written = written
+    def __init__(self, user_functions: Sequence[Any]) -> None:
+        self.user_functions = user_functions
         self.search()
 
     def untracked(self) -> bool:
@@ -252,7 +252,7 @@ class _Closed:
         self.cells: list[tuple[Any, Any]] = []
         self.tensors: list[Tensor] = []
         self.unbound = False  # whether a name is not bound yet
-        todo, seen = list(self.written), set()
+        todo, seen = list(self.user_functions), set()
         while todo:
             x = todo.pop()
             if id(x) in seen:
@@ -308,7 +308,7 @@ def _apply_at(signature: _Signature, plan: _Saved) -> Callable[..., Any]:
     """The same as `apply(outs, *inputs)`, where one output comes and arrays alone are saved."""
     pulling, alone = plan.pulling, plan.kept is Tensor
     bwd, saves = signature.bwd, len(plan.places)
-    looks = signature.looks
+    avals = signature.avals
 
     class Direct(torch.autograd.Function):
         """A rule, for autograd alone."""
@@ -324,16 +324,16 @@ def _apply_at(signature: _Signature, plan: _Saved) -> Callable[..., Any]:
                 ctx.plan = plan
                 return None, *_the_long_way(ctx, signature, (ct,))
             saved = ctx.saved_tensors
-            found = bwd(saved[0] if alone else saved[:saves], ct)
-            if type(found) is tuple and len(found) == len(looks):
-                left = iter(looks)
-                for g in found:
+            cotangents = bwd(saved[0] if alone else saved[:saves], ct)
+            if type(cotangents) is tuple and len(cotangents) == len(avals):
+                left = iter(avals)
+                for g in cotangents:
                     shape, dtype, _ = next(left)
                     if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
                         break
                 else:
-                    return _NO + found
-            return None, *_checked(signature, found)
+                    return _NO + cotangents
+            return None, *_checked(signature, cotangents)
 
     upstream.backward_class(Direct).apply = Direct.backward
     return super(torch.autograd.Function, Direct).apply
@@ -469,14 +469,14 @@ def _linearized_any(
     outs = (*ys, *extras)
     if True in map(_is_tracked, outs):
         raise installing.closed_over_error(shaped.rule)
-    if extras or plan.kept.rerun or signature.bwd is None:
+    if extras or plan.kept.opaque_residuals or signature.bwd is None:
         if before is None and signature.bwd is not None:
             installing.SAVES_NO_EXTRAS.discard(shaped.rule)
             signature.saves_no_extras = False
             return _linearized(signature, xs)
         plan.randomness = None if before is None or before.stands() else before
     plan.count, plan.places = len(ys), plan.kept.places
-    again = range(len(xs)) if extras or plan.kept.rerun else ()
+    again = range(len(xs)) if extras or plan.kept.opaque_residuals else ()
     pulling = (*plan.places, *signature.again)
     plan.pulling = [*pulling, *(i for i in again if i not in pulling)]
     plan.likes = list(map(like, outs))
@@ -499,13 +499,13 @@ def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Sequence
     return _checked(signature, signature.bwd(res, cts[0]))
 
 
-def _checked(signature: _Signature, found: Any) -> Sequence[Any]:
+def _checked(signature: _Signature, cotangents: Any) -> Sequence[Any]:
     """What bwd returned, one for each argument."""
-    if type(found) is tuple and len(found) == signature.count:
-        pairs = zip(found, signature.looks, strict=True)
-        if all(type(g) is Tensor and (g.shape, g.dtype) == look[:2] for g, look in pairs):
-            return found
-    return filled(signature.shaped.cotangents(found, signature.expected), signature.likes)
+    if type(cotangents) is tuple and len(cotangents) == signature.count:
+        pairs = zip(cotangents, signature.avals, strict=True)
+        if all(type(g) is Tensor and (g.shape, g.dtype) == aval[:2] for g, aval in pairs):
+            return cotangents
+    return filled(signature.shaped.cotangents(cotangents, signature.expected), signature.likes)
 
 
 # --- a forward rule alone ----------------------------------------------------------------
@@ -566,12 +566,12 @@ def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
 
     Nothing is saved for a backward pass meanwhile, of which a checkpoint would keep count.
     """
-    shaped, looks = signature.shaped, signature.question[1]
-    question = (signature.likes, signature.looks)
+    shaped, avals = signature.shaped, signature.question[1]
+    question = (signature.likes, signature.avals)
     with unpacked():
         try:
             hold_linear(Question(shaped.rule, "tangent", shaped.tangent, xs, *question))
-            if looks not in shaped.outs:
+            if avals not in shaped.outs:
                 with torch.no_grad(), restored(Randomness.now(xs)):
                     shaped.tangent(xs, [torch.zeros_like(x) for x in xs])
         except GradtoolsError:  # it will be said where a derivative is asked for
@@ -586,7 +586,7 @@ def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
     Raises if somebody else holds one, too: its own derivative would be lost.
     """
     rule, dxs = signature.shaped.rule, [torch.ones_like(x, requires_grad=True) for x in xs]
-    with restored(Randomness.now(xs)), transposing(rule, EAGER):
+    with restored(Randomness.now(xs)), Transposing(rule, EAGER):
         dys = signature.shaped.tangent(xs, dxs)
     leaves = [*installing.other_leaves(dys, dxs)]
     if any(sys.getrefcount(node.variable) > _held_by_a_graph() for node in leaves):
@@ -658,7 +658,7 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
     if not signature.pushed:
         signature.pushed = _may_transpose(signature, xs, out, res)
     ct = torch.ones_like(out, requires_grad=True)
-    with transposing(shaped.rule, EAGER):
+    with Transposing(shaped.rule, EAGER):
         pulled = _checked(signature, signature.bwd(res, ct))
     pairs = [(g, dx) for g, dx in zip(pulled, dxs, strict=True) if g.requires_grad]
     dy = None
@@ -700,7 +700,7 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
         shaped.rule, maps, count=plan.count, randomness=plan.randomness
     )
     ctx.unusual = installing.unusual(cts)
-    ctx.pulling, ctx.looks, ctx.like_xs = plan.pulling, signature.looks, signature.likes
+    ctx.pulling, ctx.avals, ctx.like_xs = plan.pulling, signature.avals, signature.likes
     result = installing.pulled_back(ctx, cts)
     easy = None not in signature.likes
     if easy and not _graphs():

@@ -30,7 +30,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import (
-    KEYS,
     Linearized,
     Rule,
     batched,
@@ -97,6 +96,18 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
         pushing.pop()
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class BatchedRule(Rule):
+    """A rule that knows the rule of a batch itself.
+
+    Attributes:
+        batching_rule: `batching_rule(size, axes, xs, randomness)` gives the rule of a batch, its
+            inputs, and a function of its outputs that gives their axes.
+    """
+
+    batching_rule: Callable[..., Any]
+
+
 @dataclass(eq=False)
 class RuleApplication:
     """One application of a rule: what its evaluation left for the linear maps.
@@ -105,17 +116,23 @@ class RuleApplication:
     """
 
     rule: Rule
-    found: Linearized | None = None
+    linearized: Linearized | None = None
     count: int = 0  # of outputs; extras follow
     randomness: Any = None
     own: bool = False  # whether no output may be a view, of which a transform would not know
     perturbed: tuple[bool, ...] | None = None  # which inputs are differentiated, where known
 
-    def note(self, found: Linearized) -> None:
+    def note(self, linearized: Linearized) -> None:
         """Keeps the maps, without the arrays."""
-        self.count = len(found.ys)
-        self.found = Linearized(
-            [], [], found.saves, found.tangent, found.cotangent, found.rerun, found.pushing
+        self.count = len(linearized.ys)
+        self.linearized = Linearized(
+            [],
+            [],
+            linearized.saves,
+            linearized.tangent,
+            linearized.cotangent,
+            linearized.opaque_residuals,
+            linearized.tangent_only,
         )
 
 
@@ -129,7 +146,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             )
     if torch.compiler.is_exporting() and upstream.peek_interpreter_stack() is None:
         return _exported(rule, xs)
-    if rule.written:
+    if rule.user_functions:
         if not _differentiated(xs):
             return _undifferentiated(rule, xs)
         if in_own_transpose(rule, xs):
@@ -146,7 +163,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
 def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
     """An application of a rule at xs that is about to begin."""
     point = RuleApplication(rule)
-    if "cotangent" in rule.symbolic and in_eager():
+    if "cotangent" in rule.symbolic_zeros and in_eager():
         point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
     return point
 
@@ -193,13 +210,13 @@ def _pushed(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
         hold_zero(Question(rule, "tangent", lambda xs, dxs: joint(xs, dxs)[1], xs, likes))
         return as_duals(rule, xs, dxs, *joint(xs, dxs))
     out = _evaluate(point, xs)
-    assert point.found is not None
+    assert point.linearized is not None
     ctx = SimpleNamespace(point=point, unusual=unusual((*xs, *out)))
-    _look(ctx, xs, out)
+    _note_avals(ctx, xs, out)
     everything = (*xs, *out)
-    moving = [None if i in rule.passive else dx for i, dx in enumerate(dxs)]
+    moving = [None if i in rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
     with torch.no_grad():
-        dys = _tangent(ctx, [everything[i] for i in point.found.saves], moving)
+        dys = _tangent(ctx, [everything[i] for i in point.linearized.saves], moving)
     return as_duals(rule, xs, dxs, out[: point.count], filled(dys, ctx.like_ys[: point.count]))
 
 
@@ -214,7 +231,7 @@ def as_duals(rule: Rule, xs: Any, dxs: Any, ys: Any, dys: Any) -> list[Tensor]:
 
 def _closes_over_tracked(rule: Rule) -> bool:
     """Whether a rule holds a tensor whose derivative its forward pass would strip."""
-    if _is_derived(rule) or not rule.written:
+    if _is_derived(rule) or not rule.user_functions:
         return False
     if closes_over(rule, lambda x: isinstance(x, Tensor) and x.requires_grad, Tensor, False):
         return True
@@ -227,7 +244,7 @@ def _closes_over_tracked(rule: Rule) -> bool:
 
 def _is_derived(rule: Rule) -> bool:
     """Whether the rule's value is itself a derivative, whose graph is not wanted."""
-    return bool(rule.written) and rule.linearize is None and rule.joint is None
+    return bool(rule.user_functions) and rule.linearize is None and rule.joint is None
 
 
 def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -274,10 +291,10 @@ def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
             result = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
         if versions != versions_of(xs):
             raise written_error(rule)
-        if (result.extras or result.rerun) and rule in SAVES_NO_EXTRAS:
+        if (result.extras or result.opaque_residuals) and rule in SAVES_NO_EXTRAS:
             SAVES_NO_EXTRAS.discard(rule)
             return _evaluate(point, xs)
-        if not result.extras and not result.rerun:
+        if not result.extras and not result.opaque_residuals:
             SAVES_NO_EXTRAS.add(rule)
             before = before if twice else None
         if any(_is_captured(y) for y in (*result.ys, *result.extras)):
@@ -289,16 +306,16 @@ def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
     return [*result.ys, *result.extras]
 
 
-def drawing_again(found: Linearized, randomness: Randomness) -> Linearized:
+def drawing_again(linearized: Linearized, randomness: Randomness) -> Linearized:
     """The same with a tangent map that draws what f drew, each time."""
-    tangent = found.tangent
+    tangent = linearized.tangent
     assert tangent is not None
 
     def drawn(saved: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
         with restored(randomness):
             return list(tangent(saved, dxs))
 
-    return replace(found, tangent=drawn)
+    return replace(linearized, tangent=drawn)
 
 
 def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
@@ -321,12 +338,12 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
 is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
 
 
-def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+def _own(result: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """The same, each in memory of its own, for dual numbers may be written in place."""
     held: list[Tensor] = []
     for xs in others:
         held += [unwrapped(x) for x in xs if x is not None and _is_strided(x)]
-    own = list(found)
+    own = list(result)
     for i, y in enumerate(own):
         if y is None or not _is_strided(y):
             continue
@@ -343,9 +360,9 @@ def _is_strided(x: Tensor) -> bool:
     return x.layout is torch.strided
 
 
-def _look(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+def _note_avals(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     """Keeps what the inputs and outputs look like."""
-    ctx.looks = [(x.shape, x.dtype, x.device) for x in xs]
+    ctx.avals = [(x.shape, x.dtype, x.device) for x in xs]
     ctx.like_xs, ctx.like_ys = list(map(like, xs)), list(map(like, ys))
 
 
@@ -449,33 +466,33 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def forward(point: RuleApplication, *xs: Tensor) -> tuple[Tensor, ...]:
         out = _evaluate(point, xs)
-        assert point.found is not None
+        assert point.linearized is not None
         if point.own or upstream.forward_level() >= 0:
             # The tangent of an output that is a view would have to be one too.
             out = [_cloned(y) if upstream.is_view(y) else y for y in _own(out, xs)]
         else:
             out[: point.count] = as_views(out[: point.count], xs)
         # What torch.func unwraps may be one tensor under two names, as in `_apart`.
-        saved = {id(xs[i]) for i in point.found.saves if i < len(xs)}
+        saved = {id(xs[i]) for i in point.linearized.saves if i < len(xs)}
         return tuple([y.view_as(y) if id(y) in saved else y for y in out])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
-        xs, result = inputs[1:], point.found
+        xs, result = inputs[1:], point.linearized
         ctx.count = len(xs)
         ctx.save_for_backward(*[xs[i] for i in result.saves])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor) -> Any:
-        return (None, *ctx.point.found.cotangent(ctx.saved_tensors, cts))
+        return (None, *ctx.point.linearized.cotangent(ctx.saved_tensors, cts))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: RuleApplication, *xs: Tensor) -> Any:
         """The rule of a batch under whatever transform comes next, the maps of one example."""
-        one = replace(point.rule, source=point.rule.source or point.rule, key=next(KEYS))
+        one = replace(point.rule, source=point.rule.source or point.rule)
         if one.linearize is None:
-            point.found = one.reading(xs, [])
+            point.linearized = one.reading(xs, [])
         else:
             linearize = one.linearize
 
@@ -485,15 +502,15 @@ class _ReverseOnly(torch.autograd.Function):
                 return result
 
             one = replace(one, linearize=noted)
-        if one.mapped is not None:
-            rule, xs, axes_of = one.mapped(info.batch_size, in_dims[1:], xs, info.randomness)
-            out = _apply_at(replace(point, rule=rule, found=None), xs)
+        if isinstance(one, BatchedRule):
+            rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims[1:], xs, info.randomness)
+            out = _apply_at(replace(point, rule=rule, linearized=None), xs)
             point.count = len(out)
             return tuple(out), axes_of(out)
         axes = tuple([None if d is None else 0 for d in in_dims[1:]])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[1:], strict=True)]
         rule = batched(one, _Lists, axes, None, info.batch_size)
-        batch = replace(point, rule=rule, found=None)
+        batch = replace(point, rule=rule, linearized=None)
         out = _apply_at(batch, front)
         point.count = batch.count
         return tuple(out), (0,) * len(out)
@@ -513,12 +530,15 @@ class _BothModes(_ReverseOnly):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
-        xs, result = inputs[1:], point.found
+        xs, result = inputs[1:], point.linearized
         everything = (*xs, *outputs)
         ctx.set_materialize_grads(False)
         ctx.count = len(xs)
-        ctx.pushing, ctx.pulling = result.saves, result.saves[: len(result.saves) - result.pushing]
-        if result.rerun or len(outputs) > point.count:
+        ctx.pushing, ctx.pulling = (
+            result.saves,
+            result.saves[: len(result.saves) - result.tangent_only],
+        )
+        if result.opaque_residuals or len(outputs) > point.count:
             ctx.pushing, ctx.pulling = (
                 [*saves, *(i for i in range(len(xs)) if i not in saves)]
                 for saves in (ctx.pushing, ctx.pulling)
@@ -526,7 +546,7 @@ class _BothModes(_ReverseOnly):
         ctx.save_for_backward(*[everything[i] for i in ctx.pulling])
         ctx.save_for_forward(*[everything[i] for i in ctx.pushing])
         ctx.unusual = _unusual(ctx, xs, outputs)
-        _look(ctx, xs, outputs)
+        _note_avals(ctx, xs, outputs)
         if None in ctx.like_ys:
             ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 
@@ -542,7 +562,7 @@ class _BothModes(_ReverseOnly):
             tensors = [
                 forward_ad.unpack_dual(x, level=0).primal if may_be_dual(x) else x for x in kept
             ]
-            moving = [None if i in point.rule.passive else dx for i, dx in enumerate(dxs)]
+            moving = [None if i in point.rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
             dys = _tangent(ctx, tensors, moving)
             if len(ctx.like_ys) > point.count:
                 dys += _extras_pushed(ctx, _xs(ctx, ctx.pushing, tensors), moving)
@@ -579,16 +599,16 @@ def _xs(ctx: Any, kept: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensors[: len(ctx.point.found.saves)]
+    return tensors[: len(ctx.point.linearized.saves)]
 
 
 def _asked(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> Question:
     """A question about one of the maps; in compiled code it is asked of another evaluation."""
-    return Question(ctx.point.rule, which, run, at, likes, ctx.looks)
+    return Question(ctx.point.rule, which, run, at, likes, ctx.avals)
 
 
 def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    rule, result, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    rule, result, saved = ctx.point.rule, ctx.point.linearized, _saved(ctx, tensors)
     if rule.fills("tangent"):
         dxs = filled(dxs, ctx.like_xs)
     if result.tangent is not None:
@@ -610,11 +630,11 @@ def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
 
 
 def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    rule, result, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    rule, result, saved = ctx.point.rule, ctx.point.linearized, _saved(ctx, tensors)
     likes = ctx.like_ys[: ctx.point.count]
     if result.cotangent is not None and rule.contract is not None:
         hold_zero(_asked(ctx, "cotangent", result.cotangent, saved, likes))
-    if result.rerun and torch.is_grad_enabled():
+    if result.opaque_residuals and torch.is_grad_enabled():
         xs = _xs(ctx, ctx.pulling, tensors)
         with restored(ctx.point.randomness):
             result = rule.at(*xs, perturbed=ctx.point.perturbed)
@@ -624,16 +644,18 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         cts = filled(cts, likes)
     if result.cotangent is not None:
         pulled = list(result.cotangent(saved, cts))
-        if rule.dense:
+        if rule.contract is not None:
             pulled = filled(pulled, ctx.like_xs)
         if rule.captures and torch.is_grad_enabled() and in_eager():
             refuse_captured(rule, pulled, (*tensors, *saved, *cts))
         return pulled
-    mask = [like is not None and i not in rule.passive for i, like in enumerate(ctx.like_xs)]
+    mask = [
+        like is not None and i not in rule.nondifferentiable for i, like in enumerate(ctx.like_xs)
+    ]
 
     def run(at: Any, moving: Any) -> list[Any]:
         dxs = spread(moving, mask)
-        return list(result.tangent(at, filled(dxs, ctx.like_xs) if rule.dense else dxs))
+        return list(result.tangent(at, dxs if rule.contract is None else filled(dxs, ctx.like_xs)))
 
     kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
     _refuse_layout(ctx, "tangent")

@@ -59,7 +59,7 @@ def transposed(
 
 def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:
     """For numbers alone, by autograd itself, which takes a third of the time of torch.func."""
-    with transposing(rule) as own, torch.enable_grad():
+    with Transposing(rule) as own, torch.enable_grad():
         vs = [e.detach().requires_grad_() for e in examples]
         with own.traced(EAGER):
             outs = linear([x.detach() for x in at], vs)
@@ -89,7 +89,7 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
         came_out[:] = [i for i, o in enumerate(out) if o is not None]
         return tuple(out[i] for i in came_out) or (torch.zeros(()),)
 
-    with transposing(rule) as own:
+    with Transposing(rule) as own:
         outs, pullback = right_vjp(dense, *examples)
         given = [values[i] for i in came_out] or [None]
         pairs = zip(outs, given, strict=True)
@@ -148,13 +148,13 @@ class _Here(threading.local):
     """This thread's transpositions under way, the innermost last."""
 
     def __init__(self) -> None:
-        self.running: list[transposing] = []
+        self.running: list[Transposing] = []
 
 
 HERE = _Here()
 
 
-class transposing:
+class Transposing:
     """While one of the rule's maps is transposed.
 
     Attributes:
@@ -169,7 +169,7 @@ class transposing:
         self.rule, self.source, self.level = rule, rule.source or rule, level
         self.by_code = False
 
-    def __enter__(self) -> transposing:
+    def __enter__(self) -> Transposing:
         self.stack = HERE.running
         self.stack.append(self)
         return self

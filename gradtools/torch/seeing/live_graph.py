@@ -28,7 +28,7 @@ _SAVED = "_saved_"
 _WRAPPED = 2**63  # above, a negative axis that was kept as an unsigned number
 
 
-def live_graph(outputs: Any) -> PlainGraph:
+def graph_behind(outputs: Any) -> PlainGraph:
     """What autograd holds for results; `outputs`: a pytree of tensors."""
     pairs = zip(leaf_paths(outputs), flatten(outputs)[0], strict=True)
     named = [(f"output{path}", y) for path, y in pairs if isinstance(y, Tensor)]
@@ -199,4 +199,4 @@ def _signed(x: Any) -> Any:
     return x - 2 * _WRAPPED if isinstance(x, int) and x >= _WRAPPED else x
 
 
-__all__ = ["live_graph"]
+__all__ = ["graph_behind"]

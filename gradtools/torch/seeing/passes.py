@@ -45,7 +45,7 @@ from gradtools.torch.modes import Modes
 from gradtools.torch.operation_marks import DERIVATIVE, OWN, reason_of_detach
 from gradtools.torch.replaying.guards import mark as mark_of_running
 from gradtools.torch.replaying.guards import marked
-from gradtools.torch.seeing.live_graph import live_graph
+from gradtools.torch.seeing.live_graph import graph_behind
 from gradtools.torch.seeing.operands import SAME, AtenCall
 from gradtools.torch.seeing.recording import operations
 from gradtools.torch.seeing.recording.autograd_functions import name_and_mark
@@ -62,7 +62,7 @@ _CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
 def gradient_graph(request: Differentiated | Live) -> PlainGraph:
     """The passes of a program as one graph, its effects undone; or what autograd holds."""
     if isinstance(request, Live):
-        return live_graph(request.outputs)
+        return graph_behind(request.outputs)
     try:
         return _opened(_hooked_or_not(request))
     except (RuntimeError, NotImplementedError) as error:

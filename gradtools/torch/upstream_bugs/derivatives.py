@@ -216,7 +216,7 @@ def is_wrong_at(fun: Any, args: Args, kwargs: Kwargs) -> bool:
     return bug is not None and (bug.when is None or bug.when(*args, **kwargs))
 
 
-_LINEAR_CROSS_ENTROPY = getattr(torch.nn.functional, "linear_cross_entropy", None)
+_LINEAR_CROSS_ENTROPY = torch.nn.functional.linear_cross_entropy
 _IN_PYTHON = (
     *(_LINEAR_CROSS_ENTROPY, torch.cdist),
     *(torch.nn.functional.hardsigmoid, torch.nn.functional.silu),

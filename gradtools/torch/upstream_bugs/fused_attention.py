@@ -61,7 +61,7 @@ def _at_values(rule: Rule, count: int, values: int) -> Rule:
         tangent=lambda saved, dxs: tangent(saved, dxs[:count]),
         cotangent=lambda saved, cts: [*cotangent(saved, cts), *[None] * values],
         saves=tuple(range(count)),
-        passive=tuple(range(count, count + values)),
+        nondifferentiable=tuple(range(count, count + values)),
     )
 
 

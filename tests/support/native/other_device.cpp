@@ -32,10 +32,17 @@ namespace {
 
 std::atomic<int64_t> waits{0};
 std::atomic<bool> refused{false};
+thread_local c10::StreamId standing = 0;  // the stream of this thread
+std::atomic<c10::StreamId> expected{-1};  // that on which all is to run; -1: none
+std::atomic<int64_t> strays{0};
 
 void wait(const char* what) {
   TORCH_CHECK(!refused, "the host waits for the device: ", what);
   ++waits;
+}
+
+void run_here() {
+  if (expected >= 0 && standing != expected) ++strays;
 }
 
 // --- the device's memory, streams and random numbers -----------------------------------------
@@ -55,7 +62,7 @@ Memory memory;
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = OTHER;
   c10::Device here() const { return {OTHER, 0}; }
-  c10::Stream stream() const { return c10::Stream(c10::Stream::DEFAULT, here()); }
+  c10::Stream stream() const { return c10::Stream(c10::Stream::UNSAFE, here(), standing); }
   c10::DeviceType type() const override { return OTHER; }
   c10::Device exchangeDevice(c10::Device) const override { return here(); }
   c10::Device getDevice() const override { return here(); }
@@ -63,7 +70,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
   c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
-  c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
+  c10::Stream exchangeStream(c10::Stream to) const noexcept override {
+    auto before = stream();
+    standing = to.id();
+    return before;
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
       const override {}
@@ -211,6 +222,7 @@ IValue mapped(const IValue& v, F f) {
 }
 
 void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_here();
   Call call{op, {}, {}};
   const auto& arguments = op.schema().arguments();
   const auto begin = stack->size() - arguments.size();
@@ -248,6 +260,7 @@ Tensor empty_strided(
 }
 
 Tensor copied(const Tensor& from, const Tensor& to, bool) {
+  run_here();
   if (other(from) && !other(to)) wait("a copy to the host");
   auto target = other(to) ? on_host(to) : to;
   target.copy_(other(from) ? on_host(from) : from);
@@ -312,4 +325,7 @@ TORCH_LIBRARY(other_device, m) {
   });
   m.def("waits() -> int", [] { return waits.load(); });
   m.def("refuse_waits(bool refuse) -> ()", [](bool refuse) { refused = refuse; });
+  m.def("enter_stream(int stream) -> ()", [](int64_t stream) { standing = stream; });
+  m.def("expect_stream(int stream) -> ()", [](int64_t stream) { expected = stream; });
+  m.def("strays() -> int", [] { return strays.load(); });
 }

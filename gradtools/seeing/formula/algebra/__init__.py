@@ -29,8 +29,8 @@ from gradtools.seeing.formula.algebra.constants import number as number
 from gradtools.seeing.formula.algebra.constants import zeros as zeros
 from gradtools.seeing.formula.algebra.elementwise import divide as divide
 from gradtools.seeing.formula.algebra.elementwise import drop_axes as drop_axes
-from gradtools.seeing.formula.algebra.elementwise import elementwise as elementwise
 from gradtools.seeing.formula.algebra.elementwise import power as power
+from gradtools.seeing.formula.algebra.elementwise import ufunc as ufunc
 from gradtools.seeing.formula.algebra.products import Labels as Labels
 from gradtools.seeing.formula.algebra.products import contracts as contracts
 from gradtools.seeing.formula.algebra.products import parts as parts

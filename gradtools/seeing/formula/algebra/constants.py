@@ -52,7 +52,7 @@ def array(value: Any) -> Expr:
 
 def identity(n: int) -> Expr:
     """The unit matrix."""
-    return expr("identity", (), (n, n), REAL)
+    return expr("identity", (), (n, n), REAL) if n > 1 else full(1.0, (n, n))
 
 
 def constant_of(x: Expr) -> Any:

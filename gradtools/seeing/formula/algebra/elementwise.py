@@ -12,7 +12,7 @@ from gradtools.seeing.formula.algebra.reshapes import is_reshape, reshape
 from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, expr, widest
 
 
-def elementwise(op: str, args: Sequence[Expr], kind: str = REAL, **attributes: Any) -> Expr:
+def ufunc(op: str, args: Sequence[Expr], kind: str = REAL, **attributes: Any) -> Expr:
     """A function applied in each place, broadcast as in NumPy; broadcasts move outwards."""
     shape = broadcast_shape(*(a.shape for a in args))
     args = [broadcast(a, shape) for a in args]
@@ -21,7 +21,7 @@ def elementwise(op: str, args: Sequence[Expr], kind: str = REAL, **attributes: A
     kept = [a for a in range(rank) if a in used]
     if len(kept) < rank:
         inner = [drop_axes(a, kept) for a in args]
-        return product([elementwise(op, inner, kind, **attributes)], [kept], range(rank), shape)
+        return product([ufunc(op, inner, kind, **attributes)], [kept], range(rank), shape)
     moved = _outside(op, args, kind, attributes)
     return expr(op, args, shape, kind, **attributes) if moved is None else moved
 
@@ -46,7 +46,7 @@ def _outside(op, args, kind, attributes) -> Expr | None:
         if len(shapes) == 1:
             (shape,) = shapes
             inner = [reshape(a, shape) for a in args]
-            return reshape(elementwise(op, inner, kind, **attributes), args[0].shape)
+            return reshape(ufunc(op, inner, kind, **attributes), args[0].shape)
     return None
 
 
@@ -71,7 +71,7 @@ def power(x: Expr, exponent: Any) -> Expr:
     if x.op == "einsum" and not contracts(x):
         return _power_of_product(x, exponent, whole)
     kind = COMPLEX if isinstance(exponent, complex) else widest(x.kind, REAL)
-    return elementwise("power", [x], kind, exponent=exponent)
+    return ufunc("power", [x], kind, exponent=exponent)
 
 
 def divide(a: Expr, b: Expr) -> Expr:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtools.seeing.formula.algebra import axis_groups, conj, product, reshape
-from gradtools.seeing.formula.constructors import apply_identity, cut, flip, roll, triangle
+from gradtools.seeing.formula.algebra import axis_groups, conj, identity, product, reshape
+from gradtools.seeing.formula.constructors import cut, flip, roll, triangle
 from gradtools.seeing.formula.expressions import Expr
 from gradtools.seeing.formula.primitives.record import Primitive, listed, tie_first, tie_same
 from gradtools.seeing.formula.typesetting import SUM, Written, function, join
@@ -83,7 +83,7 @@ def _diagonal_cotangent(y, g, k):
         if name in own[:place]:
             names[place] = ("copy", place)
             extra.append((name, ("copy", place)))
-            factors.append(apply_identity(y.args[k].shape[place]))
+            factors.append(identity(y.args[k].shape[place]))
     others = [j for j in range(len(y.args)) if j != k]
     return product(
         [g, *(conj(y.args[j]) for j in others), *factors],

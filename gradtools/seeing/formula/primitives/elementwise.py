@@ -19,7 +19,6 @@ from gradtools.seeing.formula import special_functions
 from gradtools.seeing.formula import typesetting as ts
 from gradtools.seeing.formula.algebra import (
     conj,
-    elementwise,
     full,
     negate,
     plus,
@@ -29,6 +28,7 @@ from gradtools.seeing.formula.algebra import (
     scale,
     subtract,
     times,
+    ufunc,
 )
 from gradtools.seeing.formula.expressions import BOOLEAN, COMPLEX, INTEGER, REAL, Expr, widest
 from gradtools.seeing.formula.typesetting import (
@@ -87,7 +87,7 @@ def _minus(x: Expr) -> Expr:
 def apply(name: str, *args: Expr, **attributes) -> Expr:
     """The function of this name, in each place."""
     function = FUNCTIONS[name]
-    return elementwise(name, args, function.result_kind(args), **attributes)
+    return ufunc(name, args, function.result_kind(args), **attributes)
 
 
 def indicator(a: Expr, relation: str, b: Expr) -> Expr:

@@ -14,8 +14,7 @@ import numpy as np
 from gradtools.seeing.formula.algebra import conj
 from gradtools.seeing.formula.constructors import (
     convolution,
-    convolution_input,
-    convolution_weight,
+    convolve,
     pooled,
 )
 from gradtools.seeing.formula.expressions import Expr
@@ -160,19 +159,19 @@ def _geometry(y):
 
 def _convolution_pullback(y, g, x, w):
     """The two adjoints of the convolution."""
-    of_input = convolution_input(g, conj(w), x.shape, **_geometry(y))
-    return [of_input, convolution_weight(conj(x), g, w.shape, **_geometry(y))]
+    of_input = convolve("convolution_input", g, conj(w), x.shape, **_geometry(y))
+    return [of_input, convolve("convolution_weight", conj(x), g, w.shape, **_geometry(y))]
 
 
 def _convolution_input_pullback(y, u, g, w):
     """A convolution, and the correlation with what came in."""
     of_cotangent = convolution(u, conj(w), **_geometry(y))
-    return [of_cotangent, convolution_weight(u, conj(g), w.shape, **_geometry(y))]
+    return [of_cotangent, convolve("convolution_weight", u, conj(g), w.shape, **_geometry(y))]
 
 
 def _convolution_weight_pullback(y, u, x, g):
     """A transposed convolution, and a convolution."""
-    of_input = convolution_input(conj(g), u, x.shape, **_geometry(y))
+    of_input = convolve("convolution_input", conj(g), u, x.shape, **_geometry(y))
     return [of_input, convolution(conj(x), u, **_geometry(y))]
 
 

@@ -58,13 +58,13 @@ def _cast(x: Expr, dtype: Any = None) -> Expr:
 
 def apply_cast(x: Expr, kind: str) -> Expr:
     """To integers or booleans; to complex numbers, which is written as nothing."""
-    return algebra.elementwise("cast", [x], kind, to=kind)
+    return algebra.ufunc("cast", [x], kind, to=kind)
 
 
 def _stop(x: Expr) -> Expr:
     if x.op in ("number", "stop") or constant_of(x) is not None:
         return x
-    return algebra.elementwise("stop", [x], x.kind)
+    return algebra.ufunc("stop", [x], x.kind)
 
 
 def _softplus(x: Expr, beta: float = 1.0, threshold: float | None = None) -> Expr:

@@ -113,7 +113,9 @@ def _convolution_transposed(
         )
     ]
     shape = (x.shape[0], w.shape[1] * groups, *space)
-    return _shifted(constructors.convolution_input(x, w, shape, stride, pairs, dilation, groups), b)
+    return _shifted(
+        constructors.convolve("convolution_input", x, w, shape, stride, pairs, dilation, groups), b
+    )
 
 
 def _pooling(x: Expr, window: Any, stride: Any, padding: Any, dilation: Any = None) -> tuple:

@@ -1,0 +1,29 @@
+"""Every use of every public name is lowered for TPU and CUDA, on any machine.
+
+What their compilers make of it, `make tpu` and `make cuda` say (test_ahead_of_time.py).
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from every_operator import JITTED, POINT, World, healthy
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+PLATFORMS = ("tpu", "cuda")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("use", JITTED, ids=str)
+def test_a_use_is_lowered_for_an_accelerator_or_refused_as_a_callback(use, platform):
+    x = gt.asarray(POINT.astype(np.float32))
+    f = use.make(World(gt, healthy(gt), x))
+    lowered = lambda: jax.jit(f).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    if use.public == "host_function" and jax.default_backend() == "cpu":
+        with pytest.raises(GradtoolsError, match="only for a platform that this process has"):
+            lowered()
+        return
+    assert "func.func public @main" in lowered()

@@ -130,6 +130,18 @@ class Arrays(ABC):
     @abstractmethod
     def leaf_paths(self, tree: Any) -> list[str]: ...
 
+    def flatten_arrays(self, tree: Any) -> tuple[list[Any], Any, list[str | None]]:
+        """The leaves, the structure, and the kind of each leaf, as one look at the tree tells it.
+
+        That is "real" or "complex" of what can be differentiated, "exact" of another array, and
+        None of what is no array.
+        """
+        leaves, treedef = self.flatten(tree)
+        return leaves, treedef, [self._kind(x) if self.is_array(x) else None for x in leaves]
+
+    def _kind(self, x: Array) -> str:
+        return "complex" if self.is_complex(x) else "real" if self.is_inexact(x) else "exact"
+
     def flatten_static(self, tree: Any) -> tuple[list[Any], Any]:
         """The leaves, and the structure as something hashable, in compiled code a constant."""
         return self.flatten(tree)

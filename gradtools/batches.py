@@ -20,6 +20,7 @@ class Batch:
     """
 
     leaves: list[list[Any]]
+    is_array: list[list[bool]]
     lists: list[int]
     axes: list[list[Any]]
     size: int
@@ -33,7 +34,10 @@ class Batch:
             for i, a in enumerate(arguments)
             if lists and type(a.value) is list and isinstance(a.axes, int)
         ]
-        self.leaves = [[self._as_array(leaf) for leaf in leaves] for leaves in self.leaves]
+        for leaves, is_array in zip(self.leaves, self.is_array, strict=True):
+            for k, leaf in enumerate(leaves):  # NumPy's are split as well, what is none is shared
+                if isinstance(leaf, np.ndarray):
+                    leaves[k], is_array[k] = backend.asarray(leaf), True
         self.axes = [
             [None] * len(leaves) if i in self.lists else self._leaf_axes(i, leaves)
             for i, leaves in enumerate(self.leaves)
@@ -54,11 +58,12 @@ class Batch:
         self.backend, self.caller, self.arguments = backend, caller, arguments
         self.args = tuple([a.value for a in arguments])
         self.keywords = [a.key for a in arguments if isinstance(a.key, str)]
-        self.treedefs, self.leaves = [], []
+        self.treedefs, self.leaves, self.is_array = [], [], []
         for x in self.args:
-            leaves, treedef = backend.flatten(x)
+            leaves, treedef, kinds = backend.flatten_arrays(x)
             self.treedefs.append(treedef)
             self.leaves.append(leaves)
+            self.is_array.append([kind is not None for kind in kinds])
 
     def parted(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One value for each argument as what `f(*args, **kwargs)` takes."""
@@ -67,17 +72,13 @@ class Batch:
         count = len(values) - len(self.keywords)
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 
-    def _as_array(self, leaf: Any) -> Any:
-        """NumPy's arrays are split as well; anything else that is no array is shared."""
-        return self.backend.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
-
     def _leaf_axes(self, i: int, leaves: list[Any]) -> list[int | None]:
         argument = self.arguments[i]
         axes = argument.axes
         if axes is None or isinstance(axes, int):
             least = 0 if argument.named else 1  # axes that an array must have to be split
-            arrays = [self.backend.is_array(leaf) and _rank(leaf) >= least for leaf in leaves]
-            result = [axes if there else None for there in arrays]
+            pairs = zip(leaves, self.is_array[i], strict=True)
+            result = [axes if there and _rank(leaf) >= least else None for leaf, there in pairs]
         else:
             try:
                 result = self.treedefs[i].flatten_up_to(axes)
@@ -123,7 +124,7 @@ class Batch:
         """Names an array without axes that was to be split, if there is one."""
         for i, (argument, leaves) in enumerate(zip(self.arguments, self.leaves, strict=True)):
             for k, leaf in enumerate(leaves):
-                if isinstance(argument.axes, int) and self.backend.is_array(leaf):
+                if isinstance(argument.axes, int) and self.is_array[i][k]:
                     self._size(i, k, leaf, argument.axes)
 
     def _refuse_sizes(self, places: dict[int, list[tuple[int, int | None]]]) -> None:
@@ -142,7 +143,7 @@ class Batch:
                 f"{self.caller}: the entry of in_axes for {self.name_of(i, k)} is {axis!r}; "
                 "expected an integer or None."
             )
-        if not self.backend.is_array(leaf):
+        if not self.is_array[i][k]:
             raise GradtoolsError(
                 f"{self.caller}: {self.name_of(i, k)} is a {type(leaf).__name__}, which has no "
                 "axis to split on. Set its entry of in_axes to None to share it."

@@ -39,23 +39,34 @@ class Call:
         has_aux: bool = False,
     ) -> None:
         self.backend, self.caller, self.f, self.has_aux = backend, caller, f, has_aux
-        self.opened = backend.opened(caller, f, args, kwargs, argnums)
-        if self.opened is not None:
-            self.f, args = self.opened, self.opened.args
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
+        self.opened: Any = None
+        kinds = self._flatten()
+        alone = self._is_leaf and kinds[0] is not None and len(self.args) == 1 and not kwargs
+        if not alone:  # as an array is, which is no module
+            self.opened = backend.opened(caller, f, args, kwargs, argnums)
+        if self.opened is not None:
+            self.f, self.args = self.opened, tuple(self.opened.args)
+            kinds = self._flatten()
+        for k, kind in enumerate(kinds):
+            if kind not in _INEXACT:
+                self.leaves[k] = differentiable_leaf(backend, caller, self.leaves[k], self.paths[k])
+
+    def _flatten(self) -> list[str | None]:
+        """Sets the leaves of the differentiated arguments apart; the kind of each."""
         self.leaves: list[Array] = []
         self.treedefs: list[Any] = []
         self.counts: list[int] = []
-        for i in argnums:
-            leaves, treedef = backend.flatten(self.args[i])
+        kinds: list[str | None] = []
+        for i in self.argnums:
+            leaves, treedef, of_leaves = self.backend.flatten_arrays(self.args[i])
             self.leaves += leaves
             self.treedefs.append(treedef)
             self.counts.append(len(leaves))
+            kinds += of_leaves
         # The argument itself, mostly: then there is no tree to be built again.
-        self._is_leaf = len(argnums) == 1 and self.counts == [1] and leaves[0] is self.args[i]
-        for k, leaf in enumerate(self.leaves):
-            if not (backend.is_array(leaf) and backend.is_inexact(leaf)):
-                self.leaves[k] = differentiable_leaf(backend, caller, leaf, self.paths[k])
+        self._is_leaf = self.counts == [1] and leaves[0] is self.args[i]
+        return kinds
 
     @property
     def paths(self) -> list[str]:
@@ -89,16 +100,14 @@ class Call:
         out, aux = self._parted(result) if self.has_aux else (result, None)
         # What is kept of the output is its tree, no array: tracers would leak, memory stay.
         self._out_is_leaf = not isinstance(out, _TREES)
-        out_leaves, self._out_def = backend.flatten(out)
-        self._out_count = len(out_leaves)
-        self._inexact: list[bool] = []
+        out_leaves, self._out_def, self._kinds = backend.flatten_arrays(out)
         outs: list[Array] = []
         extras: list[Array] = []
-        for k, x in enumerate(out_leaves):
-            y = x if backend.is_array(x) else self._as_output(k, x)
-            inexact = backend.is_inexact(y)
-            self._inexact.append(inexact)
-            (outs if inexact else extras).append(y)
+        for k, y in enumerate(out_leaves):
+            if self._kinds[k] is None:
+                y = self._as_output(k, y)
+                self._kinds[k] = backend.flatten_arrays(y)[2][0]
+            (outs if self._kinds[k] in _INEXACT else extras).append(y)
         self._aux_static: list[tuple[Any] | None] = []
         if self.has_aux:
             aux_leaves, self._aux_def = backend.flatten(aux)
@@ -126,7 +135,7 @@ class Call:
 
     @property
     def _out_paths(self) -> list[str]:
-        like = [self.backend.asarray(0.0)] * self._out_count
+        like = [self.backend.asarray(0.0)] * len(self._kinds)
         out = self.backend.unflatten(self._out_def, like)
         return [f"output{path}" for path in self.backend.leaf_paths(out)]
 
@@ -168,7 +177,7 @@ class Call:
         """`(out, aux)` of f from the flat lists. What f did to its modules is written."""
         self.settle(extras)
         diff, rest = iter(outs), iter(extras)
-        leaves = [next(diff) if inexact else next(rest) for inexact in self._inexact]
+        leaves = [next(diff if kind in _INEXACT else rest) for kind in self._kinds]
         aux = [static[0] if static else next(rest) for static in self._aux_static]
         out = self.backend.unflatten(self._out_def, leaves)
         return out, self.backend.unflatten(self._aux_def, aux) if self.has_aux else None
@@ -186,7 +195,7 @@ class Call:
     def tangent_output(self, tangents: Sequence[Array]) -> Any:
         """The tree of f's output with tangents; None where the output is no float."""
         left = iter(tangents)
-        leaves = [next(left) if inexact else None for inexact in self._inexact]
+        leaves = [next(left) if kind in _INEXACT else None for kind in self._kinds]
         return self.backend.unflatten(self._out_def, leaves)
 
     def cotangents(self, tree: Any, outs: Sequence[Array]) -> list[Array]:
@@ -198,7 +207,7 @@ class Call:
                 f"expected that of f's output, {self._out_def}. Give one leaf for each of its "
                 "leaves."
             )
-        places = [k for k, inexact in enumerate(self._inexact) if inexact]
+        places = [k for k, kind in enumerate(self._kinds) if kind in _INEXACT]
         return [
             matching(self.backend, self.caller, leaves[k], y, partial(self._ct_names, k))
             for k, y in zip(places, outs, strict=True)
@@ -210,13 +219,13 @@ class Call:
 
     def scalar(self, outs: Sequence[Array], extras: Sequence[Array]) -> Array:
         """The one real number that f returned, or an error that says what it was."""
-        single = len(self._inexact) == 1 and self._out_is_leaf
+        single = len(self._kinds) == 1 and self._out_is_leaf
         out = outs[0] if single and outs else None
-        if out is not None and tuple(out.shape) == () and not self.backend.is_complex(out):
+        if out is not None and tuple(out.shape) == () and self._kinds[0] == "real":
             return out
         came = describe(self.backend, self.output(outs, extras)[0])
         mend = "Reduce it, for instance with .sum() or .mean()"
-        if out is not None and self.backend.is_complex(out):
+        if out is not None and self._kinds[0] == "complex":
             mend = "Take its real part, or a norm"
         elif single and not outs:
             mend = "Keep it floating: a cast to integer or boolean has no derivative"
@@ -333,6 +342,7 @@ def _converted(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
 
 
 _TREES = (tuple, list, dict)
+_INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 _ALL = ("vjp", "jvp", "linearize", "hvp", "mixed_partial")  # these differentiate every argument
 _ALONG = ("why_zero", "gradient_graph", "formula")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal
 
 from gradtools.arguments import Argument, arguments_of_call, takes
@@ -137,6 +138,8 @@ class Chunking(Operators):
             ChunkOptions().checked(outputs, 1, "chunked", "outputs")
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
         rest = chunk_size, axes, argnums, interleaved, options
+        if outputs is None and type(f) is FunctionType:  # mostly, and no module
+            return like_function("chunked_", f, partial(self._chunked, f, rest))
         return self._backend.like_module(f, partial(self._chunked_of, outputs, rest))
 
     def _chunked_of(self, outputs: Any, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:

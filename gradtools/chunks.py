@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from itertools import compress
 from operator import is_
 from typing import Any
 
@@ -68,21 +68,18 @@ class Partition:
     size: int
     chunk_size: int
     interleaved: bool = False
+    count: int = field(init=False, compare=False)
+    rows: list[range] = field(init=False, compare=False)
+    sizes: list[int] = field(init=False, compare=False)
 
-    @cached_property
-    def count(self) -> int:
-        return -(-self.size // self.chunk_size)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        return [len(rows) for rows in self.rows]
-
-    @cached_property
-    def rows(self) -> list[range]:
-        if self.interleaved:
-            return [range(i, self.size, self.count) for i in range(self.count)]
-        starts = range(0, self.size, self.chunk_size)
-        return [range(s, min(s + self.chunk_size, self.size)) for s in starts]
+    def __post_init__(self) -> None:
+        count, size = -(-self.size // self.chunk_size), self.size
+        rows = [range(i, size, count) for i in range(count)]
+        if not self.interleaved:
+            starts = range(0, size, self.chunk_size)
+            rows = [range(s, min(s + self.chunk_size, size)) for s in starts]
+        for name, value in (("count", count), ("rows", rows), ("sizes", [*map(len, rows)])):
+            object.__setattr__(self, name, value)
 
 
 @dataclass
@@ -117,9 +114,11 @@ class Chunks:
         self.shared: list[Any] = []
         self.carry: list[Any] = []
         self._places: list[list[tuple[str, int]]] = []
+        self._is_leaf: list[bool] = []  # whether an argument is its one leaf
         names = dict.fromkeys(self.carried, "carry")
         for i, (leaves, axes) in enumerate(zip(batch.leaves, batch.axes, strict=True)):
             self._places.append([])
+            self._is_leaf.append(len(leaves) == 1 and leaves[0] is batch.args[i])
             if i in batch.lists:
                 continue
             for leaf, axis in zip(leaves, axes, strict=True):
@@ -186,20 +185,25 @@ class Chunks:
         self.size_now = len(self.cut.rows[number])
         values = self._values(number, index, pieces, shared, carry)
         containers = self._containers(values)
-        args, kwargs = self.batch.parted(values)
+        args, kwargs = self.batch.parted(values) if self.batch.keywords else (values, {})
         out, new_carry = self._parted(self.f(*args, **kwargs))
         self._check_containers(containers)
-        carry_leaves = self._same("carry", new_carry, number) if self.carried else []
+        carry_leaves = []
+        if self.carried:
+            carry_leaves, carry_def = self.backend.flatten(new_carry)
+            if carry_def != self._carry_def:
+                raise self._other_structure("carry", carry_def, number)
         if self.batch.lists and type(out) is list and len(out) == len(self.cut.rows[number]):
             flat = [self.backend.flatten(x) for x in out]
             self._out_lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
             return [leaf for leaves, _ in flat for leaf in leaves], carry_leaves
-        leaves = self._same("output", out, number)
+        leaves, treedef, kinds = self.backend.flatten_arrays(out)
+        if treedef != self._treedefs.setdefault("output", treedef):
+            raise self._other_structure("output", treedef, number)
         if self.out_axes is SUMMED:
             self._check_numeric(leaves, out)
             return leaves, carry_leaves
-        is_array = [self.backend.is_array(leaf) for leaf in leaves]
-        if leaves and not any(is_array):
+        if leaves and kinds.count(None) == len(kinds):
             path = self.backend.leaf_paths(out)[0]
             mend = f" To take what the loss needs of it: outputs=lambda out: out{path}.<name>"
             raise GradtoolsError(
@@ -208,15 +212,22 @@ class Chunks:
                 + (mend if type(leaves[0]).__hash__ in _BY_IDENTITY else "")
             )
         if self.axes is None:
-            axes = _axes_of(self.backend, self.out_axes, out)
-            self.axes = [axis for axis, there in zip(axes, is_array, strict=True) if there]
-        left = iter(self.axes)
+            axes = [self.out_axes] * len(leaves)
+            if type(self.out_axes) is not int:
+                axes = _axes_of(self.backend, self.out_axes, out)
+            self.axes = [*compress(axes, kinds)]  # of arrays
+        arrays: list[Array] = []
         for k, leaf in enumerate(leaves):
-            if is_array[k]:
-                self._check_array(leaf, next(left), out, k)
-            else:
+            if kinds[k] is None:
                 self._note_constant(leaf, out, k, number)
-        return [x for x, there in zip(leaves, is_array, strict=True) if there], carry_leaves
+                continue
+            axis, shape = self.axes[len(arrays)], leaf.shape
+            arrays.append(leaf)
+            if not -len(shape) <= axis < len(shape):
+                raise self._no_axis(leaf, axis, out, k)
+            if self.cut.interleaved and shape[axis] != self.size_now:
+                raise self._no_order(leaf, axis, out, k)
+        return arrays, carry_leaves
 
     def _containers(self, values: list[Any]) -> list[Any]:
         """The lists and dictionaries among shared arguments, with what they hold."""
@@ -248,7 +259,7 @@ class Chunks:
                 values.append(unflatten(treedef, [next(of_lists) for _ in range(count)]))
                 continue
             leaves = [(pieces if n == "split" else sources[n])[k] for n, k in places]
-            arg = unflatten(self.batch.treedefs[i], leaves)
+            arg = leaves[0] if self._is_leaf[i] else unflatten(self.batch.treedefs[i], leaves)
             if i in self.keys and arg is not None:
                 arg = self.backend.room("arrays", "key_argnums").fold_in(arg, index)
             values.append(arg)
@@ -264,16 +275,12 @@ class Chunks:
             )
         return result
 
-    def _same(self, what: str, tree: Any, number: int) -> list[Any]:
-        """The leaves of a tree that has the structure which it had for the other chunks."""
-        leaves, treedef = self.backend.flatten(tree)
-        known = self._carry_def if what == "carry" else self._treedefs.setdefault(what, treedef)
-        if treedef != known:
-            raise GradtoolsError(
-                f"chunked: f's {what} at chunk {number} has the structure {treedef}; expected "
-                f"{known}, as before. It must be the same for all chunks."
-            )
-        return leaves
+    def _other_structure(self, what: str, treedef: Any, number: int) -> GradtoolsError:
+        known = self._carry_def if what == "carry" else self._treedefs[what]
+        return GradtoolsError(
+            f"chunked: f's {what} at chunk {number} has the structure {treedef}; expected "
+            f"{known}, as before. It must be the same for all chunks."
+        )
 
     def _check_numeric(self, leaves: list[Any], out: Any) -> None:
         if self.batch.caller == "checkpoint":
@@ -315,22 +322,22 @@ class Chunks:
         path = next((p for x, p in pairs if len(getattr(x, "shape", ())) > 0), "[0]")
         return f"To leave it out: outputs=lambda out: out{path}"
 
-    def _check_array(self, leaf: Array, axis: int, out: Any, k: int) -> None:
-        if not -len(leaf.shape) <= axis < len(leaf.shape):
-            several = len(self.backend.flatten(out)[0]) > 1
-            more = f" {self._how_to_leave_out(out)}." if several else ""
-            raise GradtoolsError(
-                f"chunked: f's output{self.backend.leaf_paths(out)[k]} has shape "
-                f"{tuple(leaf.shape)}, which has no axis {axis} to join chunks on. f returns one "
-                "entry for each example; for a loss that is a mean or a sum over examples use "
-                f"microbatched.{more}"
-            )
-        if self.cut.interleaved and leaf.shape[axis] != self.size_now:
-            raise GradtoolsError(
-                f"chunked: f's output{self.backend.leaf_paths(out)[k]} has {leaf.shape[axis]} "
-                f"entries on axis {axis} for {self.size_now} examples; with interleaved=True the "
-                "order is restored, which needs one for each."
-            )
+    def _no_axis(self, leaf: Array, axis: int, out: Any, k: int) -> GradtoolsError:
+        several = len(self.backend.flatten(out)[0]) > 1
+        more = f" {self._how_to_leave_out(out)}." if several else ""
+        return GradtoolsError(
+            f"chunked: f's output{self.backend.leaf_paths(out)[k]} has shape "
+            f"{tuple(leaf.shape)}, which has no axis {axis} to join chunks on. f returns one "
+            "entry for each example; for a loss that is a mean or a sum over examples use "
+            f"microbatched.{more}"
+        )
+
+    def _no_order(self, leaf: Array, axis: int, out: Any, k: int) -> GradtoolsError:
+        return GradtoolsError(
+            f"chunked: f's output{self.backend.leaf_paths(out)[k]} has {leaf.shape[axis]} "
+            f"entries on axis {axis} for {self.size_now} examples; with interleaved=True the "
+            "order is restored, which needs one for each."
+        )
 
     # --- all of them
 

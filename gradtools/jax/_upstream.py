@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
@@ -53,6 +53,11 @@ def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
     """
     for entry in eqn.source_info.name_stack.stack:
         yield getattr(entry, "name", ""), type(entry).__name__ == "Scope"
+
+
+def is_in_scope(eqns: Iterable[Any], name: str) -> bool:
+    """Whether one of these equations was made in a scope or transform of this name."""
+    return any(name == scope for eqn in eqns for scope, _ in scopes_of(eqn))
 
 
 def name_of(jaxpr: Any) -> str:

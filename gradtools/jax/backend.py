@@ -15,7 +15,7 @@ from gradtools.jax import arrays, engines, module_arguments, shardings, transfor
 from gradtools.jax.nnx_state import checkpointed, explained, stateful
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
-from gradtools.jax.trees import LinearMap, is_inexact
+from gradtools.jax.trees import LinearMap
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
@@ -35,20 +35,17 @@ class JaxBackend(Wing):
     # --- pytrees
 
     flatten = staticmethod(trees.flatten)
+    flatten_arrays = staticmethod(trees.flatten_arrays)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
 
     # --- arrays
 
-    def is_array(self, x: Any) -> bool:
-        # A literal of a program that is traced, a float with a dtype, says that it is one too.
-        return isinstance(x, jax.Array) and not isinstance(x, int | float | complex)
+    is_array = staticmethod(trees.is_array)
+    is_inexact = staticmethod(trees.is_inexact)
 
     def is_traced(self, x: Any) -> bool:
         return isinstance(x, jax.core.Tracer)
-
-    def is_inexact(self, x: Array) -> bool:
-        return is_inexact(x)
 
     def is_complex(self, x: Array) -> bool:
         return jnp.issubdtype(x.dtype, jnp.complexfloating)
@@ -78,8 +75,7 @@ class JaxBackend(Wing):
     def zeros(self, aval: Any, beside: Array) -> Array:
         return shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
 
-    def ones_like(self, x: Array) -> Array:
-        return jax.lax.full_like(x, 1)
+    ones_like = staticmethod(partial(jax.lax.full_like, fill_value=1))
 
     def unit_basis(self, x: Array) -> Array:
         basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)

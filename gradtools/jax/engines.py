@@ -15,16 +15,17 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.calls import Call
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.jax import complex_sign, jaxprs, reachability
-from gradtools.jax._upstream import scopes_of
+from gradtools.jax._upstream import is_in_scope
 from gradtools.jax.kept_linearizations import linearized_before
-from gradtools.jax.known_errors import explained
+from gradtools.jax.known_errors import REFUSALS, explain, explained
 from gradtools.jax.rules.primitives import reverse_only_p
-from gradtools.jax.trees import LinearMap, conj, zeros_of
+from gradtools.jax.trees import LinearMap, zeros_of
 
 _SCOPE = "gradtools_derivative"
 _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError)
@@ -47,22 +48,25 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     traced = _traced(fun, leaves) if groups is not None else None
     _refuse_signs(fun, leaves, traced)
     caller = getattr(fun, "caller", "vjp")
-    with explained(caller), jax.named_scope(_SCOPE), _watched() as nested:
-        if traced is None:
-            outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
-        else:
-            outs, pull, extras = traced.vjp(leaves)
-        if traced is not None and traced.hands_on:
-            _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
-
-    whole = LinearMap(_pulled(outs, caller), pull)
+    try:
+        with jax.named_scope(_SCOPE), _watched() as nested:
+            if traced is None:
+                outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
+            else:
+                outs, pull, extras = traced.vjp(leaves)
+            if traced is not None and traced.hands_on:
+                _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
+    except REFUSALS as error:
+        explain(caller, error)
+        raise
+    pulled = _pulled(outs, caller)
     if traced is None:
         cut = _cut_of(fun, leaves) if nested else []
-        return Evaluation(outs, extras, whole, lambda _: cut, checked=False)
+        return Evaluation(outs, extras, LinearMap(pulled, pull), lambda _: cut, checked=False)
 
     def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
         reached = [r or c for r, c in zip(traced.reached, traced.constant, strict=True)]
-        return [g if r else None for g, r in zip(whole(cts), reached, strict=True)]
+        return [g if r else None for g, r in zip(pulled(pull, cts), reached, strict=True)]
 
     return Evaluation(
         outs,
@@ -78,13 +82,19 @@ def _pulled(outs: Sequence[Array], caller: str) -> Callable[..., list[Array]]:
     likes = [jax.typeof(y) for y in outs]
 
     def pulled(pull: Any, cts: Sequence[Array | None]) -> list[Array]:
-        filled = [
-            zeros_of(like) if ct is None else conj(ct) for ct, like in zip(cts, likes, strict=True)
-        ]
-        with explained(caller), jax.named_scope(_SCOPE):
-            return [conj(g) for g in pull(filled)]
+        filled = [zeros_of(x) if ct is None else ct for ct, x in zip(cts, likes, strict=True)]
+        try:
+            with jax.named_scope(_SCOPE):
+                return _conjugated(pull(_conjugated(filled)))
+        except REFUSALS as error:
+            explain(caller, error)
+            raise
 
     return pulled
+
+
+def _conjugated(xs: Sequence[Array]) -> list[Array]:
+    return [jnp.conj(x) if jnp.iscomplexobj(x) else x for x in xs]
 
 
 def jvp(
@@ -134,14 +144,19 @@ def _pushed(push: Any, tangents: list[Array]) -> list[Array]:
 
 @dataclass(frozen=True)
 class _TracedFunction:
-    """A function of flat arrays, seen once as a jaxpr and then run from it."""
+    """A function of flat arrays, seen once as a jaxpr and then run from it.
+
+    eqns: The jaxpr's equations at any depth.
+    """
 
     closed: Any
+    jaxpr: Any
+    eqns: list[Any]
     treedef: Any
     out_avals: list[Any]
 
     def run(self, *leaves: Array) -> Any:
-        flat = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+        flat = jax.core.eval_jaxpr(self.jaxpr, self.closed.consts, *leaves)
         return jax.tree.unflatten(self.treedef, flat)
 
     def vjp(self, leaves: list[Array]) -> Any:
@@ -172,22 +187,24 @@ class _TracedFunction:
 
     def refuse_signs(self, fun: Fun) -> None:
         """Raises where a derivative goes through the sign of complex numbers."""
+        if all(eqn.primitive.name != "sign" for eqn in self.eqns):
+            return
         complex_sign.refuse(getattr(fun, "caller", "gradtools"), self.closed, len(self.out_avals))
 
     @cached_property
     def hands_on(self) -> bool:
         """Whether a leaf is handed on as it is: then no equation tells that it was reached."""
-        jaxpr = jaxprs.open_jaxpr(self.closed)
+        jaxpr = self.jaxpr
         return any(x is y for x in jaxpr.invars for y in jaxpr.outvars)
 
     @cached_property
     def reverse_only(self) -> bool:
-        return jaxprs.uses_primitive(self.closed, lambda eqn: eqn.primitive is reverse_only_p)
+        return any(eqn.primitive is reverse_only_p for eqn in self.eqns)
 
     @cached_property
     def _inside(self) -> tuple[list[bool], list[bool]]:
         """For each leaf: does it reach a derivative taken inside, constant or cut afterwards?"""
-        if not jaxprs.uses_primitive(self.closed, _is_derivative):
+        if not is_in_scope(self.eqns, _SCOPE):
             return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
         inside = reachability.InnerDerivatives(_is_derivative)
         return inside.constants_and_cuts(self.closed, len(self.out_avals))
@@ -243,7 +260,7 @@ def _watched() -> Iterator[list[bool]]:
 
 
 def _is_derivative(eqn: Any) -> bool:
-    return any(name == _SCOPE for name, _ in scopes_of(eqn))
+    return is_in_scope((eqn,), _SCOPE)
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
@@ -256,4 +273,6 @@ def _traced(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)
     except _UNTRACEABLE:
         return None
-    return _TracedFunction(closed, jax.tree.structure(shapes), closed.out_avals[: len(shapes[0])])
+    jaxpr, eqns = jaxprs.open_jaxpr(closed), jaxprs.equations(closed)
+    outs = closed.out_avals[: len(shapes[0])]
+    return _TracedFunction(closed, jaxpr, eqns, jax.tree.structure(shapes), outs)

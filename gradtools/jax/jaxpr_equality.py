@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from gradtools.jax._upstream import ClosedJaxpr, Jaxpr, Literal
-from gradtools.jax.jaxprs import open_jaxpr, sub_jaxprs
+from gradtools.jax.jaxprs import equations, open_jaxpr
 from gradtools.rules import Rule
 
 _PROGRAMS = (Jaxpr, ClosedJaxpr)
@@ -25,10 +25,10 @@ _KEPT = 128  # programs
 
 def derived(closed: Any, derive: Callable[[Callable[..., Any]], Any]) -> Any:
     """derive(run) for a program `run(consts, xs)`, the same one for programs that are alike."""
-    jaxpr = open_jaxpr(closed)
+    jaxpr, eqns = open_jaxpr(closed), equations(closed)
     if _holds_code(jaxpr):
         return derive(_Runs(jaxpr))
-    return _derived(_Alike(jaxpr), derive)
+    return _derived(_Alike(jaxpr, eqns), derive)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -47,12 +47,12 @@ class _Runs:
 
 
 class _Alike:
-    """A program, equal to those that are alike."""
+    """A program, equal to those that are alike. eqns: Its equations at any depth."""
 
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, jaxpr: Any, eqns: Sequence[Any]) -> None:
         self.jaxpr = jaxpr
         avals = tuple([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)])
-        self._hash = hash((avals, _numbered(jaxpr)))
+        self._hash = hash((avals, *map(_numbered, eqns)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -61,18 +61,9 @@ class _Alike:
         return isinstance(other, _Alike) and _alike(self.jaxpr, other.jaxpr)
 
 
-def _numbered(jaxpr: Any) -> Any:
-    """Operations and the numbers among their operands, which often are all that differs."""
-    return tuple(
-        [
-            (
-                eqn.primitive,
-                tuple([_bits(v.val) for v in eqn.invars if isinstance(v, Literal)]),
-                tuple(map(_numbered, sub_jaxprs(eqn.params))),
-            )
-            for eqn in jaxpr.eqns
-        ]
-    )
+def _numbered(eqn: Any) -> Any:
+    """The operation and the numbers among its operands, which often are all that differs."""
+    return eqn.primitive, tuple([_bits(v.val) for v in eqn.invars if isinstance(v, Literal)])
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -138,7 +129,7 @@ def _holds_code(p: Any) -> bool:
     What functions read may change, and neither they nor arrays are to be kept alive.
     """
     if isinstance(p, _PROGRAMS):
-        inside = (eqn.params for eqn in open_jaxpr(p).eqns)
+        inside = (eqn.params for eqn in p.eqns)
         return bool(getattr(p, "consts", ())) or any(map(_holds_code, inside))
     if isinstance(p, dict | tuple | list):
         return any(map(_holds_code, p.values() if isinstance(p, dict) else p))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
@@ -45,6 +45,11 @@ def _is_ref(var: Any) -> bool:
     return hasattr(var.aval, "inner_aval")
 
 
+def inexact(variables: Sequence[Any]) -> list[bool]:
+    """Which of these are floating or complex."""
+    return [*map(is_inexact, variables)]
+
+
 def targets(eqn: Eqn) -> list[Any]:
     """What an equation writes: its outputs, and the mutable references it is given."""
     return [*eqn.outvars, *filter(_is_ref, eqn.invars)]
@@ -60,16 +65,20 @@ def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> boo
     Returns:
         Whether it was true for one.
     """
-    pending, seen = [open_jaxpr(closed_jaxpr)], set()
+    return any(map(predicate, equations(closed_jaxpr)))
+
+
+def equations(closed_jaxpr: Jaxpr) -> list[Eqn]:
+    """The equations at any depth; each sub-jaxpr is read once."""
+    pending, seen, result = [open_jaxpr(closed_jaxpr)], set[int](), list[Eqn]()
     while pending:
         jaxpr = pending.pop()
-        if id(jaxpr) in seen:
-            continue
-        seen.add(id(jaxpr))
-        if any(predicate(eqn) for eqn in jaxpr.eqns):
-            return True
-        pending.extend(inner for eqn in jaxpr.eqns for inner in sub_jaxprs(eqn.params))
-    return False
+        if id(jaxpr) not in seen:
+            seen.add(id(jaxpr))
+            result += jaxpr.eqns
+            for eqn in jaxpr.eqns:
+                pending += sub_jaxprs(eqn.params)
+    return result
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
@@ -198,6 +207,33 @@ class InnerJaxpr:
     inputs: Sequence[int]
     carries: tuple[tuple[int, int], ...] = ()
     gate: bool = False
+
+
+class Step(NamedTuple):
+    """An equation as data flows through it.
+
+    Attributes:
+        eqn: It itself.
+        targets: What it writes.
+        inexact: Which of these are floating or complex.
+        is_leaf: Whether it runs no jaxpr.
+    """
+
+    eqn: Eqn
+    targets: list[Any]
+    inexact: list[bool]
+    is_leaf: bool
+
+
+def steps(eqns: Sequence[Eqn]) -> list[Step]:
+    """Equations as data flows through them."""
+    result = []
+    for eqn in eqns:
+        primitive, written = eqn.primitive, targets(eqn)
+        opaque = len(written) > len(eqn.outvars)
+        inner = primitive.name in _STRUCTURED or hasattr(primitive, "gradtools_flow")
+        result.append(Step(eqn, written, inexact(written), opaque or not inner))
+    return result
 
 
 def bodies(eqn: Eqn) -> list[InnerJaxpr]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,8 +36,8 @@ class LinearizedProgram:
         extras: How many are not.
     """
 
-    forward: Jaxpr
-    backward: Jaxpr
+    forward: Callable[..., list[Any]]
+    backward: Callable[..., list[Any]]
     count: int
     extras: int
 
@@ -60,21 +61,23 @@ class LinearizedProgram:
 
         there, avals = jax.make_jaxpr(forward, return_shape=True)(list(consts), list(leaves))
         ys, extras, residuals = avals
-        return cls(there, jax.make_jaxpr(backward)(residuals, ys), count, len(extras))
+        back = jax.make_jaxpr(backward)(residuals, ys)
+        return cls(_evaluation(there), _evaluation(back), count, len(extras))
 
     def evaluated(self, consts: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
         """`(outs, pull, extras)` there, as `jax.vjp` gives them."""
-        result = _evaluated(self.forward, *consts, *leaves)
+        result = self.forward(*consts, *leaves)
         start = self.count + self.extras
         pull = Partial(self._pulled, result[start:])
         return result[: self.count], pull, result[self.count : start]
 
     def _pulled(self, residuals: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-        return _evaluated(self.backward, *residuals, *cts)
+        return self.backward(*residuals, *cts)
 
 
-def _evaluated(closed: Jaxpr, *args: Any) -> list[Any]:
-    return jax.core.eval_jaxpr(open_jaxpr(closed), closed.consts, *args)
+def _evaluation(closed: Jaxpr) -> Callable[..., list[Any]]:
+    """A jaxpr as a function that evaluates it, operation by operation."""
+    return partial(jax.core.eval_jaxpr, open_jaxpr(closed), closed.consts)
 
 
 class _Recurring:

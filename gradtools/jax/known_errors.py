@@ -19,10 +19,18 @@ def explained(caller: str) -> Iterator[None]:
     """JAX's refusals, in words that say what to do."""
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        mend = next((m for part, m in _MENDS.items() if says(error, part)), None)
-        if mend is None:
-            raise
+    except REFUSALS as error:
+        explain(caller, error)
+        raise
+
+
+REFUSALS = TypeError, ValueError, NotImplementedError
+
+
+def explain(caller: str, error: Exception) -> None:
+    """Raises one of JAX's refusals in words that say what to do."""
+    mend = next((m for part, m in _MENDS.items() if says(error, part)), None)
+    if mend is not None:
         said = f"{caller}: {mend} JAX says{place_of(error)}: {error}"
         raise refusal(error, said) from error
 

@@ -31,11 +31,13 @@ from gradtools.jax.jaxprs import (
     Eqn,
     InnerJaxpr,
     Jaxpr,
+    Step,
     bodies,
+    inexact,
     is_inexact,
     open_jaxpr,
     scan_counts,
-    targets,
+    steps,
 )
 
 
@@ -75,11 +77,11 @@ def reached_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
         the column of an input that is not.
     """
     jaxpr = open_jaxpr(closed_jaxpr)
+    active, given = inexact(jaxpr.invars), inexact(jaxpr.outvars)
     masks = Flow(raw=False).of_jaxpr(jaxpr)
-    active = [is_inexact(var) for var in jaxpr.invars]
     return [
-        [is_inexact(out) and active[i] and bool(mask >> i & 1) for i in range(len(active))]
-        for out, mask in zip(jaxpr.outvars, masks, strict=True)
+        [there and active[i] and bool(mask >> i & 1) for i in range(len(active))]
+        for there, mask in zip(given, masks, strict=True)
     ]
 
 
@@ -219,35 +221,37 @@ class Flow:
     def propagate(self, jaxpr: Jaxpr, bits: Sequence[int]) -> dict[Any, int]:
         """The bits of every variable, given those of the inputs."""
         env = dict(zip(jaxpr.invars, bits, strict=True))
-        for eqn in jaxpr.eqns:
-            inputs = _read(env, eqn.invars)
+        for step in steps(jaxpr.eqns):
+            inputs = _read(env, step.eqn.invars)
             if any(inputs):
-                env.update(zip(targets(eqn), self.step(eqn, inputs), strict=True))
+                env.update(zip(step.targets, self.through(step, inputs), strict=True))
         return env
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
         """The bits of what an equation writes, given those of what it reads."""
-        inner = bodies(eqn)
+        return self.through(steps([eqn])[0], bits)
+
+    def through(self, step: Step, bits: Sequence[int]) -> list[int]:
+        """The same of an equation that was read."""
+        inner = [] if step.is_leaf else bodies(step.eqn)
         if not inner:
-            return self._through_leaf(eqn, bits)
-        return [_union(mask, bits) for mask in self._edges(eqn, inner)]
+            return self._through_leaf(step, bits)
+        return [_union(mask, bits) for mask in self._edges(step.eqn, inner)]
 
-    def _through_leaf(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-        written, edges = targets(eqn), _leaf_edges(eqn, self.raw)
-        if edges is None or len(written) != len(eqn.outvars):
-            return self._any_to_any(eqn, bits, written)
+    def _through_leaf(self, step: Step, bits: Sequence[int]) -> list[int]:
+        edges = _leaf_edges(step.eqn, self.raw)
+        if edges is None or len(step.targets) != len(step.eqn.outvars):
+            return self._any_to_any(step, bits)
         outputs = [_union(mask, bits) for mask in edges]
-        return [
-            b if self.raw or is_inexact(v) else 0 for v, b in zip(written, outputs, strict=True)
-        ]
+        return [b if self.raw or i else 0 for i, b in zip(step.inexact, outputs, strict=True)]
 
-    def _any_to_any(self, eqn: Eqn, bits: Sequence[int], targets: Sequence[Any]) -> list[int]:
+    def _any_to_any(self, step: Step, bits: Sequence[int]) -> list[int]:
         """All bits to all, but for the cut where a float becomes something else."""
         total = _any(bits)
-        if self.raw or all(map(is_inexact, targets)) or is_activation_rule(eqn):
-            return [total] * len(targets)
-        kept = total & ~_any(_from_inexact(eqn, bits))
-        return [total if is_inexact(var) else kept for var in targets]
+        if self.raw or all(step.inexact) or is_activation_rule(step.eqn):
+            return [total] * len(step.targets)
+        kept = total & ~_any(_from_inexact(step.eqn, bits))
+        return [total if i else kept for i in step.inexact]
 
     def _edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
         """For each output of a structured equation the mask of its inputs that flow to it."""
@@ -291,8 +295,9 @@ class _CutOutside(Flow):
         super().__init__(raw=False)
         self.made = made
 
-    def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-        return self.uncut.step(eqn, bits) if self.made(eqn) else super().step(eqn, bits)
+    def through(self, step: Step, bits: Sequence[int]) -> list[int]:
+        flow = self.uncut if self.made(step.eqn) else super()
+        return flow.through(step, bits)
 
 
 class InnerDerivatives:
@@ -325,12 +330,13 @@ class InnerDerivatives:
         """The mask of the inputs that enter a derivative."""
         env = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
         total = 0
-        for eqn in jaxpr.eqns:
+        for step in steps(jaxpr.eqns):
+            eqn = step.eqn
             bits = _read(env, eqn.invars)
             if not any(bits):
                 continue
-            written = self.flow.step(eqn, bits)
-            env.update(zip(targets(eqn), written, strict=True))
+            written = self.flow.through(step, bits)
+            env.update(zip(step.targets, written, strict=True))
             if self.made(eqn):
                 total |= _any(written)
                 continue

@@ -18,7 +18,31 @@ from gradtools.jax import shardings
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves and the structure: JAX's own, or one with containers."""
+    if isinstance(tree, jax.Array):
+        return [tree], _LEAF
     return _CONTAINERS.opened(*jax.tree.flatten(tree))
+
+
+def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
+    """The leaves and the structure, and whether each leaf is real, complex, exact or no array."""
+    leaves, treedef = flatten(tree)
+    kinds: list[str | None] = []
+    for x in leaves:
+        kind = None
+        if is_array(x):
+            kind = "exact"
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                kind = "complex" if jnp.issubdtype(x.dtype, jnp.complexfloating) else "real"
+        kinds.append(kind)
+    return leaves, treedef, kinds
+
+
+_LEAF = jax.tree.structure(0)
+
+
+def is_array(x: Any) -> bool:
+    # A literal of a program that is traced, a float with a dtype, says that it is one too.
+    return isinstance(x, jax.Array) and not isinstance(x, int | float | complex)
 
 
 def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:

@@ -39,8 +39,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from gradtools.torch.operation_marks import OWN
-
 Tensor = torch.Tensor
 _functorch: Any = torch._C._functorch
 _autograd: Any = torch.autograd
@@ -212,18 +210,6 @@ engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engi
 """What `torch.autograd.grad` calls when it has looked at its arguments, which are ours and known:
 a third of its time at a small function; and what that calls when it has noted the context, of which
 compiled code alone asks, and whether each node is to be logged. Gone: `torch.autograd.grad`."""
-
-
-def pulled(
-    ys: Sequence[Tensor], xs: Sequence[Tensor], cts: Sequence[Tensor], retain: bool, create: bool
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` by `run_engine`; None at what is not reached."""
-    if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
-        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=OWN)
-    # A mode that looks on, as where a picture is made, knows autograd's sums by its caller.
-    run = run_engine if DYNAMO in sys.modules or count_of_dispatch_modes() else engine
-    ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
-    return run(ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False)
 
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
@@ -489,9 +475,10 @@ def scripted_attributes(module: Any) -> list[tuple[str, bool, Any]]:
     return [(key, is_parameter, module._c) for key, (_, is_parameter) in attributes]
 
 
-def cached_weights() -> dict[Any, Any] | None:
-    """What `torch.nn.utils.parametrize.cached` keeps; None outside of its block."""
-    return parametrize._cache if parametrize._cache_enabled else None
+cached_weights: Callable[[], dict[Any, Any]] = partial(getattr, parametrize, "_cache")
+caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
+"""What `torch.nn.utils.parametrize.cached` keeps, and how many of its blocks are open. Gone: as
+below."""
 
 
 def set_cached_weights(kept: dict[Any, Any]) -> None:

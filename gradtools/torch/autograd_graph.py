@@ -11,8 +11,8 @@ afterwards can be told from what is constant.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -227,25 +227,6 @@ class OpenDerivative(NamedTuple):
             torch.zeros_like(self.aliases[i], requires_grad=False) if g is None and i in zero else g
             for i, g in enumerate(grads)
         ]
-
-
-def begun(aliases: Sequence[Tensor], around: Sequence[OpenDerivative]) -> OpenDerivative:
-    """A derivative whose function is about to be evaluated, inside of others."""
-    before, spent = [set(each.entered) for each in around] if around else [], [False]
-    for alias in aliases:
-        setattr(alias, SPENT, spent)
-    return OpenDerivative(aliases, set(), set(), before, spent)
-
-
-@contextmanager
-def opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
-    """Inside, a function is evaluated at the aliases."""
-    around = here.opened
-    around.append(begun(aliases, around))
-    try:
-        yield around[-1]
-    finally:
-        around.pop()
 
 
 def note_taken(

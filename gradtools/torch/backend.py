@@ -49,6 +49,7 @@ class TorchBackend(Wing):
     # --- pytrees
 
     flatten = staticmethod(trees.flatten)
+    flatten_arrays = staticmethod(trees.flatten_arrays)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
     flatten_static = staticmethod(trees.flatten_static)

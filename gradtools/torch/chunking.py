@@ -18,7 +18,7 @@ from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition, unlike_out
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
-from gradtools.torch.replaying.guards import is_plain, is_replaying, marked
+from gradtools.torch.replaying.guards import here, is_plain, is_replaying, marked
 from gradtools.torch.replaying.nodes import node_of
 from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
@@ -29,8 +29,11 @@ left_to_python(__name__)
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    with marked(chunks.batch.caller):
+    before, here.mark = here.mark, here.mark or chunks.batch.caller
+    try:
         return plain_loop(chunks) if is_plain() else _run(chunks)
+    finally:
+        here.mark = before
 
 
 def plain_loop(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
@@ -84,7 +87,7 @@ def sum_chunks(chunks: Chunks) -> list[Tensor]:
     with marked("chunked"):
         for i, piece in enumerate(pieces_of(chunks)):
             sums.add(chunks.call(i, i, piece, chunks.shared, [])[0])
-    return sums.total
+    return sums.total()
 
 
 def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:

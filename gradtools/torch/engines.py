@@ -14,6 +14,7 @@ tensor requires grad; otherwise they are detached and the graph is freed.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -30,29 +31,22 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import (
+    SPENT,
     OpenDerivative,
-    begun,
     guarded,
     here,
     is_spent,
     nodes_made,
     note_taken,
-    opened,
     refuse_torchscript,
     scripts_refused,
     surveyed,
 )
-from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo
+from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo, uncompiled
 from gradtools.torch.forward_mode.no_grad import Stops
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.known_errors import explain, explained
-from gradtools.torch.modes import (
-    LevelTaken,
-    dual_level,
-    forward_mode,
-    is_in_inference,
-    outside_of_inference,
-)
+from gradtools.torch.modes import LevelTaken, dual_level, forward_mode
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import DERIVATIVE, OWN, detached
 from gradtools.torch.rules.installing import evaluated_to_push
@@ -79,9 +73,12 @@ _is_tracked = attrgetter("requires_grad")
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback, by the engine that fits."""
-    compiling = is_compiling()
-    _note_derivative(_compiled if compiling else _eager.open)
+    compiling = torch.compiler.is_dynamo_compiling()
+    for flag in _compiled if compiling else _eager.open:
+        flag[0] = True
     if not compiling and upstream.peek_interpreter_stack() is None:
+        if upstream.DYNAMO in sys.modules:
+            return uncompiled(_eager_vjp, fun, leaves, once)
         return _eager_vjp(fun, leaves, once)
     with explained(caller_of(fun)):
         return _functorch_vjp(fun, leaves, groups)
@@ -118,7 +115,6 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 # piece has no second derivatives. So all of it is left to Python.
 
 
-@skipped_by_dynamo
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
     try:
         outs, extras, aliases, attached, survey, inside = _evaluate(fun, leaves)
@@ -191,9 +187,23 @@ def _pulled(
     try:
         if guard is not None or is_in_inference():
             return _pulled_within(guard, ys, xs, cts, retain, create)
-        return upstream.pulled(ys, xs, cts, retain, create)
+        return pulled(ys, xs, cts, retain, create)
     finally:
         spent[0] = True
+
+
+def pulled(
+    ys: Sequence[Tensor], xs: Sequence[Tensor], cts: Sequence[Tensor], retain: bool, create: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` less its look at the arguments; None at what is not reached."""
+    if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=OWN)
+    run = upstream.engine
+    # A mode that looks on, as where a picture is made, knows autograd's sums by its caller.
+    if upstream.DYNAMO in sys.modules or upstream.count_of_dispatch_modes():
+        run = upstream.run_engine
+    ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
+    return run(ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False)
 
 
 def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create: bool) -> Any:
@@ -261,7 +271,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
         else _alias(x, keep)
         for x in leaves
     ]
-    inside = begun(aliases, around)
+    inside = _begun(aliases, around)
     around.append(inside)
     try:
         if on:
@@ -279,6 +289,35 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     inside.spent[0] = True
     attached = keep and (any(map(_is_tracked, leaves)) or not all(map(is_spent, survey.leaves)))
     return outs, extras, aliases, attached, survey, inside
+
+
+def _begun(aliases: Sequence[Tensor], around: Sequence[OpenDerivative]) -> OpenDerivative:
+    """A derivative whose function is about to be evaluated, inside of others."""
+    before, spent = [set(each.entered) for each in around] if around else [], [False]
+    for alias in aliases:
+        setattr(alias, SPENT, spent)
+    return OpenDerivative(aliases, set(), set(), before, spent)
+
+
+@contextmanager
+def _opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
+    """Inside, a function is evaluated at the aliases."""
+    around = here.opened
+    around.append(_begun(aliases, around))
+    try:
+        yield around[-1]
+    finally:
+        around.pop()
+
+
+def is_in_inference() -> bool:
+    """Whether `torch.inference_mode(False)`, which takes its time, would change anything."""
+    return torch.is_inference_mode_enabled() or not upstream.is_forward_mode_enabled()
+
+
+def outside_of_inference() -> AbstractContextManager[Any]:
+    """`torch.inference_mode(False)` where it changes anything."""
+    return torch.inference_mode(False) if is_in_inference() else nullcontext()
 
 
 def _normal(x: Tensor) -> Tensor:
@@ -377,7 +416,7 @@ def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
     from gradtools.torch.seeing.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[int]:
-        result = _eager_vjp(fun, list(xs), True)
+        result = uncompiled(_eager_vjp, fun, list(xs), True)
         return result.cut(result.pullback(result.outs))
 
     with upstream.temporarily_clear_interpreter_stack(), suppress(RuntimeError):
@@ -435,7 +474,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         else:
             again = _is_differentiated_again(1)
             guarding = _calls_guarded(caller_of(fun)) if again else nullcontext()
-            with opened(xs) as inside, guarding, _pushed_from_outside():
+            with _opened(xs) as inside, guarding, _pushed_from_outside():
                 outs, extras = fun(*xs)
             entered[:], wrong[:] = [inside], [first_of(WRONG_IN_BATCHES, outs)]
             survey = surveyed(outs)

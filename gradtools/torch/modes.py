@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling
 
 
 def batchings() -> int:
@@ -26,7 +25,7 @@ def batchings() -> int:
     Dynamo must not see the counting: of a compiled pair of increment and decrement it drops the
     one of which the result is not used, and the level stays open.
     """
-    if is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return 0  # its backward is not traced under that vmap
     upstream.enter_vmap()
     return upstream.leave_vmap()
@@ -75,32 +74,16 @@ class dual_level(forward_mode):
             _FORWARD_MODE.release()
 
 
-def is_in_inference() -> bool:
-    """Whether `torch.inference_mode(False)`, which takes its time, would change anything."""
-    return torch.is_inference_mode_enabled() or not upstream.is_forward_mode_enabled()
-
-
-def outside_of_inference() -> AbstractContextManager[Any]:
-    """`torch.inference_mode(False)` where it changes anything."""
-    return torch.inference_mode(False) if is_in_inference() else NOTHING
-
-
 NOTHING = nullcontext()
 
 
-def without_cached_weights() -> AbstractContextManager[Any]:
+@contextmanager
+def without_cached_weights() -> Iterator[dict[Any, Any]]:
     """Inside, `parametrize.cached` starts anew: what it keeps is in the graph of another call.
 
-    Afterwards what was computed and kept inside is in the dictionary; it is None where there is
-    no such block.
+    Yields the dictionary in which what is computed and kept inside is afterwards.
     """
-    kept = upstream.cached_weights()
-    return NOTHING if kept is None else _without(kept)
-
-
-@contextmanager
-def _without(kept: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
-    result = dict[Any, Any]()
+    kept, result = upstream.cached_weights(), dict[Any, Any]()
     upstream.set_cached_weights(result)
     try:
         yield result

@@ -360,7 +360,7 @@ def _check_tensor(what: str, name: str, value: Any, shape: torch.Size) -> None:
 
 def _refuse_cached_parametrizations() -> None:
     """parametrize.cached() keys its cache by id(module), which copies reuse."""
-    if upstream.cached_weights() is not None:
+    if upstream.caches_weights():
         raise GradtoolsError(
             "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
             "copy's weights. Call apply outside of it."

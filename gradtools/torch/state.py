@@ -25,7 +25,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
-from operator import attrgetter, getitem, is_, setitem
+from operator import getitem, is_, setitem
 from types import (
     BuiltinMethodType,
     CellType,
@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.code_origin import USER, whose
+from gradtools.code_origin import USER, kind_of, whose
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import names_in
 from gradtools.torch import _upstream as upstream
@@ -91,31 +91,27 @@ class Snapshot:
         roots = [x for x in roots if type(x) not in ATOMS]
         kinds = {x.device.type for x in tensors}
         if like is not None and like.reached.starts_from(roots, kinds) and like.reached.stands():
-            return like._taken_again(like.streams.again())
+            return like._taken_again()
         return cls._walked(roots, kinds)
 
     @classmethod
     def _walked(cls, roots: list[Any], kinds: set[str]) -> Snapshot:
         reached = walk(roots, kinds)
-        return cls(
-            Randomness.everywhere(reached.kinds),
-            reached,
-            reached.versions(),
-            [x.detach().clone() for x in reached.owned],
-            [get() for get, _ in reached.generators],
-        )
+        contents = [x.detach().clone() for x in reached.owned]
+        states = [get() for get, _ in reached.generators]
+        versions = reached.versions()
+        return cls(Randomness.everywhere(reached.kinds), reached, versions, contents, states)
 
     def now(self) -> Snapshot:
         """What stands now behind all that was reached; this one where nothing changed."""
-        streams = self.streams.again()
         if self.reached.stands():
-            return self._taken_again(streams)
-        return replace(self, reached=self.reached.now())._taken_again(streams)
+            return self._taken_again()
+        return replace(self, reached=self.reached.now())._taken_again()
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
         return walk(self.reached.roots, self.reached.kinds).watched
 
-    def _taken_again(self, streams: Randomness) -> Snapshot:
+    def _taken_again(self) -> Snapshot:
         reached = self.reached
         versions = reached.versions()
         changed = _changed(reached.owned, self._contents)
@@ -125,6 +121,7 @@ class Snapshot:
             contents = [x.detach().clone() if c else old for x, old, c in triples]
         if versions == self.versions:
             versions = self.versions
+        streams = self.streams.again()
         if (
             contents is self._contents
             and not states
@@ -134,10 +131,13 @@ class Snapshot:
             return self
         return Snapshot(streams, reached, versions, contents, states)
 
-    def without_unused_streams(self) -> Snapshot:
-        """The same after the function has run, less the streams that it drew nothing from."""
-        streams = self.streams.used()
-        return Snapshot(streams, self.reached, self.versions, self._contents, self._states)
+    def settled(self) -> Settled:
+        """What is known of it when the function has run first."""
+        reached = self.reached
+        changed, stands = self.changed(parameters=True), reached.stands()
+        versions, streams = reached.counted_versions(), self.streams.used()
+        start = Snapshot(streams, reached, self.versions, self._contents, self._states)
+        return Settled(start, changed, stands, (versions, streams.marks()))
 
     def restore(self) -> None:
         reached = self.reached
@@ -179,6 +179,26 @@ class Snapshot:
         return next((name for x, name in self.reached.watched if wanted(x)), None)
 
 
+End = tuple[list[int], dict[str, int]]  # the versions of buffers, and where streams stand
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Settled:
+    """A snapshot after the function that it was taken for has run first.
+
+    Attributes:
+        start: The same, less the streams that the function drew nothing from.
+        changed: The names of what it changed in place, and cannot be put back.
+        stands: Whether everything still holds the very objects that it held.
+        end: Where buffers and streams stand.
+    """
+
+    start: Snapshot
+    changed: list[str]
+    stands: bool
+    end: End
+
+
 # --- what is reached ---------------------------------------------------------------------------
 
 
@@ -198,6 +218,10 @@ class Reached:
         holders: Other containers, functions and classes, and what they held.
         places: All else that holds one object: how it is read, how it is written, what it held.
         comparable: Whether what is read is the same object each time.
+        lasts: Whether the next call may find the same; else it is let go of, with the graphs in
+            it. So are objects that were arguments, a batch of a class of its own for one.
+        tensors: The watched tensors.
+        counted: Those whose contents count, and of which PyTorch counts the changes.
     """
 
     roots: list[Any]
@@ -211,6 +235,9 @@ class Reached:
     holders: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     places: list[tuple[Get, Put, Any]] = field(default_factory=list)
     comparable: bool = True
+    lasts: bool = False
+    tensors: list[Tensor] = field(default_factory=list)
+    counted: list[Tensor] = field(default_factory=list)
 
     def starts_from(self, roots: list[Any], kinds: set[str]) -> bool:
         """Whether a walk from these would be this one, if nothing changed."""
@@ -220,29 +247,9 @@ class Reached:
     def versions(self) -> list[int]:
         return [*map(upstream.version_of, self.tensors)]
 
-    def training(self) -> tuple[bool, ...]:
-        return tuple(map(attrgetter("training"), self._modules))
-
-    def contents_versions(self) -> list[int]:
-        return [0 if x.is_inference() else upstream.version_of(x) for x in self.owned]
-
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        """The watched tensors."""
-        return [x for x, _ in self.watched]
-
-    @cached_property
-    def _modules(self) -> list[torch.nn.Module]:
-        return [m for m, _ in self.modules.values()]
-
-    @cached_property
-    def lasts(self) -> bool:
-        """Whether the next call may find the same; else it is let go of, with the graphs in it.
-
-        So are objects that were arguments, a batch of a class of its own for one.
-        """
-        again = all(isinstance(x, torch.nn.Module) for x in self.roots[1:])
-        return again and all(x.grad_fn is None for x, _ in self.watched)
+    def counted_versions(self) -> list[int]:
+        """How often each buffer was changed."""
+        return [*map(upstream.version_of, self.counted)]
 
     @cached_property
     def _flat(self) -> tuple[list[Any], ...]:
@@ -392,7 +399,12 @@ class _Walk:
     def run(self) -> Reached:
         while self._todo:
             self._walk(*self._todo.pop())
-        return self.reached
+        reached = self.reached
+        reached.tensors = [x for x, _ in reached.watched]
+        reached.counted = [x for x in reached.owned if not x.is_inference()]
+        again = all(isinstance(x, torch.nn.Module) for x in reached.roots[1:])
+        reached.lasts = again and all(x.grad_fn is None for x in reached.tensors)
+        return reached
 
     def _place(self, get: Get, put: Put, *visit: Any) -> None:
         value = _got(get)
@@ -513,7 +525,7 @@ class _Walk:
                 self._seen[id(cell)] = cell
                 get = partial(getattr, cell, "cell_contents")
                 self._place(get, partial(setattr, cell, "cell_contents"), key, owned)
-        if whose(x.__code__) == USER:
+        if kind_of(x.__code__.co_filename) == USER:
             self._attributes(x, x.__name__, owned)
             held = [vars(m) for cell in x.__closure__ or () if _is_module(m := contents_of(cell))]
             for space in (x.__globals__, *held):

@@ -70,6 +70,19 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return result if torch.compiler.is_dynamo_compiling() else _CONTAINERS.opened(*result)
 
 
+def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
+    """The leaves and the structure, and whether each leaf is real, complex, exact or no tensor."""
+    if isinstance(tree, torch.Tensor):
+        kind = "real" if tree.is_floating_point() else "complex" if tree.is_complex() else "exact"
+        return [tree], _LEAF, [kind]
+    leaves, treedef = flatten(tree)
+    kinds: list[str | None] = []
+    for x in leaves:
+        is_tensor = isinstance(x, torch.Tensor)
+        kinds += flatten_arrays(x)[2] if is_tensor else [None]
+    return leaves, treedef, kinds
+
+
 def _flattened(tree: Any) -> tuple[list[Any], TreeDef]:
     leaves, spec = pytree.tree_flatten(tree)
     present = tuple([leaf is not None for leaf in leaves])

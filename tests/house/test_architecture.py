@@ -14,15 +14,42 @@ import walks
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the page has the walks of Python 3.11")
 def test_the_walks_are_those_of_now():
-    run = (
+    done = fresh(
         "import walks; page = walks.PAGE.read_text('utf-8'); "
         "assert walks.written(page, walks.blocks()) == page"
     )
-    done = subprocess.run(  # on a fresh interpreter: what runs first in a process is made once
+    assert done.returncode == 0, f"python tests/support/walks.py writes them anew\n{done.stderr}"
+
+
+def fresh(run):
+    """A fresh interpreter's run of some lines: what runs first in a process is made once."""
+    return subprocess.run(
         [sys.executable, "-c", run], cwd=walks.PAGE.parents[1] / "tests" / "support", check=False,
         capture_output=True, text=True, env=walks.environment(),
     )  # fmt: skip
-    assert done.returncode == 0, f"python tests/support/walks.py writes them anew\n{done.stderr}"
+
+
+# The most calls of functions of gradtools' that a walk has, and the most changes of file.
+AT_MOST = {
+    "grad, torch": (28, 11),
+    "grad, jax": (198, 29),
+    "reverse_gradient, torch": (34, 15),
+    "reverse_gradient, jax": (298, 83),
+    "chunked, torch": (427, 71),
+    "chunked, jax": (1365, 101),
+}
+
+
+def test_no_walk_grows_longer():
+    done = fresh(
+        "import walks; print({k: (c.calls, c.changes) for k, c in walks.counts().items()})"
+    )
+    assert done.returncode == 0, done.stderr
+    counts = ast.literal_eval(done.stdout)
+    assert counts.keys() == AT_MOST.keys()
+    longer = {k: n for k, n in counts.items() if n[0] > AT_MOST[k][0] or n[1] > AT_MOST[k][1]}
+    assert not longer, "python tests/support/walks.py --counts; each step has a file of its own?"
+    assert all(0 < changes < calls for calls, changes in counts.values())
 
 
 def test_every_room_that_the_page_names_is_there():

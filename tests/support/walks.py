@@ -1,6 +1,7 @@
 """Walks through the house: which rooms a call passes, as trees for `docs/architecture.md`.
 
-python tests/support/walks.py        # writes the trees into the page
+python tests/support/walks.py            # writes the trees into the page
+python tests/support/walks.py --counts   # prints the calls, files and changes of file of each walk
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradtools
 
@@ -33,30 +35,63 @@ WALKS: dict[str, Callable[[Any, Any], Any]] = {
     "reverse_gradient": lambda gt, x: gt.grad(lambda x: gt.reverse_gradient(x).sum())(x),
     "chunked": lambda gt, x: gt.grad(lambda x: gt.chunked(_square, 2)(x).sum())(x),
 }
+ALL = [(name, backend) for name in WALKS for backend in ("torch", "jax")]
+
+
+class Count(NamedTuple):
+    """How long a walk is.
+
+    Attributes:
+        calls: The calls of functions of gradtools'; a generator counts each time that it goes on.
+        files: The files in which these functions stand.
+        changes: How often a call stands in another file than the one before.
+    """
+
+    calls: int
+    files: int
+    changes: int
 
 
 def walked(name: str, backend: str) -> str:
     """The rooms of one walk: each stands below the room that it was first called from."""
-    gt = importlib.import_module(f"gradtools.{backend}")
-    x = gt.xp.ones((4, 4))
-    for _ in range(2):  # what is made once is made
-        WALKS[name](gt, x)
     seen: dict[str, str] = {}  # room: the room that it was first called from
 
-    def watch(frame: Any, event: str, arg: Any) -> None:
-        if event != "call" or (room := _room(frame)) is None or room in seen:
+    def note(room: str, frame: Any) -> None:
+        if room in seen:
             return
         before, outer = frame.f_back, ""
         while before is not None and (not outer or outer == room):
             outer, before = _room(before) or outer, before.f_back
         seen[room] = outer
 
+    _walk(name, backend, note)
+    return "\n".join(_branch(seen, "", 0))
+
+
+def counted(name: str, backend: str) -> Count:
+    """How many calls, files and changes of file one walk has."""
+    rooms: list[str] = []
+    _walk(name, backend, lambda room, frame: rooms.append(room))
+    changes = sum(a != b for a, b in pairwise(rooms))
+    return Count(len(rooms), len(set(rooms)), changes)
+
+
+def _walk(name: str, backend: str, note: Callable[[str, Any], None]) -> None:
+    """Takes one walk, and has each call of a function of gradtools' noted, with its frame."""
+    gt = importlib.import_module(f"gradtools.{backend}")
+    x = gt.xp.ones((4, 4))
+    for _ in range(2):  # what is made once is made
+        WALKS[name](gt, x)
+
+    def watch(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and (room := _room(frame)) is not None:
+            note(room, frame)
+
     sys.setprofile(watch)
     try:
         WALKS[name](gt, x)
     finally:
         sys.setprofile(None)
-    return "\n".join(_branch(seen, "", 0))
 
 
 def _room(frame: Any) -> str | None:
@@ -85,11 +120,12 @@ def environment() -> dict[str, str]:
 
 def blocks() -> dict[str, str]:
     """Each walk's tree, by the title of its block on the page."""
-    return {
-        f"{name}, {backend}": walked(name, backend)
-        for name in WALKS
-        for backend in ("torch", "jax")
-    }
+    return {f"{name}, {backend}": walked(name, backend) for name, backend in ALL}
+
+
+def counts() -> dict[str, Count]:
+    """How long each walk is, by the title of its block on the page."""
+    return {f"{name}, {backend}": counted(name, backend) for name, backend in ALL}
 
 
 def written(page: str, trees: dict[str, str]) -> str:
@@ -105,5 +141,13 @@ def written(page: str, trees: dict[str, str]) -> str:
     return page
 
 
-if __name__ == "__main__":
+def main() -> None:
+    if "--counts" in sys.argv[1:]:
+        for title, count in counts().items():
+            print(f"{title}: {count.calls} calls, {count.files} files, {count.changes} changes")
+        return
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

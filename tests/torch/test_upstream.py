@@ -16,6 +16,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.engines import pulled
 from gradtools.torch.replaying.nodes import applied
 
 Tensor = torch.Tensor
@@ -315,7 +316,7 @@ def test_the_engine_gives_what_autograd_grad_gives_of_arguments_that_are_right()
     assert torch.equal(found[0], same[0]) and same[1] is None
     expected = torch.autograd.grad(y, (x, unused), torch.ones(2), True, True, allow_unused=True)
     assert torch.equal(found[0], expected[0]) and found[1] is expected[1] is None
-    again = upstream.pulled([y], [x, unused], [torch.ones(2)], True, True)
+    again = pulled([y], [x, unused], [torch.ones(2)], True, True)
     assert torch.equal(again[0], expected[0]) and again[1] is None
     assert found[0].requires_grad and x.grad is None
 
@@ -330,7 +331,7 @@ def test_where_a_mode_looks_on_the_engine_is_called_as_by_autograd_grad(monkeypa
     monkeypatch.setattr(upstream, "run_engine", lambda *a, **k: seen.append(1) or plain(*a, **k))
     x = _x()
     with Watch():
-        (found,) = upstream.pulled([x.sin()], [x], [torch.ones(2)], False, False)
+        (found,) = pulled([x.sin()], [x], [torch.ones(2)], False, False)
     assert seen == [1] and torch.equal(found, x.detach().cos())
 
 
@@ -686,8 +687,9 @@ def test_a_module_shows_its_slots_and_hooks():
 
 def test_cached_weights_are_seen_in_their_block_alone():
     parametrize = torch.nn.utils.parametrize
-    assert upstream.cached_weights() is None
+    assert not upstream.caches_weights()
     with parametrize.cached():
+        assert upstream.caches_weights() == 1
         other: dict = {}
         upstream.set_cached_weights(other)
         assert upstream.cached_weights() is other

@@ -106,6 +106,9 @@ WAYS = {
     "chunked": lambda f, x, t: _along(
         gt.grad(lambda x: gt.chunked(lambda c: f(c[0])[None], 1)(x[None]).sum())(x), t
     ),
+    "chunked, computed again": lambda f, x, t: _along(
+        gt.grad(lambda x: gt.chunked(lambda c: f(c[0])[None], 1, retain=0)(x[None]).sum())(x), t
+    ),
     "frozen": lambda f, x, t: _along(gt.hvp(gt.frozen(f), (x,), (t,))[1][0], t),
     "microbatched": lambda f, x, t: _along(
         gt.microbatched(lambda x, k: f(x) * k.mean(), 1)(x, ONES)[1], t

@@ -43,7 +43,7 @@ _KEEPS = (
     "f keeps something from one call to the next (a cached function of a weight, an attached "
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
-_OWN_HOOKS = [0]  # how many were set, for whoever counts the user's
+OWN_HOOKS = [0]  # how many were set, for whoever counts the user's
 _WAYS = 256  # of one function that are remembered, where each batch has another shape
 _PARTS = 64  # of a list or tuple that are looked at
 _DEPTH = 3  # of functions that functions close over, by which they are known
@@ -147,7 +147,7 @@ class Verification:
                 seen.append((module, self._figures(out, _SAMPLE)))
 
         handle = torch.nn.modules.module.register_module_forward_hook(note)
-        _OWN_HOOKS[0] += 1
+        OWN_HOOKS[0] += 1
         try:
             yield seen
         finally:
@@ -274,13 +274,24 @@ def _differentiated(outs: Sequence[Any]) -> list[int]:
 
 def register_own_hook(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """As x.register_hook, that is not counted."""
-    _OWN_HOOKS[0] += 1
+    OWN_HOOKS[0] += 1
     return x.register_hook(hook)
 
 
-def hook_count() -> int:
-    """How many hooks were set in this process, but for those that watch modules here."""
-    return upstream.hooks_made() - _OWN_HOOKS[0]
+def refuse_others(reading: list[bool], *xs: Any) -> None:
+    """Has whoever else differentiates a graph that begins at xs be told that it ends there."""
+
+    def refuse(ct: Tensor) -> None:
+        if not reading[0]:
+            raise GradtoolsError(
+                "chunked: what f kept aside (in an attribute, a list, a hook) is differentiated, "
+                "and of its gradient the part of an argument would be lost. Return it from f, "
+                "detach it, or use retain=0."
+            )
+
+    for x in xs:
+        if isinstance(x, Tensor) and x.requires_grad:
+            register_own_hook(x, refuse)
 
 
 def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
@@ -301,7 +312,8 @@ def _is_compiled(forward: Forward) -> bool:
 
 def _way(forward: Forward) -> Way:
     shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
-    training, modes = forward.start.reached.training(), forward.modes
+    modes, modules = forward.modes, forward.start.reached.modules.values()
+    training = tuple([module.training for module, _ in modules])
     key = forward.caller, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
     return Way.of(forward.chunks.f, *key)
 

@@ -7,7 +7,7 @@ captured tensors with which it cannot.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
-from gradtools.chunks import Chunks, progress_bar, warn_of_batch_norm
+from gradtools.chunks import progress_bar, warn_of_batch_norm
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
@@ -38,32 +38,32 @@ REPLAYS = threading.RLock()  # random streams and the leaves' hooks are the proc
 
 
 class _Noted(threading.local):
-    """What is noted of a thread; defaults of the class, for a miss is slow."""
+    """What is noted of a thread; defaults of the class, for a miss is slow.
+
+    Attributes:
+        replaying: Whether it computes a chunk again.
+        wanted: Whether the user's code has asked that since it began to.
+        mark: The operator in whose way it computes, or nothing.
+    """
 
     replaying = wanted = recorded = plain = False
     mark = ""
 
 
-_here = _Noted()
-is_replaying: Callable[[], bool] = partial(getattr, _here, "replaying")
+here = _Noted()
+is_replaying: Callable[[], bool] = partial(getattr, here, "replaying")
 """Whether this thread computes a chunk again."""
-has_asked: Callable[[], bool] = partial(getattr, _here, "wanted")
+has_asked: Callable[[], bool] = partial(getattr, here, "wanted")
 """Whether the user's code has asked that since this thread began to."""
-mark: Callable[[], str] = partial(getattr, _here, "mark")
+mark: Callable[[], str] = partial(getattr, here, "mark")
 """The operator in whose way this thread computes, or nothing."""
-is_recorded: Callable[[], bool] = partial(getattr, _here, "recorded")
-is_plain: Callable[[], bool] = partial(getattr, _here, "plain")
-
-
-def set_replaying(on: bool) -> None:
-    _here.replaying = on
-    if on:
-        _here.wanted = False
+is_recorded: Callable[[], bool] = partial(getattr, here, "recorded")
+is_plain: Callable[[], bool] = partial(getattr, here, "plain")
 
 
 def asks_is_replaying() -> bool:
     """As `is_replaying`, where the user's code asks, which then may do something else."""
-    _here.wanted = True
+    here.wanted = True
     return is_replaying()
 
 
@@ -77,21 +77,21 @@ class marked:
         self._caller = caller
 
     def __enter__(self) -> None:
-        self._before = _here.mark
-        _here.mark = self._caller and (self._before or self._caller)
+        self._before = here.mark
+        here.mark = self._caller and (self._before or self._caller)
 
     def __exit__(self, *error: Any) -> None:
-        _here.mark = self._before
+        here.mark = self._before
 
 
 @contextmanager
 def _noted(name: str) -> Iterator[None]:
-    before = getattr(_here, name)
-    setattr(_here, name, True)
+    before = getattr(here, name)
+    setattr(here, name, True)
     try:
         yield
     finally:
-        setattr(_here, name, before)
+        setattr(here, name, before)
 
 
 recorded = partial(_noted, "recorded")
@@ -100,12 +100,8 @@ plainly = partial(_noted, "plain")
 """Inside, what would be computed again is kept, as by the plain loop: f is written down."""
 
 
-def steps(chunks: Chunks, count: int) -> Iterable[int]:
-    """The numbers of chunks, with a progress bar if one is asked for."""
-    return _shown(count) if chunks.options.progress and count > 1 else range(count)
-
-
-def _shown(count: int) -> Iterator[int]:
+def steps(count: int) -> Iterator[int]:
+    """The numbers of chunks, with a progress bar."""
     with progress_bar(count) as bar:
         for i in range(count):
             yield i

@@ -9,10 +9,9 @@ the program derived from it, so that derivatives of any order run at the memory 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
@@ -21,18 +20,18 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, refuse_lost
+from gradtools.torch.compiling import left_to_python, nodes_of, refuse_lost
 from gradtools.torch.double_backward import gate_compiled, gated_calls
-from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact
-from gradtools.torch.known_errors import SAVED_CHANGED, explained, says
+from gradtools.torch.engines import pulled
+from gradtools.torch.functorch_wrappers import alive, is_dual
+from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING
-from gradtools.torch.replaying.guards import marked, steps
+from gradtools.torch.replaying.guards import here, marked, steps
 from gradtools.torch.replaying.slicing import (
     Entries,
     Rows,
     Tensor,
     aliases_of,
-    cut_up,
     flattened,
     primal_of,
     tensors_of,
@@ -63,9 +62,9 @@ def applied(kind: Any, *args: Any) -> Any:
 class ChunkProgram:
     """A function of each chunk's tensors and of shared ones, that is run chunk by chunk."""
 
+    caller: str  # the operator
     leaves: list[Tensor]  # what it reaches by itself
-
-    forward: Any  # the `Forward` that runs f, which does not hold itself: no cycle keeps tensors
+    attached: list[list[bool]] | None = None  # which outputs of each chunk have a derivative
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
@@ -78,10 +77,6 @@ class ChunkProgram:
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         """Runs f on a chunk only for what it does to the state of later ones."""
         raise NotImplementedError
-
-    def attaches(self, i: int, k: int) -> bool:
-        """Whether output k of chunk i has a derivative."""
-        return True
 
     def pull(
         self,
@@ -108,6 +103,27 @@ class ChunkProgram:
         raise NotImplementedError
 
 
+def _forward_of(program: ChunkProgram) -> Any:
+    """The `Forward` beneath a program, which may be itself."""
+    return program.forward if isinstance(program, _Derived) else program
+
+
+def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
+    """Rows of these widths, then a row of what is left."""
+    rows: Rows = []
+    at = 0
+    for width in widths:
+        rows.append([*flat[at : at + width]])
+        at += width
+    rows.append([*flat[at:]])
+    return rows
+
+
+def _spread(values: Entries, mask: list[bool]) -> list[Any]:
+    """The values where the mask says so, None elsewhere."""
+    return list(values) if all(mask) else spread(values, mask)
+
+
 class _Derived(ChunkProgram):
     """A program made of another, which it evaluates with a graph, chunk by chunk.
 
@@ -124,7 +140,8 @@ class _Derived(ChunkProgram):
         mask: list[list[bool]],
         joint: Joint | None = None,
     ) -> None:
-        self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, of.forward
+        self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, _forward_of(of)
+        self.caller = of.caller
         self.widths, self.shared_width, self.mask = widths, shared_width, mask
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
@@ -139,7 +156,7 @@ class _Derived(ChunkProgram):
         wanted = own
         if not alone:
             result.of, wanted = self.of.batched(size, own, randomness, True)
-            result.forward = result.of.forward
+            result.forward = _forward_of(result.of)
         vectors = zip(wanted, on, widths, strict=True)
         return result, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
 
@@ -168,10 +185,10 @@ class _Derived(ChunkProgram):
         result, sums = fun(*(ct for ct in cts if ct is not None))
         return spread([*result, *sums], counts)
 
-    def explained(self) -> AbstractContextManager[None]:
-        """PyTorch's errors in our words; frozen reads them, to go another way."""
-        caller = self.forward.caller
-        return explained(caller) if caller != "frozen" else NOTHING
+    def explain(self, error: RuntimeError) -> None:
+        """Raises PyTorch's errors in our words; frozen reads them, to go another way."""
+        if self.caller != "frozen":
+            explain(self.caller, error)
 
     def needs(self, i: int) -> bool:
         """Whether anything is asked of chunk i."""
@@ -180,7 +197,8 @@ class _Derived(ChunkProgram):
     def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
         """The inputs of the other program at chunk i, then the vectors, None where not there."""
         k, m = self.widths[i], self.shared_width
-        return xs[:k], shared[:m], spread(xs[k:], self.mask[i]), spread(shared[m:], self.mask[-1])
+        vectors, of_shared = _spread(xs[k:], self.mask[i]), _spread(shared[m:], self.mask[-1])
+        return xs[:k], shared[:m], vectors, of_shared
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         self.of.pass_by(i, *self.split(i, xs, shared)[:2])
@@ -194,45 +212,46 @@ class _Derived(ChunkProgram):
         if upstream.forward_level() >= 0:
             rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [self.nothing(i) for i in range(count)]
-        self.forward.check_storages()
-        with self.forward.without_hooks(), torch.set_grad_enabled(False):
+        bare = self.forward.without_hooks() if self.forward.leaves else NOTHING
+        with bare, torch.set_grad_enabled(False):
             had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
                 self.sums = None if self.forward.beneath else sums
-                with self._summing(), self.forward.replaying():
-                    for i in steps(self.forward.chunks, again[-1] + 1):
-                        if i in again:
-                            self._add(result, sums, i, rows[i], shared)
-                        else:
-                            self.pass_by(i, rows[i], shared)
-        return result, sums.total or self.nothing_summed()
+                try:
+                    with self.forward.replaying():
+                        self._run(again, result, sums, rows, shared)
+                finally:
+                    self.sums = None
+        if sums.terms:
+            return result, sums.total()
+        return result, [] if self.transposes else [None] * (self.shared_width + len(self.leaves))
+
+    def _run(self, again: list[int], found: Rows, sums: Sums, rows: Rows, shared: Entries) -> None:
+        """Those chunks of which something is asked; the others up to the last of them pass by."""
+        count, shown = again[-1] + 1, self.forward.chunks.options.progress
+        for i in steps(count) if shown and count > 1 else range(count):
+            if i in again:
+                self._add(found, sums, i, rows[i], shared)
+            else:
+                self.pass_by(i, rows[i], shared)
+
+    def _add(self, found: Rows, sums: Sums, i: int, xs: Entries, shared: Entries) -> None:
+        """One chunk; when the next one runs, nobody but the sums holds its terms."""
+        found[i], terms = self.one(i, xs, shared)
+        if terms:
+            sums.add(terms)
 
     def _begun(self) -> Sums:
         """What earlier nodes of this backward pass gave for the leaves; nobody else holds it."""
         sums = Sums()
-        handed = self.joint.handed(self.leaves) if self.joint is not None else []
+        handed = self.joint.handed(self.leaves) if self.joint and self.joint.sums else []
         if any(x is not None for x in handed):
             sums.add([*[None] * self.shared_width, *handed])
         return sums
 
-    @contextmanager
-    def _summing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.sums = None
-
-    def _add(self, found: Rows, sums: Sums, i: int, xs: Entries, shared: Entries) -> None:
-        found[i], terms = self.one(i, xs, shared)
-        sums.add(terms)
-
     def nothing(self, i: int) -> list[Any]:
         """The outputs of a chunk of which nothing is asked."""
-        raise NotImplementedError
-
-    def nothing_summed(self) -> list[Any]:
-        """The sums of no chunk."""
         raise NotImplementedError
 
     def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
@@ -241,13 +260,13 @@ class _Derived(ChunkProgram):
         a, b = (views_of(xs), views_of(shared)) if create else (aliases_of(xs), aliases_of(shared))
         # A pullback that is transposed gates what runs in it by itself.
         twice = create or (self.transposes and not isinstance(self.of, _Derived))
-        gates = gated_calls(self.forward.caller, [*a, *b]) if twice else NOTHING
+        gates = gated_calls(self.caller, [*a, *b]) if twice else NOTHING
         with torch.enable_grad(), gates:
             ys, terms = self.of.one(i, a, b)
         if create:
             outs = tensors_of((*ys, *terms))
-            refuse_lost(self.forward.caller, outs)
-            gate_compiled(self.forward.caller, outs, [*a, *b])
+            refuse_lost(self.caller, outs)
+            gate_compiled(self.caller, outs, [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
 
 
@@ -261,9 +280,6 @@ class Backward(_Derived):
     def nothing(self, i: int) -> list[Any]:
         return [None] * self.widths[i]
 
-    def nothing_summed(self) -> list[Any]:
-        return [None] * (self.shared_width + len(self.leaves))
-
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Cotangents of the chunk's inputs, then of what all chunks share."""
         create = torch.is_grad_enabled()
@@ -271,9 +287,12 @@ class Backward(_Derived):
         inputs, ys, terms = self._within(i, xs, shared)
         cts += shared_cts if terms else []
         own, outs = len(xs) + len(shared), [*ys, *terms]
-        sums = None if create else self.sums
-        with self.forward.going_back(create), self.explained():
-            grads = self._pulled_adding(sums, outs, inputs, cts, own, create, create)
+        sums, forward = None if create else self.sums, self.forward
+        # The graph is that of the first pass, of which it is known.
+        same = self.of is forward and forward.compares_leaves and not forward.batches
+        how = create, create, same and forward.is_right
+        with forward.going_back(create) if forward.heeds_going_back() else NOTHING:
+            grads = self._pulled_adding(sums, outs, inputs, cts, own, *how)
         return grads[: len(xs)], grads[len(xs) :]
 
     def _pulled_adding(
@@ -281,17 +300,21 @@ class Backward(_Derived):
     ) -> list[Any]:
         """As `pulled`, but what leaves get is added to sums that are there, and None."""
         single = not (self.forward.batches or any(self.vectors_only))
-        if not single or sums is None or not sums.has_any:
-            return self.pulled(outs, inputs, cts, own, *how)
-        with adding_leaves(sums, self.shared_width, self.leaves, outs) as (roots, taken):
-            grads = self.pulled(roots, inputs, cts, own, *how)
+        try:
+            if not (single and self.leaves and sums is not None and sums.terms):
+                return self.pulled(outs, inputs, cts, own, *how)
+            with adding_leaves(sums, self.shared_width, self.leaves, outs) as (roots, taken):
+                grads = self.pulled(roots, inputs, cts, own, *how)
+        except RuntimeError as error:
+            self.explain(error)
+            raise
         for k in taken:
             grads[own + k] = None
         return grads
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
         forward = self.forward
-        retained = forward.retained if self.of.forward is self.of else {}
+        retained = forward.retained if self.of is forward else {}
         if not retained:
             return set()
         keep = upstream.keeps_graph()
@@ -301,20 +324,21 @@ class Backward(_Derived):
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
         inputs += own
-        reading = forward.reading
-        reading[0] = True
-        once = NOTHING if forward.hooked else forward.going_back()
         inputs, width = [*inputs, *self.leaves], len(inputs)
+        forward.check_storages()
+        heeds = forward.heeds_going_back() and not forward.hooked
+        forward.reading[0] = True
         try:
-            with self.explained(), once:
+            with forward.going_back() if heeds else NOTHING:
                 how = keep, False, forward.is_right
                 grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
         finally:
-            reading[0] = False
+            forward.reading[0] = False
         had, left = set(retained), iter(grads)
         for i in retained:
             found[i] = [next(left) for _ in range(self.widths[i])]
-        sums.add(list(left))
+        if rest := list(left):
+            sums.add(rest)
         if not keep:
             retained.clear()
         return had
@@ -339,9 +363,6 @@ class Pushed(_Derived):
 
     def nothing(self, i: int) -> list[Any]:
         """Outputs with no tangent have no place."""
-        return []
-
-    def nothing_summed(self) -> list[Any]:
         return []
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
@@ -378,10 +399,10 @@ def pulled_back(
     ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
     wrong = [] if is_right else wrong_nodes(ys)
     with rightly(wrong) if wrong else NOTHING:
-        grads: Any = upstream.pulled(ys, xs, [ct for _, ct in pairs], keep, create)
+        grads: Any = pulled(ys, xs, [ct for _, ct in pairs], keep, create)
     if create:
         grads = guarded_gradients("chunked or frozen", ys, grads)
-    return spread(grads, caller)
+    return list(grads) if all(caller) else spread(grads, caller)
 
 
 def _dummy(y: Any) -> Tensor | None:
@@ -400,7 +421,7 @@ def node_of(
     known: The outputs and sums, if they were evaluated already. Beneath functorch they cannot
     be, since there the evaluation stands under the transforms' levels.
     """
-    inputs = [*flattened(rows), *shared, *program.leaves]
+    inputs = [*chain(*rows), *shared, *program.leaves]
     shape: list[Any] = []
     eager = False
     outs = [] if known is None else _chosen(program, known, shape, True)
@@ -409,16 +430,16 @@ def node_of(
         dual = upstream.forward_level() >= 0 and any(map(is_dual, inputs))
         if not outs or not (tracked or dual):
             return known
-        eager = not dual and not is_compiling()
+        eager = not dual and not torch.compiler.is_dynamo_compiling()
     maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
     if eager:
         results = applied(_ProgramNode, maps, outs, *inputs)
     else:
         results = apply_rule(_rule(maps, known and outs), *inputs)
     counts, mask = shape
-    flat = spread(results, mask)
+    flat = _spread(results, mask)
     if known is not None and not all(mask):
-        everything = [*flattened(known[0]), *known[1]]
+        everything = [*chain(*known[0]), *known[1]]
         flat = [y if t else e for y, t, e in zip(flat, mask, everything, strict=True)]
     parts = cut_up(flat, counts)
     return parts[:-1], parts[-1]
@@ -430,7 +451,8 @@ def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) ->
     mask: list[bool] = []
     for i, ys in enumerate([*found[0], found[1]]):
         for k, y in enumerate(ys):
-            mask.append(isinstance(y, Tensor) and (not known or program.attaches(i, k)))
+            has_way = not known or program.attached is None or program.attached[i][k]
+            mask.append(isinstance(y, Tensor) and has_way)
             if mask[-1]:
                 outs.append(y)
     shape[:] = [list(map(len, found[0])), mask]
@@ -448,16 +470,19 @@ class _Maps:
 
     def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
         counts, mask = self.shape
-        full, forward = spread(cts, mask), self.program.forward
-        if self.program is forward:  # its sums are carries
+        full = _spread(cts, mask)
+        if not isinstance(self.program, _Derived):  # its sums are carries
             full = full[: sum(counts)]
-        result = self._vectors(saved, full, counts)
-        with marked(forward.caller):
-            return self.program.pull(self.widths, self.width, result[2], *result[:2], joint)
+        rows, shared, those = self._vectors(saved, full, counts)
+        before, here.mark = here.mark, here.mark or self.program.caller
+        try:
+            return self.program.pull(self.widths, self.width, those, rows, shared, joint)
+        finally:
+            here.mark = before
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
         result = self._vectors(saved, dxs, self.widths)
-        with marked(self.program.forward.caller):
+        with marked(self.program.caller):
             pushed = self.program.push(self.widths, self.width, result[2], *result[:2])
         mask = self.shape[1]
         pushed += [None] * (len(mask) - len(pushed))  # of carries
@@ -483,16 +508,22 @@ class _ProgramNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:
         ctx.maps = maps
-        join(ctx, maps.program.leaves)
+        ctx.leaves = maps.program.leaves
+        if ctx.leaves:
+            join(ctx, ctx.leaves)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        ctx.mark_non_differentiable(*[y for y in outs if not is_inexact(y)])
+        exact = [y for y in outs if not (y.is_floating_point() or y.is_complex())]
+        ctx.mark_non_differentiable(*exact)
         saved = {*map(id, inputs)}
         return tuple([y.view_as(y) if id(y) in saved else y for y in outs])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        living, joint = [None if ct is None else alive(ct) for ct in cts], joint_of(ctx)
+        living, joint = list(cts), joint_of(ctx) if ctx.leaves else None
+        for k, ct in enumerate(cts):
+            if ct is not None and upstream.is_wrapped(ct):
+                living[k] = alive(ct)
         with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
             result = ctx.maps.cotangent(_unchanged(ctx), living, joint)
         if joint is not None:
@@ -508,7 +539,7 @@ def _unchanged(ctx: Any) -> Any:
     except RuntimeError as error:
         if not says(error, SAVED_CHANGED):
             raise
-        caller = ctx.maps.program.forward.caller
+        caller = ctx.maps.program.caller
         raise GradtoolsError(
             f"{caller}: an argument or a parameter was changed in place after the forward pass, "
             "and the backward pass needs it as it was. Clone it before you change it."
@@ -547,7 +578,7 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
         batch = _rule(_Maps(result, widths, width, shape))
         return batch, [*front, *xs[count:]], axes_of
 
-    caller = program.forward.caller
+    caller = program.caller
     return BatchedRule(
         caller, primal, maps.tangent, maps.cotangent, captures=False, batching_rule=batching_rule
     )
@@ -558,5 +589,7 @@ def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:
     known = None
     if upstream.peek_interpreter_stack() is None:
         known = program.evaluate(rows, shared)
+        if not torch.is_grad_enabled() and upstream.forward_level() < 0:
+            return [*chain(*known[0]), *known[1]]
     rows, sums = node_of(program, rows, shared, known)
-    return [*flattened(rows), *sums]
+    return [*chain(*rows), *sums]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import (
+    OWN_HOOKS,
     Verification,
-    hook_count,
     kinds_of,
-    register_own_hook,
+    refuse_others,
 )
 from gradtools.torch.replaying.guards import (
     REPLAYS,
@@ -40,34 +41,33 @@ from gradtools.torch.replaying.guards import (
     check_modules,
     edge_error,
     has_asked,
+    here,
     is_recorded,
-    is_replaying,
     is_wrapped,
     parameters_of,
-    set_replaying,
     steps,
 )
-from gradtools.torch.replaying.nodes import ChunkProgram
+from gradtools.torch.replaying.nodes import ChunkProgram, cut_up
 from gradtools.torch.replaying.slicing import (
     Entries,
     Rows,
     Tensor,
     aliases_of,
     cut_off,
-    cut_up,
     entered,
-    flattened,
+    is_looked_on,
     pieces_of,
     tensors_of,
     untracked,
 )
 from gradtools.torch.rules.installing import reverse_only_at
-from gradtools.torch.state import Snapshot
+from gradtools.torch.state import End, Snapshot
 from gradtools.torch.upstream_bugs.gradients import WRONG
 
 left_to_python(__name__)
 _PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
 _grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
+_kind_of = operator.attrgetter("device.type")
 
 
 class Forward(ChunkProgram):
@@ -82,13 +82,18 @@ class Forward(ChunkProgram):
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.chunks, self.beneath = chunks, beneath
-        self.caller = chunks.batch.caller
-        self.pieces, self.count = pieces_of(chunks), chunks.cut.count
-        self.tensors = tensors_of([*chunks.shared, *chunks.carry, *self.pieces[0]])
-        self.modes = Modes.now({x.device.type for x in self.tensors})
+        self.caller, self.count = chunks.batch.caller, chunks.cut.count
         self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
-        self.start = self._snapshot(like)
-        self._check_modules()
+        self.pieces = pieces_of(chunks)
+        self.tensors = tensors_of([*chunks.shared, *chunks.carry, *self.pieces[0]])
+        self.modes, self.device = Modes.now({*map(_kind_of, self.tensors)}), upstream.device_set()
+        try:
+            self.start = Snapshot.of(self.roots, self.tensors, like)
+        except GradtoolsError as error:
+            raise GradtoolsError(f"{self.caller}: {error}") from None
+        self.verification: Verification | None = None
+        if self.start.reached.modules:
+            self._check_modules()
         self.moving = [self._moving(piece) for piece in self.pieces]
         self.moving_shared = self._moving(chunks.shared)
         self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
@@ -105,10 +110,9 @@ class Forward(ChunkProgram):
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
         self.reading = [False]  # whether a graph that was kept is differentiated here
         self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
-        self.verification = Verification.of(self, chunks.options.verify)
         self.is_again = False  # whether chunks are computed again
         self.standing = self.start  # then: what stands for everyone else
-        self.ends: dict[int, tuple[dict[str, int], list[int]]] = {}  # see `_check_end`
+        self.ends: dict[int, End] = {}  # see `_check_end`
         self.hooked = False  # whether hooks on gradients were set in f
         self.accumulates = False  # whether f itself adds to its leaves' .grad
         self.versions: list[tuple[Tensor, int, str]] = []
@@ -120,10 +124,6 @@ class Forward(ChunkProgram):
         self.functions: set[Any] = set()  # the autograd.Functions there
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
-    @property
-    def forward(self) -> Forward:
-        return self
-
     def _check_modules(self) -> None:
         check_modules(self.caller, self.start, self.chunks.f)
 
@@ -133,12 +133,6 @@ class Forward(ChunkProgram):
         randomness = randomness if any(map(any, on)) else "same"
         result.batches = ((size, randomness), *self.batches)
         return result, [[True for _ in row] for row in on]
-
-    def _snapshot(self, like: Snapshot | None) -> Snapshot:
-        try:
-            return Snapshot.of(self.roots, self.tensors, like)
-        except GradtoolsError as error:
-            raise GradtoolsError(f"{self.caller}: {error}") from None
 
     def _captured(self) -> list[Tensor]:
         """What f closes over that is computed, or a transform's: arguments that have no name."""
@@ -160,10 +154,8 @@ class Forward(ChunkProgram):
             return [k for k, _ in tensors]
         if not self.modes.grad:
             return []
-        return [k for k, x in tensors if x.requires_grad or is_dual(x)]
-
-    def attaches(self, i: int, k: int) -> bool:
-        return self.attached[i][k]
+        pushed = upstream.forward_level() >= 0
+        return [k for k, x in tensors if x.requires_grad or (pushed and is_dual(x))]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """f at one chunk, whose carry stays for the next one."""
@@ -176,35 +168,41 @@ class Forward(ChunkProgram):
         for k, original in self.originals.get(i, {}).items():
             pieces[k] = original.clone()
         for k, x in zip(self.moving[i], xs, strict=True):
-            pieces[k] = x if is_inexact(x) or not self.beneath else x.clone()
+            pieces[k] = x if not self.beneath or is_inexact(x) else x.clone()
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
         own += shared[len(self.moving_shared) :][: len(self.captured)]
         again = self.modes.outside_of_batchings() if self.is_again else NOTHING
+        cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         check = self.verification
         watched = check.watching(i) if check else NOTHING
-        with again, without_cached_weights() as weights, watched as seen:
-            hooks = None if self.is_again else (upstream.hooks_made(), hook_count())
+        with again, cached as weights, watched as seen:
             outs, carry = self._called(i, pieces, own)
             if weights:
                 check_cached(self.caller, self.start)
-            if hooks is not None:
-                self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
             check.compare(i, outs, seen, inputs, self.batches)
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
-        self.carry = [untracked(x) for x in carry]
+        self.carry = [untracked(x) for x in carry] if carry else carry
         if self.is_again:
-            self._check_end(i + 1)
-        if self.is_again and i + 1 < self.count:
-            self.drawn = self.start.streams.again()
+            end = None
+            if i + 1 in self.ends and not self.batches:
+                versions = [*map(upstream.version_of, self.start.reached.counted)]
+                end = versions, self.start.streams.marks()
+            if i + 1 < self.count:
+                self.drawn = self.start.streams.again()
+            if end is not None:
+                self._check_end(i + 1, *end)
         return outs, []
 
-    def _sets_hooks(self, first: int, before: int) -> bool:
-        """Whether f set hooks on gradients, of those with numbers from `first` on."""
-        count = hook_count() - before
+    def _sets_hooks(self, first: int, own: int) -> bool:
+        """Whether f set hooks on gradients, of those with numbers from `first` on.
+
+        own: How many were ours before.
+        """
+        count = upstream.hooks_made() - first - (OWN_HOOKS[0] - own)
         if not count:
             return False
         held = [module for module, _ in self.start.reached.modules.values()]
@@ -275,22 +273,28 @@ class Forward(ChunkProgram):
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         grad, budget = self.modes.grad, self.chunks.options.memory_budget
-        kept = self._kept()
-        given = [x for x in (*flattened(rows), *shared, *self._given()) if not x.is_inference()]
+        kept, result = self._kept(), list[list[Any]]()
+        given = [x for x in (*chain(*rows), *shared, *self._given()) if not x.is_inference()]
         versions = [upstream.version_of(x) for x in given]
         # What f keeps aside may reach the loss, through a graph that is used for nothing else.
         apart = kept or self.beneath or is_recorded()
         enter = entered if grad and not apart else aliases_of if grad else list
-        own, result = enter(shared), []
         leaves: dict[int, Tensor] = {}
-        began: list[int] = []
-        for i in steps(self.chunks, self.count):
-            began.append(upstream.nodes_made())
+        began = [upstream.nodes_made()]
+        cut = cut_off if is_looked_on() else Tensor.detach
+        own, *inputs = map(enter, (shared, *rows))
+        if self.verification is None:  # a batch of it takes over what is known
+            self.verification = Verification.of(self, self.chunks.options.verify)
+        if grad and kept and self.caller == "chunked":
+            refuse_others(self.reading, *own, *chain(*inputs))
+        hooks = upstream.hooks_made(), OWN_HOOKS[0]
+        shown = self.chunks.options.progress and self.count > 1
+        for i in steps(self.count) if shown else range(self.count):
+            if i:
+                began.append(upstream.nodes_made())
             if i and i == self.count - kept:
                 self._note_end(i)
-            xs = enter(rows[i])
-            if grad and kept and self.caller == "chunked":
-                _refuse_others(self.reading, *xs, *(own if i == 0 else ()))
+            xs = inputs[i]
             measured = i == 0 and kept > 0 and budget is not None
             with bytes_saved(self) if measured else NOTHING as size:
                 outs = self._one_keeping_originals(i, xs, own)
@@ -305,25 +309,32 @@ class Forward(ChunkProgram):
                 if i >= self.count - kept:
                     self.retained[i] = (xs, own, outs)
             self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
-            result.append([cut_off(y) for y in outs])
-            del xs, outs  # and with them the graph, before the next one grows
+            result.append([cut(y) if a else y for y, a in zip(outs, self.attached[i], strict=True)])
+            del outs  # and with it the graph, before the next one grows
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
+        self.hooked |= self._sets_hooks(*hooks)
         self._note_leaves(list(leaves.values()))
-        self._note_versions()
-        self._let_go_of_kept()
+        settled = self.start.settled()
+        self._note_versions(settled.changed)
+        if self.retained and not settled.stands:
+            self._let_go_of_kept()
         if grad and self.captured:
             self._let_go_of_unused(own[len(self.moving_shared) :])
-        self.start = self.start.without_unused_streams()
-        self._note_end(self.count)
-        if self.verification is not None and not self.start.reached.stands():
+        self.start = settled.start
+        if self._verifies and not self.beneath:
+            self.ends[self.count] = settled.end
+        if self.verification is not None and not settled.stands:
             self.verification.held = self.start.watched_now()
         return result
 
     def _check_modes(self) -> None:
         """Raises if f leaves a mode switched, in which the next chunk would run."""
-        grad, device = torch.is_grad_enabled() != self.modes.grad, default_device()
+        grad = torch.is_grad_enabled() != self.modes.grad
         grad = grad and self.caller != "frozen"  # whose use is one call
+        set_now, device = upstream.device_set(), self.modes.device
+        if set_now is not self.device or upstream.count_of_function_modes():
+            device = default_device()
         if grad or device != self.modes.device:
             what = "whether gradients are taken" if grad else f"the default device (to {device})"
             how = "torch.no_grad()" if grad else "torch.device(...)"
@@ -335,21 +346,23 @@ class Forward(ChunkProgram):
     def _note_end(self, count: int) -> None:
         """Where streams and buffers stand when so many chunks have run first."""
         if self._verifies and not self.beneath:
-            self.ends[count] = self.start.streams.marks(), self.start.reached.contents_versions()
+            counted = self.start.reached.counted
+            versions = [*map(upstream.version_of, counted)]
+            self.ends[count] = versions, self.start.streams.marks()
 
     @property
     def _verifies(self) -> bool:
         return self.chunks.options.verify is not False
 
-    def _check_end(self, count: int) -> None:
+    def _check_end(self, count: int, now: list[int], streams: dict[str, int]) -> None:
         """Raises if they stand elsewhere when so many chunks have run again.
 
         f then draws more or less than it did, or another thread draws, or calls f's modules.
+
+        now: The versions of buffers.
+        streams: As they stand.
         """
-        if count not in self.ends or self.batches:
-            return
-        marks, versions = self.ends[count]
-        streams = self.start.streams.marks()
+        versions, marks = self.ends[count]
         moved = [stream for stream, stands in streams.items() if stands != marks[stream]]
         if moved:
             raise GradtoolsError(
@@ -358,13 +371,12 @@ class Forward(ChunkProgram):
                 "or another thread draws from it meanwhile, whose numbers would come twice: give "
                 "that thread a generator of its own."
             )
-        now = self.start.reached.contents_versions()
         # What f leaves out when it is computed again, by `is_replaying`, is its own affair.
         off = operator.gt if has_asked() else operator.ne
         moved_too = [k for k, pair in enumerate(zip(now, versions, strict=True)) if off(*pair)]
         if self.compares_bits and moved_too:
             k = moved_too[0]
-            name = self.start.name_of(lambda x: x is self.start.reached.owned[k]) or "a buffer"
+            name = self.start.name_of(lambda x: x is self.start.reached.counted[k]) or "a buffer"
             raise GradtoolsError(
                 f"{self.caller}: {name} is not changed as often when f is computed again as when "
                 "it was computed first. f changes it by a way of its own each time, or another "
@@ -374,11 +386,10 @@ class Forward(ChunkProgram):
 
     def _let_go_of_kept(self) -> None:
         """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
-        if self.retained and not self.start.reached.stands():
-            nodes = {n for _, _, outs in self.retained.values() for n in nodes_of(tensors_of(outs))}
-            held = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
-            if not nodes.isdisjoint(nodes_of(held)):
-                self.retained.clear()
+        nodes = {n for _, _, outs in self.retained.values() for n in nodes_of(tensors_of(outs))}
+        held = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
+        if not nodes.isdisjoint(nodes_of(held)):
+            self.retained.clear()
 
     def _let_go_of_unused(self, entered: list[Tensor]) -> None:
         """Of what f captured only what its outputs reach is an input: a loss that is kept is none.
@@ -443,11 +454,23 @@ class Forward(ChunkProgram):
         own: Where the graph begins.
         """
         leaves: dict[int, Tensor] = {}
+        ends = {id(x) for x in own}
+        seen = {x.grad_fn for x in own if x.grad_fn is not None}
+        pushed, nodes = upstream.forward_level() >= 0, list[Any]()
         for y in outs:
-            if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
+            if not isinstance(y, Tensor):
+                continue
+            if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
                 raise captured_error(self, None)
-        ends, stop = {id(x) for x in own}, {x.grad_fn for x in own if x.grad_fn is not None}
-        nodes = nodes_of(tensors_of(outs), stop)
+            end = (y.grad_fn or get_gradient_edge(y).node) if y.requires_grad else None
+            if end is not None and end not in seen:
+                seen.add(end)
+                nodes.append(end)
+        for node in nodes:  # which grow
+            for parent, _ in node.next_functions:
+                if parent is not None and parent not in seen:
+                    seen.add(parent)
+                    nodes.append(parent)
         if self.captured:
             self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
             self.begun |= {y.grad_fn for y in tensors_of(outs)}
@@ -484,11 +507,13 @@ class Forward(ChunkProgram):
             if id(leaf) not in known:
                 raise captured_error(self, leaf)
 
-    def _note_versions(self) -> None:
-        """What the backward pass reads must be then what it is now."""
+    def _note_versions(self, moved: list[str]) -> None:
+        """What the backward pass reads must be then what it is now.
+
+        moved: The names of what f changed in place, and cannot be put back.
+        """
         if not any(map(any, self.attached)):
             return
-        moved = self.start.changed(parameters=True)
         if moved:
             carry = ", or pass it in an argument that carry_argnums names"
             raise GradtoolsError(
@@ -498,7 +523,7 @@ class Forward(ChunkProgram):
                 f"or make it a buffer of a module{carry if self.caller == 'chunked' else ''}."
             )
         given = self._given()
-        for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *given):
+        for x in (*(x for x, _ in self.chunks.splits), *chain(*self.chunks.lists), *given):
             if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
                 self.versions.append((x, upstream.version_of(x), "an argument"))
         split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
@@ -537,13 +562,13 @@ class Forward(ChunkProgram):
                 "backward pass needs it as it was. Clone it before you change it."
             )
         with REPLAYS:
-            outer = is_replaying(), self.is_again, self.carry, self.drawn
+            outer = here.replaying, self.is_again, self.carry, self.drawn
             before = self.standing if self.is_again else None
             self.standing = self.start.now()
             # Where f goes backward itself, what it adds was added before. Elsewhere .grad is left
             # alone: another thread's backward pass may add to it meanwhile.
             watched = self.start.reached.watched if self.accumulates else []
-            grads = [(x, x.grad) for x, _ in watched if x.is_leaf]
+            grads = [(x, x.grad) for x, _ in watched if x.is_leaf] if watched else []
             try:
                 for x, grad in grads:
                     if grad is not None:
@@ -551,10 +576,10 @@ class Forward(ChunkProgram):
                 if self.standing is not self.start:
                     self.start.restore()
                 self.carry, self.drawn, self.is_again = self.first_carry, None, True
-                set_replaying(True)
+                here.replaying, here.wanted = True, False
                 yield
             finally:
-                set_replaying(outer[0])
+                here.replaying = outer[0]
                 _, self.is_again, self.carry, self.drawn = outer
                 self.standing.restore()
                 self.standing = before or self.standing
@@ -564,6 +589,10 @@ class Forward(ChunkProgram):
         if self.verification is not None:
             self.verification.done()
 
+    def heeds_going_back(self) -> bool:
+        """Whether a chunk's backward pass may do more than compute gradients."""
+        return self.hooked or (self.compares_bits and bool(self.start.reached.counted))
+
     @contextmanager
     def going_back(self, again: bool = False) -> Iterator[None]:
         """Inside, a chunk that was computed again is differentiated.
@@ -572,9 +601,9 @@ class Forward(ChunkProgram):
         """
         if again or not (self.is_again and self.hooked):
             reached = self.start.reached
-            before = reached.contents_versions() if self.compares_bits else []
+            before = reached.counted_versions() if self.compares_bits else []
             yield
-            if before and reached.contents_versions() != before and self._verifies:
+            if before and reached.counted_versions() != before and self._verifies:
                 raise GradtoolsError(
                     f"{self.caller}: a module's buffers change in the backward pass of a chunk: "
                     "torch.utils.checkpoint inside of f computes it once more, and by itself would "
@@ -584,20 +613,17 @@ class Forward(ChunkProgram):
             return
         state = self.start.now()
         self.standing.restore()
-        set_replaying(False)
+        here.replaying = False
         try:
             yield
         finally:
-            set_replaying(True)
+            here.replaying, here.wanted = True, False
             self.standing = self.start.now()
             state.restore()
 
-    def without_hooks(self) -> AbstractContextManager[None]:
-        """The leaves' hooks fire once, on the sum, and not for each chunk."""
-        return self._without_hooks() if self.leaves else NOTHING
-
     @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
+    def without_hooks(self) -> Iterator[None]:
+        """The leaves' hooks fire once, on the sum, and not for each chunk."""
         with REPLAYS:
             held = [hooks for x in self.leaves if (hooks := upstream.tensor_hooks(x))]
             kept = [dict(hooks) for hooks in held]
@@ -608,22 +634,6 @@ class Forward(ChunkProgram):
             finally:
                 for hooks, those in zip(held, kept, strict=True):
                     hooks.update(those)
-
-
-def _refuse_others(reading: list[bool], *xs: Any) -> None:
-    """Has whoever else differentiates a graph that begins at xs be told that it ends there."""
-
-    def refuse(ct: Tensor) -> None:
-        if not reading[0]:
-            raise GradtoolsError(
-                "chunked: what f kept aside (in an attribute, a list, a hook) is differentiated, "
-                "and of its gradient the part of an argument would be lost. Return it from f, "
-                "detach it, or use retain=0."
-            )
-
-    for x in xs:
-        if isinstance(x, Tensor) and x.requires_grad:
-            register_own_hook(x, refuse)
 
 
 def _is_cast_of_leaf(node: Any) -> bool:

@@ -11,8 +11,9 @@ import torch.autograd.forward_ad as forward_ad
 
 from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import is_dual, is_inexact
+from gradtools.torch.functorch_wrappers import is_dual
 from gradtools.torch.operation_marks import CHUNK, data_of, detached
 from gradtools.torch.replaying.guards import is_wrapped
 
@@ -25,17 +26,6 @@ Rows = list[list[Any]]  # one for each chunk
 
 def flattened(rows: Sequence[Sequence[Any]]) -> list[Any]:
     return [*chain.from_iterable(rows)]
-
-
-def cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
-    """Rows of these widths, then a row of what is left."""
-    rows: Rows = []
-    at = 0
-    for width in widths:
-        rows.append([*flat[at : at + width]])
-        at += width
-    rows.append([*flat[at:]])
-    return rows
 
 
 def pieces_of(chunks: Chunks) -> list[list[Any]]:
@@ -86,6 +76,11 @@ def untracked(x: Any) -> Any:
     return detached(x, CHUNK) if isinstance(x, Tensor) else x
 
 
+def is_looked_on() -> bool:
+    """Whether a mode sees what is detached, and is to know for whose sake."""
+    return bool(upstream.count_of_dispatch_modes() or upstream.count_of_function_modes())
+
+
 def cut_off(y: Any) -> Any:
     """A chunk's output without its graph."""
     return detached(y, CHUNK) if isinstance(y, Tensor) and y.requires_grad else y
@@ -97,9 +92,11 @@ def aliases_of(xs: Entries) -> list[Any]:
 
 def alias_of(x: Tensor) -> Tensor:
     """The same numbers as a leaf of a graph of its own; integers as they are."""
-    if not is_inexact(x):
+    if not (x.is_floating_point() or x.is_complex()):
         return x
     if not (torch.is_inference_mode_enabled() or x.is_inference()):
+        if upstream.forward_level() < 0 and not is_looked_on():
+            return x.detach().requires_grad_()
         return detached(primal_of(x), CHUNK).requires_grad_()
     with torch.inference_mode(False):
         x = x.clone() if x.is_inference() else detached(primal_of(x), CHUNK)

@@ -34,40 +34,38 @@ _task = upstream.current_graph_task  # which call of the engine runs a hook
 
 
 class Sums:
-    """Terms that add up, narrow ones in float32, in place where nobody else sees it."""
+    """Terms that add up, narrow ones in float32, in place where nobody else sees it.
 
-    def __init__(self) -> None:
-        self._sums: list[Any] = []
-        self._dtypes: list[Any] = []
-        self._owned: list[bool] = []
+    terms: The sums so far; none before the first terms.
+    """
 
-    @property
-    def has_any(self) -> bool:
-        return bool(self._sums)
+    terms: Sequence[Any] = ()
 
     def add(self, terms: Sequence[Any]) -> None:
         """One more of each; None is zero."""
-        if not self._sums:
-            self._sums, self._dtypes = [None] * len(terms), [None] * len(terms)
+        if not self.terms:
+            self.terms = [None] * len(terms)
+            self._dtypes: list[Any] = [None] * len(terms)
             self._owned = [False] * len(terms)
         for k, term in enumerate(terms):
             if term is not None:
                 self.add_one(k, term)
 
     def add_one(self, k: int, term: Tensor) -> None:
-        total = self._sums[k]
+        total = self.terms[k]
         if total is None:
-            self._sums[k], self._dtypes[k] = term, term.dtype
+            self.terms[k], self._dtypes[k] = term, term.dtype
         elif self._owned[k] and not (total.requires_grad or term.requires_grad):
             total += term
         else:
             wide = total.float() if total.dtype in _NARROW else total
-            self._sums[k], self._owned[k] = wide + term, True
+            self.terms[k], self._owned[k] = wide + term, True
 
-    @property
     def total(self) -> list[Any]:
         """The sums, in the terms' dtypes."""
-        pairs = zip(self._sums, self._dtypes, strict=True)
+        if not self.terms:
+            return []
+        pairs = zip(self.terms, self._dtypes, strict=True)
         return [s if s is None or s.dtype == dtype else s.to(dtype) for s, dtype in pairs]
 
 
@@ -172,11 +170,10 @@ def join(node: Any, leaves: Sequence[Tensor]) -> None:
 
 def joint_of(node: Any) -> Joint | None:
     """What the nodes of this backward pass share; None where gradients are differentiated, say."""
-    if not node.leaves or torch.is_grad_enabled() or node not in _NODES:
-        return None
-    plain = upstream.peek_interpreter_stack() is None and not batchings()
     task = _task()  # none where a node is called by hand
-    if task < 0 or not plain:
+    if task < 0 or torch.is_grad_enabled() or node not in _NODES:
+        return None
+    if upstream.peek_interpreter_stack() is not None or batchings():
         return None
     with _LOCK:
         result = _JOINTS.get(task)

@@ -38,8 +38,8 @@ def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:
         return kind.__name__, "custom rule"
     if recorded_as != RULE:
         program = getattr(args[0], "program", None) if args else None
-        if program is not None and program.forward.caller in _MARKS:
-            return program.forward.caller, _MARKS[program.forward.caller]
+        if program is not None and program.caller in _MARKS:
+            return program.caller, _MARKS[program.caller]
         return recorded_as, _MARKS.get(recorded_as, "")
     name = getattr(getattr(args[0], "rule", None), "name", kind.__name__)
     return name, _MARKS.get(name, "custom rule")

@@ -188,7 +188,7 @@ class Chunks:
         args, kwargs = self.batch.parted(values) if self.batch.keywords else (values, {})
         out, new_carry = self._parted(self.f(*args, **kwargs))
         self._check_containers(containers)
-        carry_leaves = []
+        carry_leaves: list[Any] = []
         if self.carried:
             carry_leaves, carry_def = self.backend.flatten(new_carry)
             if carry_def != self._carry_def:

@@ -296,8 +296,9 @@ class _CutOutside(Flow):
         self.made = made
 
     def through(self, step: Step, bits: Sequence[int]) -> list[int]:
-        flow = self.uncut if self.made(step.eqn) else super()
-        return flow.through(step, bits)
+        if self.made(step.eqn):
+            return self.uncut.through(step, bits)
+        return super().through(step, bits)
 
 
 class InnerDerivatives:

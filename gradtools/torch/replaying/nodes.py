@@ -289,7 +289,7 @@ class Backward(_Derived):
         own, outs = len(xs) + len(shared), [*ys, *terms]
         sums, forward = None if create else self.sums, self.forward
         # The graph is that of the first pass, of which it is known.
-        same = self.of is forward and forward.compares_leaves and not forward.batches
+        same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
         with forward.going_back(create) if forward.heeds_going_back() else NOTHING:
             grads = self._pulled_adding(sums, outs, inputs, cts, own, *how)
@@ -314,7 +314,7 @@ class Backward(_Derived):
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
         forward = self.forward
-        retained = forward.retained if self.of is forward else {}
+        retained = forward.retained if self.of is self.forward else {}
         if not retained:
             return set()
         keep = upstream.keeps_graph()

@@ -39,7 +39,8 @@ class Sums:
     terms: The sums so far; none before the first terms.
     """
 
-    terms: Sequence[Any] = ()
+    def __init__(self) -> None:
+        self.terms: list[Any] = []
 
     def add(self, terms: Sequence[Any]) -> None:
         """One more of each; None is zero."""

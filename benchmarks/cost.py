@@ -35,7 +35,7 @@ from tqdm import tqdm
 import gradtools.jax as gj
 import gradtools.torch as gt
 from gradtools.errors import GradtoolsError
-from gradtools.testing.devices import placed
+from gradtools.testing.cross_checking.devices import placed
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROWS, WIDTH, ROUNDS, LEAST = 64, 128, 9, 2e-3

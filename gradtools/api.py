@@ -24,13 +24,13 @@ _ROOMS = {
     "host_functions:HostFunctions": "host_function Spec",
     "freezing:Freezing": "frozen",
     "chunking:Chunking": "chunked microbatched gather is_replaying",
-    "tiling:Tiling": "tiled",
-    "all_pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
+    "tiles.tiling:Tiling": "tiled",
+    "tiles.all_pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
-    "seeing.operators:SeeingOperators": "dependence why_zero guard_gradients",
-    "seeing.graphing:Graphing": "gradient_graph graph_diff",
-    "seeing.formulating:Formulating": "formula",
+    "seeing.diagnostics.operators:SeeingOperators": "dependence why_zero guard_gradients",
+    "seeing.graphs.graphing:Graphing": "gradient_graph graph_diff",
+    "seeing.formulas.formulating:Formulating": "formula",
     "seeing.measures:Measures": "measure",
 }
 _ROOM_OF = {name: f"gradtools.{room}" for room, names in _ROOMS.items() for name in names.split()}

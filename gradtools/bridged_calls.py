@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formula.recorded import Recorded
-    from gradtools.seeing.nodes import PlainGraph
+    from gradtools.seeing.formulas.recorded import Recorded
+    from gradtools.seeing.graphs.nodes import PlainGraph
 
 
 class ForeignProgram(Protocol):

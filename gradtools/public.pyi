@@ -4,7 +4,6 @@ It is never imported: a wing looks a name up in its `Api` when the name is first
 """
 
 from gradtools.accumulate import Accumulation as _Accumulation
-from gradtools.all_pairs import Pairs as _Pairs
 from gradtools.chunking import Chunking as _Chunking
 from gradtools.custom_rules import CustomRules as _CustomRules
 from gradtools.derivatives import Derivatives as _Derivatives
@@ -12,11 +11,12 @@ from gradtools.edits import Edits as _Edits
 from gradtools.freezing import Freezing as _Freezing
 from gradtools.host_functions import HostFunctions as _HostFunctions
 from gradtools.models import Models as _Models
-from gradtools.seeing.formulating import Formulating as _Formulating
-from gradtools.seeing.graphing import Graphing as _Graphing
+from gradtools.seeing.diagnostics.operators import SeeingOperators as _SeeingOperators
+from gradtools.seeing.formulas.formulating import Formulating as _Formulating
+from gradtools.seeing.graphs.graphing import Graphing as _Graphing
 from gradtools.seeing.measures import Measures as _Measures
-from gradtools.seeing.operators import SeeingOperators as _SeeingOperators
-from gradtools.tiling import Tiling as _Tiling
+from gradtools.tiles.all_pairs import Pairs as _Pairs
+from gradtools.tiles.tiling import Tiling as _Tiling
 
 _derivatives: _Derivatives
 _edits: _Edits

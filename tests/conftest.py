@@ -25,7 +25,7 @@ import tiers
 import torchvision_anywhere
 
 from gradtools.testing import plugin
-from gradtools.testing.devices import placed
+from gradtools.testing.cross_checking.devices import placed
 from gradtools.testing.plugin import BACKENDS, wanted_backends
 
 GENERATORS = pytest.StashKey[list]()

@@ -29,9 +29,9 @@ from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import Kernel, Spec, carrier
 from gradtools.rules import Entries, Rule, replaced_where, spread
-from gradtools.seeing.formula.recorded import Recorded, as_recorded
-from gradtools.seeing.nodes import PlainGraph
-from gradtools.seeing.program import LeafProgram
+from gradtools.seeing.formulas.recorded import Recorded, as_recorded
+from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.static_arguments import Parameters
 
 Array = Any

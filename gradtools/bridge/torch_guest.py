@@ -39,9 +39,9 @@ from gradtools.function_variables import globals_of
 from gradtools.host_kernels import Spec
 from gradtools.jax.reachability import within_a_trace
 from gradtools.rules import held_by
-from gradtools.seeing.nodes import PlainGraph
-from gradtools.seeing.passes import FORWARD, Differentiated
-from gradtools.seeing.program import LeafProgram
+from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.passes import FORWARD, Differentiated
+from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.modes import without_casts

@@ -31,9 +31,9 @@ from gradtools.conformance.matrix import (
     cells,
     programs,
 )
-from gradtools.testing.devices import described, placed
-from gradtools.testing.precision import described_precision, highest_precision
-from gradtools.testing.sides import double_precision
+from gradtools.testing.cross_checking.devices import described, placed
+from gradtools.testing.cross_checking.precision import described_precision, highest_precision
+from gradtools.testing.cross_checking.sides import double_precision
 
 BACKENDS = ("torch", "jax")
 _QUICK, _QUICK_MORE = 9, 3  # of every ninth program each third cell

@@ -28,9 +28,9 @@ from gradtools.conformance.reference import (
     rebuilt,
     reference_of,
 )
+from gradtools.testing.checking.probe import inner, size
+from gradtools.testing.cross_checking.tolerances import FINITE_DIFFERENCES, real_name, tolerance
 from gradtools.testing.flat import FlatFunction
-from gradtools.testing.probe import inner, size
-from gradtools.testing.tolerances import FINITE_DIFFERENCES, real_name, tolerance
 
 DIFFERENCES = "finite differences in NumPy"
 CALL = "a call in NumPy"

@@ -23,7 +23,7 @@ import numpy as np
 
 from gradtools.conformance.records import Scenario, scenarios
 from gradtools.errors import GradtoolsError
-from gradtools.testing.tolerances import real_name
+from gradtools.testing.cross_checking.tolerances import real_name
 
 Leaves = list[Any]
 Path = Callable[[Leaves], Leaves]

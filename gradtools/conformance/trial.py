@@ -26,7 +26,7 @@ from gradtools.conformance.problem import (
     Problem,
 )
 from gradtools.conformance.reference import Leaves, each_leaf, leaves_of, moved
-from gradtools.testing.probe import inner, size, wide
+from gradtools.testing.checking.probe import inner, size, wide
 
 Judge = Callable[[list[np.ndarray]], Iterator[CellComparison]]
 _SCALE = 0.6

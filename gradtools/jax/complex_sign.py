@@ -23,7 +23,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, reachability
 
 if TYPE_CHECKING:
-    from gradtools.seeing.nodes import Node
+    from gradtools.seeing.graphs.nodes import Node
 
 _clear: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()
 
@@ -42,7 +42,7 @@ def refuse(caller: str, closed: Any, outs: int) -> None:
     if not jaxprs.uses_primitive(closed, reachability.is_complex_sign):
         return
     from gradtools.jax.seeing.graphs import graph_of
-    from gradtools.seeing.derivative_flow import between
+    from gradtools.seeing.graphs.derivative_flow import between
 
     graph = graph_of(closed)
     shown = replace(graph, outputs=graph.outputs[:outs])

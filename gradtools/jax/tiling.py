@@ -23,7 +23,7 @@ from gradtools.jax.jaxprs import bound, read, uses_primitive
 from gradtools.jax.reachability import within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
 from gradtools.rules import held_by
-from gradtools.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
+from gradtools.tiles.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
 
 Arrays = list[Any]
 States = list[Arrays]  # one list for each group, empty where a group has another side

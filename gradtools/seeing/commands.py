@@ -10,8 +10,8 @@ from typing import Any
 
 from gradtools.command_inputs import Given
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formula import Formula, files
-from gradtools.seeing.graph import FORMS, Graph
+from gradtools.seeing.formulas import Formula, files
+from gradtools.seeing.graphs.graph import FORMS, Graph
 from gradtools.seeing.measures import Measurement
 
 

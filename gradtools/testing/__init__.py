@@ -10,36 +10,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradtools.conformance.records import Scenario as Scenario
     from gradtools.conformance.records import scenarios as scenarios
-    from gradtools.testing.checks import check_derivatives as check_derivatives
-    from gradtools.testing.compare import cross_check as cross_check
-    from gradtools.testing.divergence import first_divergence as first_divergence
-    from gradtools.testing.kinks import conventions as conventions
-    from gradtools.testing.layouts import Layout as Layout
-    from gradtools.testing.layouts import ParameterMapping as ParameterMapping
-    from gradtools.testing.layouts import match_parameters as match_parameters
+    from gradtools.testing.checking.checks import check_derivatives as check_derivatives
+    from gradtools.testing.checking.kinks import conventions as conventions
+    from gradtools.testing.checking.rule_checks import check_rule as check_rule
+    from gradtools.testing.cross_checking.compare import cross_check as cross_check
+    from gradtools.testing.cross_checking.tolerances import tolerance as tolerance
+    from gradtools.testing.cross_checking.tolerances import tolerance_table as tolerance_table
+    from gradtools.testing.diverging.divergence import first_divergence as first_divergence
+    from gradtools.testing.diverging.layouts import Layout as Layout
+    from gradtools.testing.diverging.layouts import ParameterMapping as ParameterMapping
+    from gradtools.testing.diverging.layouts import match_parameters as match_parameters
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
-    from gradtools.testing.rule_checks import check_rule as check_rule
-    from gradtools.testing.tolerances import tolerance as tolerance
-    from gradtools.testing.tolerances import tolerance_table as tolerance_table
 
 _HOMES = {
-    "check_derivatives": "checks",
-    "check_rule": "rule_checks",
-    "cross_check": "compare",
-    "conventions": "kinks",
-    "first_divergence": "divergence",
-    "Layout": "layouts",
-    "ParameterMapping": "layouts",
-    "match_parameters": "layouts",
+    "check_derivatives": "checking.checks",
+    "check_rule": "checking.rule_checks",
+    "cross_check": "cross_checking.compare",
+    "conventions": "checking.kinks",
+    "first_divergence": "diverging.divergence",
+    "Layout": "diverging.layouts",
+    "ParameterMapping": "diverging.layouts",
+    "match_parameters": "diverging.layouts",
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",
     "Scenario": ".conformance.records",
     "scenarios": ".conformance.records",
-    "tolerance": "tolerances",
-    "tolerance_table": "tolerances",
+    "tolerance": "cross_checking.tolerances",
+    "tolerance_table": "cross_checking.tolerances",
 }
 __all__ = list(_HOMES)
 

@@ -18,7 +18,7 @@ def crosscheck(options: argparse.Namespace) -> int:
                 f"needs both frameworks; {name} is not installed. Mend: "
                 f'pip install "gradtools[{name}]"'
             )
-    from gradtools.testing.compare import cross_check
+    from gradtools.testing.cross_checking.compare import cross_check
 
     report = cross_check(
         torch=named(options.torch),
@@ -40,8 +40,8 @@ def crosscheck(options: argparse.Namespace) -> int:
 
 def conventions(options: argparse.Namespace) -> int:
     """Prints the table of conventions, measured here and now."""
-    from gradtools.testing.kinks import convention_table
-    from gradtools.testing.kinks import conventions as measure
+    from gradtools.testing.checking.kinks import convention_table
+    from gradtools.testing.checking.kinks import conventions as measure
 
     if not gradtools.available_backends():
         raise GradtoolsError('no framework is installed: pip install "gradtools[torch,jax]"')

@@ -72,7 +72,7 @@ def gradtools_device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def gt(gradtools_backend: str, gradtools_device: str) -> Iterator[Any]:
     """The namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each."""
-    from gradtools.testing.devices import placed
+    from gradtools.testing.cross_checking.devices import placed
 
     with placed(gradtools_backend, gradtools_device):
         yield import_module(f"gradtools.{gradtools_backend}")
@@ -89,7 +89,7 @@ def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
         pytest.skip(f"cross_check needs both frameworks; not there or not asked for: {missing[0]}")
 
     def checked(*, raises: bool = True, **options: Any) -> Any:
-        from gradtools.testing.compare import cross_check as run
+        from gradtools.testing.cross_checking.compare import cross_check as run
 
         report = run(raises=False, **options)
         request.node.user_properties.append((_PROPERTY, _record(report)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from gradtools import notebook_html
 from gradtools.errors import GradtoolsError
-from gradtools.testing import tolerances
+from gradtools.testing.cross_checking import tolerances
 
 Number = bool | int | float | complex
 AGREES, DIFFERS, CONVENTION = "agrees", "differs", "convention"

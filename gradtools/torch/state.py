@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.code_origin import USER, kind_of, whose
+from gradtools.code_origin import USER, whose
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import names_in
 from gradtools.torch import _upstream as upstream
@@ -525,7 +525,7 @@ class _Walk:
                 self._seen[id(cell)] = cell
                 get = partial(getattr, cell, "cell_contents")
                 self._place(get, partial(setattr, cell, "cell_contents"), key, owned)
-        if kind_of(x.__code__.co_filename) == USER:
+        if whose(x.__code__) == USER:
             self._attributes(x, x.__name__, owned)
             held = [vars(m) for cell in x.__closure__ or () if _is_module(m := contents_of(cell))]
             for space in (x.__globals__, *held):

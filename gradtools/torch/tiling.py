@@ -17,7 +17,7 @@ import torch
 from gradtools.chunks import progress_bar
 from gradtools.errors import GradtoolsError
 from gradtools.rules import held_by
-from gradtools.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
+from gradtools.tiles.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import batches_first, levels

@@ -12,7 +12,7 @@ import gradtools.jax as gj
 import gradtools.torch as gt
 from gradtools import DisconnectedInputError, GradtoolsError, GradtoolsWarning, bridge
 from gradtools.testing import scenarios
-from gradtools.testing.tolerances import real_name, tolerance
+from gradtools.testing.cross_checking.tolerances import real_name, tolerance
 
 RECORDS = {s.name: s for s in scenarios()}
 # One operation of one array each: two of them are enough for whoever waits.

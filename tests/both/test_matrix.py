@@ -7,7 +7,7 @@ import pytest
 
 from gradtools.conformance.matrix import OPERATORS, cells, families
 from gradtools.conformance.trial import answers
-from gradtools.testing.tolerances import tolerance
+from gradtools.testing.cross_checking.tolerances import tolerance
 
 pytest_plugins = ["compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")

@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from gradtools.testing import check_derivatives, cross_check
-from gradtools.testing.precision import described_precision, highest_precision, lowered
+from gradtools.testing.cross_checking.precision import (
+    described_precision,
+    highest_precision,
+    lowered,
+)
 
 
 def older() -> Any:

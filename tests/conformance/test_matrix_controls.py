@@ -28,7 +28,7 @@ from gradtools.conformance.matrix import Cell, cells
 from gradtools.conformance.problem import CALL, CLOSED, DIFFERENCES, EAGER
 from gradtools.conformance.reference import each_leaf
 from gradtools.errors import GradtoolsError, GradtoolsWarning
-from gradtools.testing import tolerances
+from gradtools.testing.cross_checking import tolerances
 
 pytest_plugins = ["compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")

@@ -157,7 +157,7 @@ def test_frames_of_the_stack_are_looked_at_to_tell_a_line_or_in_the_rooms():
 
 
 # Who reads what an error of a framework says; and who tells that a check found no such mode.
-_READ_TEXTS = {"torch/known_errors.py", "jax/known_errors.py", "testing/probe.py"}
+_READ_TEXTS = {"torch/known_errors.py", "jax/known_errors.py", "testing/checking/probe.py"}
 
 
 def test_what_an_error_says_is_read_in_one_room_of_each_wing():

@@ -56,6 +56,8 @@ def test_an_equation_keeps_the_stack_that_made_it():
 def test_an_equation_keeps_the_scopes_and_transforms_around_it():
     eqn = _eqn(jax.grad(lambda x: _made_here(_made_here(x))), name="cos")
     assert ("mine", True) in list(upstream.scopes_of(eqn))
+    assert upstream.is_in_scope([eqn], "mine")
+    assert not upstream.is_in_scope([eqn], "min")
     closed = jax.make_jaxpr(jax.grad(_made_here))(1.0)
     entries = [entry for eqn in closed.jaxpr.eqns for entry in upstream.scopes_of(eqn)]
     assert ("transpose", False) in entries

@@ -22,8 +22,8 @@ import gradtools
 import gradtools.jax as gt
 from gradtools.jax.backend import JaxBackend
 from gradtools.jax.seeing.translating.programs import formula_graph
-from gradtools.seeing.formula import derive
-from gradtools.seeing.program import LeafProgram
+from gradtools.seeing.formulas import derive
+from gradtools.seeing.graphs.program import LeafProgram
 
 BACKEND = JaxBackend()
 RNG = np.random.default_rng(3)

@@ -12,11 +12,11 @@ from scenes import picture_of
 from seeing_graphs import SHAPES, Builder, transformer
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing import alignment
-from gradtools.seeing.alignment import Alignment, aligned
-from gradtools.seeing.difference import graph_diff
-from gradtools.seeing.graph import Graph
-from gradtools.seeing.nodes import Body, Dependence
+from gradtools.seeing.differences import alignment
+from gradtools.seeing.differences.alignment import Alignment, aligned
+from gradtools.seeing.differences.difference import graph_diff
+from gradtools.seeing.graphs.graph import Graph
+from gradtools.seeing.graphs.nodes import Body, Dependence
 
 
 def share(alignment: Alignment) -> float:
@@ -302,7 +302,7 @@ def test_what_is_no_graph_is_refused():
 
 
 def test_the_parts_of_operations_are_names_of_the_vocabulary():
-    from gradtools.seeing.formula.vocabulary import OPERATIONS
+    from gradtools.seeing.formulas.vocabulary import OPERATIONS
 
     known = {alignment.NAMES.get(name, name) for name in OPERATIONS} | {"random_bits", "bernoulli"}
     unknown = {part for parts in alignment.PARTS.values() for part in parts} - known

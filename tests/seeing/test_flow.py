@@ -2,9 +2,9 @@
 
 import pytest
 
-from gradtools.seeing.derivative_flow import dependence_matrix, links_of, losses
-from gradtools.seeing.graph import Graph
-from gradtools.seeing.nodes import Body, Dependence, Node, Value
+from gradtools.seeing.graphs.derivative_flow import dependence_matrix, links_of, losses
+from gradtools.seeing.graphs.graph import Graph
+from gradtools.seeing.graphs.nodes import Body, Dependence, Node, Value
 
 NONE, CUT, ZERO, FULL = Dependence
 X, Y, INT = Value((3,), "float32"), Value((), "complex64"), Value((3,), "int32")

@@ -14,10 +14,10 @@ import pytest
 from seeing_graphs import SHAPES, Builder, cuts, hostile_names, linear_with_backward, transformer
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing import palette
-from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.nodes import Dependence
-from gradtools.seeing.outline import size_text, value_text
+from gradtools.seeing.graphs.collapse import outline_of
+from gradtools.seeing.graphs.nodes import Dependence
+from gradtools.seeing.graphs.outline import size_text, value_text
+from gradtools.seeing.pictures import palette
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -376,7 +376,7 @@ def test_sizes_are_told_in_short(size, text):
 
 
 def test_values_know_their_bytes():
-    from gradtools.seeing.nodes import Value
+    from gradtools.seeing.graphs.nodes import Value
 
     sizes = {"float32": 4, "bfloat16": 2, "complex128": 16, "bool": 1, "float8_e4m3fn": 1}
     for dtype, size in sizes.items():

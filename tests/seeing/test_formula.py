@@ -8,8 +8,8 @@ from formula_builder import Builder
 from formula_programs import PROGRAMS
 
 from gradtools import GradtoolsError
-from gradtools.seeing.formula.formula import Check, derive
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.formulas.formula import Check, derive
+from gradtools.seeing.graphs.graph import Graph
 
 RNG = np.random.default_rng(11)
 

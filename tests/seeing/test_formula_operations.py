@@ -8,10 +8,10 @@ from formula_builder import Builder
 from formula_table import CASES, ELSEWHERE, cplx, definite, real
 
 from gradtools import GradtoolsError
-from gradtools.seeing.formula.formula import derive
-from gradtools.seeing.formula.legend import DEFINITIONS
-from gradtools.seeing.formula.typesetting import number
-from gradtools.seeing.formula.vocabulary import OPERATIONS
+from gradtools.seeing.formulas.formula import derive
+from gradtools.seeing.formulas.legend import DEFINITIONS
+from gradtools.seeing.formulas.typesetting import number
+from gradtools.seeing.formulas.vocabulary import OPERATIONS
 
 RNG = np.random.default_rng(3)
 STEPS = (1e-3, 3e-4)

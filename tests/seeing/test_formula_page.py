@@ -8,7 +8,7 @@ import pytest
 from formula_programs import LARGER, PROGRAMS, READING, block
 from formula_reading import check_page, undefined
 
-from gradtools.seeing.formula.formula import derive
+from gradtools.seeing.formulas.formula import derive
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from formula_builder import Builder
 
-from gradtools.seeing.formula.formula import derive
+from gradtools.seeing.formulas.formula import derive
 
 RNG = np.random.default_rng(5)
 

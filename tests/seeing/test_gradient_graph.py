@@ -8,8 +8,8 @@ import pytest
 
 import gradtools
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.derivative_flow import dependence_matrix
-from gradtools.seeing.nodes import Dependence
+from gradtools.seeing.graphs.derivative_flow import dependence_matrix
+from gradtools.seeing.graphs.nodes import Dependence
 
 X = np.asarray([0.5, 1.0, 2.0], np.float32)
 W = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)

@@ -12,10 +12,10 @@ import re
 import numpy as np
 import pytest
 
-from gradtools.seeing.attributes import is_number
-from gradtools.seeing.formula.evaluation import evaluate
-from gradtools.seeing.formula.expressions import kind_of, placeholder
-from gradtools.seeing.formula.vocabulary import OPERATIONS
+from gradtools.seeing.formulas.evaluation import evaluate
+from gradtools.seeing.formulas.expressions import kind_of, placeholder
+from gradtools.seeing.formulas.vocabulary import OPERATIONS
+from gradtools.seeing.graphs.attributes import is_number
 
 # The operation, a program in PyTorch and one in JAX (empty where JAX has no such operation).
 # x and y are 3×4, positive and no two entries equal; w is 4×4, v has 4 entries, z is complex.

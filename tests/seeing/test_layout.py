@@ -11,12 +11,12 @@ import pytest
 from scenes import Scene, fitted, picture_of
 from seeing_graphs import SHAPES, Builder, random_graph, transformer
 
-from gradtools.seeing.box_text import LINE, card_of, short, size_of, text_width
-from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.drawing import drawn
-from gradtools.seeing.layout import interpreter, script
-from gradtools.seeing.outline import ALIVE, Block, size_text
-from gradtools.seeing.row_order import arrange
+from gradtools.seeing.graphs.collapse import outline_of
+from gradtools.seeing.graphs.outline import ALIVE, Block, size_text
+from gradtools.seeing.pictures.box_text import LINE, card_of, short, size_of, text_width
+from gradtools.seeing.pictures.drawing import drawn
+from gradtools.seeing.pictures.layout import interpreter, script
+from gradtools.seeing.pictures.row_order import arrange
 
 VIEWS = ("fitted", "closed", "open", "unfolded")
 MORE = {f"random_{seed}": lambda seed=seed: random_graph(40, seed, 20) for seed in range(1, 7)}

@@ -315,7 +315,7 @@ def test_the_guard_refuses_a_position_that_is_not_there(gt, x):
 def test_the_page_lists_every_kind_with_its_reason_and_mend():
     from pathlib import Path
 
-    from gradtools.seeing.findings import KINDS
+    from gradtools.seeing.diagnostics.findings import KINDS
 
     page = (Path(__file__).parents[2] / "docs" / "lost-gradients.md").read_text(encoding="utf-8")
     rows = [f"| {name} | {kind.reason} | {kind.mend} |" for name, kind in KINDS.items()]

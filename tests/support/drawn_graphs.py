@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtools.seeing.graph import Graph
-from gradtools.seeing.nodes import Node
+from gradtools.seeing.graphs.graph import Graph
+from gradtools.seeing.graphs.nodes import Node
 
 aten = torch.ops.aten
 

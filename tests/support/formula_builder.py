@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradtools.seeing.formula import graph_builder
-from gradtools.seeing.formula.expressions import Expr, kind_of, placeholder
-from gradtools.seeing.nodes import Body, Node, PlainGraph
+from gradtools.seeing.formulas import graph_builder
+from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
+from gradtools.seeing.graphs.nodes import Body, Node, PlainGraph
 
 
 class Builder(graph_builder.Builder):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gradtools.seeing import layout
-from gradtools.seeing.box_text import Card, card_of
-from gradtools.seeing.nodes import Dependence
-from gradtools.seeing.outline import Arrow, Block, Box
+from gradtools.seeing.graphs.nodes import Dependence
+from gradtools.seeing.graphs.outline import Arrow, Block, Box
+from gradtools.seeing.pictures import layout
+from gradtools.seeing.pictures.box_text import Card, card_of
 
 Point = tuple[float, float]
 Step = tuple[str, tuple[float, ...]]  # "M", "L" or "C" with its coordinates

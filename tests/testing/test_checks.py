@@ -9,7 +9,7 @@ import pytest
 
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, check_derivatives, check_rule
-from gradtools.testing.slopes import jump_far, jump_near, slope
+from gradtools.testing.checking.slopes import jump_far, jump_near, slope
 
 X = np.random.default_rng(1).normal(size=(3, 4))
 Y = np.random.default_rng(2).normal(size=(3, 4))

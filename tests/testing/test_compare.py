@@ -20,8 +20,8 @@ import gradtools.jax
 import gradtools.torch
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, cross_check, tolerance
-from gradtools.testing.factor_names import name_factor
-from gradtools.testing.layouts import match_parameters
+from gradtools.testing.diverging.factor_names import name_factor
+from gradtools.testing.diverging.layouts import match_parameters
 
 X = np.array([0.3, -0.7, 1.2])
 ROWS = np.random.default_rng(0).standard_normal((4, 3))

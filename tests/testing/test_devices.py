@@ -11,7 +11,7 @@ import pytest
 from every_operator import POINT
 
 from gradtools import GradtoolsError
-from gradtools.testing.devices import described, placed
+from gradtools.testing.cross_checking.devices import described, placed
 
 
 def test_arrays_are_made_where_the_run_is_placed(gt, backend_name):
@@ -65,7 +65,7 @@ import jax
 jax.config.update("jax_enable_x64", True)
 import gradtools.jax as gt
 from every_operator import POINT, USES, World, healthy
-from gradtools.testing.devices import described, placed
+from gradtools.testing.cross_checking.devices import described, placed
 second = jax.devices("cpu")[1]
 with placed("jax", "cpu:1"):
     for name in ("grad", "jvp", "hvp", "clip_gradient", "custom_rule: bwd", "asarray"):

@@ -16,8 +16,8 @@ import pytest
 import gradtools.testing
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, Report, tolerance, tolerance_table
+from gradtools.testing.cross_checking.tolerances import TOLERANCES, coarser
 from gradtools.testing.report import CONVENTION, compare_arrays
-from gradtools.testing.tolerances import TOLERANCES, coarser
 
 MODULES = (
     *(f"testing.{name}" for name in ("tolerances", "report", "compare", "kinks", "factor_names")),
@@ -214,7 +214,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_run(name):
-    if name in ("testing.compare", "testing.kinks"):
+    if name in ("testing.cross_checking.compare", "testing.checking.kinks"):
         pytest.importorskip("torch")
         pytest.importorskip("jax")
     found = doctest.testmod(importlib.import_module(f"gradtools.{name}"))

@@ -20,10 +20,10 @@ from torch_lost_gradients import CAUSES
 
 import gradtools.torch as gt
 from gradtools import DisconnectedInputError, GradtoolsError
-from gradtools.seeing.derivative_flow import dependence_matrix
-from gradtools.seeing.findings import KINDS
-from gradtools.seeing.nodes import Dependence
-from gradtools.seeing.program import LeafProgram
+from gradtools.seeing.diagnostics.findings import KINDS
+from gradtools.seeing.graphs.derivative_flow import dependence_matrix
+from gradtools.seeing.graphs.nodes import Dependence
+from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.torch.backend import TorchBackend
 from gradtools.torch.seeing.recording import refusals
 from gradtools.torch.seeing.translating import programs

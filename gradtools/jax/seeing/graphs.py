@@ -30,12 +30,12 @@ from gradtools.jax.jaxprs import Eqn, Jaxpr
 from gradtools.jax.operation_marks import function_name, is_chunk
 from gradtools.jax.seeing import operands, source_lines
 from gradtools.jax.seeing.bridged_calls import crossing
-from gradtools.seeing.attributes import numbers_text
-from gradtools.seeing.bridged_calls import opened
-from gradtools.seeing.diagnosis import source_of
-from gradtools.seeing.nodes import Body, Dependence, Links, Node, PlainGraph, Value
-from gradtools.seeing.passes import CUSTOM
-from gradtools.seeing.rule_cuts import STOPPED
+from gradtools.seeing.diagnostics.diagnosis import source_of
+from gradtools.seeing.diagnostics.rule_cuts import STOPPED
+from gradtools.seeing.graphs.attributes import numbers_text
+from gradtools.seeing.graphs.bridged_calls import opened
+from gradtools.seeing.graphs.nodes import Body, Dependence, Links, Node, PlainGraph, Value
+from gradtools.seeing.graphs.passes import CUSTOM
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _REVERSE_ONLY = "gradtools_reverse_only"

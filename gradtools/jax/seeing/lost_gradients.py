@@ -9,7 +9,7 @@ A step whose results have a cotangent, and which hands none to an operand, is wh
 vanishes. A value that is handed several which add up to zero is where it cancels; told is the
 step at which the paths from that value come together again.
 
-What is rounding noise counts as zero (`seeing/bad_gradients.py`).
+What is rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gradtools.jax.seeing.recorded_run import Traced, graph_once, trace
 from gradtools.jax.seeing.tape import Moving, Tape, TapeStep
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
-from gradtools.seeing import bad_gradients
-from gradtools.seeing.derivative_flow import joined
-from gradtools.seeing.recording import Run, Vanished
+from gradtools.seeing.diagnostics import bad_gradients
+from gradtools.seeing.graphs.derivative_flow import joined
+from gradtools.seeing.graphs.recording import Run, Vanished
 
 
 def vanishing(

@@ -27,10 +27,11 @@ from gradtools.jax.seeing import recorded_run
 from gradtools.jax.seeing.graphs import graph_of
 from gradtools.jax.seeing.translating.folding import bound
 from gradtools.jax.trees import conj, is_inexact
-from gradtools.seeing.bridged_calls import BRIDGED, node_in_phase
-from gradtools.seeing.derivative_flow import dependence_matrix
-from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Value, needed
-from gradtools.seeing.passes import (
+from gradtools.seeing.diagnostics.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
+from gradtools.seeing.graphs.bridged_calls import BRIDGED, node_in_phase
+from gradtools.seeing.graphs.derivative_flow import dependence_matrix
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, needed
+from gradtools.seeing.graphs.passes import (
     BACKWARD,
     CUSTOM,
     FORWARD,
@@ -43,7 +44,6 @@ from gradtools.seeing.passes import (
     second_gradient_of,
     with_named_outputs,
 )
-from gradtools.seeing.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
 
 _STEP = "gradtools_step_"
 

@@ -29,8 +29,8 @@ from gradtools.jax.known_errors import refused_number
 from gradtools.jax.seeing.concrete_tracing import jaxpr_with_answers
 from gradtools.jax.seeing.graphs import graph_of
 from gradtools.jax.seeing.source_lines import source_of_error
-from gradtools.seeing.nodes import PlainGraph
-from gradtools.seeing.recording import Recording, Refusal, Run
+from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.recording import Recording, Refusal, Run
 
 LEAVING = (
     jax.errors.TracerArrayConversionError,

@@ -24,8 +24,8 @@ import numpy as np
 from gradtools.jax import jaxprs
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
-from gradtools.seeing.derivative_flow import links_of
-from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph
+from gradtools.seeing.graphs.derivative_flow import links_of
+from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph
 
 _UNROLLED = 2000  # so many equations a loop may be when it is written out
 _Apply = Callable[[Sequence[Any]], Sequence[Any]]

@@ -21,7 +21,7 @@ from gradtools.jax.module_arguments import module_kinds, opened, part_of
 from gradtools.jax.nnx_state import explained, held_in, stateful
 from gradtools.jax.seeing.recorded_run import trace
 from gradtools.jax.trees import is_inexact
-from gradtools.seeing.training import TABLE, HeldArray, Optimised
+from gradtools.seeing.diagnostics.training import TABLE, HeldArray, Optimised
 
 
 def lifted(

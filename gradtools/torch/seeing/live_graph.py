@@ -16,8 +16,8 @@ import torch
 from torch.autograd.graph import Node as GradFn
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Value
-from gradtools.seeing.passes import CUSTOM, with_named_outputs
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
+from gradtools.seeing.graphs.passes import CUSTOM, with_named_outputs
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.seeing.recording import operations
 from gradtools.torch.seeing.recording.values import numbers_in

@@ -6,7 +6,7 @@ gives on nothing but zeros, is where it vanishes. Whether the factor is zero or 
 is too small is told by giving the same node a cotangent of far greater size. Where nodes hand on
 several that add up to zero, it cancels: told is the call at which their paths come together.
 
-What is rounding noise counts as zero (`seeing/bad_gradients.py`).
+What is rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing import bad_gradients
-from gradtools.seeing.derivative_flow import joined
-from gradtools.seeing.nodes import Node
-from gradtools.seeing.recording import Run, Vanished
+from gradtools.seeing.diagnostics import bad_gradients
+from gradtools.seeing.graphs.derivative_flow import joined
+from gradtools.seeing.graphs.nodes import Node
+from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.functorch_wrappers import is_inexact

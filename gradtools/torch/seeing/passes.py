@@ -20,10 +20,11 @@ import torch
 
 from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host_kernels import call_if_kept
-from gradtools.seeing.attributes import number_text
-from gradtools.seeing.bridged_calls import opened
-from gradtools.seeing.nodes import Dependence, Node, PlainGraph, even_links, needed
-from gradtools.seeing.passes import (
+from gradtools.seeing.diagnostics.rule_cuts import inside_rules, missing, with_cuts
+from gradtools.seeing.graphs.attributes import number_text
+from gradtools.seeing.graphs.bridged_calls import opened
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, even_links, needed
+from gradtools.seeing.graphs.passes import (
     BACKWARD,
     CUSTOM,
     FORWARD,
@@ -36,7 +37,6 @@ from gradtools.seeing.passes import (
     second_gradient_of,
     with_named_outputs,
 )
-from gradtools.seeing.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in

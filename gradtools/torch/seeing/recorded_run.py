@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from gradtools.backend import Fun
-from gradtools.seeing.derivative_flow import losses
-from gradtools.seeing.recording import Recording, Run
+from gradtools.seeing.graphs.derivative_flow import losses
+from gradtools.seeing.graphs.recording import Recording, Run
 from gradtools.torch.seeing.recording.numpy_round_trips import copies, follow
 from gradtools.torch.seeing.recording.observation import copied, observed, put_back, watchable
 

@@ -10,7 +10,14 @@ from torch import nn
 
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.training import FROZEN, LOOSE, PARAMETER, TABLE, HeldArray, Optimised
+from gradtools.seeing.diagnostics.training import (
+    FROZEN,
+    LOOSE,
+    PARAMETER,
+    TABLE,
+    HeldArray,
+    Optimised,
+)
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_inexact
 

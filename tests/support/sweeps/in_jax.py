@@ -31,9 +31,9 @@ from gradtools.errors import (
     NotImplementedRefusal,
     ValueRefusal,
 )
-from gradtools.seeing.nodes import Dependence
-from gradtools.testing.probe import inner, size
-from gradtools.testing.tolerances import FINITE_DIFFERENCES
+from gradtools.seeing.graphs.nodes import Dependence
+from gradtools.testing.checking.probe import inner, size
+from gradtools.testing.cross_checking.tolerances import FINITE_DIFFERENCES
 from sweeps import (
     AGREES,
     DIFFERS,

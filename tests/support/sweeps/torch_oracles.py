@@ -8,7 +8,8 @@ For a program f at x, with a tangent u and a cotangent v drawn at random:
              operators have a second derivative too: torch.autograd.grad twice, and the slope of
              its first along u
 
-Slopes are central differences in float64, extrapolated to step zero (`gradtools.testing.slopes`).
+Slopes are central differences in float64, extrapolated to step zero
+(`gradtools.testing.checking.slopes`).
 They decide at second order. Errors are relative to the largest entry of all arrays together.
 """
 
@@ -21,8 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.slopes import Slope, one_sided, slope
-from gradtools.testing.tolerances import EPSILONS, FINITE_DIFFERENCES, real_name, tolerance
+from gradtools.testing.checking.slopes import Slope, one_sided, slope
+from gradtools.testing.cross_checking.tolerances import (
+    EPSILONS,
+    FINITE_DIFFERENCES,
+    real_name,
+    tolerance,
+)
 from sweeps import AGREES, DIFFERS, LEFT_OUT
 from sweeps.torch_programs import TableProgram
 

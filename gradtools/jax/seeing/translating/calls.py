@@ -26,9 +26,9 @@ from gradtools.jax.seeing import source_lines
 from gradtools.jax.seeing.bridged_calls import called_inside, crossing
 from gradtools.jax.seeing.translating.folding import evaluated, forwarded, pulled
 from gradtools.jax.seeing.translating.writing import Entry, Known
-from gradtools.seeing.formula.expressions import kind_of, placeholder
-from gradtools.seeing.formula.recorded import body_of
-from gradtools.seeing.nodes import Body, PlainGraph
+from gradtools.seeing.formulas.expressions import kind_of, placeholder
+from gradtools.seeing.formulas.recorded import body_of
+from gradtools.seeing.graphs.nodes import Body, PlainGraph
 
 _MOST_ROUNDS = 64
 _DEEPEST = 2  # a formula is differentiated twice at most

@@ -30,8 +30,8 @@ from gradtools.jax.seeing.translating.folding import folded, is_foldable
 from gradtools.jax.seeing.translating.indexing import INDEXING
 from gradtools.jax.seeing.translating.tables import TABLE, as_said
 from gradtools.jax.seeing.translating.writing import Entry, Known, Writer
-from gradtools.seeing.formula.recorded import Recorded
-from gradtools.seeing.program import LeafProgram
+from gradtools.seeing.formulas.recorded import Recorded
+from gradtools.seeing.graphs.program import LeafProgram
 
 _LEAVES = {**TABLE, **INDEXING}
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.jax.seeing import operands
-from gradtools.seeing.formula.vocabulary import OPERATIONS
+from gradtools.seeing.formulas.vocabulary import OPERATIONS
 
 Params = Mapping[str, Any]
 Translation = Callable[..., Any]

@@ -17,10 +17,10 @@ import numpy as np
 
 from gradtools.jax.seeing import source_lines
 from gradtools.jax.seeing.translating.folding import function_of, pullback_of
-from gradtools.seeing.formula.evaluation import evaluate
-from gradtools.seeing.formula.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.formula.graph_builder import Builder
-from gradtools.seeing.nodes import Node, PlainGraph, Value, needed
+from gradtools.seeing.formulas.evaluation import evaluate
+from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
+from gradtools.seeing.formulas.graph_builder import Builder
+from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value, needed
 
 
 @dataclass(frozen=True, eq=False)

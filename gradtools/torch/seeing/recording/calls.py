@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from gradtools.code_origin import innermost, lines_of
-from gradtools.seeing.nodes import Dependence, PlainGraph
-from gradtools.seeing.recording import Refusal
-from gradtools.seeing.rule_cuts import LOSS
+from gradtools.seeing.diagnostics.rule_cuts import LOSS
+from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
+from gradtools.seeing.graphs.recording import Refusal
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.double_backward import Called

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradtools.seeing.nodes import Dependence, Links
+from gradtools.seeing.graphs.nodes import Dependence, Links
 from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
 from gradtools.torch.seeing.recording import operations
 from gradtools.torch.seeing.recording.values import may_share

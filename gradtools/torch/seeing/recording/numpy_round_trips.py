@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.derivative_flow import forward
-from gradtools.seeing.nodes import Dependence, PlainGraph
-from gradtools.seeing.recording import Run
+from gradtools.seeing.graphs.derivative_flow import forward
+from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
+from gradtools.seeing.graphs.recording import Run
 from gradtools.torch.seeing.recording.calls import CallRecorder, Leaving
 from gradtools.torch.seeing.recording.observation import Seen, observed
 

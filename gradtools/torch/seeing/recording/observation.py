@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.nodes import PlainGraph
-from gradtools.seeing.recording import Refusal, Run
+from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.recording import Refusal, Run
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact

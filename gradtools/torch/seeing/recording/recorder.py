@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.code_origin import Source
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.nodes import Node, Value
+from gradtools.seeing.graphs.nodes import Node, Value
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.patches import functions_applied, parameters_made
 from gradtools.torch.seeing.operands import AtenCall

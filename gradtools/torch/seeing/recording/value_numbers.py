@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from gradtools.seeing.nodes import Dependence, Links, Node, Value
+from gradtools.seeing.graphs.nodes import Dependence, Links, Node, Value
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
 from gradtools.torch.seeing.recording import operations

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from gradtools.seeing.attributes import numbers_text
+from gradtools.seeing.graphs.attributes import numbers_text
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from gradtools.seeing.formula.recorded import Recorded
-from gradtools.seeing.nodes import needed
-from gradtools.seeing.program import LeafProgram
+from gradtools.seeing.formulas.recorded import Recorded
+from gradtools.seeing.graphs.nodes import needed
+from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import Modes
 from gradtools.torch.replaying.guards import plainly

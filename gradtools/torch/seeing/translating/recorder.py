@@ -18,7 +18,7 @@ import torch
 
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import _BY_KEY
-from gradtools.seeing.formula.recorded import body_of
+from gradtools.seeing.formulas.recorded import body_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in

@@ -20,7 +20,7 @@ import torch
 
 from gradtools.errors import is_of
 from gradtools.rules import Rule
-from gradtools.seeing.nodes import Body
+from gradtools.seeing.graphs.nodes import Body
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.operation_marks import OWN
 from gradtools.torch.seeing.recording.autograd_functions import name_and_mark

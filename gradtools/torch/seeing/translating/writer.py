@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula.vocabulary import OPERATIONS
-from gradtools.seeing.nodes import Body, Node, PlainGraph, Value
+from gradtools.seeing.formulas.vocabulary import OPERATIONS
+from gradtools.seeing.graphs.nodes import Body, Node, PlainGraph, Value
 from gradtools.torch.seeing.recording.values import Like as Like
 from gradtools.torch.seeing.recording.values import like as like
 

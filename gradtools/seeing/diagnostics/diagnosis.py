@@ -1,0 +1,423 @@
+"""`dependence` and `why_zero`: how outputs depend on inputs, where a gradient is lost, the mend.
+
+A gradient that is lost says nothing: the term is ignored, and zeros look like any others. One
+recorded run tells where data flows on and the derivative does not (`derivative_flow.py`). When the
+path is whole and the gradient is zero all the same, the values are to blame: the wing then says
+where a cotangent that was not zero became zero. One finite perturbation tells an output that does
+depend on the argument from one that is truly constant.
+
+The kinds of loss, with their reasons and mends, stand in `findings.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gradtools.backend import Backend
+from gradtools.bridged_calls import noting
+from gradtools.code_origin import Source, definition_of
+from gradtools.seeing.diagnostics.findings import KINDS, NOISE, Finding
+from gradtools.seeing.graphs.derivative_flow import (
+    Loss,
+    backward,
+    dependence_matrix,
+    forward,
+    losses,
+    losses_of,
+    overwritten,
+)
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.passes import CUSTOM
+from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.graphs.recording import Recording, Refusal, Vanished
+
+# --- the diagnosis -----------------------------------------------------------------------
+
+_ZEROING = frozenset(
+    {"multiply", "divide", "matmul", "einsum", "dot_general", "convolution", "power", "square"}
+    | {"scatter-mul"}
+)
+_SETTING = frozenset(
+    {"scatter", "dynamic_update_slice", "setitem", "copy", "fill", "zero", "index_put"}
+    | {"index_copy", "index_fill", "masked_fill", "masked_scatter", "select_scatter"}
+    | {"slice_scatter", "diagonal_scatter"}
+)
+_FLAT = frozenset(
+    {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
+    | {"relu6", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "max_pool"}
+)
+
+
+def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> list[Finding]:
+    """The findings for each leaf that is asked about."""
+    if recording.refusal is not None:
+        return [refused(program, recording.refusal)]
+    graph, matrix = recording.graph, dependence_matrix(recording.graph)
+    findings: list[Finding] = []
+    at_values = lambda index: backend.vanishing(program.run, program.leaves, index)
+    factors = [
+        Factor(program.names[k], (graph.inputs[k],), program.leaves[k], partial(at_values, k))
+        for k in program.wrt
+    ]
+    for index in program.wrt:
+        name = program.names[index]
+        best = max((row[index] for row in matrix), default=Dependence.NONE)
+        findings += from_losses(name, graph, losses(graph, index))
+        if best < Dependence.DIFFERENTIABLE:
+            findings += _from_ends(program, recording, index, best)
+        elif (vanished := at_values(index)) is not None:
+            others = [factor for factor in factors if factor.name != name]
+            findings += from_values(name, vanished, partial(starting, backend, graph, others))
+    return _across(backend, program, findings)
+
+
+def _across(backend: Backend, program: LeafProgram, findings: list[Finding]) -> list[Finding]:
+    """The same, and what is lost in a call of another framework's function as that one says it."""
+    if not any(finding.kind == "rule" for finding in findings):
+        return findings
+    leaves, result = list(program.leaves), []
+    with noting() as calls:
+        backend.rerun(program.run, leaves)
+    for finding in findings:
+        named = [call.name == finding.operation for call in calls]
+        if finding.kind != "rule" or not any(named):
+            result.append(finding)
+            continue
+        index = program.names.index(finding.argument)
+        changed = [*leaves[:index], _nudged(backend, leaves[index]), *leaves[index + 1 :]]
+        with noting() as after:
+            backend.rerun(program.run, changed)
+        inside = [
+            replace(one, argument=finding.argument, whole=finding.whole)
+            for call, again, ours in zip(calls, after, named, strict=False)
+            for i, (x, y) in enumerate(zip(call.xs, again.xs, strict=True))
+            if ours and x.dtype.kind in "fc" and not _same(x, y)
+            for one in call.why_zero(i)
+        ]
+        result += _without_repeats(inside) or [finding]
+    return result
+
+
+def _nudged(backend: Backend, leaf: Any) -> Any:
+    """The leaf with each entry a little off."""
+    x = backend.to_numpy(leaf)
+    return backend.cast(backend.asarray((x * 1.0009765625 + 1e-3).astype(x.dtype)), leaf)
+
+
+def refused(program: LeafProgram, refusal: Refusal) -> Finding:
+    """The finding for what the framework refused."""
+    names = [program.names[index] for index in program.wrt]
+    name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)
+    return Finding(
+        name, refusal.kind, refusal.operation, refusal.source, refusal.scope, detail=refusal.message
+    )
+
+
+def from_losses(
+    name: str, graph: PlainGraph, found: Sequence[Loss], kind: str | None = None
+) -> list[Finding]:
+    """One finding for each line and kind of the losses of one leaf; of this kind, if given."""
+    findings = []
+    for loss in found:
+        for node in [loss.node] if kind else _led_to(graph, loss):
+            findings.append(
+                Finding(
+                    name,
+                    kind or (node.loss if node.loss in KINDS else None) or "discrete",
+                    _called(node),
+                    node.source or (loss.call.source if loss.call else None),
+                    node.scope or (loss.call.scope if loss.call else ()),
+                    loss.whole,
+                )
+            )
+    return _without_repeats(findings)
+
+
+def _called(node: Node) -> str:
+    """An operation in the framework's own word; a rule by the name of its function."""
+    name = node.attributes.get("name") if node.mark == CUSTOM else ""
+    return str(name or node.native or node.operation)
+
+
+def _led_to(graph: PlainGraph, loss: Loss) -> list[Node]:
+    """The node that loses; with what is detached only to leave the framework, where it leaves."""
+    if loss.node.loss not in ("detached", "no_grad"):
+        return [loss.node]
+    reached = forward(graph, {loss.value: Dependence.DIFFERENTIABLE})
+    matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
+    leaving = [
+        node
+        for node in graph.nodes
+        if node.loss == "left_framework"
+        and any(reached.get(v) for v in node.inputs)
+        and any(matters.get(v) for v in node.outputs)
+    ]
+    if not leaving:
+        return [loss.node]
+    same_line = [node for node in leaving if node.source == loss.node.source]
+    return same_line[:1] or [loss.node, leaving[0]]
+
+
+def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding for each kind and line."""
+    kept: dict[Any, Finding] = {}
+    for finding in findings:
+        place = finding.source or (finding.operation, finding.scope)
+        kept.setdefault((finding.kind, place, finding.whole), finding)
+    return list(kept.values())
+
+
+def _from_ends(
+    program: LeafProgram, recording: Recording, index: int, best: Dependence
+) -> list[Finding]:
+    """What the ends of the program say: a number that is returned, an argument that is not read."""
+    name, line = program.names[index], source_of(program.f)
+    if recording.host_outputs:
+        out = program.out_names[recording.host_outputs[0]]
+        return [Finding(name, "host_number", "return", line, detail=f"{out} is one")]
+    if best > Dependence.NONE:
+        return []
+    stand_in = recording.stand_ins[index] if recording.stand_ins else ""
+    if stand_in:
+        return [Finding(name, "captured", stand_in, line, detail=f"it reads {stand_in}")]
+    return overwriting(name, recording.graph, recording.graph.inputs[index]) or [
+        Finding(name, "unused", "argument", line)
+    ]
+
+
+def overwriting(name: str, graph: PlainGraph, value: int) -> list[Finding]:
+    """One finding for each line at which all that a leaf gives is overwritten."""
+    return from_losses(name, graph, overwritten(graph, value), "overwritten")
+
+
+# --- factors that start at zero ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Factor:
+    """An array that is trained too.
+
+    Attributes:
+        name: What it is called.
+        numbers: The values that carry its gradient.
+        array: It.
+        vanished: Where its gradient becomes zero; None if it is well.
+    """
+
+    name: str
+    numbers: Sequence[int]
+    array: Any
+    vanished: Callable[[], Sequence[Vanished] | None]
+
+
+def starting(
+    backend: Backend, graph: PlainGraph, factors: Sequence[Factor], found: Vanished
+) -> str:
+    """The trained factor that is zero where a gradient becomes zero; empty if there is none.
+
+    LoRA's second matrix and ReZero's scale start at zero, have a gradient themselves, and let that
+    of the other factor be zero in the first step alone.
+    """
+    if _numerical_kind(found) != "multiplied_by_zero":
+        return ""
+    return next((f.name for f in factors if _multiplies(backend, graph, found.node, f)), "")
+
+
+def _multiplies(backend: Backend, graph: PlainGraph, node: Node, factor: Factor) -> bool:
+    """Whether a node reads a trained array that is zero, as it is or in another arrangement."""
+    carried = set(factor.numbers)
+    for _, one in graph.walk():
+        if one.operation in _ARRANGING and carried & set(one.inputs):
+            carried |= set(one.outputs)
+    if not carried & set(node.inputs) or backend.to_numpy(factor.array).any():
+        return False
+    return factor.vanished() is None
+
+
+_ARRANGING = frozenset({"transpose", "reshape", "broadcast", "cast", "identity", "index", "slice"})
+
+
+def from_values(
+    name: str, vanished: Sequence[Vanished], factor: Callable[[Vanished], str]
+) -> list[Finding]:
+    """One finding for each place at which a cotangent became zero at these values."""
+    if not vanished:
+        return [Finding(name, "cancelled", "add", detail="where is not known")]
+    return _without_repeats(
+        [
+            Finding(
+                name,
+                _numerical_kind(result),
+                _called(result.node),
+                result.node.source,
+                result.node.scope,
+                detail=NOISE if result.noise else "",
+                factor=factor(result),
+            )
+            for result in vanished
+            if result.node.loss != "zero_derivative"  # that is told already
+        ]
+    )
+
+
+def apart(
+    findings: Sequence[Finding], groups: Iterable[Sequence[str]]
+) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
+    """The findings, and as notes those of leaves that have no effect among others that have one.
+
+    A bias before a normalisation, or that of attention's keys, is in many a healthy model.
+    """
+    result: dict[str, list[Finding]] = {}
+    for finding in findings:
+        result.setdefault(finding.argument, []).append(finding)
+    noted: dict[str, list[str]] = {}
+    for names in groups:
+        if all(name in result for name in names):
+            continue
+        for name in names:
+            if name in result and all(finding.noise for finding in result[name]):
+                place = result[name][0].source
+                text = f"{_NO_EFFECT}, at {place}" if place else _NO_EFFECT
+                noted.setdefault(text, []).append(name)
+    told = {name for names in noted.values() for name in names}
+    return [f for f in findings if f.argument not in told], list(noted.items())
+
+
+_NO_EFFECT = (
+    "what reaches it adds up to zero but for rounding noise, as at a bias before a normalisation"
+)
+
+
+def _numerical_kind(found: Vanished) -> str:
+    if found.kind:
+        return found.kind
+    if found.cancelled:
+        return "cancelled"
+    if found.node.loss == "rule":
+        return "rule"
+    if found.empty:
+        return "empty"
+    if found.underflow:
+        return "underflow"
+    if found.node.native in _SETTING and found.operands == (0,):
+        return "overwritten"
+    if _ZEROING & {found.node.operation, found.node.native}:
+        return "multiplied_by_zero"
+    return "dead" if found.node.operation in _FLAT else "saturated"
+
+
+def source_of(f: Any) -> Source | None:
+    """The line at which a function, or the forward method of a module, is defined."""
+    f = inspect.unwrap(getattr(f, "func", f))
+    for result in (f, getattr(f, "forward", None), type(f).__call__):
+        if source := definition_of(result):
+            return source
+    return None
+
+
+# --- the guard ---------------------------------------------------------------------------
+
+
+def differentiated(program: LeafProgram, recording: Recording) -> list[tuple[str, int | None]]:
+    """The name and the value of everything that is to get a gradient."""
+    is_model = hasattr(program.f, "parameters")
+    caller = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
+    wanted = recording.wanted or (() if caller else program.wrt)
+    return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + caller
+
+
+def of_modules_in_use(parameters: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+    """What is held without any part of it being read is not f's, it is only in its sight."""
+    root = lambda name: name.partition(".")[0]
+    used = {root(name) for name, value in parameters if value is not None}
+    return [(name, value) for name, value in parameters if root(name) in used]
+
+
+def unreached(program: LeafProgram, recording: Recording) -> list[tuple[str, str]]:
+    """The name of what does not reach the output, and in few words why."""
+    if recording.refusal is not None:
+        return [
+            (finding.argument, _briefly(finding))
+            for finding in (refused(program, recording.refusal),)
+        ]
+    lost, graph = [], recording.graph
+    for name, value in differentiated(program, recording):
+        reached = {} if value is None else forward(graph, {value: Dependence.DIFFERENTIABLE})
+        best = max((reached.get(out, Dependence.NONE) for out in graph.outputs), default=0)
+        if best < Dependence.ZERO_DERIVATIVE:
+            result = [] if value is None else from_losses(name, graph, losses_of(graph, value))
+            if value is not None and not result:
+                result = overwriting(name, graph, value)
+            lost.append((name, "; ".join(map(_briefly, result)) or "unused"))
+    return lost
+
+
+def _briefly(finding: Finding) -> str:
+    return f"{finding.kind} at {finding.source}" if finding.source else finding.kind
+
+
+# --- is it constant ----------------------------------------------------------------------
+
+_STEPS = (1e-3, 0.1, 1.0)  # times the size of the leaf's entries
+_RUNS = 8  # so many runs are spent on it
+
+
+def moved(backend: Backend, program: LeafProgram, indices: Sequence[int]) -> dict[int, bool | None]:
+    """For each leaf whether the output changes when it is moved; None where that is not known.
+
+    All are moved together first: where that changes nothing, a few runs answer for all of them.
+    """
+    result: dict[int, bool | None] = dict.fromkeys(indices)
+    indices = [k for k in indices if 0 not in program.leaves[k].shape]
+    if not indices:
+        return result
+    trial = _MovedRun(backend, program)
+    if len(indices) > 1 and trial.changes(indices) is False:
+        return result | dict.fromkeys(indices, False)
+    return result | {k: trial.changes([k]) for k in indices if trial.runs < _RUNS}
+
+
+class _MovedRun:
+    """What f gives, here and at arguments that are moved a little, then more."""
+
+    def __init__(self, backend: Backend, program: LeafProgram) -> None:
+        self._backend, self._program = backend, program
+        self.runs = 0
+        self._before = self._outputs(program.leaves)
+
+    def changes(self, indices: Sequence[int]) -> bool | None:
+        """Whether the output changes with these leaves; None if f does not run there."""
+        for step in _STEPS:
+            if self.runs >= _RUNS:
+                return None
+            rng = np.random.default_rng(0)
+            leaves = list(self._program.leaves)
+            for k in indices:
+                leaves[k] = self._moved(leaves[k], step, rng)
+            try:
+                after = self._outputs(leaves)
+            except Exception:  # a point outside of f's domain tells nothing
+                return None
+            if not all(map(_same, self._before, after)):
+                return True
+        return False
+
+    def _moved(self, leaf: Any, step: float, rng: np.random.Generator) -> Any:
+        x = self._backend.to_numpy(leaf)
+        by = step * np.maximum(1.0, np.abs(x)) * rng.standard_normal(x.shape)
+        return self._backend.cast(self._backend.asarray(x + by.astype(x.dtype)), leaf)
+
+    def _outputs(self, leaves: Sequence[Any]) -> list[Any]:
+        self.runs, backend = self.runs + 1, self._backend
+        outs = backend.rerun(self._program.run, leaves)
+        return [backend.to_numpy(x) if backend.is_array(x) else np.asarray(x) for x in outs]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

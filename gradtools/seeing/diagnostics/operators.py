@@ -1,0 +1,279 @@
+"""The public operators that look at a gradient: `dependence`, `why_zero`, `guard_gradients`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from gradtools.backend import Operators, P, R
+from gradtools.calls import like_function
+from gradtools.code_origin import place_of
+from gradtools.errors import GradtoolsError, warn
+from gradtools.seeing.diagnostics.diagnosis import (
+    apart,
+    diagnosed,
+    differentiated,
+    moved,
+    unreached,
+)
+from gradtools.seeing.diagnostics.report import DependenceTable, GradientReport, grouped
+from gradtools.seeing.diagnostics.training import Loop, after_backward, briefly, trained
+from gradtools.seeing.graphs.derivative_flow import dependence_matrix
+from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.graphs.recording import Recording
+
+
+class SeeingOperators(Operators):
+    """The operators that say what differentiation does, bound to one backend."""
+
+    def dependence(self, f: Callable[P, Any], *args: Any, **kwargs: Any) -> DependenceTable:
+        """How each output leaf of f depends on each input leaf.
+
+        - ``differentiable``: a derivative flows, whatever its value is at these arguments.
+        - ``zero_derivative``: connected, by round, floor or sign: the derivative is zero
+          everywhere.
+        - ``cut``: data flows, no derivative does: detached, compared, cast to an integer, outside
+          of the framework.
+        - ``none``: no data flows.
+
+        Along a path the weakest step counts, over several paths the strongest path. In JAX f is
+        traced and no number is computed; in PyTorch f runs, since tensors without numbers would
+        stay behind in whatever f caches, and its effects are undone.
+
+        Args:
+            f: Takes and returns pytrees of arrays.
+            *args: Arguments of f; arrays of any shape and dtype.
+            **kwargs: Keyword arguments of f.
+
+        Returns:
+            A `DependenceTable`: ``table["output", "argument 0['w']"]`` is a `Dependence`, and
+            ``str(table)`` shows all.
+
+        Raises:
+            GradtoolsError: f raises, returns no array, or the framework refuses something on the
+                way that leaves it; `why_zero` then says where.
+
+        Example:
+            >>> f = lambda x, y: gt.xp.round(x) + gt.stop_gradient(y)
+            >>> print(gt.dependence(f, gt.asarray(np.float32(1.5)), gt.asarray(np.float32(2.0))))
+                        output
+            argument 0  zero_derivative
+            argument 1  cut
+
+        Source: data-flow analysis over the recorded program; asked for in jax#10867.
+        """
+        program = LeafProgram(self._backend, "dependence", f, args, kwargs)
+        recording = self._recorded(program)
+        if recording.refusal is not None:
+            refusal = recording.refusal
+            raise GradtoolsError(
+                f"dependence: {refusal.message} ({refusal.operation} at {refusal.source}). "
+                "Ask why_zero, which says what to write instead."
+            )
+        matrix = tuple(map(tuple, dependence_matrix(recording.graph)))
+        return DependenceTable(tuple(program.out_names), tuple(program.names), matrix)
+
+    def why_zero(
+        self,
+        f: Any,
+        *args: Any,
+        wrt: int | tuple[int, ...] = 0,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> GradientReport:
+        """Every place at which the gradient of f's output to an argument or parameter is lost.
+
+        f runs once under observation. Where data flows on to the output and the derivative does
+        not, the line, the operation, the kind of loss and the mend are reported; so are single
+        terms of a sum that are lost while the others flow. If the argument is connected and its
+        gradient is zero at these values, the operations are named at which it becomes zero
+        (multiplied by zero, dead, saturated, underflow). What f changes is put back.
+
+        Masks, indices and branches that a comparison chooses are no losses; nor is a stopped value
+        that only scales. Effects that several runs of f would have are undone: random streams,
+        buffers.
+
+        In training the question is asked of a model: give it as `model`, or as f, or give a
+        closure without arguments that computes the loss. Then the parameters are looked at in
+        place of the arguments: those that the loss does not read or whose gradient is lost, those
+        that the optimiser does not hold, what it holds of another model, what stands in a plain
+        list or is a tensor with requires_grad and no parameter. What may be meant so (frozen
+        parameters, buffers that the loss depends on) stands in the report's notes. It may be asked
+        in the midst of a loop, and in PyTorch after `loss.backward()`: f is then the loss itself.
+
+        Args:
+            f: Takes and returns pytrees of arrays; a module, or a closure without arguments. With
+                `model`, in PyTorch, also a loss that was computed already.
+            *args: Arguments of f, at which it is looked at.
+            wrt: The position of the argument, or of several. Its leaves are floating or complex.
+            model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
+                one that f reads from outside, or a pytree of parameters.
+            optimizer: What steps it. PyTorch: an optimiser or a list of them. JAX: a
+                transformation of optax, its state, the pair of both, or an `nnx.Optimizer`.
+            **kwargs: Keyword arguments of f.
+
+        Returns:
+            A `GradientReport`, false when nothing is lost: ``.findings`` with kind, line and mend
+            each, ``str()`` to read, ``.to_json()`` to keep.
+
+        Raises:
+            GradtoolsError: wrt is out of range or names an integer argument; f raises for reasons
+                of its own, or returns nothing; a model holds no arrays; an optimizer is none.
+
+        Example:
+            >>> f = lambda x: (gt.stop_gradient(x) ** 2).sum()
+            >>> report = gt.why_zero(f, gt.asarray(np.float32([1.0, 2.0])))
+            >>> bool(report), report.findings[0].kind
+            (True, 'detached')
+            >>> bool(gt.why_zero(lambda x: (x ** 2).sum(), gt.asarray(np.float32([1.0, 2.0]))))
+            False
+
+        Source: asked for in jax#10867.
+        """
+        is_model = self._backend.is_model(f)
+        in_training = model is not None or optimizer is not None or is_model or not args
+        of_arguments = not in_training or (is_model and model is None and self._has_floats(args))
+        result = (
+            self._of_arguments(f, args, kwargs, wrt) if of_arguments else GradientReport((), (), {})
+        )
+        if not in_training:
+            return result
+        loop = Loop("why_zero", f, args, kwargs, model, optimizer).with_model(self._backend)
+        spent = not callable(f) and self._backend.is_array(f)
+        more = (after_backward if spent else trained)(self._backend, loop, self._recorded)
+        return GradientReport(
+            (*result.findings, *more.findings),
+            (*result.arguments, *more.names),
+            result.depends,
+            (*result.notes, *_noted(more.notes)),
+        )
+
+    def _of_arguments(self, f: Any, args: Any, kwargs: Any, wrt: Any) -> GradientReport:
+        program = LeafProgram(self._backend, "why_zero", f, args, kwargs, wrt)
+        recording = self._recorded(program)
+        findings = diagnosed(self._backend, program, recording)
+        findings, notes = apart(findings, program.asked_by_argument())
+        lost = {result.argument for result in findings if result.whole and not result.noise}
+        lost_leaves = [k for k in program.wrt if program.names[k] in lost]
+        tried = lost_leaves if recording.refusal is None else []
+        result = moved(self._backend, program, tried)
+        depends = {program.names[k]: result.get(k) for k in lost_leaves}
+        names = tuple(program.names[k] for k in program.wrt)
+        return GradientReport(tuple(findings), names, depends, _noted(notes))
+
+    def _has_floats(self, args: Any) -> bool:
+        leaves = [x for arg in args for x in self._backend.flatten(arg)[0]]
+        return any(self._backend.is_array(x) and self._backend.is_inexact(x) for x in leaves)
+
+    def guard_gradients(
+        self,
+        f: Callable[P, R],
+        argnums: int | tuple[int, ...] = 0,
+        model: Any = None,
+        optimizer: Any = None,
+    ) -> Callable[P, R]:
+        """f, which on its first call checks that every differentiated leaf reaches its output.
+
+        Leaves that do not are named in one `GradtoolsWarning`, with the line at which each is
+        lost. That call runs f once more under observation, with its effects undone; all others
+        cost nothing.
+
+        What is differentiated: in PyTorch every tensor that requires grad, among the arguments
+        and among the parameters of the modules that f holds; where there is none, and in JAX, the
+        leaves of the arguments in argnums. Inside PyTorch's own function transforms and in
+        compiled code nothing can be observed: the check waits for the first plain call. With a
+        model or an optimizer, what `why_zero` says of them is looked at in the place of that,
+        but for gradients that are zero at these values; so it is for an f without arguments.
+
+        Args:
+            f: A loss; takes and returns pytrees of arrays; a module, or a closure without
+                arguments.
+            argnums: The position of the argument that is differentiated, or of several.
+            model: As in `why_zero`.
+            optimizer: As in `why_zero`.
+
+        Returns:
+            A function of f's arguments, with f's results.
+
+        Raises:
+            GradtoolsError: argnums is out of range; (on the first call) f returns no array.
+
+        Example:
+            >>> import warnings
+            >>> loss = gt.guard_gradients(lambda p: (p["w"] ** 2).sum())
+            >>> p = {"w": gt.asarray(np.float32([3.0])), "b": gt.asarray(np.float32([1.0]))}
+            >>> with warnings.catch_warnings(record=True) as caught:
+            ...     warnings.simplefilter("always")
+            ...     value = float(loss(p))
+            >>> print(caught[0].message)
+            guard_gradients: 1 of 2 leaves does not reach the output of f:
+              argument 0['b']: unused
+
+        Source: asked for in jax#10867.
+        """
+        if not callable(f):
+            raise GradtoolsError(f"guard_gradients: f is {f!r}; expected a function.")
+        options = argnums, model, optimizer
+        return like_function("", f, partial(self._guarded, f, options, [True]))
+
+    def _guarded(
+        self, f: Any, options: Any, first: list[bool], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        failed = None
+        if first and self._backend.watchable():
+            first.clear()
+            failed = self._guard(f, args, kwargs, *options)
+        out = f(*args, **kwargs)  # where f raises, the error is f's own
+        if failed is not None:
+            warn(f"guard_gradients: nothing was checked. {failed}")
+        return out
+
+    def _guard(
+        self, f: Any, args: Any, kwargs: Any, argnums: Any, model: Any, optimizer: Any
+    ) -> GradtoolsError | None:
+        """Warns of what is lost. Returns why that is not known, if f raised where it was seen."""
+        backend, said = self._backend, "not reach the output of f"
+        try:
+            if model is not None or optimizer is not None or not args:
+                loop = Loop("guard_gradients", f, args, kwargs, model, optimizer)
+                loop = loop.with_model(backend)
+                diagnosis = trained(backend, loop, self._recorded, values=False)
+                lost, known = briefly(diagnosis.findings), diagnosis.names
+                said = "not trained"
+            else:
+                program = LeafProgram(
+                    backend, "guard_gradients", f, args, kwargs, argnums, "argnums", False
+                )
+                recording = self._recorded(program)
+                lost = unreached(program, recording)
+                known = [name for name, _ in differentiated(program, recording)]
+        except GradtoolsError as error:
+            if error.__cause__ is None:
+                raise
+            return error
+        if lost:
+            verbs = {"not trained": ("is", "are")}.get(said, ("does", "do"))
+            lines = "\n".join(f"  {line}" for line in grouped(lost, known))
+            warn(
+                f"guard_gradients: {len(lost)} of {max(1, len(known))} leaves "
+                f"{verbs[len(lost) > 1]} {said}:\n{lines}"
+            )
+        return None
+
+    def _recorded(self, program: LeafProgram) -> Recording:
+        try:
+            return self._backend.record(program.run, program.leaves, program.names)
+        except GradtoolsError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
+            raise GradtoolsError(
+                f"{program.caller}: f raised {said}{place_of(error)}. It must run at the arguments "
+                "at which it is looked at."
+            ) from error
+
+
+def _noted(notes: Sequence[tuple[str, Sequence[str]]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((text, tuple(names)) for text, names in notes)

@@ -1,0 +1,282 @@
+"""A table of dependences, and the report of `why_zero`.
+
+Both are plain data with a text; colour is put on by whoever prints to a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gradtools import notebook_html
+from gradtools.seeing.diagnostics.findings import KINDS, Finding
+from gradtools.seeing.graphs.nodes import Dependence
+
+_BOLD, _RED, _GREEN, _DIM, _END = "\033[1m", "\033[31m", "\033[32m", "\033[2m", "\033[0m"
+
+
+@dataclass(frozen=True)
+class DependenceTable:
+    """How each output leaf depends on each input leaf.
+
+    Attributes:
+        outputs: The names of the output leaves.
+        inputs: The names of the input leaves.
+        matrix: ``matrix[output][input]``.
+
+    ``table["output", "argument 0"]`` is one entry; ``str(table)`` is the table as text.
+    """
+
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+    matrix: tuple[tuple[Dependence, ...], ...]
+
+    def __getitem__(self, key: tuple[str, str]) -> Dependence:
+        out, into = key
+        try:
+            return self.matrix[self.outputs.index(out)][self.inputs.index(into)]
+        except ValueError:
+            raise KeyError(f"{key}: outputs are {self.outputs}, inputs {self.inputs}") from None
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        columns = zip(*self.matrix, strict=True) if self.matrix else [()] * len(self.inputs)
+        rows = [(name, *map(str, row)) for name, row in zip(self.inputs, columns, strict=True)]
+        return [("", *self.outputs), *rows]
+
+    def _repr_html_(self) -> str:
+        return notebook_html.table(self._rows())
+
+    def __str__(self) -> str:
+        return "\n".join(notebook_html.aligned(self._rows()))
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What `why_zero` found. It is false when nothing is lost.
+
+    Attributes:
+        findings: Every place at which a gradient is lost, by argument, in program order.
+        arguments: The names of the leaves that were asked about.
+        depends: For each leaf that has a finding, whether the output moved when the leaf was
+            moved: None where that could not be tried.
+        notes: What may be meant so and is worth a look, with the leaves that it concerns.
+
+    In the text leaves that share all their findings stand together: "these 41 leaves: bert.*".
+    """
+
+    findings: tuple[Finding, ...]
+    arguments: tuple[str, ...]
+    depends: dict[str, bool | None]
+    notes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.findings)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return notebook_html.coloured(self.text(colour=True))
+
+    def text(self, colour: bool = False) -> str:
+        """The report as text, with a terminal's colours if asked for."""
+        paint = _painted if colour else _plain
+        if not self.findings and not self.arguments:
+            said = "Nothing was looked at: wrt names no argument, and f holds no parameter."
+            return "\n\n".join([said, *self._noted(paint)])
+        if not self.findings:
+            names = _listed(self.arguments)
+            said = paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}.")
+            return "\n\n".join([said, *self._noted(paint)])
+        alike: dict[Any, list[str]] = {}
+        result: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            result.setdefault(finding.argument, []).append(finding)
+        for name, findings in result.items():
+            said = tuple(dict.fromkeys((f.kind, f.source, f.whole, f.detail) for f in findings))
+            alike.setdefault((said, self.depends.get(name)), []).append(name)
+        blocks = [
+            self._block(names, _merged([result[name] for name in names]), verdict, paint)
+            for (_, verdict), names in alike.items()
+        ]
+        return "\n\n".join([*blocks, *self._noted(paint)])
+
+    def _block(
+        self, names: Sequence[str], findings: Sequence[Finding], verdict: Any, paint: Any
+    ) -> str:
+        title = gathered(names, self.arguments)
+        lines = [paint(_BOLD, f"{title} {_headline(findings, len(names) > 1)}")]
+        for finding in findings:
+            lines += ["", *_lines(finding, paint)]
+        said = _VERDICTS.get(verdict)
+        left = lambda f: f.noise or f.kind in ("not_finite", "faint")
+        lost = [f for f in findings if f.whole and not left(f)]
+        if verdict:  # zero at these values is no contradiction to a change elsewhere
+            lost = [f for f in lost if not f.numerical]
+        if said and lost:
+            lines += ["", f"  {said}"]
+        return "\n".join(lines)
+
+    def _noted(self, paint: Any) -> list[str]:
+        return [
+            f"{paint(_DIM, 'Note:')} {gathered(names, names) + ': ' if names else ''}{text}."
+            for text, names in self.notes
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
+        return {
+            "findings": [
+                {**asdict(f), "reason": f.reason, "mend": f.mend, "numerical": f.numerical}
+                for f in self.findings
+            ],
+            "arguments": list(self.arguments),
+            "depends": dict(self.depends),
+            "notes": [{"text": text, "arguments": list(names)} for text, names in self.notes],
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+_VERDICTS: dict[bool | None, str] = {
+    True: "The output does change when this argument is moved: a gradient is missing.",
+    False: "The output did not change when this argument was moved: it may be constant in it.",
+}
+
+
+def _headline(findings: Sequence[Finding], several: bool) -> str:
+    own = [KINDS[finding.kind].headline for finding in findings]
+    if own[0] is not None and all(own):
+        return own[0][several]
+    lost = [f for f, headline in zip(findings, own, strict=True) if headline is None]
+    if all(finding.numerical for finding in lost):
+        one = "is connected, but its gradient is zero at these values:"
+        return "are connected, but their gradients are zero at these values:" if several else one
+    if any(finding.whole for finding in lost):
+        return "get no gradient:" if several else "gets no gradient:"
+    verb, its = ("get gradients", "they give") if several else ("gets a gradient", "it gives")
+    return f"{verb}, but one part of what {its} is lost:"
+
+
+def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """The findings of leaves that lose alike, as one leaf's: with all operations, common scopes."""
+    alike: dict[Any, list[Finding]] = {}
+    for finding in (f for findings in several for f in findings):
+        place = finding.kind, finding.source, finding.whole, finding.detail
+        alike.setdefault(place, []).append(finding)
+    if len(several) == 1:
+        return list(several[0])
+    merged = []
+    for findings in alike.values():
+        names = list(dict.fromkeys(f.operation for f in findings))
+        more = ", ..." if len(names) > _OPERATIONS else ""
+        scope = _common([f.scope for f in findings])
+        operation = ", ".join(names[:_OPERATIONS]) + more
+        merged.append(replace(findings[0], operation=operation, scope=scope))
+    return merged
+
+
+def _common(scopes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """What all scopes begin with."""
+    common: list[str] = []
+    for steps in zip(*scopes, strict=False):
+        if len(set(steps)) > 1:
+            break
+        common.append(steps[0])
+    return tuple(common)
+
+
+_OPERATIONS = 3  # of a group's that are listed
+
+
+def grouped(lost: Sequence[tuple[str, str]], known: Sequence[str]) -> list[str]:
+    """A line for each leaf and why it is lost; one for all that share it, where they are many."""
+    why: dict[str, list[str]] = {}
+    for name, reason in lost:
+        why.setdefault(reason, []).append(name)
+    lines = []
+    for reason, names in why.items():
+        titles = names if len(names) <= _MOST else [gathered(names, known)]
+        lines += [f"{title}: {reason}" for title in titles]
+    return lines
+
+
+_MOST = 5  # names or modules of a group that are listed
+
+
+def gathered(names: Sequence[str], known: Sequence[str]) -> str:
+    """The names of a group, by the modules that are in it as a whole: "these 41 leaves: bert.*"."""
+    if len(names) == 1:
+        return names[0]
+    result = list(_gathered(set(names), [(name, _steps(name)) for name in known], 0))
+    result += [name for name in names if name not in set(known)]
+    listed = ", ".join(result[:_MOST])
+    more = f" and {len(result) - _MOST} more" if len(result) > _MOST else ""
+    return f"these {len(names)} leaves: {listed}{more}"
+
+
+def _gathered(names: set[str], known: Sequence[tuple[str, list[str]]], depth: int) -> Iterator[str]:
+    groups: dict[str, list[tuple[str, list[str]]]] = {}
+    for name, steps in known:
+        groups.setdefault("".join(steps[: depth + 1]), []).append((name, steps))
+    for prefix, below in groups.items():
+        inside = [name in names for name, _ in below]
+        if all(inside) and len(below) > 1:
+            yield f"{prefix}.*"
+        elif len(below) == 1 and all(inside):
+            yield below[0][0]
+        elif any(inside):
+            ends = [name for name, steps in below if len(steps) <= depth + 1 and name in names]
+            yield from ends
+            deeper = [pair for pair in below if len(pair[1]) > depth + 1]
+            yield from _gathered(names, deeper, depth + 1)
+
+
+def _steps(name: str) -> list[str]:
+    """The steps of a path: "layers[0].weight" is layers, [0] and .weight."""
+    return re.findall(r"\[[^\]]*\]|\.?[^.\[\]]+", name)
+
+
+def _lines(finding: Finding, paint: Any) -> list[str]:
+    where = f"{paint(_RED, _where(finding))}: " if KINDS[finding.kind].has_place else ""
+    lines = [f"  {where}{finding.kind} ({finding.operation})"]
+    if finding.source and finding.source.text:
+        lines.append(f"      {finding.source.text}")
+    detail = f": {finding.detail.rstrip('.')}" if finding.detail else ""
+    lines.append(f"    {finding.reason[0].upper()}{finding.reason[1:]}{detail}.")
+    lines.append(f"    {paint(_DIM, 'Mend:')} {finding.mend}.")
+    return lines
+
+
+def _where(finding: Finding) -> str:
+    if finding.source is None:
+        where = "somewhere in f"
+    else:
+        where = str(finding.source)
+        where += f" in {finding.source.function}" if finding.source.function else ""
+    return where + (f", module {'.'.join(finding.scope)}" if finding.scope else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > 4:
+        return f"all {len(names)} leaves"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else "nothing"
+
+
+def _painted(code: str, text: str) -> str:
+    return f"{code}{text}{_END}"
+
+
+def _plain(code: str, text: str) -> str:
+    return text

@@ -1,0 +1,78 @@
+"""What a rule loses of a second derivative: values computed inside of it that its backward reads.
+
+The classic case is sinh with its two exponentials kept on ctx: no graph leads from them to the
+argument, so its second gradient silently is not there. They are saved as outputs instead. In the
+graph such a value is cut where backward reads it, and a gradient that is nowhere is made by a node
+`missing`, which reads what it would have been made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from gradtools.seeing.graphs.nodes import Dependence, Node, Value, even_links
+from gradtools.seeing.graphs.passes import CUSTOM, SECOND
+
+LOSS = "inside_rule"
+STOPPED = "stopped_in_rule"  # by the rule's own backward
+_FLAT = ("sign", "floor", "ceil", "round", "trunc", "floor_divide", "stop", "compare")
+
+
+def inside_rules(
+    nodes: Sequence[Node], leaves: Iterable[int], values: Mapping[int, Value]
+) -> dict[int, frozenset[int]]:
+    """The values that rules compute inside, each with the leaves that move it smoothly."""
+    moved: dict[int, frozenset[int]] = {v: frozenset({v}) for v in leaves}
+    inside = {}
+    for node in nodes:
+        if node.phase or node.operation in _FLAT:
+            continue
+        result = frozenset[int]().union(*(moved.get(v, ()) for v in node.inputs))
+        for value in node.outputs:
+            if result and values[value].is_inexact:
+                moved[value] = result
+                if node.mark == CUSTOM:
+                    inside[value] = result
+    return inside
+
+
+def smoothly_between(nodes: Sequence[Node], leaf: int, ends: Iterable[int]) -> set[int]:
+    """The values that a leaf moves smoothly and that lead to the ends."""
+    moved, leading = {leaf}, set(ends)
+    for node in nodes:
+        if node.operation not in _FLAT and moved.intersection(node.inputs):
+            moved.update(node.outputs)
+    for node in reversed(nodes):
+        if node.operation not in _FLAT and leading.intersection(node.outputs):
+            leading.update(node.inputs)
+    return moved & leading
+
+
+def with_cuts(
+    node: Node, lost: Mapping[int, object], values: Mapping[int, Value], loss: str = LOSS
+) -> Node:
+    """A node of a later pass, cut from what has no graph."""
+    if not node.phase or lost.keys().isdisjoint(node.inputs):
+        return node
+    return replace(node, links=even_links(node, values, cut=lost), loss=loss)
+
+
+def missing(cuts: tuple[int, ...], made: int, nodes: Sequence[Node], loss: str = LOSS) -> Node:
+    """A gradient that should be there: it is drawn, and crossed from what it would be made of."""
+    of_rule = lambda node: node.mark == CUSTOM and cuts[0] in (*node.inputs, *node.outputs)
+    maker = next(node for node in nodes if cuts[0] in node.outputs or of_rule(node))
+    rule = str(maker.attributes.get("rule", ""))
+    return Node(
+        "missing",
+        cuts,
+        (made,),
+        attributes=MappingProxyType({"rule": rule}),
+        source=maker.source,
+        scope=maker.scope,
+        phase=SECOND,
+        mark=CUSTOM,
+        links=((Dependence.CUT,) * len(cuts),),
+        loss=loss,
+    )

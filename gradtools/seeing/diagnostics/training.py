@@ -1,0 +1,324 @@
+"""Lost gradients in training: what a model holds, what the loss reaches, what is stepped.
+
+Three sets of arrays should be one: those that the model means to train, those that the loss's
+gradient reaches, and those that the optimiser changes. The wings say what a model and an optimiser
+hold; one recorded run of the loss says what it reaches and where the others are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from gradtools.backend import Backend
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.diagnostics.diagnosis import (
+    Factor,
+    apart,
+    from_losses,
+    from_values,
+    of_modules_in_use,
+    overwriting,
+    refused,
+    source_of,
+    starting,
+)
+from gradtools.seeing.diagnostics.findings import Finding
+from gradtools.seeing.graphs.derivative_flow import backward, losses_of
+from gradtools.seeing.graphs.nodes import Dependence
+from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.graphs.recording import Recording, Vanished
+
+PARAMETER, FROZEN, TABLE, LOOSE = "parameter", "frozen", "table", "loose"
+_NO_PARAMETER = (FROZEN, TABLE, LOOSE)
+_NOT_LISTED = ("plain_list", "unregistered", "buffer", "static")  # keys of KINDS, too
+
+
+@dataclass(frozen=True)
+class HeldArray:
+    """An array that a model holds.
+
+    Attributes:
+        name: Its path in the model.
+        array: The array.
+        role: PARAMETER; FROZEN, one that asks for no gradient; TABLE, a floating buffer; LOOSE, a
+            floating tensor that is neither; or the kind of finding that it is: one that the model
+            does not list as a parameter.
+    """
+
+    name: str
+    array: Any
+    role: str = PARAMETER
+
+
+@dataclass(frozen=True)
+class Optimised:
+    """What an optimiser changes.
+
+    Attributes:
+        holds: Whether it changes an array; None where that is not known.
+        strangers: What it holds besides the arrays that were asked about, each with its name.
+        why: What else is known of an array that it does not change.
+    """
+
+    holds: Callable[[HeldArray], bool | None]
+    strangers: Sequence[tuple[str, str]] = ()
+    why: Callable[[HeldArray], str] = lambda held: ""
+
+
+@dataclass
+class TrainingDiagnosis:
+    """What is found of a model in training.
+
+    Attributes:
+        findings: The losses.
+        names: What was asked about.
+        notes: What may be meant so, and is worth a look.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    notes: list[tuple[str, list[str]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a user has in the midst of training.
+
+    Attributes:
+        f: The loss: a function, a module, or in PyTorch a tensor that was computed already.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        model: The model, or a pytree of models and arrays; None where f is one or holds it.
+        optimizer: The optimiser, or several.
+    """
+
+    caller: str
+    f: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    model: Any = None
+    optimizer: Any = None
+
+    def with_model(self, backend: Backend) -> Loop:
+        """With the model that f is or holds, where none was named."""
+        return self if self.model is not None else replace(self, model=backend.model_of(self.f))
+
+
+Record = Callable[[LeafProgram], Recording]
+
+_CUT_OR_UNREAD = "or the way is cut, of which a finished graph shows nothing; given a closure that \
+computes the loss, why_zero names the line"
+
+
+def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> TrainingDiagnosis:
+    """The findings for what a loop trains; also at these values, if asked for."""
+    held = None if loop.model is None else backend.held(loop.caller, loop.model)
+    run = _LossRun.of(backend, loop, held, record)
+    result = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
+    run.look(result, values)
+    result.findings, notes = apart(result.findings, [result.names])
+    result.notes += notes
+    _optimised(backend, loop, run, result)
+    return result
+
+
+def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiagnosis:
+    """The findings for a loss that was computed already, as far as its graph tells."""
+    loss = loop.f
+    if loop.model is None:
+        raise GradtoolsError(
+            f"{loop.caller}: f is a loss that was computed already, which does not say what is "
+            "trained. Name it: model=, or give a closure that computes the loss."
+        )
+    if not hasattr(loss, "requires_grad"):
+        raise GradtoolsError(
+            f"{loop.caller}: f is an array, which here knows nothing of how it was computed. Give "
+            "a closure that computes the loss: lambda: loss(model, batch)."
+        )
+    if not loss.requires_grad:
+        return TrainingDiagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
+    result = trained(backend, replace(loop, f=lambda: loss), record, values=False)
+    result.findings = [
+        replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in result.findings
+    ]
+    for held in backend.held(loop.caller, loop.model):
+        grad = getattr(held.array, "grad", None)
+        is_told = any(finding.argument == held.name for finding in result.findings)
+        if held.role != PARAMETER or grad is None or is_told:
+            continue
+        if not backend.to_numpy(grad.detach()).any():
+            result.findings.append(Finding(held.name, "zero_gradient", "backward"))
+    return result
+
+
+class _LossRun:
+    """One run of the loss, and what of the model it reads.
+
+    Attributes:
+        held: What the model holds.
+    """
+
+    def __init__(self, backend: Backend, program: LeafProgram, recording: Recording) -> None:
+        self.backend, self.program, self.recording = backend, program, recording
+        self.held: list[HeldArray] = []
+        self._is_lifted = False
+        self._spent = False
+
+    @classmethod
+    def of(
+        cls, backend: Backend, loop: Loop, held: list[HeldArray] | None, record: Record
+    ) -> _LossRun:
+        arrays = [] if held is None else [h.array for h in held]
+        lifted = backend.lifted(loop.caller, loop.f, loop.args, loop.kwargs, arrays)
+        if lifted is None:
+            program = LeafProgram(backend, loop.caller, loop.f, loop.args, loop.kwargs)
+        else:
+            program = LeafProgram(backend, loop.caller, lifted, (arrays,), {}, (0,))
+            program.names[:] = [h.name for h in held or ()]
+        run = cls(backend, program, record(program))
+        run._is_lifted = lifted is not None
+        run.held = run._in_sight() if held is None else held
+        return run
+
+    def _numbers(self, k: int) -> Sequence[int]:
+        """The values that carry the gradient of an array."""
+        if self._is_lifted:
+            return self.recording.graph.inputs[k : k + 1]
+        return self.recording.reads.get(id(self.held[k].array), ())
+
+    def _in_sight(self) -> list[HeldArray]:
+        """What f itself holds and asks for a gradient."""
+        recording = self.recording
+        arrays = dict(zip([name for name, _ in recording.parameters], recording.held, strict=True))
+        named = of_modules_in_use(recording.parameters)
+        return [HeldArray(name, arrays[name]) for name, _ in named]
+
+    def look(self, found: TrainingDiagnosis, values: bool) -> None:
+        """Adds what the run says of each array."""
+        if self.recording.refusal is not None:
+            lost = refused(self.program, self.recording.refusal)
+            found.findings += [replace(lost, argument=n) for n in found.names or ["the loss"]]
+            return
+        graph = self.recording.graph
+        matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
+        lossy = any(node.loss for node in graph.nodes) or any(n.bodies for n in graph.nodes)
+        for k, held in enumerate(self.held):
+            numbers = self._numbers(k)
+            best = max((matters.get(n, Dependence.NONE) for n in numbers), default=Dependence.NONE)
+            if held.role in _NO_PARAMETER:
+                continue
+            if held.role in _NOT_LISTED:
+                found.findings.append(Finding(held.name, held.role, "module"))
+            elif best < Dependence.DIFFERENTIABLE:
+                found.findings += self._lost(held.name, numbers, best)
+            else:
+                for n in numbers if lossy else ():
+                    found.findings += from_losses(held.name, graph, losses_of(graph, n))
+                if values and not self._spent:
+                    self._at_these_values(k, found)
+        self._note_what_is_read(found, matters)
+        if self._spent:
+            found.notes.append((_SPENT, []))
+
+    def _lost(self, name: str, numbers: Sequence[int], best: Dependence) -> list[Finding]:
+        graph = self.recording.graph
+        if self.recording.host_outputs:
+            line = source_of(self.program.f)
+            return [Finding(name, "host_number", "return", line, detail="the loss is one")]
+        result = [f for n in numbers for f in from_losses(name, graph, losses_of(graph, n))]
+        if not result and best == Dependence.NONE:
+            result = [f for n in numbers for f in overwriting(name, graph, n)]
+        return result or [Finding(name, "unread", "parameter")]
+
+    def _at_these_values(self, k: int, found: TrainingDiagnosis) -> None:
+        """Adds where the gradient of one that is reached becomes zero."""
+        try:
+            vanished = self._vanished(k)
+        except RuntimeError:  # of a graph that a backward pass has freed
+            self._spent = True
+            return
+        if vanished is None:
+            return
+        others = [
+            Factor(held.name, self._numbers(j), held.array, partial(self._vanished, j))
+            for j, held in enumerate(self.held)
+            if held.role == PARAMETER and j != k
+        ]
+        factor = partial(starting, self.backend, self.recording.graph, others)
+        found.findings += from_values(self.held[k].name, vanished, factor)
+
+    def _vanished(self, k: int) -> list[Vanished] | None:
+        """Where the gradient of one becomes zero; None where it does not."""
+        run, leaves = self.program.run, self.program.leaves
+        if self._is_lifted:
+            return self.backend.vanishing(run, leaves, k)
+        before = sum(h.role == PARAMETER for h in self.held[:k])
+        moving = [h.array for h in self.held if h.role == PARAMETER]
+        return self.backend.vanishing(run, leaves, len(leaves) + before, moving)
+
+    def _note_what_is_read(self, found: TrainingDiagnosis, matters: Any) -> None:
+        """Notes arrays that the loss would give a gradient, and that ask for none."""
+        for role, text in _NOTES:
+            names = [
+                held.name
+                for k, held in enumerate(self.held)
+                if held.role == role
+                and any(
+                    matters.get(n, Dependence.NONE) == Dependence.DIFFERENTIABLE
+                    for n in self._numbers(k)
+                )
+            ]
+            if names:
+                found.notes.append((text, names))
+
+
+_SPENT = "a backward pass has freed the graph: gradients at these values were not looked at"
+_NOTES = (
+    (FROZEN, "requires_grad is False, so it is not trained"),
+    (TABLE, "a buffer that the loss depends on; no optimiser changes it"),
+    (LOOSE, "a tensor that the loss depends on and the model does not hold as a parameter"),
+)
+
+
+def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Each leaf that is lost as a whole, and in few words why; what is frozen may be meant so."""
+    result: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.whole and not finding.numerical and finding.kind != "frozen":
+            place = f" at {finding.source}" if finding.source else ""
+            result.setdefault(finding.argument, []).append(finding.kind + place)
+    return [(name, "; ".join(dict.fromkeys(said))) for name, said in result.items()]
+
+
+def _optimised(backend: Backend, loop: Loop, run: _LossRun, found: TrainingDiagnosis) -> None:
+    """Adds what the optimiser does not hold, and what it holds besides."""
+    if loop.optimizer is None:
+        if run.held and all(
+            held.role == FROZEN for held in run.held if held.role not in (TABLE, LOOSE)
+        ):
+            names = [held.name for held in run.held if held.role == FROZEN]
+            found.findings += [Finding(name, "frozen", "requires_grad") for name in names]
+            found.names += names
+            found.notes = [note for note in found.notes if note[0] != _NOTES[0][1]]
+        return
+    optimised = backend.optimised(loop.caller, loop.optimizer, loop.model, run.held)
+    in_vain = []
+    for held in run.held:
+        holds = optimised.holds(held)
+        if held.role == PARAMETER and holds is False:
+            detail = optimised.why(held)
+            found.findings.append(Finding(held.name, "not_optimised", "optimizer", detail=detail))
+        elif held.role == FROZEN and holds:
+            in_vain.append(held.name)
+    found.findings += [Finding(name, "frozen", "requires_grad") for name in in_vain]
+    found.names += in_vain
+    for name, detail in optimised.strangers:
+        found.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
+        found.names.append(name)
+    found.notes = [
+        (text, [name for name in names if name not in in_vain]) for text, names in found.notes
+    ]
+    found.notes = [note for note in found.notes if note[1]]

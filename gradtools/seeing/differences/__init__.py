@@ -1,0 +1,1 @@
+"""Where two graphs differ: canonical forms of their values, aligned step by step."""

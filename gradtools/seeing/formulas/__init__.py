@@ -1,0 +1,26 @@
+"""The formula of a program and of its derivatives, as mathematics that can be read and checked.
+
+A wing records a program as a `Graph` in the words of `vocabulary/`; no framework is needed from
+there on::
+
+    graph --lowering--> expressions --recognition--> the same, patterns named
+          --reverse--> the adjoint program --reverse--> the adjoint of that
+          --statements, writing--> text and LaTeX;  --evaluation--> numbers
+
+Everything is an `Expr` (`expressions.py`), simplified as it is made (`algebra/`). A word of the
+vocabulary is a record with its lowering to primitives (`vocabulary/`); a primitive is a record of
+its value in NumPy, its cotangents, its notation and its axes (`primitives/`).
+
+`derive` is the entrance. What it returns, a `Formula`, is compared with a framework's numbers by
+`Formula.verified` before it is shown, and with a derivation by hand by `Formula.agrees_with`.
+"""
+
+from gradtools.seeing.formulas.comparing import Agreement as Agreement
+from gradtools.seeing.formulas.comparing import Differs as Differs
+from gradtools.seeing.formulas.comparing import Outside as Outside
+from gradtools.seeing.formulas.formula import Check as Check
+from gradtools.seeing.formulas.formula import Formula as Formula
+from gradtools.seeing.formulas.formula import Values as Values
+from gradtools.seeing.formulas.formula import derive as derive
+
+__all__ = ["Agreement", "Check", "Differs", "Formula", "Outside", "Values", "derive"]

@@ -1,0 +1,44 @@
+"""Constructors of expressions, which simplify what they make.
+
+`product` is at the heart; the other rooms write what they make with it, and it uses them in turn.
+"""
+
+from gradtools.seeing.formulas.algebra.arrays import broadcast as broadcast
+from gradtools.seeing.formulas.algebra.arrays import broadcast_shape as broadcast_shape
+from gradtools.seeing.formulas.algebra.arrays import einsum as einsum
+from gradtools.seeing.formulas.algebra.arrays import matmul as matmul
+from gradtools.seeing.formulas.algebra.arrays import mean as mean
+from gradtools.seeing.formulas.algebra.arrays import negate as negate
+from gradtools.seeing.formulas.algebra.arrays import scale as scale
+from gradtools.seeing.formulas.algebra.arrays import spread as spread
+from gradtools.seeing.formulas.algebra.arrays import swap as swap
+from gradtools.seeing.formulas.algebra.arrays import times as times
+from gradtools.seeing.formulas.algebra.arrays import total as total
+from gradtools.seeing.formulas.algebra.arrays import transpose as transpose
+from gradtools.seeing.formulas.algebra.arrays import unsqueeze as unsqueeze
+from gradtools.seeing.formulas.algebra.complex_numbers import adjoint_matrix as adjoint_matrix
+from gradtools.seeing.formulas.algebra.complex_numbers import conj as conj
+from gradtools.seeing.formulas.algebra.complex_numbers import imag as imag
+from gradtools.seeing.formulas.algebra.complex_numbers import real as real
+from gradtools.seeing.formulas.algebra.constants import array as array
+from gradtools.seeing.formulas.algebra.constants import constant_of as constant_of
+from gradtools.seeing.formulas.algebra.constants import full as full
+from gradtools.seeing.formulas.algebra.constants import identity as identity
+from gradtools.seeing.formulas.algebra.constants import is_zero as is_zero
+from gradtools.seeing.formulas.algebra.constants import number as number
+from gradtools.seeing.formulas.algebra.constants import zeros as zeros
+from gradtools.seeing.formulas.algebra.elementwise import divide as divide
+from gradtools.seeing.formulas.algebra.elementwise import drop_axes as drop_axes
+from gradtools.seeing.formulas.algebra.elementwise import power as power
+from gradtools.seeing.formulas.algebra.elementwise import ufunc as ufunc
+from gradtools.seeing.formulas.algebra.products import Labels as Labels
+from gradtools.seeing.formulas.algebra.products import contracts as contracts
+from gradtools.seeing.formulas.algebra.products import parts as parts
+from gradtools.seeing.formulas.algebra.products import product as product
+from gradtools.seeing.formulas.algebra.reshapes import axis_groups as axis_groups
+from gradtools.seeing.formulas.algebra.reshapes import register_elementwise as register_elementwise
+from gradtools.seeing.formulas.algebra.reshapes import reshape as reshape
+from gradtools.seeing.formulas.algebra.reshapes import squeeze as squeeze
+from gradtools.seeing.formulas.algebra.sums import add as add
+from gradtools.seeing.formulas.algebra.sums import plus as plus
+from gradtools.seeing.formulas.algebra.sums import subtract as subtract

@@ -1,0 +1,110 @@
+"""Broadcasts, transposes, sums over axes, einsum and matmul, all made by `product`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from gradtools.seeing.formulas.algebra.products import Labels, product
+from gradtools.seeing.formulas.expressions import Expr
+
+
+def scale(coefficient: Any, x: Expr) -> Expr:
+    """A number times x."""
+    return product([x], [range(x.rank)], range(x.rank), x.shape, coefficient)
+
+
+def negate(x: Expr) -> Expr:
+    """Minus x."""
+    return scale(-1.0, x)
+
+
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """NumPy's."""
+    return tuple(np.broadcast_shapes(*map(tuple, shapes)))
+
+
+def _aligned(x: Expr, rank: int) -> Labels:
+    return tuple(range(rank - x.rank, rank))
+
+
+def times(*factors: Expr) -> Expr:
+    """The elementwise product, broadcast as in NumPy."""
+    shape = broadcast_shape(*(f.shape for f in factors))
+    labels = [_aligned(f, len(shape)) for f in factors]
+    return product(factors, labels, range(len(shape)), shape)
+
+
+def broadcast(x: Expr, shape: Sequence[int], axes: Sequence[int] | None = None) -> Expr:
+    """Axis i of x becomes axes[i] of the result."""
+    axes = _aligned(x, len(shape)) if axes is None else tuple(axes)
+    return product([x], [axes], range(len(shape)), shape)
+
+
+def transpose(x: Expr, permutation: Sequence[int] | None = None) -> Expr:
+    """numpy.transpose."""
+    permutation = tuple(permutation or reversed(range(x.rank)))
+    shape = [x.shape[a] for a in permutation]
+    return product([x], [range(x.rank)], permutation, shape)
+
+
+def swap(x: Expr) -> Expr:
+    """The last two axes exchanged."""
+    return transpose(x, (*range(x.rank - 2), x.rank - 1, x.rank - 2))
+
+
+def total(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
+    """The sum over axes."""
+    axes = tuple(range(x.rank)) if axes is None else tuple(axes)
+    left = [a for a in range(x.rank) if a not in axes]
+    result = product([x], [range(x.rank)], left, [x.shape[a] for a in left])
+    return unsqueeze(result, axes) if keep else result
+
+
+def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
+    """X with axes of length 1 at these places of the result."""
+    axes = set(axes)
+    rank = x.rank + len(axes)
+    kept = [a for a in range(rank) if a not in axes]
+    shape = [1] * rank
+    for a, n in zip(kept, x.shape, strict=True):
+        shape[a] = n
+    return product([x], [kept], range(rank), shape)
+
+
+def spread(x: Expr, axes: Iterable[int], shape: Sequence[int]) -> Expr:
+    """What was reduced over axes (without keep), broadcast over them again."""
+    axes = set(axes)
+    kept = [a for a in range(len(shape)) if a not in axes]
+    return product([x], [kept], range(len(shape)), shape)
+
+
+def mean(x: Expr, axes: Iterable[int], keep: bool = False) -> Expr:
+    """The mean over axes."""
+    axes = tuple(axes)
+    return scale(1.0 / prod(x.shape[a] for a in axes), total(x, axes, keep))
+
+
+def einsum(subscripts: str, *xs: Expr) -> Expr:
+    """numpy.einsum with an arrow."""
+    left, out = subscripts.replace(" ", "").split("->")
+    size: dict[str, int] = {}
+    for names, x in zip(left.split(","), xs, strict=True):
+        for name, n in zip(names, x.shape, strict=True):
+            size[name] = n if size.get(name, 1) == 1 else size[name]
+    return product(xs, left.split(","), out, [size[n] for n in out])
+
+
+def matmul(a: Expr, b: Expr) -> Expr:
+    """numpy.matmul."""
+    left = ["k"] if a.rank == 1 else ["i", "k"]
+    right = ["k"] if b.rank == 1 else ["k", "j"]
+    batch = broadcast_shape(a.shape[: max(a.rank - 2, 0)], b.shape[: max(b.rank - 2, 0)])
+    names = list(range(len(batch)))
+    skip = lambda x: names[len(names) - max(x.rank - 2, 0) :]
+    out = names + (["i"] if a.rank > 1 else []) + (["j"] if b.rank > 1 else [])
+    shape = batch + (a.shape[-2:-1] if a.rank > 1 else ()) + (b.shape[-1:] if b.rank > 1 else ())
+    return product([a, b], [[*skip(a), *left], [*skip(b), *right]], out, shape)

@@ -1,0 +1,405 @@
+"""Products of arrays, as einsum, simplified as they are made.
+
+Coefficients are gathered, nested products are flattened where that reads better, equal factors
+become powers, identities and one-hot factors that are summed over vanish, broadcasts and reshapes
+move outwards to where they cancel.
+
+What is never done: a contraction (a product with a sum inside) is not opened inside of another,
+so that a matrix product of the program stays one value.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gradtools.seeing.formulas import algebra  # its rooms use each other
+from gradtools.seeing.formulas.algebra.constants import full, tidy
+from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, expr, widest
+
+Labels = tuple[Any, ...]
+_MOST_FACTORS = 12  # beyond, nested products stay nested: nobody reads them, and they only grow
+
+
+def parts(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
+    """X as a product: coefficient, factors, their labels, its own labels."""
+    if x.op == "einsum":
+        return _unwrapped(x)
+    if x.op == "number":
+        return x["value"], [], [], ()
+    return 1.0, [x], [tuple(range(x.rank))], tuple(range(x.rank))
+
+
+def _unwrapped(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
+    """The parts of a product, those of a transposed or scaled product among them."""
+    coefficient, factors, labels = x["coefficient"], x.args, x["labels"]
+    if len(factors) == 1 and factors[0].op == "einsum" and not contracts(factors[0]):
+        inner, names = factors[0], labels[0]
+        return (
+            coefficient * inner["coefficient"],
+            list(inner.args),
+            [tuple(names[l] for l in ls) for ls in inner["labels"]],
+            tuple(range(x.rank)),
+        )
+    return coefficient, list(factors), list(labels), tuple(range(x.rank))
+
+
+def contracts(x: Expr) -> bool:
+    """Whether x is a product with a sum inside."""
+    return x.op == "einsum" and any(l >= x.rank for labels in x["labels"] for l in labels)
+
+
+class _Product:
+    """A product while it is being simplified."""
+
+    def __init__(self, factors, labels, out, shape, coefficient):
+        self.coefficient = coefficient
+        self.factors: list[tuple[Expr, Labels]] = list(
+            zip(factors, map(tuple, labels), strict=True)
+        )
+        self.out = tuple(out)
+        self.size = dict(zip(self.out, shape, strict=True))
+        for factor, names in self.factors:
+            for name, n in zip(names, factor.shape, strict=True):
+                if self.size.setdefault(name, n) == 1:
+                    self.size[name] = n
+        self.fresh = 0
+
+    def new_label(self) -> tuple:
+        self.fresh += 1
+        return ("new", self.fresh, id(self))
+
+    def labels(self) -> set:
+        return {name for _, names in self.factors for name in names}
+
+    def rename(self, old: Any, new: Any) -> None:
+        swap = lambda names: tuple(new if n == old else n for n in names)
+        self.factors = [(f, swap(names)) for f, names in self.factors]
+
+    def drop_sums_over_nothing(self, before: set) -> None:
+        """A label that was summed over and that no factor has any more counts its length."""
+        for name in before - self.labels() - set(self.out):
+            self.coefficient *= self.size[name]
+
+
+def product(
+    factors: Sequence[Expr],
+    labels: Sequence[Iterable[Any]],
+    out: Iterable[Any],
+    shape: Sequence[int],
+    coefficient: Any = 1.0,
+) -> Expr:
+    """The einsum of the factors, simplified.
+
+    Args:
+        factors: What is multiplied.
+        labels: The labels of each factor's axes; a label twice in one factor takes the diagonal.
+        out: The labels of the result, all different.
+        shape: The lengths of the result's axes.
+        coefficient: A number.
+    """
+    p = _Product(factors, labels, out, shape, coefficient)
+    _squeeze_axes(p)
+    _flatten(p)
+    _squeeze_axes(p)
+    split = _split_reshapes(p, shape)
+    if split is not None:
+        return split
+    _contract_identities(p)
+    _gather_powers(p)
+    _drop_one_hots(p)
+    if p.coefficient == 0:
+        p.factors = []
+    return _build(p, tuple(shape))
+
+
+def _squeeze_axes(p: _Product) -> None:
+    """Axes of length 1 carry no label: they are taken off, or summed over."""
+    before = p.labels()
+    squeezed = []
+    for factor, names in p.factors:
+        ones = tuple(a for a, n in enumerate(factor.shape) if n == 1)
+        inner = algebra.squeeze(factor, ones) if ones else factor
+        if inner is not factor:
+            names = tuple(name for a, name in enumerate(names) if a not in ones)
+        squeezed.append((inner, names))
+    p.factors = squeezed
+    p.drop_sums_over_nothing(before)
+    p.factors = [(f, _private_ones(p, f, names)) for f, names in p.factors]
+
+
+def _private_ones(p: _Product, factor: Expr, names: Labels) -> Labels:
+    """A length-1 axis that cannot be taken off gets a label of its own, which is summed over."""
+    return tuple(
+        p.new_label() if n == 1 and p.size.get(name) != 1 else name
+        for name, n in zip(names, factor.shape, strict=True)
+    )
+
+
+def _flatten(p: _Product) -> None:
+    """Open the products among the factors, where that reads better."""
+    before = p.labels()
+    sums = bool(before - set(p.out))
+    flat: list[tuple[Expr, Labels]] = []
+    queue = list(p.factors)
+    while queue:
+        factor, names = queue.pop(0)
+        closed = not _opens(factor, len(flat) + len(queue))
+        if closed or (sums and _stays_whole(factor)):
+            flat.append((factor, names))
+        elif sums and _is_scaled_whole(factor):
+            flat.append(_scale_inside(factor, names))
+        else:
+            sums = sums or contracts(factor)
+            queue = _opened(p, factor, names) + queue
+    p.factors = flat
+    p.drop_sums_over_nothing(before)
+
+
+def _opened(p: _Product, factor: Expr, names: Labels) -> list[tuple[Expr, Labels]]:
+    p.coefficient *= factor["value"] if factor.op == "number" else factor["coefficient"]
+    known: dict[Any, Any] = dict(enumerate(names))
+    opened = []
+    for f, ls in zip(factor.args, factor.get("labels", ()), strict=True):
+        for l, n in zip(ls, f.shape, strict=True):
+            if l not in known:
+                known[l] = p.new_label()
+                p.size[known[l]] = n
+        opened.append((f, tuple(known[l] for l in ls)))
+    return opened
+
+
+def _stays_whole(x: Expr) -> bool:
+    """Whether x is an elementwise product, which inside of a sum stays one matrix.
+
+    Not if it is broadcast, or if factors of it vanish when they are summed over.
+    """
+    if x.op != "einsum" or len(x.args) < 2 or contracts(x):
+        return False
+    labels = [l for names in x["labels"] for l in names]
+    if len(set(labels)) < x.rank or any(f.op in ("one_hot", "identity") for f in x.args):
+        return False
+    arrays = [f for f in x.args if f.rank]
+    if len(arrays) == 1 and arrays[0].op == "placeholder":
+        return False
+    return len(labels) > len(set(labels)) or any(not f.rank for f in x.args)
+
+
+def _is_scaled_whole(x: Expr) -> bool:
+    """Whether x is a multiple of an elementwise product that stays one matrix, maybe turned."""
+    turned = x.op == "einsum" and len(x.args) == 1 and x["coefficient"] != 1
+    return turned and _stays_whole(x.args[0])
+
+
+def _scale_inside(x: Expr, names: Labels) -> tuple[Expr, Labels]:
+    """The same with the number inside, and the axes as the inner product has them."""
+    core = x.args[0]
+    coefficient = x["coefficient"] * core["coefficient"]
+    scaled = product(core.args, core["labels"], range(core.rank), core.shape, coefficient)
+    return scaled, tuple(names[l] for l in x["labels"][0])
+
+
+def _opens(factor: Expr, others: int) -> bool:
+    if factor.op == "number":
+        return True
+    if factor.op != "einsum" or len(factor.args) + others > _MOST_FACTORS:
+        return False
+    if not contracts(factor):
+        return True
+    return not others and len(factor.args) == 1
+
+
+def _contract_identities(p: _Product) -> None:
+    """A unit matrix with a summed label renames it; one that is summed alone counts."""
+    before = p.labels()
+    for place in [f for f in p.factors if f[0].op == "identity"]:
+        current = [f for f in p.factors if f[0] is place[0]]
+        for entry in current:
+            a, b = entry[1]
+            if a == b or a not in p.out or b not in p.out:
+                p.factors.remove(entry)
+                if a != b:
+                    p.rename(*((a, b) if a not in p.out else (b, a)))
+                    before.discard(a if a not in p.out else b)
+                break
+    p.drop_sums_over_nothing(before)
+
+
+def _gather_powers(p: _Product) -> None:
+    """Equal factors with equal labels become one power."""
+    before = p.labels()
+    powers: dict[tuple[Expr, Labels], Any] = {}
+    for factor, names in p.factors:
+        base, exponent = (
+            (factor.args[0], factor["exponent"]) if factor.op == "power" else (factor, 1)
+        )
+        powers[base, names] = powers.get((base, names), 0) + exponent
+    _modulus_times_sign(powers)
+    p.factors = []
+    for (base, names), exponent in powers.items():
+        if exponent == 0:
+            continue
+        raised = algebra.power(base, exponent)
+        if raised.op in ("einsum", "number") and exponent != 1:
+            coefficient, inner, labels, out = parts(raised)
+            p.coefficient *= coefficient
+            known = dict(zip(out, names, strict=True))
+            p.factors += [
+                (f, tuple(known[l] for l in ls)) for f, ls in zip(inner, labels, strict=True)
+            ]
+        else:
+            p.factors.append((raised, names))
+    p.drop_sums_over_nothing(before)
+
+
+def _modulus_times_sign(powers: dict[tuple[Expr, Labels], Any]) -> None:
+    """|x| sgn(x) is x."""
+    for base, names in list(powers):
+        if base.op != "sign" or powers[base, names] != 1:
+            continue
+        size = next(
+            (b for b, n in powers if b.op == "abs" and b.args == base.args and n == names), None
+        )
+        if size is not None and powers[size, names] >= 1:
+            powers[size, names] -= 1
+            del powers[base, names]
+            x = base.args[0]
+            powers[x, names] = powers.get((x, names), 0) + 1
+
+
+def _drop_one_hots(p: _Product) -> None:
+    """The sum over a one-hot axis that nothing else has is 1."""
+    for entry in list(p.factors):
+        factor, names = entry
+        if factor.op != "one_hot" or names[-1] in p.out or names.count(names[-1]) > 1:
+            continue
+        if sum(names[-1] in others for _, others in p.factors) > 1:
+            continue
+        before = p.labels()
+        p.factors.remove(entry)
+        before.discard(names[-1])
+        p.drop_sums_over_nothing(before)
+
+
+def _split_reshapes(p: _Product, shape: Sequence[int]) -> Expr | None:
+    """Give each part of a merged axis its own label, if every factor with that axis can."""
+    if _only_turns(p):
+        return None
+    for name in sorted(p.labels(), key=str):
+        lengths = _common_merge(p, name)
+        if lengths is not None and len(lengths) > 1:
+            return _split_label(p, name, lengths, tuple(shape))
+    return None
+
+
+def _only_turns(p: _Product) -> bool:
+    """Whether nothing is done but to put in axes of length 1."""
+    if len(p.factors) != 1 or p.coefficient != 1 or _has_sum(p):
+        return False
+    names = p.factors[0][1]
+    long = tuple(n for n in p.out if p.size[n] != 1 or n in names)
+    return names == long
+
+
+def _common_merge(p: _Product, name: Any) -> tuple[int, ...] | None:
+    result: set = set()
+    for factor, names in p.factors:
+        for axis, n in enumerate(names):
+            if n == name:
+                result.add(_merged_axes(factor, axis))
+    return result.pop() if len(result) == 1 else None
+
+
+def _merged_axes(factor: Expr, axis: int) -> tuple[int, ...] | None:
+    """The lengths that a reshape merged into this axis."""
+    if factor.op != "reshape":
+        return None
+    for old, new in algebra.axis_groups(factor.args[0].shape, factor.shape) or []:
+        if new == [axis]:
+            return tuple(n for n in (factor.args[0].shape[a] for a in old) if n != 1)
+    return None
+
+
+def _split_label(p: _Product, name: Any, lengths, shape) -> Expr:
+    new = [p.new_label() for _ in lengths]
+    spread = lambda names: tuple(m for n in names for m in (new if n == name else [n]))
+    factors = []
+    for factor, names in p.factors:
+        if name in names:
+            sizes = [
+                n
+                for label, length in zip(names, factor.shape, strict=True)
+                for n in (lengths if label == name else [length])
+            ]
+            factor = algebra.reshape(factor, sizes)
+        factors.append((factor, spread(names)))
+    size = {**p.size, **dict(zip(new, lengths, strict=True))}
+    out = spread(p.out)
+    inner = product(
+        [f for f, _ in factors], [n for _, n in factors], out, [size[n] for n in out], p.coefficient
+    )
+    return algebra.reshape(inner, shape)
+
+
+def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
+    factors, coefficient = p.factors, tidy(p.coefficient)
+    if not factors:
+        return full(coefficient, shape)
+    if len(factors) == 1 and coefficient == 1 and factors[0][1] == p.out:
+        return factors[0][0]
+    factors = sorted(factors, key=lambda f: (f[0].turn, [str(n) for n in f[1]]))
+    if _has_sum(p):
+        core, kept = _core(factors, p)
+        if coefficient == 1 and kept == p.out:
+            return core
+        return _einsum([(core, kept)], p.out, shape, coefficient)
+    kept = _own_order(factors)
+    if len(factors) > 1 and set(kept) == set(p.out) and kept != p.out:
+        core = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)
+        return _einsum([(core, kept)], p.out, shape, coefficient)
+    return _einsum(factors, p.out, shape, coefficient)
+
+
+# The order of axes of each contraction, by the contraction in the order of its factors, which
+# lives as long as the contraction does.
+_first_order: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+_keys: weakref.WeakKeyDictionary[Expr, Expr] = weakref.WeakKeyDictionary()
+
+
+def _own_order(factors: list) -> Labels:
+    """The axes of a product, as its factor with most axes has them: one order for all uses."""
+    by_rank = sorted(factors, key=lambda f: -len(f[1]))
+    return tuple(dict.fromkeys(n for _, names in by_rank for n in names))
+
+
+def _has_sum(p: _Product) -> bool:
+    return bool(p.labels() - set(p.out))
+
+
+def _core(factors: list, p: _Product) -> tuple[Expr, Labels]:
+    """The contraction itself: no coefficient, no broadcast.
+
+    Its axes are in the order in which it was first asked for, which is how it reads best.
+    """
+    kept = tuple(dict.fromkeys(n for _, names in factors for n in names if n in p.out))
+    key = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)
+    wanted = tuple(kept.index(n) for n in p.out if n in kept)
+    kept = tuple(kept[a] for a in _first_order.setdefault(key, wanted))
+    core = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)
+    if core is not key:
+        _keys[core] = key
+    return core, kept
+
+
+def _einsum(factors: list, out: Labels, shape: tuple[int, ...], coefficient: Any) -> Expr:
+    rename = {name: i for i, name in enumerate(out)}
+    for _, names in factors:
+        for name in names:
+            rename.setdefault(name, len(rename))
+    labels = tuple(tuple(rename[n] for n in names) for _, names in factors)
+    kinds = [f.kind for f, _ in factors] + [COMPLEX if isinstance(coefficient, complex) else REAL]
+    args = tuple(f for f, _ in factors)
+    return expr("einsum", args, shape, widest(*kinds), labels=labels, coefficient=coefficient)

@@ -1,0 +1,127 @@
+"""Names for axes: axes of different arrays that are the same get the same letter.
+
+Every operation ties axes of its arguments to axes of its result: those of a sum one by one,
+those of a product by their labels. What is tied is one axis of the problem, such as the batch or
+the classes, and gets one letter, so that ``sum over n`` says what it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gradtools.seeing.formulas.expressions import Expr
+from gradtools.seeing.formulas.primitives import PRIMITIVES
+from gradtools.seeing.formulas.primitives.elementwise import FUNCTIONS
+from gradtools.seeing.formulas.primitives.record import Ties, tie_same
+
+Axis = tuple[Expr, int]
+_LETTERS = "ijklmnprsuvaeh"  # those that exist as small letters in Unicode
+
+
+class Axes:
+    """Which axes are the same, and how they are called."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Axis, Axis] = {}
+        self._letters: dict[Axis, str] = {}
+        self._taken: set[str] = set()
+
+    def _root(self, axis: Axis) -> Axis:
+        path = []
+        while (up := self._parent.get(axis, axis)) != axis:
+            path.append(axis)
+            axis = up
+        for below in path:
+            self._parent[below] = axis
+        return axis
+
+    def tie(self, a: Axis, b: Axis) -> None:
+        """Say that two axes are the same, if they are as long."""
+        (x, i), (y, j) = a, b
+        if i < x.rank and j < y.rank and x.shape[i] == y.shape[j] != 1:
+            first, second = self._root(a), self._root(b)
+            if first != second:
+                self._parent[second] = first
+
+    def tie_all(self, a: Expr, b: Expr) -> None:
+        """Say that the axes of two arrays are the same one by one."""
+        if a.rank == b.rank:
+            for k in range(a.rank):
+                self.tie((a, k), (b, k))
+
+    def learn(self, values: Iterable[Expr]) -> None:
+        """Tie what these operations tie."""
+        for y in values:
+            _tie(self, y)
+
+    def forbid(self, letters: Iterable[str]) -> None:
+        """Letters that mean something else."""
+        self._taken.update(letters)
+
+    def fix(self, x: Expr, axis: int, letter: str) -> None:
+        """Say how an axis is called."""
+        self._letters[self._root((x, axis))] = letter
+        self._taken.add(letter)
+
+    def letter(self, x: Expr, axis: int) -> str:
+        """The letter of an axis."""
+        root = self._root((x, axis))
+        if root not in self._letters:
+            free = (c for c in _endless() if c not in self._taken)
+            self._letters[root] = next(free)
+            self._taken.add(self._letters[root])
+        return self._letters[root]
+
+    def letters(self, x: Expr) -> tuple[str, ...]:
+        """The letters of all axes; twice the same letter where it is the same axis twice."""
+        return tuple(self.letter(x, a) for a in range(x.rank))
+
+    def unique(self, x: Expr) -> tuple[str, ...]:
+        """The letters of all axes, with primes where one comes again."""
+        return primed(self.letters(x))
+
+
+def _endless() -> Iterable[str]:
+    yield from _LETTERS
+    n = 1
+    while True:
+        yield from (f"{c}{n}" for c in "ijklmn")
+        n += 1
+
+
+def primed(letters: Sequence[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
+    """The letters, made different from each other and from those that are taken."""
+    seen, result = set(taken), []
+    for letter in letters:
+        while letter in seen:
+            letter += "'"
+        seen.add(letter)
+        result.append(letter)
+    return tuple(result)
+
+
+def _tie(axes: Axes, y: Expr) -> None:
+    known = PRIMITIVES.get(y.op)
+    ties = tie_same if y.op in FUNCTIONS else known.ties if known else _OF_CONTROL.get(y.op)
+    if ties is not None:
+        ties(axes, y)
+
+
+def _tie_scan(axes: Axes, y: Expr) -> None:
+    body, consts, carries, k = y["body"], y["consts"], y["carries"], y["output"]
+    for n, (p, a) in enumerate(zip(body.inputs, y.args, strict=True)):
+        shift = int(n >= consts + carries)
+        for axis in range(p.rank):
+            axes.tie((p, axis), (a, axis + shift))
+    inner, shift = body.outputs[k], int(k >= carries)
+    for axis in range(inner.rank):
+        axes.tie((inner, axis), (y, axis + shift))
+    for p, out in zip(body.inputs[consts : consts + carries], body.outputs, strict=False):
+        axes.tie_all(p, out)
+
+
+def _tie_ruled(axes: Axes, y: Expr) -> None:
+    axes.tie_all(y, y.args[y["output"]])
+
+
+_OF_CONTROL: dict[str, Ties] = {"scan": _tie_scan, "ruled": _tie_ruled}

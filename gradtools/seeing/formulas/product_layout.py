@@ -1,0 +1,276 @@
+"""How a product is laid out: which factors stand where, and whether they form a chain.
+
+A product with a sum inside is a chain of matrices if every label that is summed over belongs to
+two factors, and following them leads from one axis of the result to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any
+
+from gradtools.seeing.formulas.algebra import contracts, power
+from gradtools.seeing.formulas.axes import Axes
+from gradtools.seeing.formulas.expressions import Expr
+
+Entry = tuple[Expr, tuple[int, ...]]
+
+
+def display_factors(
+    x: Expr,
+    named: Collection[Expr],
+    entries: bool = False,
+    defined: Defined | None = None,
+    opens: bool = True,
+) -> tuple[Any, list[Expr], list[tuple[int, ...]]]:
+    """Coefficient, factors and labels of x, with the products among them written out.
+
+    Products that have a name stay; so do sums inside of elementwise products, unless single
+    entries are written. What is defined already may stand for several factors.
+    """
+    coefficient = x["coefficient"]
+    fresh = x.rank + 1000
+    queue = list(zip(x.args, x["labels"], strict=True))
+    result: list[Entry] = []
+    sums = contracts(x)
+    while queue:
+        factor, names = queue.pop(0)
+        single = not result and not queue
+        if factor in named or factor.op != "einsum" or not factor.args:
+            result.append((factor, names))
+            continue
+        linked = opens and sums and _flat(x) and len(factor.args) > 1
+        if contracts(factor) and not (single or linked or entries):
+            result.append((factor, names))
+            continue
+        coefficient *= factor["coefficient"]
+        inner = dict(enumerate(names))
+        opened = []
+        for f, ls in zip(factor.args, factor["labels"], strict=True):
+            for l in ls:
+                if l not in inner:
+                    inner[l], fresh = fresh, fresh + 1
+            opened.append((f, tuple(inner[l] for l in ls)))
+        sums = sums or contracts(factor)
+        queue = opened + queue
+    result = _with_named(result, defined, x)
+    return coefficient, [f for f, _ in result], [n for _, n in result]
+
+
+class Defined:
+    """Elementwise products that have been told, found by their factors."""
+
+    def __init__(self) -> None:
+        self._by_factor: dict[Expr, list[Expr]] = {}
+
+    def add(self, p: Expr) -> None:
+        """Keep p, if it is such a product."""
+        if p.op == "einsum" and len(p.args) > 1 and p["coefficient"] == 1 and not contracts(p):
+            self._by_factor.setdefault(p.args[0], []).append(p)
+
+    def within(self, factors: set[Expr]) -> list[Expr]:
+        """The products all factors of which are among these."""
+        result = [p for f in factors for p in self._by_factor.get(f, ())]
+        return sorted((p for p in result if factors >= set(p.args)), key=lambda p: p.serial)
+
+
+def _with_named(found: list[Entry], defined: Defined | None, x: Expr) -> list[Entry]:
+    """Several factors that are a product with a name are written by the name."""
+    if len(found) < 2 or defined is None:
+        return found
+    for p in defined.within({f for f, _ in found}):
+        if p is not x:
+            found = _replaced(found, p) or found
+    return found
+
+
+def _replaced(found: list[Entry], p: Expr) -> list[Entry] | None:
+    place: dict[int, int] = {}
+    left = list(found)
+    for f, names in zip(p.args, p["labels"], strict=True):
+        match = next((e for e in left if e[0] is f and _fits(place, names, e[1])), None)
+        if match is None:
+            return None
+        place.update(zip(names, match[1], strict=True))
+        left.remove(match)
+    if len(place) < p.rank or len(set(place.values())) < len(place):
+        return None
+    return [(p, tuple(place[l] for l in range(p.rank))), *left]
+
+
+def _fits(place: dict[int, int], names: Sequence[int], there: Sequence[int]) -> bool:
+    return all(place.get(l, t) == t for l, t in zip(names, there, strict=True))
+
+
+def summed_length(x: Expr) -> int:
+    """Over how many entries x is a sum of one array; 0 if it is no such sum."""
+    if not contracts(x) or len(x.args) != 1:
+        return 0
+    return prod(n for l, n in zip(x["labels"][0], x.args[0].shape, strict=True) if l >= x.rank)
+
+
+def _flat(x: Expr) -> bool:
+    return all(f.rank <= 2 for f in x.args) and x.rank <= 2
+
+
+class Factors:
+    """A product's factors, sorted by where they are written.
+
+    Attributes:
+        coefficient: The number in front.
+        scalars: Factors without axes above the line.
+        scalars_below: Those below.
+        arrays: Factors with axes, and their labels.
+        below: Those that divide.
+        out: The labels of the result that some factor has.
+        summed: The labels that are summed over.
+        size: The length of each label's axis.
+    """
+
+    def __init__(self, coefficient: Any, factors: Sequence[Expr], labels: Sequence, x: Expr):
+        self.coefficient = coefficient
+        self._entries: list[Entry] = list(zip(factors, labels, strict=True))
+        self.target = x
+        self.scalars: list[Expr] = []
+        self.scalars_below: list[Expr] = []
+        self.arrays: list[Entry] = []
+        self.below: list[Entry] = []
+        used = {l for names in labels for l in names}
+        self.out = [l for l in range(x.rank) if l in used]
+        self.summed = used - set(self.out)
+        core = x.args[0] if len(x.args) == 1 and contracts(x.args[0]) else x
+        self.is_plain_sum = summed_length(core) > 0
+        self.size = {
+            l: n for f, names in self._entries for l, n in zip(names, f.shape, strict=True)
+        }
+
+    def apart(self) -> None:
+        """Put negative powers below the line, and what has no axes in front."""
+        for f, names in self._entries:
+            negative = f.op == "power" and _is_negative(f["exponent"])
+            shown = power(f.args[0], -f["exponent"]) if negative else f
+            if not f.rank:
+                (self.scalars_below if negative else self.scalars).append(shown)
+            else:
+                (self.below if negative else self.arrays).append((shown, names))
+
+    def label_letters(self, axes: Axes) -> dict[int, str]:
+        """The letter of each label."""
+        result: dict[int, str] = {}
+        for f, names in self._entries:
+            for k, l in enumerate(names):
+                result.setdefault(l, axes.letter(f, k))
+        return result
+
+    def reference(self) -> list[int]:
+        """The order of labels that factors are compared with."""
+        order = list(self.out) if len(self.out) > 1 else []
+        for _, names in sorted((*self.arrays, *self.below), key=lambda e: -len(e[1])):
+            order += [l for l in names if l not in order]
+        return order
+
+
+def _is_negative(exponent: Any) -> bool:
+    return not isinstance(exponent, complex) and exponent < 0
+
+
+Link = tuple[list[Expr], bool]
+
+
+def chain(f: Factors) -> list[Link] | None:
+    """The factors as a chain of matrices: groups of factors, and whether they are transposed."""
+    entries = _without_batch(f)
+    if entries is None or any(len(set(n)) < len(n) or len(n) > 2 for _, n in entries):
+        return None
+    out = [l for l in f.out if any(l in n for _, n in entries)]
+    for joins in (False, True):
+        groups = _groups(entries, joins)
+        if len(out) > 2 or (not f.summed and (len(out) < 2 or len(groups) < 2)):
+            return None
+        if _is_chain(groups, out):
+            return _walk(groups, out)
+    return None
+
+
+def _without_batch(f: Factors) -> list[Entry] | None:
+    """The factors without the leading axes that matrices are stacked along."""
+    out, entries = list(f.out), list(f.arrays)
+    if max((len(n) for _, n in entries), default=0) <= 2 and len(out) <= 2:
+        return entries
+    if len(out) != f.target.rank or len(out) < 3:
+        return None
+    batch = out[:-2]
+    stripped = []
+    for a, names in entries:
+        lead = tuple(l for l in names if l in batch)
+        if names[: len(lead)] != lead or list(lead) != batch[len(batch) - len(lead) :]:
+            return None
+        if len(names) - len(lead) != 2:
+            return None
+        stripped.append((a, names[len(lead) :]))
+    return stripped
+
+
+def _groups(entries: Sequence[Entry], joins: bool) -> list[tuple[list[Expr], tuple[int, ...]]]:
+    """Factors with the same labels form one; where it joins, a vector scales a matrix's axis."""
+    groups: list[tuple[list[Expr], tuple[int, ...]]] = []
+    for a, names in sorted(entries, key=lambda e: -len(e[1])):
+        home = next((g for g in groups if g[1] == names), None)
+        if joins and home is None and len(names) == 1 and _busy(names[0], entries) > 2:
+            home = next((g for g in groups if names[0] in g[1]), None)
+        if home is None:
+            groups.append(([a], names))
+        else:
+            home[0].append(a)
+    return groups
+
+
+def _busy(label: int, entries: Sequence[Entry]) -> int:
+    return sum(label in names for _, names in entries)
+
+
+def _is_chain(groups: Sequence, out: Sequence[int]) -> bool:
+    count: dict[int, int] = {}
+    for _, names in groups:
+        for l in names:
+            count[l] = count.get(l, 0) + 1
+    return all(n == (1 if l in out else 2) for l, n in count.items())
+
+
+def _walk(groups: list, out: list[int]) -> list[Link] | None:
+    """Follow the labels from the first axis of the result."""
+    left = list(groups)
+    if out:
+        links = _follow(left, out[0])
+        if len(out) == 2 and left:
+            other = _follow(left, out[1])
+            links += [(g, not t) for g, t in reversed(other)]
+    else:
+        start = next((g for g in left if len(g[1]) == 1), None)
+        if start is None:
+            return _around(left)
+        left.remove(start)
+        links = [(start[0], True), *_follow(left, start[1][0])]
+    return links if not left else None
+
+
+def _around(left: list) -> list[Link] | None:
+    """A closed chain: the trace of a product of matrices."""
+    first = left.pop(0)
+    links = [(first[0], False), *_follow(left, first[1][1])]
+    return links if not left and len(links) > 1 else None
+
+
+def _follow(left: list, label: int) -> list[Link]:
+    links: list[Link] = []
+    while True:
+        group = next((g for g in left if label in g[1]), None)
+        if group is None:
+            return links
+        left.remove(group)
+        names = group[1]
+        links.append((group[0], len(names) == 2 and names[0] != label))
+        if len(names) == 1:
+            return links
+        label = names[1] if names[0] == label else names[0]

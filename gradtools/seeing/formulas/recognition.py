@@ -1,0 +1,482 @@
+"""Pattern matching: a composition such as log(1 + exp(x)) is written by its name, softplus.
+
+JAX writes out what PyTorch has as one call. Each pattern below looks at one value of the program
+and at what it is made of; where it fits, the value is written as what it is::
+
+    e / sum e,  e = exp(x - c)              softmax(x)         c being constant along the axis
+    x - c - log sum exp(x - c)              log_softmax(x)
+    c + log sum exp(x - c)                  logsumexp(x)
+    1 / (1 + exp(-x))                       sigmoid(x)
+    log(1 + exp(x)),  logaddexp forms       softplus(x)
+    (1 + erf(x / sqrt 2)) / 2               the normal distribution function, of gelu
+    mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
+    relu of what is not negative            itself
+    (x - mean x) / sqrt(variance + eps)     standardize(x)
+    sqrt(sum |x|^2)                         norm(x)
+    logsumexp(x) - <one-hot, x>             -<one-hot, log_softmax(x)>
+    |x|,  x a sum of exponentials           x
+    max(-inf, x)                            x
+
+Stopped values (JAX stops the maximum that it subtracts) are read through: they cancel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from gradtools.seeing.formulas import constructors
+from gradtools.seeing.formulas.algebra import (
+    add,
+    constant_of,
+    contracts,
+    drop_axes,
+    full,
+    negate,
+    parts,
+    plus,
+    product,
+    scale,
+    spread,
+    subtract,
+    times,
+    total,
+)
+from gradtools.seeing.formulas.control import rebuild
+from gradtools.seeing.formulas.expressions import Expr, Program, substitute
+from gradtools.seeing.formulas.primitives.elementwise import apply
+
+Pattern = Callable[[Expr], Expr | None]
+
+
+def recognise(program: Program) -> Program:
+    """The program with the patterns that are known written as what they are."""
+    return Program(program.inputs, tuple(substitute(program.outputs, {}, rebuild, _named)))
+
+
+def _named(x: Expr) -> Expr:
+    """The first pattern that fits, again until none does."""
+    for pattern in _PATTERNS:
+        result = pattern(x)
+        if result is not None and result is not x and result.shape == x.shape:
+            return result
+    return x
+
+
+# Reading.
+
+
+def _terms(x: Expr) -> list[Expr]:
+    """The terms of a sum, sums within it opened."""
+    if x.op == "add":
+        return [t for a in x.args for t in _terms(a)]
+    c, factors, labels, out = parts(x)
+    if len(factors) == 1 and factors[0].op == "add" and set(labels[0]) <= set(out):
+        inner = _terms(factors[0])
+        return [product([t], labels, out, x.shape, c) for t in inner]
+    return [x]
+
+
+def _broadcast_axes(x: Expr) -> set[int]:
+    """The axes along which x is constant, as can be seen."""
+    if x.op == "stop":
+        return _broadcast_axes(x.args[0])
+    _, _, labels, out = parts(x)
+    return set(out) - {l for names in labels for l in names}
+
+
+def _shifted(x: Expr, axes: set[int]) -> tuple[Expr, list[Expr]]:
+    """X without its terms that are constant along axes, and these terms."""
+    return _parted(_terms(x), axes, x)
+
+
+def _parted(terms: list[Expr], axes: set[int], x: Expr) -> tuple[Expr, list[Expr]]:
+    constant = [t for t in terms if axes <= _broadcast_axes(t)]
+    rest = [t for t in terms if t not in constant]
+    return (add(rest) if rest else full(0.0, x.shape)), constant
+
+
+def _exponent(x: Expr) -> Expr | None:
+    """The argument, if x is an exponential."""
+    return x.args[0] if x.op == "exp" else None
+
+
+def _sum_over(x: Expr) -> tuple[Expr, set[int]] | None:
+    """The array and the axes, if x is a plain sum."""
+    if not contracts(x) or len(x.args) != 1 or x["coefficient"] != 1:
+        return None
+    names = x["labels"][0]
+    if tuple(l for l in names if l < x.rank) != tuple(range(x.rank)):
+        return None
+    return x.args[0], {a for a, l in enumerate(names) if l >= x.rank}
+
+
+# Patterns.
+
+
+def _softmax(x: Expr) -> Expr | None:
+    """An exponential over its own sum along one axis."""
+    for e, names, below, low_names, rest in _quotients(x):
+        result = _sum_over(below)
+        if result is None or result[0] is not e or len(result[1]) != 1:
+            continue
+        (axis,) = result[1]
+        kept = [n for a, n in enumerate(names) if a != axis]
+        if list(low_names) != kept:
+            continue
+        shifted, _ = _shifted(e.args[0], {axis})
+        p = constructors.softmax(shifted, axis)
+        c, factors, labels, out = rest
+        return product([p, *factors], [names, *labels], out, x.shape, c)
+    return None
+
+
+def _quotients(x: Expr) -> Iterator[tuple]:
+    """Each exponential in a product with each divisor, and what else there is."""
+    if x.op != "einsum":
+        return
+    c, factors, labels, out = parts(x)
+    entries = list(zip(factors, labels, strict=True))
+    for top in entries:
+        for low in entries:
+            if top[0].op == "exp" and low[0].op == "power" and low[0]["exponent"] == -1:
+                left = [e for e in entries if e is not top and e is not low]
+                rest = (c, [f for f, _ in left], [n for _, n in left], out)
+                yield top[0], top[1], low[0].args[0], low[1], rest
+
+
+def _log_softmax(x: Expr) -> Expr | None:
+    """X - logsumexp(x), up to what is constant along the axis."""
+    terms = _terms(x) if x.op == "add" else []
+    for t in terms:
+        result = _minus_logsumexp(t)
+        if result is None:
+            continue
+        z, axis = result
+        rest = [r for r in terms if r is not t]
+        y = add(rest) if rest else None
+        if y is None or y.shape != z.shape:
+            continue
+        mine, shift = _shifted(y, {axis})
+        theirs, other = _shifted(z, {axis})
+        if mine is theirs and set(shift) == set(other):
+            return constructors.along("log_softmax", mine, axis)
+    return None
+
+
+def _of_one_hot(x: Expr) -> Expr | None:
+    """Logsumexp(z) - <one-hot, z> is -<one-hot, log_softmax(z)>."""
+    terms = _terms(x) if x.op == "add" else []
+    for t in terms:
+        if t.op != "logsumexp" or t["axes"] != (t.args[0].rank - 1,):
+            continue
+        z, (axis,) = t.args[0], t["axes"]
+        for s in terms:
+            factors = [g for f in parts(s)[1] for g in (f, *f.args)]
+            for h in (f for f in factors if f.op == "one_hot" and f.shape == z.shape):
+                if s is negate(total(times(z, h), (axis,))):
+                    log = constructors.along("log_softmax", z, axis)
+                    rest = [r for r in terms if r is not t and r is not s]
+                    return add([negate(total(times(log, h), (axis,))), *rest])
+    return None
+
+
+def _minus_logsumexp(t: Expr) -> tuple[Expr, int] | None:
+    """(z, axis) if t is -logsumexp(z) broadcast along the axis again."""
+    c, factors, labels, out = parts(t)
+    if c != -1 or len(factors) != 1 or len(out) - len(labels[0]) != 1:
+        return None
+    (axis,) = set(out) - set(labels[0])
+    if labels[0] != tuple(a for a in out if a != axis):
+        return None
+    f = factors[0]
+    if f.op == "logsumexp" and f["axes"] == (axis,):
+        return f.args[0], axis
+    z = _log_sum_exp(f)
+    return (z[0], axis) if z is not None and z[1] == {axis} else None
+
+
+def _log_sum_exp(f: Expr) -> tuple[Expr, set[int]] | None:
+    """The array and the axes, if f is the log of a sum of exponentials."""
+    if f.op != "log":
+        return None
+    result = _sum_over(f.args[0])
+    if result is None:
+        return None
+    z = _exponent(result[0])
+    return None if z is None else (z, result[1])
+
+
+def _logsumexp(x: Expr) -> Expr | None:
+    """Log sum exp(z - c) + c, c being constant along the axes."""
+    for t in _terms(x):
+        found = _log_sum_exp(t)
+        if found is None:
+            continue
+        z, axes = found
+        inner, shift = _shifted(z, axes)
+        kept = [a for a in range(z.rank) if a not in axes]
+        back = [drop_axes(negate(s), kept) for s in shift]
+        left = _taken_away([r for r in _terms(x) if r is not t], back)
+        if left is None:
+            continue
+        result = constructors.reduced("logsumexp", inner, axes)
+        return plus(result, *left) if left else result
+    return None
+
+
+def _taken_away(terms: list[Expr], wanted: list[Expr]) -> list[Expr] | None:
+    """The terms without those that are wanted; None if one is not there."""
+    left = list(terms)
+    for w in wanted:
+        if w not in left:
+            return None
+        left.remove(w)
+    return left
+
+
+def _sigmoid(x: Expr) -> Expr | None:
+    """1 / (1 + exp(-x))."""
+    if x.op != "power" or x["exponent"] != -1:
+        return None
+    e = _beside_one(x.args[0])
+    return apply("sigmoid", negate(e.args[0])) if e is not None and e.op == "exp" else None
+
+
+def _beside_one(x: Expr) -> Expr | None:
+    """The other term, if x is a sum of one and another."""
+    terms = x.args if x.op == "add" else ()
+    others = [t for t in terms if constant_of(t) is None]
+    ones = [t for t in terms if constant_of(t) == 1]
+    return others[0] if len(others) == len(ones) == 1 else None
+
+
+def _softplus(x: Expr) -> Expr | None:
+    """log(1 + exp(x)); max(x, 0) + log(1 + exp(-|x|))."""
+    simple = _log_one_plus_exp(x)
+    if simple is not None:
+        return apply("softplus", simple) if not _is_minus_modulus(simple) else None
+    terms = _terms(x) if x.op == "add" else []
+    for t in terms:
+        z = _log_one_plus_exp(t)
+        if z is None or not _is_minus_modulus(z):
+            continue
+        y = parts(z)[1][0].args[0]
+        for r in terms:
+            if r is apply("relu", y):
+                rest = [s for s in terms if s is not t and s is not r]
+                return add([apply("softplus", y), *rest])
+    return None
+
+
+def _log_one_plus_exp(x: Expr) -> Expr | None:
+    if x.op != "log" or x.is_complex:
+        return None
+    e = _beside_one(x.args[0])
+    return None if e is None else _exponent(e)
+
+
+def _is_minus_modulus(z: Expr) -> bool:
+    c, factors, labels, out = parts(z)
+    return c == -1 and len(factors) == 1 and factors[0].op == "abs" and labels[0] == out
+
+
+_HALF_ROOT = math.sqrt(0.5)
+
+
+def _normal_cdf(x: Expr) -> Expr | None:
+    """1 + erf(z / sqrt 2), twice the distribution function; 1 - erf(-z / sqrt 2) likewise."""
+    other = _beside_one(x)
+    if other is None:
+        return None
+    sign, factors, labels, out = parts(other)
+    if len(factors) != 1 or factors[0].op != "erf" or labels[0] != out or sign not in (1, -1):
+        return None
+    inner = factors[0].args[0]
+    scale_ = parts(inner)[0]
+    if abs(abs(scale_) - _HALF_ROOT) > 1e-6:  # single precision writes the root short
+        return None
+    z = scale(sign * math.copysign(1.0, scale_), scale(1 / scale_, inner))
+    return scale(2.0, apply("normal_cdf", z))
+
+
+def _mean_of(x: Expr) -> tuple[Expr, set[int]] | None:
+    """The array and the axes, if x is a mean (without the axes)."""
+    c, factors, labels, out = parts(x)
+    if len(factors) != 1 or isinstance(c, complex):
+        return None
+    f = factors[0]
+    if contracts(f) and labels[0] == out:
+        result = _sum_over(f)
+    elif contracts(x):
+        result = _sum_over(product(x.args, x["labels"], out, x.shape))
+    else:
+        return None
+    if result is None:
+        return None
+    count = math.prod(result[0].shape[a] for a in result[1])
+    return result if abs(c * count - 1) < 1e-6 else None
+
+
+def _variance(x: Expr) -> Expr | None:
+    """The mean of (z - mean z)**2, or mean z**2 - (mean z)**2."""
+    result = _mean_of(x)
+    if result is not None:
+        y, axes = result
+        if y.op == "power" and y["exponent"] == 2 and not y.is_complex:
+            z = _uncentred(_modulus_of(y.args[0]), axes)
+            if z is not None:
+                return constructors.variance(z, axes)
+    if x.op in ("add", "relu"):
+        return _variance_of_moments(x)
+    return None
+
+
+def _modulus_of(x: Expr) -> Expr:
+    return x.args[0] if x.op == "abs" and not x.args[0].is_complex else x
+
+
+def _uncentred(y: Expr, axes: set[int]) -> Expr | None:
+    """Z, if y is z - mean z."""
+    whole = list(y.args) if y.op == "add" else [y]
+    return _centred_at(y, *_parted(whole, axes, y), axes) or _centred_at(
+        y, *_shifted(y, axes), axes
+    )
+
+
+def _centred_at(y: Expr, rest: Expr, constant: list[Expr], axes: set[int]) -> Expr | None:
+    """The rest, if the terms that are constant along the axes are minus its mean."""
+    if not constant:
+        return None
+    m = spread(scale(1 / _count(rest, axes), total(rest, axes)), axes, y.shape)
+    close = subtract(rest, m)
+    return rest if close is y or add([close, negate(y)]) is full(0.0, y.shape) else None
+
+
+def _count(x: Expr, axes: set[int]) -> int:
+    return math.prod(x.shape[a] for a in axes)
+
+
+def _rectified(x: Expr) -> Expr | None:
+    """What is not negative is its own positive part: JAX cuts rounding errors of a variance off."""
+    never = x.op == "relu" and x.args[0].op in ("variance", "deviation", "abs", "exp", "norm")
+    return x.args[0] if never else None
+
+
+def _variance_of_moments(x: Expr) -> Expr | None:
+    terms = _terms(x.args[0] if x.op == "relu" else x)
+    if len(terms) != 2:
+        return None
+    for first, second in (terms, terms[::-1]):
+        result = _mean_of(first)
+        if result is None or result[0].op != "power" or result[0]["exponent"] != 2:
+            continue
+        z, axes = result[0].args[0], result[1]
+        z = _modulus_of(z)
+        m = scale(1 / _count(z, axes), total(z, axes))
+        if second is negate(times(m, m)) and not z.is_complex:
+            return constructors.variance(z, axes)
+    return None
+
+
+def _standardize(x: Expr) -> Expr | None:
+    """(z - mean z) times (variance z + eps)**-1/2."""
+    if x.op != "einsum" or contracts(x):
+        return None
+    c, factors, labels, out = parts(x)
+    for k, (f, names) in enumerate(zip(factors, labels, strict=True)):
+        if f.op != "power" or f["exponent"] not in (-0.5, -1.0):
+            continue
+        result = _width(f)
+        if result is None:
+            continue
+        z, axes, eps = result
+        if z.is_complex:
+            continue
+        rest = [(g, n) for j, (g, n) in enumerate(zip(factors, labels, strict=True)) if j != k]
+        for g, n in rest:
+            same = g.shape == z.shape and tuple(
+                l for a, l in enumerate(n) if a not in axes
+            ) == tuple(names)
+            if same and _uncentred(g, axes) is z:
+                left = [e for e in rest if e[0] is not g]
+                done = constructors.standardize(z, axes, eps)
+                return product(
+                    [done, *(e[0] for e in left)], [n, *(e[1] for e in left)], out, x.shape, c
+                )
+    return None
+
+
+def _width(f: Expr) -> tuple[Expr, set[int], float] | None:
+    """(z, axes, eps), if f is 1 / sqrt(variance z + eps)."""
+    inner = f.args[0]
+    if f["exponent"] == -1.0:
+        if inner.op == "deviation" and not inner["correction"]:
+            return inner.args[0], set(inner["axes"]), inner["eps"]
+        if inner.op != "power" or inner["exponent"] != 0.5:
+            return None
+        inner = inner.args[0]
+    eps = [constant_of(t) for t in _terms(inner) if constant_of(t) is not None]
+    others = [t for t in _terms(inner) if constant_of(t) is None]
+    if len(others) != 1 or others[0].op != "variance" or others[0]["correction"]:
+        return None
+    v = others[0]
+    return v.args[0], set(v["axes"]), float(eps[0]) if eps else 0.0
+
+
+def _norm(x: Expr) -> Expr | None:
+    """The root of a sum of squares over axes."""
+    if x.op != "power" or x["exponent"] != 0.5:
+        return None
+    result = _sum_over(x.args[0])
+    if result is None or result[0].op != "power" or result[0]["exponent"] != 2:
+        return None
+    z = result[0].args[0]
+    if z.op == "abs":
+        z = z.args[0]
+    elif z.is_complex:
+        return None
+    return constructors.norm(z, result[1])
+
+
+def _modulus_of_positive(x: Expr) -> Expr | None:
+    """|x|, where x is known to be positive."""
+    return x.args[0] if x.op == "abs" and _is_positive(x.args[0]) else None
+
+
+def _is_positive(x: Expr) -> bool:
+    """Whether x is real and made of exponentials by sums and products alone."""
+    if x.is_complex:
+        return False
+    if x.op in ("exp", "softmax"):
+        return True
+    if x.op == "add":
+        return all(map(_is_positive, x.args))
+    return x.op == "einsum" and x["coefficient"] > 0 and all(map(_is_positive, x.args))
+
+
+def _greatest_of_all(x: Expr) -> Expr | None:
+    """Max(-inf, x)."""
+    if x.op != "maximum":
+        return None
+    for one, other in (x.args, x.args[::-1]):
+        if constant_of(one) == -math.inf and other.shape == x.shape:
+            return other
+    return None
+
+
+_PATTERNS: tuple[Pattern, ...] = (
+    _modulus_of_positive,
+    _greatest_of_all,
+    _softmax,
+    _log_softmax,
+    _logsumexp,
+    _of_one_hot,
+    _sigmoid,
+    _softplus,
+    _normal_cdf,
+    _variance,
+    _rectified,
+    _standardize,
+    _norm,
+)

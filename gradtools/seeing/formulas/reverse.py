@@ -1,0 +1,102 @@
+"""Reverse mode on expressions: the adjoint program.
+
+Values are visited in reverse of the order in which they are needed; each hands its cotangent to
+its arguments by its pullback. The result is an expression again: it can be simplified, written,
+evaluated, and differentiated once more, which is double backward::
+
+    first order    x_bar = J^H g
+    second order   the adjoint of <u, x_bar>, as a function of x and g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradtools.seeing.formulas import control
+from gradtools.seeing.formulas.algebra import add, is_zero, real, zeros
+from gradtools.seeing.formulas.constructors import MULTIPLE, unbroadcast
+from gradtools.seeing.formulas.expressions import Expr, order, siblings
+from gradtools.seeing.formulas.primitives import PRIMITIVES
+from gradtools.seeing.formulas.primitives.elementwise import FUNCTIONS, pull_back
+
+
+def adjoint(
+    outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
+) -> tuple[list[Expr], dict[Expr, Expr]]:
+    """The adjoint program.
+
+    Args:
+        outputs: What is differentiated.
+        cotangents: The cotangent of each output, of its shape.
+        wrt: The values to which it is differentiated.
+
+    Returns:
+        The cotangents of ``wrt``, and the cotangent of every value on the way.
+    """
+    values = order(outputs)
+    active = _active(values, wrt)
+    gathered: dict[Expr, list[Expr]] = {}
+    for out, g in zip(outputs, cotangents, strict=True):
+        gathered.setdefault(out, []).append(g)
+    summed: dict[Expr, Expr] = {}
+    waiting = _families(values)
+    leaves = set(wrt)
+    for y in reversed(values):
+        if y not in active:
+            continue
+        if y in gathered:
+            summed[y] = add(gathered.pop(y))
+        family = waiting.get(y.family)
+        if family is not None:
+            family.discard(y)
+            if family:
+                continue
+        if y not in leaves:
+            _hand_on(y, summed, gathered, active)
+    result = [summed[x] if x in summed else zeros(x.shape) for x in wrt]
+    return result, summed
+
+
+def _active(values: Sequence[Expr], wrt: Sequence[Expr]) -> set[Expr]:
+    active = set(wrt)
+    for y in values:
+        if y.is_inexact and any(a in active for a in y.args):
+            active.add(y)
+    return active
+
+
+def _families(values: Sequence[Expr]) -> dict[tuple, set[Expr]]:
+    """The outputs of each operation with several of them that are used."""
+    result: dict[tuple, set[Expr]] = {}
+    for y in values:
+        if y.get("output") is not None and y.is_inexact:
+            result.setdefault(y.family, set()).add(y)
+    return result
+
+
+def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
+    result = _pullback(y, summed)
+    for arg, g in zip(y.args, result, strict=True):
+        if g is None or arg not in active or is_zero(g):
+            continue
+        g = real(g) if g.is_complex and not arg.is_complex else g
+        gathered.setdefault(arg, []).append(unbroadcast(g, arg.shape))
+
+
+def _pullback(y: Expr, summed: dict) -> Sequence[Expr | None]:
+    """The arguments' cotangents, once all outputs of the operation have theirs."""
+    several = y.op in control.PULLBACKS or y.op in MULTIPLE
+    outputs = siblings(y) if several else [y]
+    if y.op == "placeholder" or not any(o in summed for o in outputs):
+        return [None] * len(y.args)
+    cotangents = [summed[o] if o in summed else zeros(o.shape) for o in outputs]
+    if y.op in control.PULLBACKS:
+        return control.PULLBACKS[y.op](y, cotangents, lambda *of: adjoint(*of)[0])
+    if y.op in FUNCTIONS:
+        return pull_back(y, summed[y])
+    pullback = PRIMITIVES[y.op].pullback
+    if pullback is None:
+        return [None] * len(y.args)
+    one = (y, summed[y]) if not several else (outputs, cotangents)
+    result: Sequence[Expr | None] = pullback(*one, *y.args)
+    return result

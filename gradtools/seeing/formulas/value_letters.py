@@ -1,0 +1,113 @@
+"""The letters of values: one names one value, in the text and in every picture of a graph.
+
+They are given in the order in which the whole graph is told, so they are the same whichever blocks
+are open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from gradtools.seeing.graphs.flatten import BlockGroup, FlatGraph, Operand, Unit, units_of, ways_to
+from gradtools.seeing.graphs.nodes import Dependence
+
+
+class Letters:
+    """Names the values of a graph, and tells who reads them.
+
+    Args:
+        flat: The graph.
+        blocks: What is shown of it.
+        alias: For what is not shown the unit that stands for it.
+    """
+
+    def __init__(
+        self, flat: FlatGraph, blocks: Sequence[BlockGroup], alias: Mapping[int, int]
+    ) -> None:
+        self._alias = alias
+        self._read: dict[int, set[int]] = {}
+        for unit in flat.units:
+            for operand in unit.operands:
+                for key, k in operand.makers:
+                    self._read.setdefault(stand_in(alias, key), set()).add(k)
+        self._names: dict[tuple[int, int], str] = {}
+        for unit in units_of(blocks):
+            if unit.kind != "output":
+                for k in sorted(self._read.get(unit.key, {0})):
+                    self._names[unit.key, k] = letters(len(self._names))
+        self._made: dict[int, dict[str, None]] = {}
+        self._given: dict[int, dict[str, str]] = {}
+        self._find_borders(blocks)
+
+    def made(self, unit: Unit) -> str:
+        """The names of what a unit makes; one that no one reads has none."""
+        last = max(self._read.get(unit.key, {0}))
+        return ", ".join(self._names.get((unit.key, k), "_") for k in range(last + 1))
+
+    def operands(self, unit: Unit) -> Iterator[str]:
+        """What stands in each place of a unit."""
+        for operand in unit.operands:
+            text = operand.text or "|".join(self._of(operand))
+            if text:
+                yield _told(operand, text)
+
+    def around(self, group: BlockGroup) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What a block makes for others, and what it reads of others."""
+        made, given = self._made.get(id(group), {}), self._given.get(id(group), {})
+        return tuple(made), tuple(given.values())
+
+    def _of(self, operand: Operand) -> list[str]:
+        result = ((stand_in(self._alias, key), k) for key, k in operand.makers)
+        return [*dict.fromkeys(self._names[of] for of in result if of in self._names)]
+
+    def _find_borders(self, blocks: Sequence[BlockGroup]) -> None:
+        ways = {key: way[:-1] for key, way in ways_to(blocks).items()}
+        for unit in units_of(blocks):
+            for operand in unit.operands:
+                for key, k in operand.makers:
+                    self._cross(ways, unit, operand, (stand_in(self._alias, key), k))
+
+    def _cross(
+        self,
+        ways: Mapping[int, list[BlockGroup]],
+        unit: Unit,
+        operand: Operand,
+        of: tuple[int, int],
+    ) -> None:
+        name = self._names.get(of)
+        if name is None:
+            return
+        source, target = ways.get(of[0], []), ways[unit.key]
+        for group in source:
+            if not any(group is other for other in target):
+                self._made.setdefault(id(group), {})[name] = None
+        for group in target:
+            if not any(group is other for other in source):
+                result = self._given.setdefault(id(group), {})
+                if result.get(name) != name:
+                    result[name] = _told(operand, name)
+
+
+def _told(operand: Operand, text: str) -> str:
+    """An operand; one through which no derivative flows is told by its brackets."""
+    if operand.cut:
+        return f"✕{text}"
+    weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE
+    return f"[{text}]" if weak else text
+
+
+def stand_in(alias: Mapping[int, int], key: int) -> int:
+    """The unit that stands for another."""
+    while key in alias:
+        key = alias[key]
+    return key
+
+
+def letters(number: int) -> str:
+    """a, b, ..., z, aa, ab, ..."""
+    result = ""
+    number += 1
+    while number:
+        number, rest = divmod(number - 1, 26)
+        result = chr(ord("a") + rest) + result
+    return result

@@ -1,0 +1,491 @@
+"""An expression as text and LaTeX.
+
+Whole arrays are written where that is unambiguous: products of matrices by juxtaposition, the
+elementwise product as a circled dot, sums over axes by their letters. Axes align by their
+letters, so a broadcast leaves no trace. Where whole arrays do not say it (three axes and more,
+the same axis twice), `ExpressionWriter.whole` raises `NeedsIndices`, and the statement is written
+entry by entry with `ExpressionWriter.entry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+from gradtools.seeing.formulas import control
+from gradtools.seeing.formulas import typesetting as ts
+from gradtools.seeing.formulas.algebra import constant_of, contracts
+from gradtools.seeing.formulas.axes import Axes, primed
+from gradtools.seeing.formulas.expressions import Expr
+from gradtools.seeing.formulas.primitives import PRIMITIVES
+from gradtools.seeing.formulas.primitives.elementwise import FUNCTIONS
+from gradtools.seeing.formulas.product_layout import (
+    Defined,
+    Factors,
+    chain,
+    display_factors,
+    summed_length,
+)
+from gradtools.seeing.formulas.typesetting import (
+    ATOM,
+    BIG,
+    POWER,
+    PRODUCT,
+    Written,
+    bracket,
+    function,
+    join,
+    negative,
+    number,
+    over,
+    subscript,
+    summed,
+    superscript,
+)
+
+
+class NeedsIndices(Exception):
+    """Whole arrays do not say it."""
+
+
+class ExpressionWriter:
+    """Writes expressions.
+
+    Attributes:
+        axes: The letters of axes.
+        names: What is written by a name.
+        defined: What has been said already, by name.
+        notes: What the reader must know about the signs that were used.
+        recognised: The operations that were written by a name.
+    """
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self.names: dict[Expr, Written] = {}
+        self.defined = Defined()
+        self.notes: dict[str, None] = {}
+        self.recognised: set[str] = set()
+        self._as_mean: set[Expr] = set()
+
+    def define(self, x: Expr) -> None:
+        """Say that a line has told what x is: from here on it may stand for several factors."""
+        self.defined.add(x)
+
+    # Whole arrays.
+
+    def whole(self, x: Expr) -> Written:
+        """The array; an expression without axes can always be written.
+
+        Raises:
+            NeedsIndices: It cannot be said without indices.
+        """
+        try:
+            return self._whole(x)
+        except NeedsIndices:
+            if x.rank:
+                raise
+            return self.entry(x, ())
+
+    def _whole(self, x: Expr) -> Written:
+        if x in self.names:
+            return self.names[x]
+        constant = constant_of(x)
+        if constant is not None:
+            return number(constant)
+        if x.op == "einsum":
+            return self._product(x)
+        if x.op == "add":
+            self._must_align(x)
+            return self.sum_of([self.whole(t) for t in self._in_order(x.args)])
+        if x.op in FUNCTIONS:
+            self._must_align(x)
+            return self._function(x, [self.whole(a) for a in x.args], x.rank > 1)
+        form = PRIMITIVES[x.op].form if x.op in PRIMITIVES else control.FORMS.get(x.op)
+        if form is not None:
+            self._note_name(x)
+            return form(self, x)
+        return function(x.op, [self.whole(a) for a in x.args])
+
+    def _note_name(self, x: Expr) -> None:
+        self.recognised.add("variance" if x.op == "deviation" else x.op)
+
+    def sum_of(self, terms: list[Written]) -> Written:
+        """A sum; the terms without a minus come first."""
+        terms = sorted(terms, key=lambda t: t.text.startswith("-"))
+        return summed(terms)
+
+    def _in_order(self, terms: Sequence[Expr]) -> list[Expr]:
+        """What is composed first, then names, then numbers."""
+
+        def key(x: Expr) -> int:
+            if constant_of(x) is not None:
+                return 2
+            plain = x.op == "einsum" and len(x.args) == 1 and not contracts(x)
+            return int((x.args[0] if plain else x) in self.names)
+
+        return sorted(terms, key=key)
+
+    def _must_align(self, x: Expr) -> None:
+        """Arguments with fewer axes align by letters, which must all differ."""
+        letters = self.axes.letters(x)
+        if len(set(letters)) == len(letters):
+            return
+        for a in x.args:
+            if a.op == "einsum" and constant_of(a) is None and a not in self.names:
+                self._must_cover(a, x.rank)
+
+    def _must_cover(self, x: Expr, rank: int) -> None:
+        _, _, labels = display_factors(x, self.names, False, self.defined)
+        if not {l for names in labels for l in names} >= set(range(rank)):
+            raise NeedsIndices
+
+    def matrix(self, x: Expr) -> Written:
+        """An array that is read as a whole, of which no axis may be left to be guessed.
+
+        Raises:
+            NeedsIndices: It is repeated along an axis.
+        """
+        if x.op == "einsum" and x not in self.names:
+            self._must_cover(x, x.rank)
+        return self.whole(x)
+
+    # Functions of each place.
+
+    def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
+        self._note_name(x)
+        form = FUNCTIONS[x.op].form
+        return form(x, args, matrix) if form else function(x.op, args)
+
+    # Products.
+
+    def _product(self, x: Expr) -> Written:
+        try:
+            return self._product_of(x, True)
+        except NeedsIndices:
+            return self._product_of(x, False)
+
+    def _product_of(self, x: Expr, opens: bool) -> Written:
+        """A product; whether sums inside of it may become links of one chain."""
+        coefficient, factors, labels = display_factors(
+            x, self.names, False, self.defined, opens=opens
+        )
+        result = self._as_trace(x, factors, labels)
+        f = Factors(coefficient, factors, labels, x)
+        if result is None:
+            f.apart()
+            if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
+                return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
+            with self._mean_inside(f):
+                result = self._core(f)
+        else:
+            f.apart()
+        return self._with_scalars(f, result)
+
+    @contextmanager
+    def _mean_inside(self, f: Factors) -> Iterator[None]:
+        """A factor that is a sum, under a coefficient that divides by its length, is a mean."""
+        added = None
+        for a, _ in f.arrays:
+            count = summed_length(a)
+            if a in self.names or count < 2 or added or isinstance(f.coefficient, complex):
+                continue
+            if abs(abs(f.coefficient) * count - 1) < 1e-12:
+                added = a
+        if added is None:
+            yield
+            return
+        f.coefficient = 1.0 if f.coefficient > 0 else -1.0
+        self._as_mean.add(added)
+        try:
+            yield
+        finally:
+            self._as_mean.discard(added)
+
+    def _as_trace(self, x: Expr, factors: list[Expr], labels: list) -> Written | None:
+        big = [(f, n) for f, n in zip(factors, labels, strict=True) if f.rank]
+        if len(big) != 1 or big[0][0].rank != 2 or big[0][1][0] != big[0][1][1]:
+            return None
+        inner = self.whole(big[0][0])
+        return function("diag" if x.rank else "tr", [inner])
+
+    def _core(self, f: Factors) -> Written | None:
+        """What has axes; None where nothing has."""
+        if not f.arrays and not f.below:
+            return None
+        turned = self._as_transpose(f)
+        if turned is not None:
+            return turned
+        for attempt in (self._inner_product, self._as_chain, self._aligned):
+            result = attempt(f)
+            if result is not None:
+                return result
+        raise NeedsIndices
+
+    def _as_transpose(self, f: Factors) -> Written | None:
+        """One array as it is, or with its last two axes exchanged."""
+        if len(f.arrays) != 1 or f.below or f.summed:
+            return None
+        ((x, names),) = f.arrays
+        n = f.target.rank
+        if names == tuple(range(n)):
+            return self.whole(x)
+        if n >= 2 and names == (*range(n - 2), n - 1, n - 2):
+            return self.transposed(x)
+        return None
+
+    def _inner_product(self, f: Factors) -> Written | None:
+        """A full sum over two factors, or over one squared."""
+        if f.out or f.below or not f.summed:
+            return None
+        if any(set(n) != f.summed or len(set(n)) < len(n) for _, n in f.arrays):
+            return None
+        if any(n != f.arrays[0][1] for _, n in f.arrays):
+            return None
+        if len(f.arrays) == 1:
+            return self._full_sum(f)
+        if any(a.is_complex for a, _ in f.arrays):
+            return self._complex_inner_product(f)
+        if self._is_mean(f):
+            return None
+        first, *rest = [self.whole(a) for a, _ in self._sorted(f.arrays)]
+        second = rest[0] if len(rest) == 1 else self._hadamard(rest)
+        return ts.inner_product(first, second)
+
+    def _complex_inner_product(self, f: Factors) -> Written | None:
+        """<a, b> where the first is conjugated."""
+        starred = [a for a, _ in f.arrays if a.op == "conj"]
+        if len(f.arrays) != 2 or len(starred) != 1:
+            return None
+        (other,) = [a for a, _ in f.arrays if a is not starred[0]]
+        first, second = self.whole(starred[0].args[0]), self.whole(other)
+        return ts.inner_product(first, second)
+
+    def _full_sum(self, f: Factors) -> Written | None:
+        ((x, _),) = f.arrays
+        if self._is_mean(f) or x in self.names:
+            return None
+        squared = x.op == "power" and x["exponent"] == 2
+        if not squared or x.is_complex:
+            return None
+        base = self.whole(x.args[0].args[0] if x.args[0].op == "abs" else x.args[0])
+        return Written(f"‖{base.text}‖²", rf"\left\| {base.latex} \right\|^{{2}}", POWER)
+
+    def _is_mean(self, f: Factors) -> bool:
+        """Whether a sum of one array is written as its mean."""
+        if f.target in self._as_mean:
+            return True
+        if not f.is_plain_sum or isinstance(f.coefficient, complex):
+            return False
+        count = prod(f.size[l] for l in f.summed)
+        return count > 1 and abs(abs(f.coefficient) * count - 1) < 1e-12
+
+    def _as_chain(self, f: Factors) -> Written | None:
+        """Products of matrices and vectors."""
+        if not f.arrays or (self._is_mean(f) and len(f.out) < 2):
+            return None
+        result, divided = chain(f), _divided(f)
+        if result is None or divided is None:
+            return None
+        pieces = [self._link(group, flipped, divided) for group, flipped in result]
+        product = join(pieces, " ", " ", PRODUCT)
+        return function("tr", [product]) if not f.out and result[0][0][0].rank == 2 else product
+
+    def _link(self, group: list[Expr], flipped: bool, divided: Mapping[Expr, Expr]) -> Written:
+        by = [divided[g] for g in group if g in divided]
+        if by:
+            top = self._hadamard([self.whole(g).at(PRODUCT) for g in group])
+            written = bracket(over(top, self._hadamard([self.whole(b) for b in by])))
+            return superscript(written, "ᵀ", r"\top") if flipped else written
+        if group[0].op == "identity" and len(group) == 2:
+            return function("diag", [self.whole(group[1])])
+        if len(group) == 1:
+            return self.transposed(group[0]) if flipped else self.whole(group[0]).at(PRODUCT)
+        written = bracket(self._hadamard([self.whole(g) for g in group]))
+        return superscript(written, "ᵀ", r"\top") if flipped else written
+
+    def transposed(self, x: Expr) -> Written:
+        """The transpose, the conjugate transpose where x is a conjugate."""
+        if x.op == "conj" and x not in self.names:
+            return superscript(self.whole(x.args[0]), "ᴴ", "H")
+        if x.op == "inverse" and x not in self.names:
+            return superscript(self.whole(x.args[0]), "⁻ᵀ", r"-\top")
+        written = self.whole(x)
+        if written.text.endswith("ᵀ") and written.level == POWER:
+            stem = written.latex.removesuffix(r"^{\top}")
+            return Written(written.text[:-1], stem, ATOM)
+        return superscript(self.whole(x), "ᵀ", r"\top")
+
+    def _aligned(self, f: Factors) -> Written | None:
+        """Elementwise products, summed over axes by their letters."""
+        letters = f.label_letters(self.axes)
+        clear = len(set(letters.values())) == len(letters)
+        if not (clear or _keeps_order(f, letters) or _is_whole(f)):
+            return None
+        if any(len(set(n)) < len(n) for _, n in (*f.arrays, *f.below)):
+            return None
+        if f.summed and not any(set(n) == set(f.size) for _, n in f.arrays):
+            return None
+        up = [self._oriented(a, n, f) for a, n in self._sorted(f.arrays)]
+        down = [self._oriented(a, n, f) for a, n in f.below]
+        top = self._hadamard(up) if up else number(1.0)
+        if down:
+            top = over(top.at(PRODUCT), self._hadamard(down))
+        if not f.summed:
+            return top
+        name = "".join(letters[l] for l in sorted(f.summed, key=lambda l: letters[l]))
+        if self._is_mean(f):
+            if f.target not in self._as_mean:
+                f.coefficient = 1.0 if f.coefficient > 0 else -1.0
+            whole = not f.out
+            return function("mean", [top], "" if whole else name)
+        inner = top.at(POWER)
+        return Written(f"Σ{ts.below(name)} {inner.text}", rf"\sum_{{{name}}} {inner.latex}", BIG)
+
+    def _oriented(self, a: Expr, names: Sequence[int], f: Factors) -> Written:
+        reference = f.reference()
+        alone = len(f.arrays) == 1 and not f.below
+        places = [reference.index(l) for l in names if l in f.out or not alone]
+        if places == sorted(places):
+            return self.whole(a)
+        if a.rank == 2:
+            return self.transposed(a)
+        raise NeedsIndices
+
+    def _sorted(self, arrays: Iterable[tuple[Expr, Any]]) -> list[tuple[Expr, Any]]:
+        """Cotangents first, then names, then what is composed."""
+
+        def key(entry: tuple[Expr, Any]) -> tuple:
+            written = self.names.get(entry[0])
+            return (written is None, written is not None and not ts.has_bar(written))
+
+        return sorted(arrays, key=key)
+
+    def _hadamard(self, pieces: list[Written]) -> Written:
+        if len(pieces) == 1:
+            return pieces[0]
+        return join([p.at(PRODUCT) for p in pieces], " ⊙ ", r" \odot ", PRODUCT)
+
+    def _with_scalars(
+        self, f: Factors, core: Written | None, below: Sequence[Written] = ()
+    ) -> Written:
+        up = [self.whole(s).at(PRODUCT) for s, _ in self._sorted((s, ()) for s in f.scalars)]
+        down = [self.whole(s) for s in f.scalars_below]
+        coefficient, number_below = _apart(f.coefficient)
+        if number_below is not None:
+            down = [number_below, *down]
+        down += [self._hadamard([*below])] if below else []
+        minus = not isinstance(coefficient, complex) and coefficient < 0
+        coefficient = -coefficient if minus else coefficient
+        pieces = ([number(coefficient).at(PRODUCT)] if coefficient != 1 else []) + up
+        if core is not None:
+            pieces.append(core.at(PRODUCT) if pieces or down else core)
+        top = _side_by_side(pieces or [number(1)])
+        if down:
+            top = over(top, _side_by_side(down if len(down) == 1 else [d.at(POWER) for d in down]))
+        return negative(top) if minus else top
+
+    # Entries.
+
+    def entry(self, x: Expr, letters: Sequence[str]) -> Written:
+        """The entry of x at these indices."""
+        if x in self.names:
+            return self._indexed(self.names[x], letters)
+        constant = constant_of(x)
+        if constant is not None:
+            return number(constant)
+        if x.op == "einsum":
+            return self._entry_of_product(x, letters)
+        if x.op == "add":
+            return self.sum_of([self.entry(t, letters) for t in self._in_order(x.args)])
+        if x.op in FUNCTIONS:
+            return self._function(x, [self.entry(a, letters) for a in x.args], False)
+        if x.op == "identity":
+            return subscript(Written("δ", r"\delta"), "".join(letters))
+        return self._indexed(self.whole(x), letters)
+
+    def _indexed(self, x: Written, letters: Sequence[str]) -> Written:
+        if not letters:
+            return x
+        return subscript(x, "".join(letters))
+
+    def _entry_of_product(self, x: Expr, letters: Sequence[str]) -> Written:
+        coefficient, factors, labels = display_factors(x, self.names, True, self.defined)
+        f = Factors(coefficient, factors, labels, x)
+        f.apart()
+        names = dict(enumerate(letters))
+        extra = sorted(f.summed)
+        own = f.label_letters(self.axes)
+        fresh = primed([own[l] for l in extra], letters)
+        names.update(zip(extra, fresh, strict=True))
+        at = lambda a, ls: self.entry(a, [names[l] for l in ls])
+        up = [at(a, ls).at(PRODUCT) for a, ls in self._sorted(f.arrays)]
+        down = [at(a, ls).at(POWER) for a, ls in f.below]
+        top = _side_by_side(up or [number(1.0)])
+        top = over(top, _side_by_side(down)) if down else top
+        if not f.arrays and not f.below:
+            return self._with_scalars(f, None)
+        if extra:
+            low = "".join(fresh)
+            inner = top.at(PRODUCT)
+            top = Written(f"Σ{ts.below(low)} {inner.text}", rf"\sum_{{{low}}} {inner.latex}", BIG)
+        return self._with_scalars(f, top)
+
+    def axis_names(self, x: Expr, axes: Iterable[int]) -> str:
+        """The letters of some axes of x; nothing where they are all."""
+        letters = self.axes.unique(x)
+        chosen = tuple(axes)
+        return "".join(letters[a] for a in chosen)
+
+    def note(self, text: str) -> None:
+        """Something that the reader must know."""
+        self.notes[text] = None
+
+
+def _side_by_side(pieces: Sequence[Written]) -> Written:
+    return join(pieces, " ", " ", PRODUCT) if len(pieces) > 1 else pieces[0]
+
+
+def _divided(f: Factors) -> dict[Expr, Expr] | None:
+    """Which matrix each vector below the line divides along one axis, if that is plain."""
+    result: dict[Expr, Expr] = {}
+    for vector, names in f.below:
+        hosts = [a for a, there in f.arrays if len(there) == 2 and set(names) < set(there)]
+        hosts = [a for a in hosts if a not in result and [b for b, _ in f.arrays].count(a) == 1]
+        if len(names) != 1 or not hosts:
+            return None
+        result[hosts[0]] = vector
+    return result
+
+
+def _is_whole(f: Factors) -> bool:
+    """Whether all factors have all axes of the result in its order, and nothing is summed."""
+    entries = (*f.arrays, *f.below)
+    return not f.summed and all(names == tuple(range(f.target.rank)) for _, names in entries)
+
+
+def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:
+    """Whether one array is summed over axes that are not mistaken for those that are left."""
+    if len(f.arrays) != 1 or f.below or f.out != list(range(f.target.rank)):
+        return False
+    gone = [letters[l] for l in f.summed]
+    left = [l for l in f.arrays[0][1] if l not in f.summed]
+    clear = len(set(gone)) == len(gone) and not {letters[l] for l in f.out} & set(gone)
+    return left == f.out and clear
+
+
+def _apart(coefficient: Any) -> tuple[Any, Written | None]:
+    """A coefficient such as 1/5 or 1/√8 as a number below."""
+    if isinstance(coefficient, complex) or coefficient == 0 or abs(coefficient) >= 1:
+        return coefficient, None
+    inverse = 1 / abs(coefficient)
+    sign = 1.0 if coefficient > 0 else -1.0
+    for n in (inverse, inverse * inverse):
+        if inverse < 1e6 and abs(n - round(n)) < 1e-12 * n:
+            below = round(n) if n == inverse else round(n) ** 0.5
+            return sign, number(float(below))
+    for up in range(2, 10):
+        if abs(inverse * up - round(inverse * up)) < 1e-12 * inverse:
+            return sign * up, number(float(round(inverse * up)))
+    return coefficient, None

@@ -1,0 +1,189 @@
+"""The edges of a graph: which value goes from where to where, and what becomes of its derivative.
+
+A value that a later pass reads was *saved* for it. A cut is told with its reason where something is
+lost by it, as `derivative_flow.py` finds: a comparison that only makes a mask loses nothing, nor
+does a maximum that is stopped and taken off again, as inside of softmax. Whatever else is stopped
+on purpose is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gradtools.seeing.diagnostics.findings import KINDS
+from gradtools.seeing.graphs.derivative_flow import links_of, losses_of
+from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, needed
+
+_NONE, _CUT, _ZERO, _FULL = Dependence
+_ON_PURPOSE = ("detached", "no_grad", "left_framework", "in_place_data", "rule")
+_PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squeeze")
+_MOST_STEPS = 200_000
+
+
+def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
+    """Every edge of one graph, without those of its bodies."""
+    makers = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
+    phases = _phases(graph)
+    lost = lost_links(graph)
+    edges = []
+    for i, node in enumerate(graph.nodes):
+        strengths = strengths_of(graph, node)
+        for k, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
+            maker = makers.get(value)
+            saved = node.phase > phases[value]
+            cut = cut_reason(lost, node, k, strength)
+            edges.append(Edge(maker, i, value, graph.values[value].bytes, saved, strength, cut))
+    edges += _outside(graph, makers)
+    edges += [Edge(makers.get(v), None, v, graph.values[v].bytes) for v in graph.outputs]
+    return tuple(edges)
+
+
+def kept_anew(graph: PlainGraph) -> dict[int, int]:
+    """What the first pass makes and later ones read, once for each piece of memory."""
+    first = {v for node in graph.nodes if not node.phase for v in node.outputs}
+    phases = _phases(graph)
+    read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
+    read |= {v for node in _holding(graph) for v in node.saved}
+    alive = alive_anyway(graph)
+    result = {base_of(graph, v) for v in read & first if base_of(graph, v) not in alive}
+    return {v: graph.values[v].bytes for v in sorted(result)}
+
+
+def _holding(graph: PlainGraph) -> list[Node]:
+    """The operations of the first pass that hold what they save until a later one.
+
+    What runs inside of a chunk, a frozen function or a checkpoint holds nothing, nor does what
+    leads to no output, such as the value that an inner derivative is taken of.
+    """
+    first = [node for node in graph.nodes if not node.phase]
+    leading = [first[i] for i in needed(first, graph.outputs)]
+    return [node for node in leading if node.mark not in _HOLDING_NOTHING]
+
+
+_HOLDING_NOTHING = ("chunked", "frozen", "checkpoint")
+
+
+def base_of(graph: PlainGraph, value: int) -> int:
+    """The value whose memory a value shows."""
+    base = graph.values[value].base
+    return value if base is None else base
+
+
+def alive_anyway(graph: PlainGraph) -> frozenset[int]:
+    """What is alive whether it is kept or not: what the program was given, and holds."""
+    return frozenset((*graph.inputs, *_held(graph)))
+
+
+def _held(graph: PlainGraph) -> Iterator[int]:
+    """What a program holds, also where a call in it hands on what its own program holds."""
+    yield from graph.captured
+    for node in graph.nodes:
+        if len(node.bodies) == 1 and not node.bodies[0].carries:
+            inner = node.bodies[0].graph
+            held = set(_held(inner))
+            for value, out in zip(node.outputs, inner.outputs, strict=False):
+                if out in held and inner.values[out].shape == graph.values[value].shape:
+                    yield value
+
+
+def _phases(graph: PlainGraph) -> dict[int, int]:
+    """In which pass each value is made, or, if it is given, first read."""
+    phases: dict[int, int] = {}
+    for node in graph.nodes:
+        for value in node.inputs:
+            phases[value] = min(node.phase, phases.get(value, node.phase))
+    return phases | {value: node.phase for node in graph.nodes for value in node.outputs}
+
+
+def strengths_of(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
+    """How strongly a node's outputs, taken together, depend on each of its inputs."""
+    columns = zip(*links_of(graph, node), strict=True)
+    result = tuple(max(column) for column in columns)
+    return result or (_NONE,) * len(node.inputs)
+
+
+def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
+    """Where the forward pass loses a derivative: pairs (``id`` of the node, input)."""
+    forward = _forward(graph)
+    result = set()
+    for value in _asked(forward):
+        result |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
+    for node in graph.nodes:
+        if node.phase and node.loss in ("inside_rule", "stopped_in_rule"):
+            result |= {(id(node), i) for i, s in enumerate(strengths_of(graph, node)) if s == _CUT}
+    makers = {value: node for node in forward.nodes for value in node.outputs}
+    for node in forward.nodes:
+        if node.loss in _ON_PURPOSE and not node.bodies and not _is_shift(node, makers):
+            for i, strength in enumerate(strengths_of(forward, node)):
+                if strength == _CUT and graph.values[node.inputs[i]].is_inexact:
+                    result.add((id(node), i))
+    return frozenset(result)
+
+
+def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
+    """Whether it stops a maximum, which softmax takes off for safety and which has no effect."""
+    queue = [node]
+    while queue:
+        made = [makers[value] for value in queue.pop().inputs if value in makers]
+        if any(before.operation == "max" for before in made):
+            return True
+        queue += [before for before in made if before.operation in _PASSING]
+    return False
+
+
+def _forward(graph: PlainGraph) -> PlainGraph:
+    """The first pass alone: in later ones no derivative is asked for."""
+    nodes = tuple(node for node in graph.nodes if not node.phase)
+    if len(nodes) == len(graph.nodes):
+        return graph
+    made = {value for node in nodes for value in node.outputs}.union(graph.inputs)
+    return replace(graph, nodes=nodes, outputs=tuple(v for v in graph.outputs if v in made))
+
+
+def _asked(graph: PlainGraph) -> Iterator[int]:
+    """The leaves to ask for: all, or in a very large graph as many as take a second or so."""
+    captured = (value for value in graph.captured if graph.values[value].shape)
+    leaves = [v for v in (*graph.inputs, *captured) if graph.values[v].is_inexact]
+    may_lose = any(node.loss for _, node in graph.walk())
+    yield from leaves[: _MOST_STEPS // max(1, len(graph.nodes))] if may_lose else ()
+
+
+def cut_reason(
+    lost: frozenset[tuple[int, int]], node: Node, index: int, strength: Dependence
+) -> str | None:
+    """Why no derivative flows to this input, where one is lost by it; else None."""
+    return reason(node.loss) if strength == _CUT and (id(node), index) in lost else None
+
+
+def reason(loss: str | None) -> str:
+    """What a kind of loss is called in a picture: few words."""
+    if loss is None:
+        return "no derivative"
+    return _SHORT.get(loss, KINDS[loss].reason if loss in KINDS else loss)
+
+
+_SHORT = {
+    "detached": "stopped on purpose",
+    "left_framework": "leaves the framework",
+    "integer_cast": "cast to an integer",
+    "discrete": "a discrete step",
+    "zero_derivative": "derivative zero",
+    "no_grad": "gradients switched off",
+    "in_place_data": "overwritten in place",
+    "rule": "its rule carries none",
+    "stopped_in_rule": "stopped inside the rule's backward",
+    "inside_rule": "computed inside the rule: save it as an output",
+}
+
+
+def _outside(graph: PlainGraph, makers: dict[int, int]) -> Iterator[Edge]:
+    """What flows through NumPy or a Python number, to each reader on the other side."""
+    for source, target in graph.outside:
+        size = graph.values[source].bytes
+        readers: list[int | None] = [
+            i for i, node in enumerate(graph.nodes) if target in node.inputs
+        ]
+        for reader in readers or ([None] if target in graph.outputs else []):
+            cut = reason("left_framework")
+            yield Edge(makers.get(source), reader, source, size, False, _CUT, cut)

@@ -1,0 +1,324 @@
+"""Inlines the bodies of loops, branches and calls: a flat graph of units and links.
+
+A node with bodies becomes a group of what its bodies hold; their values are followed through to
+those outside, so every value has makers and readers whatever it passes on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from gradtools.seeing.graphs.attributes import are_numbers, is_number, text_of
+from gradtools.seeing.graphs.bridged_calls import BRIDGED
+from gradtools.seeing.graphs.edges import alive_anyway, cut_reason, lost_links, reason, strengths_of
+from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, Value
+
+Notes = Mapping[int, tuple[str, str]]  # by the id of a node
+Makers = tuple[tuple[int, int], ...]  # units, each with which of its outputs it is
+_CALLS = (
+    *("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat"),
+    BRIDGED,
+)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What stands in one place of an operation: a value, which several may make, or a number."""
+
+    makers: Makers
+    text: str = ""
+    strength: Dependence = Dependence.DIFFERENTIABLE
+    cut: str | None = None
+
+
+@dataclass
+class Unit:
+    """What becomes a box."""
+
+    key: int
+    kind: str
+    phase: int
+    scope: tuple[str, ...] = ()
+    node: Node | None = None
+    value: Value | None = None
+    outputs: tuple[Value, ...] = ()
+    operands: list[Operand] = field(default_factory=list)
+    reads: list[tuple[int, int]] = field(default_factory=list)  # maker, value
+    name: str = ""
+    note: tuple[str, str] = ("", "")  # how it compares, in a tint and in words
+
+
+@dataclass
+class BlockGroup:
+    """What becomes a block."""
+
+    kind: str
+    title: str
+    scope: tuple[str, ...]
+    phase: int
+    children: list[Unit | BlockGroup]
+    count: int = 1
+    mark: str = ""
+
+
+Entry = Unit | BlockGroup
+
+
+@dataclass
+class Link:
+    """A value on its way from one unit to another."""
+
+    source: int
+    target: int
+    value: int
+    strength: Dependence
+    cut: str | None
+
+
+class FlatGraph:
+    """A graph with its bodies opened up: units, and the links between them."""
+
+    def __init__(self, graph: PlainGraph, notes: Notes = MappingProxyType({})) -> None:
+        self.notes = notes
+        self.ends: dict[int, int] = {}  # by the id of a call: the unit that ends it
+        self.units: list[Unit] = []
+        self.links: list[Link] = []
+        self.values: list[Value] = []
+        self.alive: set[int] = set()  # values that are alive whether they are kept or not
+        self._given = alive_anyway(graph)
+        self._lost = lost_links(graph)
+        self.leaves = [
+            *(self._leaf("input", graph, v, f"input {i}") for i, v in enumerate(graph.inputs)),
+            *(self._leaf("captured", graph, v, "") for v in graph.captured),
+        ]
+        made: dict[int, Makers]
+        made = {v: ((self.leaves[i].key, 0),) for i, v in reversed([*enumerate(graph.inputs)])}
+        captured = self.leaves[len(graph.inputs) :]
+        made |= {v: ((u.key, 0),) for v, u in zip(graph.captured, captured, strict=True)}
+        numbers: dict[int, int] = {}
+        self.entries = self._entries(graph, made, numbers, ())
+        self._join_outside(graph, made, numbers)
+        self.outputs = [*self._leaving(graph, made, numbers)]
+
+    def _unit(self, kind: str, phase: int, **rest: Any) -> Unit:
+        unit = Unit(len(self.units), kind, phase, **rest)
+        self.units.append(unit)
+        return unit
+
+    def _leaf(self, kind: str, graph: PlainGraph, value: int, name: str) -> Unit:
+        known = graph.values[value]
+        held = text_of(known.name) if are_numbers(known.name) else known.name
+        return self._unit(kind, 0, value=known, name=known.spoken or held or name or "constant")
+
+    def _entries(
+        self,
+        graph: PlainGraph,
+        made: dict[int, Makers],
+        numbers: dict[int, int],
+        around: tuple[str, ...],
+    ) -> list[Entry]:
+        """What each node becomes; `made` gains the makers of its outputs."""
+        entries: list[Entry] = []
+        for node in graph.nodes:
+            scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
+            strengths = strengths_of(graph, node)
+            if node.bodies:
+                entries.append(self._call(graph, node, scope, made, numbers))
+                continue
+            unit = self._operation(graph, node, scope)
+            entries.append(unit)
+            for i, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
+                cut = cut_reason(self._lost, node, i, strength)
+                self._read(unit, graph, value, made, numbers, strength, cut)
+            made.update({v: ((unit.key, k),) for k, v in enumerate(node.outputs)})
+        return entries
+
+    def _operation(self, graph: PlainGraph, node: Node, scope: tuple[str, ...]) -> Unit:
+        outputs = tuple(graph.values[v] for v in node.outputs)
+        return self._unit(
+            *("operation", node.phase),
+            scope=scope,
+            node=node,
+            outputs=outputs,
+            note=self.notes.get(id(node), ("", "")),
+        )
+
+    def _read(
+        self,
+        unit: Unit,
+        graph: PlainGraph,
+        value: int,
+        made: Mapping[int, Makers],
+        numbers: dict[int, int],
+        strength: Dependence,
+        cut: str | None = None,
+    ) -> None:
+        makers = made.get(value, ())
+        if len(makers) == 1 and self.is_number(makers[0][0]):
+            unit.operands.append(Operand((), self.units[makers[0][0]].name))
+            return
+        if makers:
+            unit.operands.append(Operand(makers, "", strength, cut))
+        for maker in dict.fromkeys(key for key, _ in makers):
+            number = self._number(graph, value, numbers)
+            if self.units[maker].kind != "operation" or graph.values[value].base in self._given:
+                self.alive.add(number)
+            unit.reads.append((maker, number))
+            self.links.append(Link(maker, unit.key, number, strength, cut))
+
+    @cached_property
+    def _entering(self) -> dict[int, list[Link]]:
+        result: dict[int, list[Link]] = {}
+        for link in self.links:
+            result.setdefault(link.target, []).append(link)
+        return result
+
+    def entering(self, key: int) -> list[Link]:
+        """The links to a unit."""
+        return self._entering.get(key, [])
+
+    def _number(self, graph: PlainGraph, value: int, numbers: dict[int, int]) -> int:
+        if value not in numbers:
+            numbers[value] = len(self.values)
+            self.values.append(graph.values[value])
+        return numbers[value]
+
+    def shape_of(self, unit: Unit) -> tuple[int, ...]:
+        """The shape of a unit's first operand; of a number none."""
+        for key, k in unit.operands[0].makers if unit.operands else ():
+            maker = self.units[key]
+            return maker.outputs[k].shape if maker.outputs else maker.value.shape  # type: ignore[union-attr]
+        return ()
+
+    def is_number(self, key: int) -> bool:
+        """Whether a captured value is a plain number, which is told in the box of its reader."""
+        unit = self.units[key]
+        if unit.kind != "captured" or unit.value is None or unit.value.shape:
+            return False
+        return not unit.value.name or is_number(unit.value.name)
+
+    def _call(
+        self,
+        graph: PlainGraph,
+        node: Node,
+        scope: tuple[str, ...],
+        made: dict[int, Makers],
+        numbers: dict[int, int],
+    ) -> BlockGroup:
+        """A node with programs inside: a group, whose values are followed through."""
+        group = BlockGroup(_kind(node), _called(node), scope, node.phase, [], mark=node.mark)
+        deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
+        if deciding or not node.inputs:
+            unit = self._operation(graph, node, ())
+            unit.name = "decides"
+            group.children.append(unit)
+            for i in sorted(deciding):
+                self._read(unit, graph, node.inputs[i], made, numbers, Dependence.CUT)
+        leaving: dict[int, dict[tuple[int, int], None]] = {v: {} for v in node.outputs}
+        for number, body in enumerate(node.bodies):
+            inner = {v: made.get(node.inputs[i], ()) for v, i in self._ties(body)}
+            own = {v: self._number(graph, node.inputs[i], numbers) for v, i in self._ties(body)}
+            inner |= self._constants(body.graph)
+            children = self._entries(body.graph, inner, own, node.scope)
+            name = _body_name(node, number)
+            if len(node.bodies) > 1 and children:
+                children = [BlockGroup("branch", name, (), node.phase, children)]
+            group.children += children
+            if not body.gate:
+                for v, out in zip(node.outputs, body.graph.outputs, strict=True):
+                    leaving[v] |= dict.fromkeys(inner.get(out, ()))
+        made.update({v: tuple(makers) for v, makers in leaving.items()})
+        self._end(node, group)
+        return group
+
+    def _end(self, node: Node, group: BlockGroup) -> None:
+        """Remembers which unit ends a call, and tells there how the call compares."""
+        units = units_of(group.children)
+        if units:
+            self.ends[id(node)] = units[-1].key
+            units[-1].note = self.notes.get(id(node), units[-1].note)
+
+    @staticmethod
+    def _ties(body: Body) -> list[tuple[int, int]]:
+        return [*zip(body.graph.inputs, body.inputs, strict=True)]
+
+    def _constants(self, graph: PlainGraph) -> dict[int, Makers]:
+        leaves = {v: self._leaf("captured", graph, v, "") for v in graph.captured}
+        self.leaves += leaves.values()
+        return {v: ((leaf.key, 0),) for v, leaf in leaves.items()}
+
+    def _join_outside(
+        self, graph: PlainGraph, made: Mapping[int, Makers], numbers: dict[int, int]
+    ) -> None:
+        """Data that left the framework and came back: a cut from its maker to what came back."""
+        cut = reason("left_framework")
+        for source, target in graph.outside:
+            number = self._number(graph, source, numbers)
+            for maker, _ in made.get(source, ()):
+                for unit, _ in made.get(target, ()):
+                    self.units[unit].reads.append((maker, number))
+                    self.links.append(Link(maker, unit, number, Dependence.CUT, cut))
+
+    def _leaving(
+        self, graph: PlainGraph, made: Mapping[int, Makers], numbers: dict[int, int]
+    ) -> Iterator[Unit]:
+        for i, value in enumerate(graph.outputs):
+            makers = made.get(value, ())
+            phase = max((self.units[maker].phase for maker, _ in makers), default=0)
+            known = graph.values[value]
+            name = known.spoken or known.name or f"output {i}"
+            unit = self._unit("output", phase, value=known, name=name)
+            unit.operands.append(Operand(makers))
+            for maker, _ in makers:
+                number = self._number(graph, value, numbers)
+                unit.reads.append((maker, number))
+                self.links.append(Link(maker, unit.key, number, Dependence.DIFFERENTIABLE, None))
+            yield unit
+
+
+def _kind(node: Node) -> str:
+    if node.operation in ("scan", "while", "while_loop", "for", "loop", "map"):
+        return "loop"
+    return "branch" if node.operation in ("cond", "switch", "where_branch") else "call"
+
+
+def _called(node: Node) -> str:
+    """What a call is called: by the name of its function where it has one."""
+    name = node.attributes.get("name")
+    if node.operation in _CALLS and isinstance(name, str):
+        return name.lstrip("_") or node.operation
+    return node.operation
+
+
+def _body_name(node: Node, number: int) -> str:
+    if node.bodies[number].gate:
+        return "condition"
+    return "body" if any(body.gate for body in node.bodies) else f"branch {number}"
+
+
+def units_of(items: Iterable[Entry]) -> list[Unit]:
+    """Every unit in some entries, in program order."""
+    result: list[Unit] = []
+    for item in items:
+        result += [item] if isinstance(item, Unit) else units_of(item.children)
+    return result
+
+
+def ways_to(roots: Iterable[BlockGroup]) -> dict[int, list[Any]]:
+    """For each unit the groups around it, outermost first, and itself."""
+    result: dict[int, list[Any]] = {}
+
+    def visit(group: BlockGroup, way: list[Any]) -> None:
+        for child in group.children:
+            if isinstance(child, BlockGroup):
+                visit(child, [*way, child])
+            else:
+                result[child.key] = [*way, child]
+
+    for root in roots:
+        visit(root, [root])
+    return result

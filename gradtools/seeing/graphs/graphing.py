@@ -1,0 +1,142 @@
+"""The public operators that show programs as graphs: `gradient_graph`, `graph_diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradtools.backend import Operators, P
+from gradtools.calls import order_among
+from gradtools.code_origin import place_of
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.differences import difference
+from gradtools.seeing.differences.difference import GraphDifference
+from gradtools.seeing.graphs.graph import Graph
+from gradtools.seeing.graphs.passes import SECOND, Differentiated, Live, with_spoken_names
+from gradtools.seeing.graphs.program import LeafProgram
+
+_ORDERS = range(SECOND + 1)
+
+
+class Graphing(Operators):
+    """The operators that draw what differentiation does, bound to one backend."""
+
+    def gradient_graph(
+        self,
+        f: Callable[P, Any] | None = None,
+        *args: Any,
+        order: int = 1,
+        wrt: int | tuple[int, ...] = 0,
+        outputs: Any = None,
+        **kwargs: Any,
+    ) -> Graph:
+        """The program of f and of its gradients, as a graph to read and to draw.
+
+        With y = f(x), a cotangent c for each output and a cotangent v for each gradient::
+
+            forward                    x        ->  y
+            backward                   x, c     ->  g = J^H c
+            backward of the backward   x, c, v  ->  d<g, v>/dx, d<g, v>/dc
+
+        Each operation stands in its pass (``node.phase``), with the line of f that it comes from,
+        the modules around it, and a mark where it belongs to a rule of one's own, an edited
+        gradient, a chunk, a frozen function or a checkpoint. A value that a later pass reads was
+        saved for it: ``edge.saved``, with its bytes. Where a derivative is lost the edge says why.
+
+        In PyTorch f runs once and is differentiated, with its effects undone; the operations are
+        those of aten. All that is computed is kept until the graph is made. In JAX f is traced.
+
+        Args:
+            f: Takes and returns pytrees of arrays; a module, too.
+            *args: Arguments of f; arrays of any shape and dtype.
+            order: 0 forward alone, 1 with backward, 2 with backward of the backward.
+            wrt: The position of the argument along which it is differentiated, or of several; its
+                leaves are floating or complex. In PyTorch parameters that f holds and that require
+                grad are differentiated as well, and ``wrt=()`` means these alone.
+            outputs: In place of f: results that exist already, a pytree of PyTorch's tensors. What
+                autograd holds for them is drawn; nothing runs.
+            **kwargs: Keyword arguments of f.
+
+        Returns:
+            A `Graph`. Inputs and outputs have names: "argument 0['w']", "cotangent of output",
+            "gradient of argument 0['w']"; texts and pictures say "params['w']", as f names its
+            parameter. A leaf that no derivative reaches has no gradient.
+            ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` and ``save()``
+            show it; a notebook draws it by itself.
+
+        Raises:
+            GradtoolsError: neither f nor outputs is given, or both, or outputs have no graph, as
+                in JAX; order is not 0, 1 or 2; wrt is out of range or names an integer
+                argument; f raises, returns no array, or leaves the framework where it may not.
+
+        Example:
+            >>> x = gt.asarray(np.float32([1.0, 2.0]))
+            >>> graph = gt.gradient_graph(lambda x: gt.xp.exp(x), x)
+            >>> [(node.operation, node.phase) for node in graph.nodes]
+            [('exp', 0), ('multiply', 1)]
+            >>> [(edge.value == graph.outputs[0], edge.bytes) for edge in graph.edges if edge.saved]
+            [(True, 8)]
+            >>> [graph.values[value].name for value in graph.outputs]
+            ['output', 'gradient of argument 0']
+
+        Source: the pictures of PyTorch's tutorial on double backward with custom functions.
+        """
+        expected = "0 (forward), 1 (with backward) or 2 (with backward of the backward)"
+        order = order_among("gradient_graph", order, _ORDERS, expected)
+        if (f is None) == (outputs is None):
+            raise GradtoolsError(
+                "gradient_graph: expected either a function with its arguments or outputs=, "
+                f"results that exist already; got {'neither' if f is None else 'both'}."
+            )
+        if f is None:
+            return Graph(**vars(self._backend.gradient_graph(Live(outputs))))
+        program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, wrt)
+        try:
+            graph = self._backend.gradient_graph(Differentiated(program, order))
+            return Graph(**vars(with_spoken_names(graph, program.spoken)))
+        except GradtoolsError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+            once = ("", ", differentiated once,", ", differentiated twice,")[order]
+            raise GradtoolsError(
+                f"gradient_graph: f{once} raised {what}. "
+                "It must run at the arguments at which it is looked at."
+            ) from error
+
+    def graph_diff(
+        self, a: Graph, b: Graph, names: tuple[str, str] = ("first", "second")
+    ) -> GraphDifference:
+        """Two graphs aligned, with what differs: two frameworks, or before and after a change.
+
+        Operations are paired by name, shape, dtype, module and what they read, and held against
+        each other: operands in their places, constants, axes and other attributes, and which axis
+        of what they read is which. An operation of one graph may be made of several of the other,
+        as softmax is; layouts, the order of independent steps and what is computed twice are no
+        difference, nor is how one reads or writes at indices: x[i], an embedding, take, gather.
+        Constants are compared to five digits, integers in full. Of two frameworks the forward
+        passes are compared, and which gradients of arguments there are, for each writes its
+        derivatives in its own way. The numbers in captured arrays are not compared.
+
+        Args:
+            a: What `gradient_graph` returned.
+            b: Another, of either framework.
+            names: What the two are called.
+
+        Returns:
+            A `GraphDifference`, false where nothing differs: ``.matched``, ``.changed``,
+            ``.only_a``, ``.only_b``; ``str()`` lists it, ``to_svg()`` and ``to_html()`` draw both
+            graphs beside each other.
+
+        Raises:
+            GradtoolsError: a or b is no graph.
+
+        Example:
+            >>> x = gt.asarray(np.float32([1.0, 2.0]))
+            >>> graphs = [gt.gradient_graph(f, x, order=0) for f in (gt.xp.exp, gt.xp.exp)]
+            >>> print(gt.graph_diff(*graphs))
+            1 step matched, no difference
+
+        Source: sequence alignment, after Needleman and Wunsch, 1970.
+        """
+        return difference.graph_diff(a, b, names)

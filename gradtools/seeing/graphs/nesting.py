@@ -1,0 +1,190 @@
+"""Groups consecutive operations of one module or call into nested blocks.
+
+Parameters stand in the innermost block that holds all of their readers, arguments outside of all,
+outputs after the blocks that make them; of very many those of parameters stand in these. A block
+of one thing is that thing, with both names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gradtools.seeing.graphs.flatten import BlockGroup, Entry, FlatGraph, Unit, units_of, ways_to
+from gradtools.seeing.graphs.outline import PHASES
+
+_MOST_CHILDREN = 60  # more are cut into stretches
+_PART = 25  # that have at least so many
+_LEAVES_ABOVE = 8  # so many outputs stand outside of all blocks; those of arguments always
+_LEAVES_BESIDE = 24  # so many stand beside the blocks that make them
+
+
+def nested(flat: FlatGraph) -> list[BlockGroup]:
+    """One group for each pass, with runs of one scope as groups and leaves where they belong."""
+    phases = sorted({entry.phase for entry in flat.entries} | {u.phase for u in flat.outputs})
+    phases = phases or [0]
+    roots = {}
+    for phase in phases:
+        entries = [entry for entry in flat.entries if entry.phase == phase]
+        title = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
+        roots[phase] = BlockGroup("pass", title, (), phase, _runs(entries, 0))
+    _place_leaves(flat, roots)
+    return [root for root in roots.values() if root.children]
+
+
+def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
+    """The entries, consecutive ones of one scope as a group, without calls of nothing."""
+    entries = [entry for entry in entries if units_of([entry])]
+    result: list[Entry] = []
+    start = 0
+    while start < len(entries):
+        name = entries[start].scope[level : level + 1]
+        stop = start + 1
+        while name and stop < len(entries) and entries[stop].scope[level : level + 1] == name:
+            stop += 1
+        if name:
+            scope = entries[start].scope[: level + 1]
+            children = _runs(entries[start:stop], level + 1)
+            result.append(
+                _tidy(BlockGroup("scope", name[0], scope, entries[start].phase, children))
+            )
+        else:
+            result.append(_opened_up(entries[start]))
+        start = stop
+    return result
+
+
+def _opened_up(entry: Entry) -> Entry:
+    """A call whose own entries are nested too."""
+    if isinstance(entry, BlockGroup):
+        entry.children = _runs(entry.children, 0)
+        return _tidy(entry)
+    return entry
+
+
+def _tidy(group: BlockGroup) -> Entry:
+    """A group of one thing is that thing, with both names."""
+    if len(group.children) != 1:
+        return group
+    (child,) = group.children
+    if isinstance(child, Unit):
+        mark = child.node.mark if child.node else ""
+        is_told = group.mark in ("", mark)
+        if child.kind == "operation" and group.kind in ("scope", "call") and is_told:
+            names = dict.fromkeys((group.title, child.name))
+            child.name = ".".join(name for name in names if name and name != "call")
+            return child
+        return group
+    if group.kind == child.kind == "scope":
+        child.title = f"{group.title}.{child.title}"
+        return child
+    return group
+
+
+def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
+    """Puts inputs before their first reader, outputs after their maker."""
+    ways = ways_to(roots.values())
+    readers: dict[int, list[int]] = {}
+    for link in flat.links:
+        readers.setdefault(link.source, []).append(link.target)
+    first = next(iter(roots.values()))
+    before: dict[tuple[int, int], list[Unit]] = {}
+    for leaf in flat.leaves:
+        reading = [ways[key] for key in readers.get(leaf.key, ()) if key in ways]
+        first_phase = min((way[0].phase for way in reading), default=0)
+        reading = [way for way in reading if way[0].phase == first_phase]
+        if leaf.kind == "captured" and leaf.key not in readers:  # or it is told in its place
+            continue
+        reading = [(way[0], way[1]) for way in reading] if _is_argument(leaf) else reading
+        home, at = _home(reading) if reading else (first, 0)
+        leaf.phase = home.phase
+        before.setdefault((id(home), at), []).append(leaf)
+    after: dict[tuple[int, int], list[Unit]] = {}
+    for unit in flat.outputs:
+        makers = [ways[key] for key, _ in unit.reads if key in ways]
+        many = unit.phase and len(flat.outputs) > _LEAVES_ABOVE
+        deep = makers and many and not _OF_ARGUMENT.search(_path(unit))
+        if deep:
+            beside = len(flat.outputs) <= _LEAVES_BESIDE
+            depth = _outside(makers[0]) if beside else len(makers[0]) - 2
+            home = makers[0][depth]
+            at = next(i for i, other in enumerate(home.children) if other is makers[0][depth + 1])
+        else:
+            home = roots[min(unit.phase, max(roots))]
+            at = len(home.children) - 1
+        after.setdefault((id(home), at), []).append(unit)
+    for group in [g for root in roots.values() for g in _groups(root)]:
+        _insert(group, before, after)
+
+
+def _outside(way: Sequence[Any]) -> int:
+    """The depth of the group of which the way takes one part of several."""
+    depth = 0
+    while depth + 2 < len(way) and sum(isinstance(c, BlockGroup) for c in way[depth].children) == 1:
+        depth += 1
+    return depth
+
+
+_OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
+
+
+def _is_argument(leaf: Unit) -> bool:
+    """Whether it is an argument by itself, no leaf of a larger one: it stands outside of blocks."""
+    return leaf.kind == "input" and not re.search(r"[\[.]", _path(leaf))
+
+
+def _path(unit: Unit) -> str:
+    return unit.value.name if unit.value is not None else ""
+
+
+def _insert(
+    group: BlockGroup,
+    before: Mapping[tuple[int, int], list[Unit]],
+    after: Mapping[tuple[int, int], list[Unit]],
+) -> None:
+    children: list[Entry] = []
+    if not group.children:
+        children = [*before.get((id(group), 0), ()), *after.get((id(group), -1), ())]
+    for at, child in enumerate(group.children):
+        children += (*before.get((id(group), at), ()), child, *after.get((id(group), at), ()))
+    group.children = children
+
+
+def _groups(group: BlockGroup) -> Iterator[BlockGroup]:
+    yield group
+    for child in group.children:
+        if isinstance(child, BlockGroup):
+            yield from _groups(child)
+
+
+def _home(ways: Sequence[Sequence[Any]]) -> tuple[BlockGroup, int]:
+    """The innermost group around all readers, and the place of the first of them in it."""
+    depth = 0
+    while all(len(way) > depth + 2 and way[depth + 1] is ways[0][depth + 1] for way in ways):
+        depth += 1
+    home = ways[0][depth]
+    reading = {id(way[depth + 1]) for way in ways}
+    return home, next(i for i, child in enumerate(home.children) if id(child) in reading)
+
+
+def in_parts(group: BlockGroup) -> BlockGroup:
+    """A group with very many children cut into consecutive stretches of them."""
+    group.children = [
+        in_parts(child) if isinstance(child, BlockGroup) else child for child in group.children
+    ]
+    while len(group.children) > _MOST_CHILDREN:
+        size = max(_PART, math.isqrt(len(group.children)))
+        group.children = [
+            _part(group, start, group.children[start : start + size])
+            for start in range(0, len(group.children), size)
+        ]
+    return group
+
+
+def _part(group: BlockGroup, start: int, children: list[Entry]) -> Entry:
+    if len(children) == 1:
+        return children[0]
+    title = f"steps {start + 1}…{start + len(children)}"
+    return BlockGroup("steps", title, (*group.scope, title), group.phase, children)

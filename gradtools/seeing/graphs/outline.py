@@ -1,0 +1,357 @@
+"""The outline of a graph: what is drawn, as boxes in blocks, before anything has a place.
+
+A `Box` is one operation or one leaf, a `Block` a module, a call, a loop or a repeated stretch of
+the program that may be closed to one box. Each pass (forward, backward, backward of the backward)
+is a column of its own, a `Block` at the root. `Arrow`s join boxes; what a closed block shows is
+found by climbing from a box to the outermost closed block around it.
+
+Blocks are runs: consecutive nodes of one pass in one scope. A run of consecutive steps can be
+shrunk to a point without making a circle, so every closed form of an outline is still a graph
+that flows one way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from gradtools.seeing.graphs.nodes import Dependence, Value
+
+ALIVE = "alive anyway"
+_OPEN = 40  # operations: what has no more is open
+_FEW = 6  # letters of a closed block
+PHASES = ("forward", "backward", "backward of the backward")
+
+
+@dataclass(frozen=True)
+class Box:
+    """One operation, or one leaf.
+
+    Attributes:
+        key: Its number, shared with blocks.
+        kind: "input", "captured", "output" or "operation".
+        title: The operation's name, or the leaf's.
+        lines: What stands below the title.
+        phase: The pass that it runs in.
+        mark: As in `Node.mark`.
+        alert: Why a gradient is lost here, in few words; empty where none is.
+        note: What a comparison says about it.
+        tint: "first", "second", "changed" or empty: how it compares.
+        hint: What more there is to say: the line of the user's code, the framework's own name.
+        made: The letters of what it makes.
+        call: The operation with its operands in their places; an output's value.
+        named: Whether the first of `lines` is the name of the call that it is; sizes follow.
+    """
+
+    key: int
+    kind: str
+    title: str
+    lines: tuple[str, ...] = ()
+    phase: int = 0
+    mark: str = ""
+    alert: str = ""
+    note: str = ""
+    tint: str = ""
+    hint: str = ""
+    made: str = ""
+    call: str = ""
+    named: bool = False
+
+    @property
+    def heading(self) -> str:
+        """What is made of what, as in a program."""
+        if self.kind == "output":
+            return f"{self.title} = {self.call}" if self.call else self.title
+        told = self.call if self.kind == "operation" and self.call else self.title
+        return f"{self.made} = {told}" if self.made else told
+
+
+@dataclass(frozen=True)
+class Block:
+    """Boxes that belong together and may be shown as one.
+
+    Attributes:
+        key: Its number.
+        kind: "pass", "scope", "repeat", "steps", "loop", "branch" or "call".
+        title: Its name.
+        path: The whole scope, joined by dots.
+        phase: The pass that it runs in.
+        children: What stands in it, in program order.
+        count: How many alike consecutive parts it stands for; the first is shown.
+        mark: As in `Node.mark`.
+        made: The letters of what it makes for others.
+        given: The letters of what it reads of others.
+    """
+
+    key: int
+    kind: str
+    title: str
+    path: str
+    phase: int
+    children: tuple[Box | Block, ...]
+    count: int = 1
+    mark: str = ""
+    made: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+
+    @property
+    def signature(self) -> str:
+        """What it makes of what when it is closed: "c = (a, b)", at most a few of each."""
+        made, given = _few(self.made), _few(self.given)
+        return f"{made} = ({given})" if made else f"({given})"
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """Every box in it, in program order."""
+        return tuple(box for item in self.walk() if isinstance(box := item, Box))
+
+    @cached_property
+    def operations(self) -> int:
+        """How many operations it stands for, repeated ones as often as they run."""
+        return self.count * sum(
+            item.operations if isinstance(item, Block) else item.kind == "operation"
+            for item in self.children
+        )
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """What stands below its title when it is closed."""
+        alerts = {box.alert for box in self.boxes if box.alert}
+        notes = sum(bool(box.note) for box in self.boxes)
+        results = sum(box.kind == "output" for box in self.boxes)
+        return (
+            counted(self.operations, "operation"),
+            *sorted(alerts),
+            *([f"{counted(results, 'result')} inside"] if results else []),
+            *([counted(notes, "difference")] if notes else []),
+        )
+
+    @property
+    def name(self) -> str:
+        """Its title, with how often it is repeated."""
+        return self.title if self.count == 1 else f"{self.title} ×{self.count}"
+
+    def walk(self) -> Iterator[Box | Block]:
+        """Everything in it, a block before what it holds."""
+        for child in self.children:
+            yield child
+            if isinstance(child, Block):
+                yield from child.walk()
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """Values that go from one box to another.
+
+    Attributes:
+        source: The key of a box.
+        target: The key of another.
+        values: What goes, by number; `Outline.values` says what they are.
+        saved: Whether a later pass reads what an earlier one kept.
+        strength: The strongest dependence among them.
+        cut: Why no derivative flows, where one is lost.
+    """
+
+    source: int
+    target: int
+    values: frozenset[int]
+    saved: bool = False
+    strength: Dependence = Dependence.DIFFERENTIABLE
+    cut: str | None = None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is drawn.
+
+    Attributes:
+        columns: One block for each pass, in the order in which they run.
+        arrows: What joins the boxes.
+        values: The values on the arrows, by a number that is theirs in the whole outline.
+        title: What is above all.
+        keys: The key of the box that stands for a node, by the node's ``id``.
+        ties: Pairs of boxes in two columns that should stand beside each other.
+        alive: The values that are alive whether they are kept for a later pass or not.
+    """
+
+    columns: tuple[Block, ...]
+    arrows: tuple[Arrow, ...]
+    values: Mapping[int, Value]
+    title: str = ""
+    keys: Mapping[int, int] = field(default_factory=dict)
+    ties: tuple[tuple[int, int], ...] = ()
+    alive: frozenset[int] = frozenset()
+
+    @cached_property
+    def parents(self) -> dict[int, Block]:
+        """The block around each box and block."""
+        result = {}
+        for column in self.columns:
+            for block in (column, *column.walk()):
+                if isinstance(block, Block):
+                    result.update({child.key: block for child in block.children})
+        return result
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block below the columns, outer ones first."""
+        inner = (item for column in self.columns for item in column.walk())
+        return tuple(item for item in inner if isinstance(item, Block))
+
+    def around(self, key: int) -> list[Block]:
+        """The blocks around a box, innermost first; the last is its column."""
+        result = []
+        while key in self.parents:
+            result.append(self.parents[key])
+            key = result[-1].key
+        return result
+
+    def seen_as(self, opened: frozenset[int]) -> dict[int, int]:
+        """For each box the key of what stands for it: itself, or a closed block around it."""
+        seen: dict[int, int] = {}
+
+        def visit(block: Block, standing: int | None) -> None:
+            for child in block.children:
+                shown = child.key if standing is None else standing
+                seen[child.key] = shown
+                if isinstance(child, Block):
+                    closed = standing is not None or child.key not in opened
+                    visit(child, shown if closed else None)
+
+        for column in self.columns:
+            visit(column, None)
+        return seen
+
+    def bytes_of(self, values: Iterable[int]) -> int:
+        """The bytes that are kept for some values: none for what is alive anyway."""
+        left = [v for v in values if v not in self.alive]
+        return sum({self._memory(v): self.values[v].bytes for v in left}.values())
+
+    def _memory(self, value: int) -> tuple[int | None, int]:
+        base = self.values[value].base
+        return base, value if base is None else 0
+
+    def kept_text(self, values: Iterable[int]) -> str:
+        """How much is kept for some values, in words."""
+        size = self.bytes_of(values)
+        return size_text(size) if size else ALIVE
+
+    def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
+        """The arrows between what is seen, those that join the same two merged."""
+        seen = self.seen_as(opened)
+        groups: dict[tuple[int, int, bool], list[Arrow]] = {}
+        for arrow in self.arrows:
+            source, target = seen[arrow.source], seen[arrow.target]
+            if source != target:
+                groups.setdefault((source, target, arrow.saved), []).append(arrow)
+        return [_merged(key, arrows) for key, arrows in groups.items()]
+
+    def opened(
+        self, depth: int | None = None, expand: str | Iterable[str] = (), limit: int = 44
+    ) -> frozenset[int]:
+        """Which blocks are open.
+
+        Args:
+            depth: How many levels of blocks are open; None: as many as fit.
+            expand: Names of blocks to open in any case, and what is around them: a title, a path
+                such as "encoder.layers.3" or an end of it, with ``*`` for anything but a dot.
+            limit: How many boxes fit, where depth is None.
+
+        Returns:
+            The keys of the open blocks.
+        """
+        patterns = (expand,) if isinstance(expand, str) else tuple(expand)
+        result = set(self._by_depth(depth) if depth is not None else self._fitting(limit))
+        for block in self.blocks:
+            if any(_names(block, pattern) for pattern in patterns):
+                result |= {block.key, *(around.key for around in self.around(block.key))}
+        return frozenset(result)
+
+    def _by_depth(self, depth: int) -> list[int]:
+        return [block.key for block in self.blocks if len(self.around(block.key)) <= depth]
+
+    def _fitting(self, limit: int) -> list[int]:
+        """Opens level by level, at each the smaller blocks first, while all boxes fit.
+
+        What is of one name in several passes opens together.
+        """
+        if sum(column.operations for column in self.columns) <= _OPEN:
+            return [block.key for block in self.blocks]
+        result: list[int] = []
+        count = sum(len(column.children) for column in self.columns)
+        queue = [item for column in self.columns for item in _blocks_in(column)]
+        while queue:
+            alike: dict[str, list[Block]] = {}
+            for block in queue:
+                alike.setdefault(block.path, []).append(block)
+            queue = []
+            for blocks in sorted(alike.values(), key=_turn):
+                more = sum(len(block.children) - 1 for block in blocks)
+                if count + more <= limit:
+                    count += more
+                    result += [block.key for block in blocks]
+                    queue += [inner for block in blocks for inner in _blocks_in(block)]
+        return result
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names if len(names) <= _FEW else (*names[:_FEW], "…"))
+
+
+def _turn(blocks: list[Block]) -> tuple[bool, int]:
+    """Repeated blocks are opened before others, small ones before large ones."""
+    return blocks[0].kind != "repeat", len(blocks[0].children)
+
+
+def _blocks_in(block: Block) -> list[Block]:
+    return [child for child in block.children if isinstance(child, Block)]
+
+
+def _merged(key: tuple[int, int, bool], arrows: list[Arrow]) -> Arrow:
+    values = frozenset().union(*(arrow.values for arrow in arrows))
+    strength = max(arrow.strength for arrow in arrows)
+    cuts = [arrow.cut for arrow in arrows]
+    return Arrow(key[0], key[1], values, key[2], strength, None if None in cuts else cuts[0])
+
+
+def _names(block: Block, pattern: str) -> bool:
+    return matches(block.path, pattern) or matches(block.title, pattern)
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern names a path or an end of it.
+
+    ``*`` stands for anything but a dot, so "layers.*" names each layer and nothing in it.
+    """
+    ends = [path, *(path[i + 1 :] for i, letter in enumerate(path) if letter == ".")]
+    return any(_pattern(pattern).fullmatch(end) for end in ends)
+
+
+@lru_cache(maxsize=256)
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile("[^.]*".join(re.escape(part) for part in text.split("*")), re.DOTALL)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(size: int) -> str:
+    """Bytes for the reader: "512 B", "16 kB", "1.2 MB"."""
+    if size < 1000:
+        return f"{size} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        size_in = size / 1000
+        if size_in < 999.5 or unit == "TB":
+            return f"{size_in:.1f} {unit}" if size_in < 9.95 else f"{size_in:.0f} {unit}"
+        size = round(size_in)
+    raise AssertionError  # TB is the last
+
+
+def value_text(value: Value) -> str:
+    """Shape and dtype: "32×384 float32"; a scalar has its dtype alone."""
+    shape = "×".join(map(str, value.shape))
+    return f"{shape} {value.dtype}" if shape else f"scalar {value.dtype}"

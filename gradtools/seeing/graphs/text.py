@@ -1,0 +1,96 @@
+"""A graph as text for a terminal: one line for each box, blocks indented, passes under each other.
+
+Every value has a letter, as in a program; a line says what is made from what, of which shape, and
+what is kept for a later pass::
+
+    forward
+      a = argument 0           8×4 float32
+      b = tanh(a)              8×4 float32   kept: 128 B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gradtools.seeing.graphs import collapse
+from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.outline import Block, Box, Outline, counted
+from gradtools.seeing.pictures.box_text import short, shown
+
+_FIT = 90  # lines
+_WIDEST = 56  # letters before the shape stands
+
+
+def to_text(graph: PlainGraph, **view: Any) -> str:
+    """A graph as text; the options are those of `drawing.to_svg`."""
+    outline, opened = collapse.shown(graph, limit=_FIT, **view)
+    lines = [*_Listing(outline, opened).lines()]
+    left = max((len(line.left) for line in lines if line.right), default=0)
+    left = min(left, _WIDEST)
+    width = max((len(line.right) for line in lines), default=0)
+    told = [line.told(left, width) for line in lines]
+    return "\n".join([*([outline.title, ""] if outline.title else []), *told])
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A line: what is made, of which shape, and what else there is to say."""
+
+    left: str
+    right: str = ""
+    notes: str = ""
+
+    def told(self, left: int, width: int) -> str:
+        gap = "   " if self.right else ""
+        return f"{self.left:{left}}{gap}{self.right:{width}}   {self.notes}".rstrip()
+
+
+class _Listing:
+    def __init__(self, outline: Outline, opened: frozenset[int]) -> None:
+        self.opened, self.outline = opened, outline
+        self.kept: dict[int, set[int]] = {}
+        for arrow in outline.seen_arrows(opened):
+            if arrow.saved:
+                self.kept.setdefault(arrow.source, set()).update(arrow.values)
+
+    def lines(self) -> Iterator[_Text]:
+        """Every line, the passes one after the other."""
+        for number, column in enumerate(self.outline.columns):
+            if number:
+                yield _Text("")
+            yield _Text(column.title)
+            yield from self._inside(column, 1)
+
+    def _inside(self, block: Block, depth: int) -> Iterator[_Text]:
+        for child in block.children:
+            if isinstance(child, Block) and child.key in self.opened:
+                yield _Text("  " * depth + "▾ " + short(child.name), "", _marked(child.mark))
+                yield from self._inside(child, depth + 1)
+            else:
+                yield self._line(child, "  " * depth)
+
+    def _line(self, item: Box | Block, indent: str) -> _Text:
+        if isinstance(item, Block):
+            made, given = ", ".join(item.made), ", ".join(item.given)
+            call = f"▸ {short(item.name)}({given})"
+            return _Text(indent + (f"{made} = {call}" if made else call), "", self._notes(item))
+        more, sizes = item.lines[: item.named], ", ".join(item.lines[item.named :])
+        arrow = "→ " if item.kind == "output" else ""
+        said = "  ".join(filter(None, (*map(shown, more), self._notes(item))))
+        return _Text(f"{indent}{arrow}{shown(item.heading)}", sizes, said)
+
+    def _notes(self, item: Box | Block) -> str:
+        kept = self.kept.get(item.key)
+        said = [f"kept: {self.outline.kept_text(kept)}"] if kept else []
+        if isinstance(item, Block):
+            said += [counted(item.operations, "operation"), *item.lines[1:]]
+        else:
+            said += [f"✕ {item.alert}"] if item.alert else []
+            said += [f"≠ {item.note}"] if item.note else []
+        return "  ".join(filter(None, (_marked(item.mark), *said)))
+
+
+def _marked(mark: str) -> str:
+    return f"◆ {mark}" if mark else ""

@@ -1,0 +1,1 @@
+"""Pictures of graphs: the layout, SVG, Mermaid, Graphviz and the page in a browser."""

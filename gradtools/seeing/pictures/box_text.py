@@ -1,0 +1,129 @@
+"""The text of a box and its measured size.
+
+All text is set in a monospaced face, whose letters are as wide as one another in every such font
+to within a few percent; the table below is the widest of the usual ones. What is too long is
+broken over lines, at a place where a name has a joint, and never cut off.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gradtools.seeing.graphs.outline import Block, Box
+
+TITLE, LINE = 13.0, 11.0
+_ADVANCE = 0.615  # of a letter, in units of its size: DejaVu Sans Mono has 0.602
+_LONGEST = {"title": 30, "line": 34}
+_MOST_LINES = 4  # of one text; a hostile name is shortened in its middle
+_PAD_X, _PAD_Y = 12.0, 8.0
+_HEIGHT = {"title": 17.0, "line": 14.5, "mark": 17.0, "alert": 15.5, "note": 15.5}
+_CLOSED = "▸ "
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of text: what it says, what it is, and its baseline below the card's top."""
+
+    text: str
+    style: str
+    y: float
+
+
+@dataclass(frozen=True)
+class Card:
+    """The text of a box, with the box's size."""
+
+    rows: tuple[Row, ...]
+    width: float
+    height: float
+
+
+def card_of(item: Box | Block) -> Card:
+    """The card of a box, or of a closed block."""
+    titles = [*_lines(item.heading if isinstance(item, Box) else item.name, _LONGEST["title"])]
+    titles[0] = titles[0] if isinstance(item, Box) else _CLOSED + titles[0]
+    texts = [("title", line) for line in titles]
+    signature = (item.signature,) if isinstance(item, Block) and (item.made or item.given) else ()
+    for text in (*signature, *item.lines):
+        style = "alert" if isinstance(item, Block) and _is_alert(item, text) else "line"
+        texts += [(style, line) for line in _lines(text, _LONGEST["line"])]
+    texts += [("mark", item.mark)] if item.mark else []
+    if isinstance(item, Box):
+        alerts = broken("✕ " + item.alert, _LONGEST["line"]) if item.alert else []
+        notes = broken("≠ " + item.note, _LONGEST["line"]) if item.note else []
+        texts += [("alert", line) for line in alerts] + [("note", line) for line in notes]
+    return _card(texts)
+
+
+def _is_alert(block: Block, text: str) -> bool:
+    return any(box.alert == text for box in block.boxes)
+
+
+def _card(texts: list[tuple[str, str]]) -> Card:
+    rows, y = [], _PAD_Y
+    for style, text in texts:
+        rows.append(Row(text, style, y + _HEIGHT[style] - 4.5))
+        y += _HEIGHT[style]
+    width = max(text_width(text, size_of(style)) + 8 * (style == "mark") for style, text in texts)
+    return Card(tuple(rows), max(64.0, round(width + 2 * _PAD_X, 1)), round(y + _PAD_Y - 1, 1))
+
+
+def size_of(style: str) -> float:
+    """The size of the letters of a style."""
+    return TITLE if style == "title" else LINE
+
+
+@lru_cache(maxsize=10000)
+def text_width(text: str, size: float) -> float:
+    """How wide a text is at most, set in any usual monospaced face."""
+    return size * (len(text) * _ADVANCE if text.isascii() else sum(map(_advance, text)))
+
+
+def _advance(letter: str) -> float:
+    if letter.isascii():
+        return _ADVANCE
+    if unicodedata.combining(letter):
+        return 0.0
+    wide = unicodedata.east_asian_width(letter) in "WFA" or ord(letter) > 0x2FFF
+    return 1.3 if ord(letter) > 0xFFFF else 1.05 if wide else 0.8
+
+
+@lru_cache(maxsize=10000)
+def _lines(text: str, longest: int) -> tuple[str, ...]:
+    return tuple(broken(text, longest))
+
+
+def broken(text: str, longest: int) -> list[str]:
+    """A text in lines no longer than so many letters, broken at its joints where it has some."""
+    text = shown(text)
+    if len(text) > longest * _MOST_LINES:
+        half = longest * _MOST_LINES // 2 - 2
+        text = f"{text[:half]} … {text[-half:]}"
+    lines = [""]
+    for piece in re.findall(r"[^\s._/\[\],-]*[\s._/\[\],-]?", text):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > longest:
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1].rstrip()) > longest:
+            lines[-1:] = [lines[-1][:longest], lines[-1][longest:]]
+    return [line.strip() for line in lines if line.strip()] or [" "]
+
+
+def short(text: str, longest: int = 60) -> str:
+    """A text on one line, shortened in its middle where it is very long."""
+    text = shown(text)
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[: half - 1]}…{text[-half:]}"
+
+
+def shown(text: str) -> str:
+    """A text without what no picture can show: control characters, line breaks, half letters."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        letter if unicodedata.category(letter) not in ("Cc", "Cs", "Cf", "Co", "Cn") else "·"
+        for letter in text
+    )

@@ -1,0 +1,113 @@
+"""A graph in Graphviz' language, and drawn by an installed Graphviz."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.graphs import collapse
+from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
+from gradtools.seeing.graphs.outline import Arrow, Block, Box, Outline
+from gradtools.seeing.pictures.box_text import card_of, short, shown
+from gradtools.seeing.pictures.palette import LIGHT
+
+_TIMEOUT = 120  # seconds
+
+
+def to_dot(graph: PlainGraph, **view: Any) -> str:
+    """A graph in Graphviz' language; the options are those of `drawing.to_svg`."""
+    outline, opened = collapse.shown(graph, **view)
+    phases = {item.key: item.phase for c in outline.columns for item in c.walk()}
+    arrows = outline.seen_arrows(opened)
+    lines = [
+        "digraph gradtools {",
+        f"  graph [fontname=monospace, fontsize=11, newrank=true, label={quoted(outline.title)},",
+        '         labelloc=t, ranksep=0.4, nodesep=0.3, bgcolor="white"];',
+        '  node [shape=box, style="rounded,filled", fontname=monospace, fontsize=11];',
+        "  edge [fontname=monospace, fontsize=9, arrowsize=0.7];",
+        *(line for column in outline.columns for line in _cluster(column, opened, "  ")),
+        *(_edge(outline, arrow, phases) for arrow in arrows),
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cluster(block: Block, opened: frozenset[int], indent: str) -> Iterator[str]:
+    colour = LIGHT.passes[block.phase % 3][0]
+    yield f"{indent}subgraph cluster_{block.key} {{"
+    style = f'style=rounded, color="{colour}80", fontcolor="{colour}"'
+    yield f"{indent}  graph [label={quoted(short(block.name))}, {style}];"
+    for child in block.children:
+        if isinstance(child, Block) and child.key in opened:
+            yield from _cluster(child, opened, indent + "  ")
+        else:
+            yield indent + "  " + _node(child)
+    yield indent + "}"
+
+
+def _node(item: Box | Block) -> str:
+    edge, fill = LIGHT.passes[item.phase % 3]
+    text = "\n".join(row.text for row in card_of(item).rows)
+    looks = [f"label={quoted(text)}", f'color="{edge}"', f'fillcolor="{fill}"']
+    if isinstance(item, Block):
+        looks.append("peripheries=2" if item.count > 1 else "penwidth=1.6")
+    elif item.kind == "captured":
+        looks.append('style="rounded,filled,dashed"')
+    elif item.kind != "operation":
+        looks.append("shape=oval")
+    looks += ["penwidth=2"] if item.mark else []
+    hint = item.path if isinstance(item, Block) else item.hint
+    looks += [f"tooltip={quoted(hint)}"] if hint else []
+    return f"n{item.key} [{', '.join(looks)}];"
+
+
+def _edge(outline: Outline, arrow: Arrow, phases: dict[int, int]) -> str:
+    colour = LIGHT.passes[phases[arrow.source] % 3][0]
+    looks = [f'color="{colour}"']
+    if arrow.cut:
+        looks = [f'color="{LIGHT.cut}"', "penwidth=2", f'fontcolor="{LIGHT.cut}"']
+        looks.append(f"label={quoted('✕ ' + arrow.cut)}")
+    elif arrow.strength == Dependence.ZERO_DERIVATIVE:
+        looks = [f'color="{LIGHT.line}"', "style=dotted"]
+    elif arrow.strength < Dependence.ZERO_DERIVATIVE:
+        looks = [f'color="{LIGHT.line}"']
+    if arrow.saved:
+        size = outline.kept_text(arrow.values)
+        looks += ["style=dashed", "constraint=false", f"label={quoted(size)}"]
+    return f"  n{arrow.source} -> n{arrow.target} [{', '.join(looks)}];"
+
+
+def quoted(text: str) -> str:
+    """A text as a quoted name of the language, lines centred."""
+    lines = [shown(line) for line in text.split("\n")]
+    safe = "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
+    return f'"{re.sub("&", "&amp;", safe)}"'
+
+
+def drawn_by_graphviz(graph: PlainGraph, **view: Any) -> str:
+    """The picture that an installed Graphviz makes of a graph, as SVG.
+
+    Raises:
+        GradtoolsError: there is no `dot` program, or it fails.
+    """
+    program = shutil.which("dot")
+    if program is None:
+        raise GradtoolsError(
+            "to_svg: engine='graphviz' needs the program `dot`, which is not installed. Mend: "
+            "install Graphviz, or leave engine out: gradtools draws by itself."
+        )
+    done = subprocess.run(
+        [program, "-Tsvg"],
+        input=to_dot(graph, **view),
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT,
+        check=False,
+    )
+    if done.returncode:
+        raise GradtoolsError(f"to_svg: `dot` failed: {done.stderr.strip()[:500]}")
+    return done.stdout

@@ -1,0 +1,121 @@
+"""A graph as a page of its own: one file that loads nothing, in which blocks open and close.
+
+The page holds the arrangement of every block as data (`page_data.py`). `layout.js` and `markup.js`
+drew the first view; in the page they draw it again whenever a block opens or closes, and `page.js`
+listens to the reader. Without scripts the first view stands there as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+from gradtools.seeing.graphs.collapse import outline_of
+from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.outline import Outline
+from gradtools.seeing.pictures.box_text import short
+from gradtools.seeing.pictures.drawing import drawn, key_of
+from gradtools.seeing.pictures.layout import fitted, picture_of, script
+from gradtools.seeing.pictures.palette import DARK, LIGHT, Colours, shapes_and_colours
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_PAGE = """\
+<!doctype html>
+<html lang="en"{theme}>
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+<input id="search" type="search" placeholder="Search   /" aria-label="Search the graph">
+<button id="open" type="button">Open all</button>
+<button id="close" type="button">Close all</button>
+<button id="smaller" type="button" aria-label="Zoom out">−</button>
+<button id="larger" type="button" aria-label="Zoom in">+</button>
+<button id="fit" type="button">Fit</button>
+<button id="theme" type="button" aria-label="Light or dark">◐</button>
+</header>
+<main id="stage">{svg}</main>
+<div id="key">{key}</div>
+<div id="status" role="status" aria-live="polite"></div>
+<script type="application/json" id="graph">{data}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def to_html(
+    graph: PlainGraph,
+    *,
+    depth: int | None = None,
+    expand: str | Iterable[str] = (),
+    fold: bool | None = None,
+    theme: str = "auto",
+    title: str = "",
+) -> str:
+    """A graph as a page that loads nothing; the options are those of `drawing.to_svg`."""
+    outline = outline_of(graph, fold=fold, expand=expand, title=title)
+    return page_of(outline, None if depth is None else outline.opened(depth, expand), expand, theme)
+
+
+def page_of(
+    outline: Outline,
+    opened: frozenset[int] | None = None,
+    expand: str | Iterable[str] = (),
+    theme: str = "auto",
+) -> str:
+    """An outline as a page, with some blocks open; None: as many as fit."""
+    picture = fitted(outline, expand) if opened is None else picture_of(outline, opened)
+    data = picture.data | {"opened": sorted(picture.opened)}
+    names = " and ".join(column.title for column in outline.columns)
+    title = escape(short(outline.title, 120) or f"Gradient graph: {names or 'empty'}")
+    return _PAGE.format(
+        theme=f' data-theme="{theme}"' if theme in ("light", "dark") else "",
+        policy=_POLICY,
+        title=title,
+        style=_style(),
+        svg=drawn(picture, theme),
+        key=key_of(picture),
+        data=_embedded(data),
+        script="".join(map(script, ("layout.js", "markup.js", "page.js"))),
+    )
+
+
+def framed(page: str, height: int = 640) -> str:
+    """A page inside another, as notebooks show it."""
+    look = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:8px"
+    return f'<iframe sandbox="allow-scripts" style="{look}" srcdoc="{escape(page)}"></iframe>'
+
+
+def _style() -> str:
+    css = script("page.css")
+    light, dark = _variables(LIGHT), _variables(DARK)
+    return (
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+        f":root[data-theme=light] {{ color-scheme: light; {light} }}\n"
+        f":root[data-theme=dark] {{ color-scheme: dark; {dark} }}\n"
+        f"{css}{shapes_and_colours()}"
+    )
+
+
+def _variables(c: Colours) -> str:
+    pairs = {"ink": c.ink, "paper": c.paper, "frame": c.frame, "faint": c.faint}
+    pairs["focus"] = c.passes[0][0]
+    return " ".join(f"--{name}: {value};" for name, value in pairs.items())
+
+
+def _embedded(data: Any) -> str:
+    """Data as JSON that no page can take for its own end."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

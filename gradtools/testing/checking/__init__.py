@@ -1,0 +1,1 @@
+"""Derivatives held against themselves: finite differences, dot products, kinks, rules."""

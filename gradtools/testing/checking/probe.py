@@ -1,0 +1,156 @@
+"""A user's function at its arguments, as a `FlatFunction`.
+
+A `Probe` makes of f and its arguments a function of a flat list of floating or complex arrays;
+integers, booleans and everything else stay as they were given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradtools.calls import with_article
+from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError
+from gradtools.testing.cross_checking import tolerances
+from gradtools.testing.flat import Arrays, FlatFunction
+
+FIRST = ("forward", "reverse")
+SECOND = (
+    "forward_over_reverse",
+    "reverse_over_reverse",
+    "reverse_over_forward",
+    "forward_over_forward",
+)
+MODES = FIRST + SECOND
+
+# What the frameworks, and gradtools, say where a function has no such mode.
+_NO_SUCH_MODE = re.compile(
+    r"forward[- ]mode|forward AD|jvp|reverse[- ]mode|reverse rule|forward rule|double backward"
+    r"|derivative for .* not implemented|once_differentiable|not differentiable twice"
+    r"|does not require grad|Pure callbacks",
+    re.IGNORECASE,
+)
+
+
+class Probe(FlatFunction):
+    """f at args, in one backend.
+
+    Attributes:
+        leaves: The differentiable leaves of the arguments, in NumPy.
+        paths: Their names, such as "argument 0['w']".
+        out_paths: The names of the differentiable outputs.
+    """
+
+    def __init__(self, caller: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):
+        super().__init__(backend_name(caller, backend))
+        self.caller, self.f = caller, f
+        if not callable(f):
+            raise GradtoolsError(
+                f"{caller}: f must be a function, got {with_article(type(f).__name__)}."
+            )
+        if not isinstance(args, tuple | list) or not args:
+            came = "an empty one" if isinstance(args, tuple | list) else f"a {type(args).__name__}"
+            raise GradtoolsError(
+                f"{caller}: args must be a tuple with one entry for each argument of f, got "
+                f"{came}. For one argument write (x,)."
+            )
+        leaves, self._tree = self.waist.flatten(tuple(args))
+        trees = enumerate(args)
+        paths = [f"argument {i}{p}" for i, x in trees for p in self.waist.leaf_paths(x)]
+        is_numpy = lambda x: isinstance(x, np.ndarray | np.generic)
+        self._all = [self.array(x) if is_numpy(x) else x for x in leaves]
+        self._moving = [i for i, x in enumerate(self._all) if self.differentiable(x)]
+        self.paths = [paths[i] for i in self._moving]
+        self.leaves: Arrays = [self.gt.to_numpy(self._all[i]) for i in self._moving]
+        if not self.leaves:
+            raise GradtoolsError(
+                f"{caller}: no argument holds a floating or complex array; there is no derivative "
+                "to check. Pass NumPy arrays (Python numbers count as constants)."
+            )
+        named = self._outputs(self.arrays(self.leaves))
+        self.out_paths = [path for path, _ in named]
+        self.out = self.numpy([y for _, y in named])
+        if not self.out:
+            raise GradtoolsError(
+                f"{caller}: f returned no floating or complex array; there is no derivative to "
+                "check."
+            )
+
+    @property
+    def eps(self) -> float:
+        """The spacing at 1 of the coarsest numbers in and out."""
+        return max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
+
+    def rebuilt(self, moving: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments with other differentiable leaves."""
+        full = list(self._all)
+        for i, x in zip(self._moving, moving, strict=True):
+            full[i] = x
+        return self.waist.unflatten(self._tree, full)
+
+    def _outputs(self, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
+        """f's differentiable outputs at other leaves, each with its name."""
+        out = self.f(*self.rebuilt(leaves))
+        named = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
+        return [(f"output{path}", y) for path, y in named if self.differentiable(y)]
+
+    def flat(self, *leaves: Any) -> list[Any]:
+        """f's differentiable outputs at other leaves, in the backend's arrays."""
+        return [y for _, y in self._outputs(leaves)]
+
+    def value(self, xs: Arrays) -> Arrays:
+        """f's differentiable outputs at xs."""
+        return self.numpy(self.flat(*self.arrays(xs)))
+
+
+def no_such_mode(error: Exception) -> bool:
+    """Whether an error says that a function lacks a mode, rather than that a rule is broken."""
+    if isinstance(error, LostDerivativeError):
+        return False
+    if isinstance(error, NotImplementedError | MissingRuleError):
+        return True
+    told = isinstance(error, RuntimeError | TypeError | ValueError | GradtoolsError)
+    return told and _NO_SUCH_MODE.search(str(error)) is not None
+
+
+def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
+    """Re<u, w> in double precision; where u is 0, w does not count, be it NaN."""
+    pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
+    return float(sum(np.vdot(wide(u)[on], wide(w)[on]).real for u, w, on in pairs))
+
+
+def size(us: Sequence[Any], ws: Sequence[Any]) -> float:
+    """The sum of |u w|: how large the numbers are that an inner product adds up."""
+    pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
+    return float(sum(np.sum(np.abs(wide(u)[on] * wide(w)[on])) for u, w, on in pairs))
+
+
+def wide(x: Any) -> np.ndarray:
+    """x in float64 or complex128."""
+    x = np.asarray(x)
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def backend_name(caller: str, backend: Any) -> str:
+    """The name "torch" or "jax" from it or from the namespace module."""
+    name = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+    name = name.removeprefix("gradtools.")
+    if name not in ("torch", "jax"):
+        raise GradtoolsError(
+            f'{caller}: backend is {backend!r}; expected "torch", "jax", or one of the modules '
+            "gradtools.torch and gradtools.jax."
+        )
+    return name
+
+
+def wants_64_bits(args: Any) -> bool:
+    """Whether an array somewhere in the arguments has 64-bit entries."""
+    if isinstance(args, dict):
+        return any(wants_64_bits(x) for x in args.values())
+    if isinstance(args, tuple | list):
+        return any(wants_64_bits(x) for x in args)
+    name = str(getattr(args, "dtype", "")).removeprefix("torch.")
+    return name in ("float64", "complex128", "int64", "uint64")

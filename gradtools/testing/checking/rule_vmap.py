@@ -1,0 +1,64 @@
+"""A function under vmap, compared with itself one example at a time.
+
+A rule is written for one example, and the batch is the framework's affair: but for a host kernel
+with `vectorized=True`, a rule with a vmap of its own, and whatever reads the number of axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradtools.testing.checking.checks import DerivativeCheck
+from gradtools.testing.checking.probe import Probe, wide
+from gradtools.testing.flat import Arrays
+
+_POINTS = 1.0, 1.0625, 0.9375  # near enough to be in f's domain
+_CAUSE = "the examples of a batch are mixed, or its axes are taken for an example's"
+_DETAIL = (
+    "With vectorized=True a kernel gets the axes of the batch in front of every array, and works "
+    "on the last axes alone."
+)
+
+
+def check_batch(probe: Probe, check: DerivativeCheck) -> None:
+    """Compares values, and derivatives in the modes that there are, of three examples at once."""
+    points = [[(x * c).astype(x.dtype) for x in probe.leaves] for c in _POINTS]
+    us, vs = check._everywhere().us, check.vs
+    flat, gt = probe.flat, probe.gt
+    ways: list[tuple[str, Sequence[str], Callable[..., Any], Arrays]] = [
+        ("value", probe.out_paths, lambda xs, _: flat(*xs), []),
+        ("reverse mode", probe.paths, lambda xs, v: gt.vjp(flat, *xs)[1](list(v)), vs),
+        ("forward mode", probe.out_paths, lambda xs, u: gt.jvp(flat, tuple(xs), tuple(u))[1], us),
+    ]
+    for name, paths, run, moved in ways:
+        if name == "value" or check.present.get(name.split()[0]):
+            _compare(probe, check, points, name, paths, run, moved)
+
+
+def _compare(
+    probe: Probe,
+    check: DerivativeCheck,
+    points: list[Arrays],
+    name: str,
+    paths: Sequence[str],
+    run: Callable[..., Any],
+    moved: Arrays,
+) -> None:
+    array, numpy = probe.array, probe.numpy
+    extra = tuple([array(m) for m in moved])
+    try:
+        single = [numpy(run(tuple([array(x) for x in xs]), extra)) for xs in points]
+        stacked = tuple([array(np.stack(leaf)) for leaf in zip(*points, strict=True)])
+        together = numpy(probe.gt.vmap(run, in_axes=(0, None))(stacked, extra))
+    except Exception as error:
+        words = str(error).splitlines()[0] if str(error) else ""
+        check.report.left_out.append(f"{name} in a batch: {type(error).__name__}: {words}")
+        return
+    for path, many, *each in zip(paths, together, *single, strict=True):
+        ones = np.stack(each)
+        noise = check._exact(1) * float(np.max(np.abs(wide(ones)), initial=0.0))
+        quantity = f"{name} in a batch | one by one"
+        check._compare(quantity, path, many, ones, 1, 10 * noise, _CAUSE, _DETAIL)

@@ -1,0 +1,1 @@
+"""Two frameworks held against each other: both sides, their precision, what the causes may be."""

@@ -1,0 +1,144 @@
+"""`cross_check`: one program in both frameworks, compared in value and in every derivative.
+
+Both programs are asked the same questions at the same NumPy inputs, along the same random
+directions, by gradtools' own operators, so that conventions (complex numbers above all) are the
+same on both sides:
+
+    f(x)    J^H c    J t    H t = d/ds grad <c, f>(x + s t)    in two mixes of modes
+
+What differs is then handed to `mismatch_causes.py`, which asks further questions to name why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing.cross_checking import tolerances
+from gradtools.testing.cross_checking.mismatch_causes import explain
+from gradtools.testing.cross_checking.precision import at_precision
+from gradtools.testing.cross_checking.questions import CrossCheck
+from gradtools.testing.cross_checking.sides import Inputs, Side, double_precision
+from gradtools.testing.report import Report
+
+
+def cross_check(
+    *,
+    torch: Any,
+    jax: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    order: int = 2,
+    argnums: int | Sequence[int] | None = None,
+    mapping: Any = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    tolerance: float | None = None,
+    precision: str = "highest",
+    conventions: str = "allow",
+    raises: bool = True,
+    name: str | None = None,
+) -> Report:
+    """Compares one program in PyTorch with the same program in JAX.
+
+    Compared are the output (values, shapes, dtypes, tree), and for order 1 and 2 the gradient of
+    Re<c, f> for every differentiated leaf, a pullback, a pushforward, and the Hessian product of
+    Re<c, f> by forward over reverse and by reverse over reverse. c and the directions are random,
+    independent draws; for a real scalar f the gradient's c is 1. A leaf that reaches the output in
+    one framework only is a disagreement. NaN and infinity agree only with the same at the same
+    place. A disagreement that is only one of the frameworks' known conventions at a kink is
+    reported as such and is no error: see `gradtools.testing.conventions`.
+
+    float64 is switched on in JAX if an input or parameter has 64 bits, for the check alone.
+
+    Args:
+        torch: A function of torch tensors, a ``torch.nn.Module``, or the triple
+            ``(apply, params, state)`` of ``gradtools.torch.functionalize``.
+        jax: A function of jax arrays, a pair ``(flax.linen module, variables)``, a ``flax.nnx`` or
+            ``equinox`` module, or the triple of ``gradtools.jax.functionalize``.
+        args: The positional arguments of both: pytrees (tuples, lists, dicts) of NumPy arrays of
+            any shape. Floating and complex leaves are differentiated, integers and booleans are
+            passed on; a Python float counts as float64; other leaves are settings.
+        kwargs: Keyword arguments of both; NumPy arrays in them become the frameworks' arrays and
+            are not differentiated.
+        order: 0 compares values, 1 first derivatives too, 2 second ones too.
+        argnums: Which arguments are differentiated; None for all that can be.
+        mapping: How PyTorch's parameters lie in JAX, if both are models: an object with
+            ``to_jax(params) -> params``, a function of that kind (linear: gradients go through it
+            too), or a dictionary from PyTorch's names to JAX's ("encoder.dense.kernel"; a pair
+            (name, axes) transposes). None: the same names and shapes, or for a ``torch.nn.Module``
+            and a flax module the common layouts.
+        dtype: "float64", "float32", "float16" or "bfloat16": what all floating inputs, parameters
+            and buffers are cast to. None leaves them as they are.
+        seed: Of the random directions.
+        tolerance: A relative error for everything, in place of the table `tolerance_table()`.
+        precision: "highest" (default) keeps all bits of float32's products while it compares,
+            whatever is set: no TF32, no bfloat16. "as set" compares as training would run. A note
+            of the report says where what is set is lower.
+        conventions: "allow" reports known conventions; "raise" counts them as disagreements.
+        raises: False returns a report that disagrees instead of raising.
+        name: The report's title.
+
+    Returns:
+        A `Report`: true if all agrees. ``print(report)`` shows the table.
+
+    Raises:
+        AgreementError: Something disagrees; its ``report`` says what, where and probably why.
+        GradtoolsError: An argument of cross_check itself is wrong, or the parameters of the two
+            models cannot be matched.
+
+    Example:
+        >>> import numpy as np, torch, jax.numpy as jnp
+        >>> from gradtools.testing import cross_check
+        >>> report = cross_check(torch=torch.sin, jax=jnp.sin, args=(np.linspace(0.0, 1.0, 5),))
+        >>> bool(report), len(report)
+        (True, 6)
+
+    Source: the usual checks of one framework against itself (dot product, Hessian products by
+    Pearlmutter, 1994), put to two frameworks at once.
+    """
+    _validate(args, order, dtype, conventions, tolerance)
+    inputs = Inputs.read(args, argnums, dtype)
+    wide = dtype == "float64" or (dtype is None and inputs.has_64_bits(kwargs))
+    title = name or f"cross_check of {_name(torch)} and {_name(jax)}"
+    first = Side("torch", torch, dtype)
+    wide = wide or (dtype is None and first.has_64_bits())
+    at = at_precision("cross_check", precision, ("torch", "jax"))
+    with double_precision(wide), at as notes:
+        second = Side("jax", jax, dtype)
+        check = CrossCheck(first, second, inputs, dict(kwargs or {}), mapping, seed, tolerance)
+        report = Report(title, notes=notes)
+        check.run(order, report)
+        explain(check, report, allow=conventions == "allow")
+    return report.require() if raises else report
+
+
+def _name(x: Any) -> str:
+    if isinstance(x, tuple) and x:
+        x = x[0]
+    return getattr(x, "__name__", type(x).__name__)
+
+
+def _validate(args: Any, order: Any, dtype: Any, conventions: Any, tolerance: Any) -> None:
+    if not isinstance(args, tuple | list):
+        raise GradtoolsError(
+            f"cross_check: args must be a tuple with one entry for each argument, got a "
+            f"{type(args).__name__}. For one argument write args=(x,)."
+        )
+    if order not in (0, 1, 2):
+        raise GradtoolsError(f"cross_check: order is {order!r}; expected 0, 1 or 2.")
+    if dtype is not None and dtype not in tolerances.TOLERANCES:
+        raise GradtoolsError(
+            f"cross_check: dtype is {dtype!r}; expected None or one of "
+            f"{', '.join(tolerances.TOLERANCES)}."
+        )
+    if conventions not in ("allow", "raise"):
+        raise GradtoolsError(
+            f"cross_check: conventions is {conventions!r}; expected 'allow' or 'raise'."
+        )
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise GradtoolsError(
+            f"cross_check: tolerance is {tolerance!r}; expected None or a relative error between "
+            "0 and 1."
+        )

@@ -1,0 +1,135 @@
+"""The device of a run, chosen in one place: a name for both frameworks, and what each has here.
+
+A name is "cpu", "gpu" (or "cuda") or "tpu", with a number behind a colon for one of several;
+"auto" leaves each framework's own default alone. Inside `placed` new arrays are made there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+
+KINDS = ("cpu", "gpu", "tpu")
+
+
+@contextmanager
+def placed(backend: str, device: str = "auto") -> Iterator[None]:
+    """Inside, the framework makes new arrays on this device; outside, where it did.
+
+    Args:
+        backend: "torch" or "jax".
+        device: "auto", "cpu", "gpu", "tpu", one of several as "gpu:1".
+
+    Raises:
+        GradtoolsError: There is no such device here.
+
+    Example:
+        >>> from gradtools.testing.cross_checking.devices import placed
+        >>> with placed(gt.__name__.split(".")[1], "cpu"):
+        ...     x = gt.asarray(1.0)
+    """
+    if device == "auto":
+        yield
+        return
+    kind, index = _parsed(device)
+    inside = _torch_placed if backend == "torch" else _jax_placed
+    with inside(kind, index):
+        yield
+
+
+def described(backend: str) -> str:
+    """What a framework has here: its version, where it runs, what is absent, peaks of memory."""
+    return _torch_here() if backend == "torch" else _jax_here()
+
+
+def _parsed(device: str) -> tuple[str, int]:
+    kind, _, index = device.partition(":")
+    kind = "gpu" if kind == "cuda" else kind
+    if kind not in KINDS or not (index or "0").isdigit():
+        raise GradtoolsError(
+            f"device {device!r}: expected auto, {', '.join(KINDS)}, or one of several, as gpu:1."
+        )
+    return kind, int(index or 0)
+
+
+# --- PyTorch -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _torch_placed(kind: str, index: int) -> Iterator[None]:
+    import torch
+
+    counts = {"cpu": 1, "gpu": torch.cuda.device_count(), "tpu": 0}
+    _refuse_absent("PyTorch", kind, index, counts)
+    if kind == "cpu" and torch.get_default_device().type == "cpu":
+        yield  # a default device is a mode, which every call would pass for nothing
+        return
+    with torch.device("cuda" if kind == "gpu" else "cpu", index):
+        yield
+
+
+def _torch_here() -> str:
+    import torch
+
+    count = torch.cuda.device_count()
+    where = str(torch.get_default_device())
+    if not count:
+        return f"{torch.__version__}, run on the {where}; absent: gpu, tpu"
+    peaks = [torch.cuda.max_memory_allocated(i) for i in range(count)]
+    names = [f"gpu:{i} ({torch.cuda.get_device_name(i)})" for i in range(count)]
+    return f"{torch.__version__}, run on the {where}; {_with_peaks(names, peaks)}; absent: tpu"
+
+
+# --- JAX ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _jax_placed(kind: str, index: int) -> Iterator[None]:
+    import jax
+
+    _refuse_absent("JAX", kind, index, {k: len(_jax_devices(k)) for k in KINDS})
+    with jax.default_device(_jax_devices(kind)[index]):
+        yield
+
+
+def _jax_devices(kind: str) -> list[Any]:
+    import jax
+
+    try:
+        return list(jax.local_devices(backend=kind))
+    except RuntimeError:  # JAX has no such platform here
+        return []
+
+
+def _jax_here() -> str:
+    import jax
+
+    (where,) = jax.numpy.zeros(()).devices()
+    kinds = {kind: _jax_devices(kind) for kind in KINDS}
+    absent = ", ".join(kind for kind, result in kinds.items() if not result)
+    others = [d for kind, result in kinds.items() if kind != "cpu" for d in result]
+    peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in others]
+    names = [f"{d.platform}:{d.id} ({d.device_kind})" for d in others]
+    middle = f"{_with_peaks(names, peaks)}; " if others else ""
+    return f"{jax.__version__}, run on the {where.platform}; {middle}absent: {absent or 'none'}"
+
+
+# --- words -------------------------------------------------------------------------------
+
+
+def _with_peaks(names: list[str], peaks: list[int]) -> str:
+    pairs = zip(names, peaks, strict=True)
+    return ", ".join(f"{name}, peak memory {peak / 2**20:.1f} MiB" for name, peak in pairs)
+
+
+def _refuse_absent(framework: str, kind: str, index: int, counts: dict[str, int]) -> None:
+    if index < counts[kind]:
+        return
+    result = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
+    raise GradtoolsError(
+        f"device {kind}:{index}: {framework} has no such device here; it has {result}. Name one of "
+        "these, or auto."
+    )

@@ -1,0 +1,99 @@
+"""Where two sides disagree (in one mode, at second order alone), and which side is wrong.
+
+Known once every quantity has been compared: whether only one mode is concerned, or only the second
+order; whether a side differs from itself; whether a side's derivative is the slope of its value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradtools.testing.checking.finite_differences import Differences
+from gradtools.testing.checking.kinks import Convention, explaining
+from gradtools.testing.cross_checking import tolerances
+from gradtools.testing.cross_checking.questions import CrossCheck
+from gradtools.testing.report import errors
+
+REVERSE, FORWARD = ("gradient", "vjp"), ("jvp",)
+
+
+class Scope:
+    """Where a disagreement happens, known once every quantity has been compared."""
+
+    def __init__(self, check: CrossCheck) -> None:
+        self.check = check
+        self.good = {
+            answer.probe.quantity: all(c.agrees for c in answer.comparisons)
+            for answer in check.answers
+        }
+        self.values_agree = self.good.get("value", False)
+        self._known: dict[Any, bool] = {}
+        self._rows: dict[int, list[Convention]] = {}
+
+    def of(self, quantity: str) -> str:
+        """Words such as ", at second order only"."""
+        reverse = [self.good[q] for q in REVERSE if q in self.good]
+        forward = [self.good[q] for q in FORWARD if q in self.good]
+        if quantity == "value":
+            return ", in the value only" if reverse and all(reverse + forward) else ""
+        if not self.values_agree:
+            return ""
+        if quantity in REVERSE:
+            only = forward and all(forward) and self.culprit(quantity)
+            return ", in reverse mode only" if only else ""
+        if quantity in FORWARD:
+            only = reverse and all(reverse) and self.culprit(quantity)
+            return ", in forward mode only" if only else ""
+        if not (reverse and all(reverse + forward)):
+            return ""
+        others = [good for q, good in self.good.items() if q[:3] == "hvp" and q != quantity]
+        if others and all(others):
+            return f", in {quantity.removeprefix('hvp, ')} only"
+        return ", at second order only"
+
+    def conventions(self, order: int) -> list[Convention]:
+        """The rows of the table that differ and whose operations both programs hold."""
+        if order not in self._rows:
+            torch_ops, jax_ops = (self.check.operations(k) for k in (0, 1))
+            self._rows[order] = explaining(torch_ops or set(), jax_ops, order)
+        return self._rows[order]
+
+    def is_random(self, probe: Any, k: int) -> bool:
+        """Whether one side's answer to a probe differs from run to run."""
+        key = (probe.quantity, k)
+        if key not in self._known:
+            self._known[key] = self._differs_from_itself(probe, k)
+        return self._known[key]
+
+    def _differs_from_itself(self, probe: Any, k: int) -> bool:
+        runs = [self.check._ask(probe, k, self.check.leaves[k]) for _ in range(2)]
+        for x, y in zip(*runs, strict=True):
+            if (x is None) != (y is None):
+                return True
+            if x is not None and y is not None:
+                allowed = tolerances.tolerance(x.dtype, probe.order) or 1e-300
+                if not (errors(x, y, allowed, 0.0) <= 1).all():
+                    return True
+        return False
+
+    # --- which side is wrong
+
+    def culprit(self, quantity: str) -> str:
+        """A sentence that names the side that contradicts itself; empty if that is not seen."""
+        if not self.values_agree or quantity in ("value", "parameter"):
+            return ""
+        wrong = [
+            side.name for k, side in enumerate(self.check.sides) if self._contradicts(k, quantity)
+        ]
+        if len(wrong) != 1:
+            return ""
+        return f"Finite differences say that {wrong[0]} is wrong."
+
+    def _contradicts(self, k: int, quantity: str) -> bool:
+        key = ("contradicts", quantity, k)
+        if key not in self._known:
+            try:
+                self._known[key] = Differences(self.check, k).contradict(quantity)
+            except Exception:  # a program that fails nearby gives no evidence
+                self._known[key] = False
+        return self._known[key]

@@ -1,0 +1,174 @@
+"""Which parameter of one model is which of the other, and how its array lies there.
+
+Two models are compared in JAX's layout: every array that belongs to PyTorch's parameters (values,
+directions, gradients) goes through the same linear map to JAX's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing.cross_checking.sides import Side, nested, tokens
+from gradtools.testing.diverging.layouts import match_parameters
+from gradtools.testing.flat import Arrays
+
+ToJax = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The map from PyTorch's parameters to JAX's.
+
+    Attributes:
+        paths: The names of JAX's parameters, in their order; empty if nothing is paired.
+        carry: PyTorch's arrays, in their order, to arrays in JAX's layout and order; what is
+            None comes out as None.
+        notes: What the reader of a report should know.
+    """
+
+    paths: list[str]
+    carry: Callable[[Sequence[np.ndarray | None]], list[np.ndarray | None]]
+    notes: list[str] = field(default_factory=list)
+
+
+def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
+    """How the parameters of two sides correspond.
+
+    Raises:
+        GradtoolsError: A parameter of one model has no counterpart of its shape in the other.
+    """
+    if not (first.params and second.params):
+        if mapping is not None:
+            raise GradtoolsError(
+                "cross_check: a mapping pairs the parameters of two models; there are none in "
+                f"{' and '.join(side.name for side in (first, second) if not side.params)}."
+            )
+        notes = []
+        for side in (first, second):
+            side.paired = False
+            if side.params:
+                notes.append(
+                    f"the parameters of the {side.name} model have no counterpart: constant"
+                )
+        return Pairing([], lambda arrays: [], notes)
+    to_jax, words, notes = _to_jax(first, second, mapping)
+    mine = _carried(first, second, to_jax, list(first.free_params.values()))
+    _check_shapes(mine, second.free_params, words)
+    paths = [f"parameter {'.'.join(tokens(path))}" for path in second.free_params]
+    return Pairing(paths, lambda arrays: _carry(first, second, to_jax, arrays), notes)
+
+
+def _carry(
+    first: Side, second: Side, to_jax: ToJax, arrays: Sequence[np.ndarray | None]
+) -> list[np.ndarray | None]:
+    present = [x is not None for x in arrays]
+    full = [
+        np.zeros_like(like) if x is None else x
+        for x, like in zip(arrays, first.free_params.values(), strict=True)
+    ]
+    names = list(second.free_params)
+    carried = _carried(first, second, to_jax, full)
+    result = [carried[name] for name in names]
+    if all(present):
+        return list(result)
+    marks = [np.full_like(x, there) for x, there in zip(full, present, strict=True)]
+    there = _carried(first, second, to_jax, marks)
+    return [x if there[name].any() else None for x, name in zip(result, names, strict=True)]
+
+
+def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[str, np.ndarray]:
+    """JAX's own paths to PyTorch's arrays in JAX's layout."""
+    result = to_jax(first.params_tree(arrays))
+    leaves, paths = second.waist.flatten(result)[0], second.waist.leaf_paths(result)
+    wanted = {tokens(path): path for path in second.free_params}
+    by_name = {
+        _within(tokens(path), wanted): np.asarray(x)
+        for path, x in zip(paths, leaves, strict=True)
+        if tokens(path)[0] != "batch_stats"
+    }
+    missing = [".".join(name) for name in wanted if name not in by_name]
+    unknown = [".".join(name) for name in by_name if name not in wanted]
+    if missing or unknown:
+        raise GradtoolsError(
+            "cross_check: the mapping does not give JAX's parameters: "
+            f"missing {missing or 'none'}, unknown {unknown or 'none'}. JAX's names are "
+            f"{['.'.join(name) for name in wanted]}."
+        )
+    return {wanted[name]: x for name, x in by_name.items()}
+
+
+def _within(name: tuple[str, ...], wanted: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
+    """The name without flax's collection, where JAX's parameters go without it."""
+    return name[1:] if name[0] == "params" and name not in wanted else name
+
+
+def _check_shapes(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], words: str) -> None:
+    for path, x in mine.items():
+        if x.shape != theirs[path].shape:
+            raise GradtoolsError(
+                f"cross_check: parameter {'.'.join(tokens(path))} has shape {theirs[path].shape} "
+                f"in JAX, but PyTorch's has shape {x.shape} after {words}. Give a mapping that "
+                "transposes it, or correct the model."
+            )
+
+
+def _to_jax(first: Side, second: Side, mapping: Any) -> tuple[ToJax, str, list[str]]:
+    """The map, what to call it in messages, and notes on how it was found."""
+    if mapping is None:
+        return _same_names(first, second)
+    if hasattr(mapping, "to_jax"):
+        return mapping.to_jax, "the mapping", []
+    if isinstance(mapping, Mapping):
+        return _by_table(first, mapping), "the mapping", []
+    if callable(mapping):
+        return mapping, "the mapping", []
+    raise GradtoolsError(
+        f"cross_check: mapping is a {type(mapping).__name__}; expected None, a dictionary from "
+        "PyTorch's names to JAX's, a function of PyTorch's parameters, or an object with to_jax."
+    )
+
+
+def _same_names(first: Side, second: Side) -> tuple[ToJax, str, list[str]]:
+    """The same names and shapes, or the common layouts of the two libraries."""
+    mine = {_dotted(path): x.shape for path, x in first.free_params.items()}
+    theirs = {_dotted(path): x.shape for path, x in second.free_params.items()}
+    if mine == theirs:
+        names = {_dotted(path): tokens(path) for path in second.free_params}
+        order = [names[_dotted(path)] for path in first.free_params]
+        same = lambda tree: nested(dict(zip(order, first.params_list(tree), strict=True)))
+        return same, "pairing", []
+    result = match_parameters(
+        first.params_tree(list(first.free_params.values())), second.plain_params()
+    )
+    return result.to_jax, "the common layouts", list(result.notes)
+
+
+def _by_table(first: Side, table: Mapping[str, Any]) -> ToJax:
+    names = [_dotted(path) for path in first.free_params]
+    missing = [name for name in names if name not in table]
+    unknown = [name for name in table if name not in names]
+    if missing or unknown:
+        raise GradtoolsError(
+            f"cross_check: the mapping names {unknown or 'nothing'} that PyTorch's model does not "
+            f"have, and leaves out {missing or 'nothing'}."
+        )
+
+    def to_jax(tree: Any) -> Any:
+        arrays = dict(zip(names, first.params_list(tree), strict=True))
+        return nested(dict(_entry(table[name], x) for name, x in arrays.items()))
+
+    return to_jax
+
+
+def _entry(target: Any, x: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+    name, axes = target if isinstance(target, tuple) else (target, None)
+    return tuple(name.replace("/", ".").split(".")), x if axes is None else x.transpose(axes)
+
+
+def _dotted(path: str) -> str:
+    return ".".join(tokens(path))

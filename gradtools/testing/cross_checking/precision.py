@@ -1,0 +1,159 @@
+"""The precision of float32's products: how it is set here, and the highest one inside a block.
+
+Accelerators multiply float32 matrices in fewer bits if they are allowed to: TF32 has 11 of the 24,
+bfloat16 has 8. Derivatives compared in float32 would then differ for no fault, so the checks run
+at the highest precision and leave the settings as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+
+PRECISIONS = ("highest", "as set")
+_HIGHEST = {"float32_matmul_precision": "highest", "cudnn.allow_tf32": False}
+_FULL = ("none", "ieee", "highest", "float32")
+
+
+@contextmanager
+def highest_precision(backends: Iterable[str]) -> Iterator[None]:
+    """Inside, products of float32 in these frameworks keep all of its bits; then as before.
+
+    Args:
+        backends: Of "torch" and "jax".
+
+    Example:
+        >>> from gradtools.testing.cross_checking.precision import highest_precision, lowered
+        >>> name = gt.__name__.split(".")[1]
+        >>> with highest_precision([name]):
+        ...     lowered(name)
+        {}
+    """
+    inside = {"torch": _torch_highest, "jax": _jax_highest}
+    with ExitStack() as stack:
+        for backend in backends:
+            stack.enter_context(inside[backend]())
+        yield
+
+
+@contextmanager
+def at_precision(caller: str, precision: str, backends: Sequence[str]) -> Iterator[list[str]]:
+    """The highest precision or the one that is set; gives notes that say so where these differ.
+
+    Args:
+        caller: Who asks, for the error.
+        precision: "highest" or "as set".
+        backends: Of "torch" and "jax".
+
+    Raises:
+        GradtoolsError: The precision is neither.
+    """
+    if precision not in PRECISIONS:
+        raise GradtoolsError(
+            f"{caller}: precision is {precision!r}; expected 'highest' or 'as set'."
+        )
+    how = "compared at the highest precision; set is" if precision == "highest" else "set is"
+    lower = {name: ", ".join(f"{k} {v}" for k, v in lowered(name).items()) for name in backends}
+    notes = [f"{name}: float32's products: {how} {words}" for name, words in lower.items() if words]
+    with highest_precision(backends if precision == "highest" else ()):
+        yield notes
+
+
+def lowered(backend: str) -> dict[str, str]:
+    """The settings by which products of float32 may lose bits, with their values.
+
+    In PyTorch those that stand lower: oneDNN's, and where there is a GPU, CUDA's. In JAX
+    `jax_default_matmul_precision`, whose default means fewer bits on every device but the CPU.
+    """
+    return _torch_read_here() if backend == "torch" else _jax_lowered()
+
+
+def described_precision(backend: str) -> str:
+    """One line: which precision is on.
+
+    Example:
+        >>> from gradtools.testing.cross_checking.precision import (
+        ...     described_precision, highest_precision)
+        >>> name = gt.__name__.split(".")[1]
+        >>> with highest_precision([name]):
+        ...     described_precision(name)
+        "float32's products: highest"
+    """
+    result = lowered(backend)
+    words = ", ".join(f"{name} is {value}" for name, value in result.items())
+    return f"float32's products: {words or 'highest'}"
+
+
+# --- PyTorch -----------------------------------------------------------------------------
+
+
+def _torch_read_here() -> dict[str, str]:
+    import torch
+
+    gpu = torch.cuda.is_available()
+    return {n: v for n, v in _torch_lowered().items() if gpu or n.startswith("mkldnn")}
+
+
+def _torch_lowered() -> dict[str, str]:
+    from gradtools.torch.modes import precisions
+
+    standing = {name: get() for name, (get, _) in precisions().items()}
+    newer = {name: v for name, v in standing.items() if name.endswith(".fp32_precision")}
+    return {name: value for name, value in newer.items() if value not in _FULL}
+
+
+@contextmanager
+def _torch_highest() -> Iterator[None]:
+    if not _torch_lowered():
+        yield
+        return
+    from gradtools.torch.modes import precisions
+
+    before = {name: get() for name, (get, _) in precisions().items()}
+    try:
+        _put({name: _HIGHEST[name] for name in _HIGHEST if before[name] is not None})
+        _put(dict.fromkeys(_torch_lowered(), "ieee"))
+        yield
+    finally:
+        _put(before)
+
+
+def _put(wanted: dict[str, Any]) -> None:
+    from gradtools.torch.modes import precisions
+
+    for name, (get, put) in precisions().items():
+        if name in wanted and get() != wanted[name]:
+            put(wanted[name])
+
+
+# --- JAX ---------------------------------------------------------------------------------
+
+
+def _jax_lowered() -> dict[str, str]:
+    import jax
+
+    name = "jax_default_matmul_precision"
+    value = getattr(jax.config, name)
+    full = value in _FULL or (value is None and _on_the_cpu())
+    return {} if full else {name: str(value)}
+
+
+def _on_the_cpu() -> bool:
+    import jax
+
+    (where,) = jax.numpy.zeros(()).devices()
+    return bool(where.platform == "cpu")
+
+
+@contextmanager
+def _jax_highest() -> Iterator[None]:
+    import jax
+
+    if not _jax_lowered():
+        yield
+        return
+    with jax.default_matmul_precision("highest"):
+        yield

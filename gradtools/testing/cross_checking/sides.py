@@ -1,0 +1,372 @@
+"""One side of a cross-check: a program in one framework, asked for derivatives in NumPy.
+
+A `Side` takes a function, a module or a functionalized triple, and answers with NumPy arrays:
+values, gradients, pullbacks, pushforwards, Hessian products, each at inputs that are NumPy arrays.
+Both sides are then the same kind of thing, and `compare` speaks of neither framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.graphs.derivative_flow import between
+from gradtools.seeing.graphs.nodes import Node
+from gradtools.testing.cross_checking import tolerances
+from gradtools.testing.flat import Arrays, FlatFunction
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One evaluation: each leaf of the output with its path."""
+
+    paths: list[str]
+    arrays: Arrays
+
+    def inexact(self) -> dict[str, np.ndarray]:
+        """The leaves that have derivatives."""
+        named = zip(self.paths, self.arrays, strict=True)
+        return {path: x for path, x in named if is_inexact(x)}
+
+
+class Side(FlatFunction):
+    """A program in one framework.
+
+    Attributes:
+        params: The program's own parameters in NumPy, by path; empty for a function.
+        paired: Whether the parameters are differentiated: the other side has them too.
+    """
+
+    def __init__(self, name: str, subject: Any, dtype: str | None = None) -> None:
+        super().__init__(name)
+        self.apply, params, self._state = resolve(self.gt, name, subject)
+        self.is_model = self.paired = params is not None
+        self._own, self._tree = self.waist.flatten(params)
+        self.raw_params = params
+        paths = self.waist.leaf_paths(params)
+        arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._own]
+        self.params = dict(zip(paths, arrays, strict=True))
+        self._state = self._cast_state(dtype)
+
+    def _cast_state(self, dtype: str | None) -> Any:
+        leaves, tree = self.waist.flatten(self._state)
+        if dtype is None or self._state is None:
+            return self._state
+        return self.waist.unflatten(tree, [self._cast_array(x, dtype) for x in leaves])
+
+    def _cast_array(self, x: Any, dtype: str) -> Any:
+        return self.array(cast(self.gt.to_numpy(x), dtype)) if self.differentiable(x) else x
+
+    def array(self, x: Any) -> Any:
+        """x in the framework, on the device of the program's parameters."""
+        if self.name == "jax":
+            x = x.astype(narrowed(x.dtype.name))
+        x = self.gt.asarray(x)
+        device = getattr(self._own[0], "device", None) if self._own else None
+        return x.to(device) if self.name == "torch" and device is not None else x
+
+    # --- what the program is as a function of flat leaves
+
+    def bind(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+        """Makes `program` a function of the differentiated leaves: parameters, then arguments."""
+        kwargs = convert(kwargs, self.array)
+        constants = {i: self.array(x) for i, x in inputs.constants.items()}
+        count = len(self.params)
+        free = [self.paired and is_inexact(x) for x in self.params.values()]
+        own = [self.array(x) for x in self.params.values()]
+
+        def program(*leaves: Any) -> Any:
+            moving = iter(leaves)
+            params = [next(moving) if f else x for f, x in zip(free, own, strict=True)]
+            args = inputs.rebuild(moving, constants)
+            if not self.is_model:
+                return self.apply(*args, **kwargs)
+            tree = self.waist.unflatten(self._tree, params) if count else self.raw_params
+            return self.apply(tree, self._state, *args, **kwargs)[0]
+
+        self.program = program
+
+    def params_tree(self, arrays: Arrays) -> Any:
+        """The tree of the parameters with these arrays (those that are not free as they are)."""
+        moving = iter(arrays)
+        full = [next(moving) if is_inexact(x) else x for x in self.params.values()]
+        return self.waist.unflatten(self._tree, full)
+
+    def params_list(self, tree: Any) -> Arrays:
+        """The arrays of such a tree, those that are free."""
+        return [x for x in self.waist.flatten(tree)[0] if is_inexact(x)]
+
+    def plain_params(self) -> dict[str, Any]:
+        """The parameters as nested dictionaries of NumPy arrays."""
+        return nested({tokens(path): x for path, x in self.params.items()})
+
+    def has_64_bits(self) -> bool:
+        """Whether a parameter is float64 or complex128."""
+        return any(_is_wide(x) for x in self.params.values())
+
+    @property
+    def free_params(self) -> dict[str, np.ndarray]:
+        """The parameters that are differentiated."""
+        return {path: x for path, x in self.params.items() if self.paired and is_inexact(x)}
+
+    def flat(self, *leaves: Any) -> list[Any]:
+        """The program's inexact outputs."""
+        return self._parted(*leaves)[0]
+
+    def _parted(self, *leaves: Any) -> tuple[list[Any], list[Any]]:
+        """The program's inexact outputs and the others, as two lists."""
+        outs = self.waist.flatten(self.program(*leaves))[0]
+        arrays = [x if self.waist.is_array(x) else self.gt.asarray(x) for x in outs]
+        inexact = [self.waist.is_inexact(x) for x in arrays]
+        chosen = lambda wanted: [x for x, i in zip(arrays, inexact, strict=True) if i is wanted]
+        return chosen(True), chosen(False)
+
+    # --- what is asked of it besides; leaves, tangents and cotangents are NumPy arrays
+
+    def value(self, leaves: Arrays) -> Output:
+        """The output."""
+        out = self.program(*self.arrays(leaves))
+        paths = [normal(path) for path in self.waist.leaf_paths(out)]
+        return Output(paths, self.numpy(self.waist.flatten(out)[0]))
+
+    def pullback(self, leaves: Arrays, cotangents: Arrays) -> list[np.ndarray | None]:
+        """J^H c for each leaf; None where a leaf does not reach the output."""
+        xs = list(self.arrays(leaves))
+        result = self.waist.vjp(self._parted, xs, groups=[1] * len(xs), once=True)
+        pulled = result.pullback(self._like(cotangents, result.outs))
+        return [None if g is None else self.gt.to_numpy(g) for g in pulled]
+
+    def operations(self, leaves: Arrays) -> set[str]:
+        """The names of the operations, and of the framework's functions, that it differentiates."""
+        names: set[str] = set()
+
+        def seen(node: Node) -> bool:
+            names.update((node.operation, str(node.attributes.get("name", ""))))
+            return not node.bodies
+
+        graph = self.gt.gradient_graph(self.flat, *self.arrays(leaves), order=0)
+        for value in graph.inputs:
+            between(graph, value, seen)
+        return names
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of both programs, split into what is differentiated and what is not.
+
+    Attributes:
+        moving: The differentiated leaves, by their path ("argument 0['x']").
+        constants: The other arrays, by their number among all leaves.
+    """
+
+    tree: Any
+    moving: dict[str, np.ndarray]
+    constants: dict[int, np.ndarray]
+    others: dict[int, Any]
+
+    @classmethod
+    def read(cls, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
+        """The leaves of `args`, told apart."""
+        caller = range(len(args)) if argnums is None else _positions(argnums, len(args))
+        moving, constants, others = {}, {}, {}
+        for i, (path, leaf) in enumerate(walk(tuple(args))):
+            if not is_arraylike(leaf):
+                others[i] = as_setting("cross_check", leaf, argument_path(path))
+                continue
+            x = cast(np.asarray(leaf), dtype)
+            if is_inexact(x) and int(path[0]) in caller:
+                moving[argument_path(path)] = x
+            else:
+                constants[i] = x
+        return cls(tuple(args), moving, constants, others)
+
+    def has_64_bits(self, kwargs: Any = None) -> bool:
+        """Whether an argument is float64 or complex128."""
+        named = [x for _, x in walk(dict(kwargs or {})) if isinstance(x, np.ndarray | np.generic)]
+        return any(map(_is_wide, [*self.moving.values(), *self.constants.values(), *named]))
+
+    def named_arrays(self) -> list[tuple[str, np.ndarray]]:
+        """Every array of the arguments, with its name."""
+        constants = [(f"argument leaf {i}", x) for i, x in self.constants.items()]
+        return [*self.moving.items(), *constants]
+
+    def rebuild(self, moving: Iterator[Any], constants: dict[int, Any]) -> tuple[Any, ...]:
+        """The arguments, with arrays of a framework at the leaves."""
+        known = {**constants, **self.others}
+        numbers = iter(range(len(known) + len(self.moving)))
+
+        def leaf(_: Any) -> Any:
+            i = next(numbers)
+            return known[i] if i in known else next(moving)
+
+        return convert_leaves(self.tree, leaf)
+
+
+def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """`(apply, params, state)`; params is None for a function."""
+    module, variables = subject, None
+    if isinstance(subject, tuple) and len(subject) == 2 and library(subject[0]):
+        module, variables = subject
+    if library(module) == "torch.nn":  # with what is frozen: the other side has it too
+        functionalize = import_module("gradtools.torch.modules").functionalize
+        return functionalize(module, variables=variables, frozen_too=True)
+    if library(module):
+        return gt.functionalize(module, variables=variables)
+    if isinstance(subject, tuple) and len(subject) == 3 and callable(subject[0]):
+        apply, params, state = subject
+        return apply, {} if params is None else params, state
+    if callable(subject):
+        return subject, None, None
+    raise GradtoolsError(
+        f"cross_check: {name} is {_kind(subject)}; expected a function, a module, for flax.linen "
+        "the pair (module, variables), or the triple (apply, params, state) of functionalize."
+    )
+
+
+def library(x: Any) -> str | None:
+    """Which library of modules x belongs to, None if it is no module."""
+    for cls in type(x).__mro__:
+        home = cls.__module__
+        if cls.__name__ == "Module" and home.startswith(
+            ("torch.nn.", "flax.linen.", "flax.nnx.", "equinox.")
+        ):
+            return ".".join(home.split(".")[:2]) if home[0] in "tf" else "equinox"
+    return None
+
+
+@contextlib.contextmanager
+def double_precision(wanted: bool) -> Iterator[None]:
+    """JAX with 64-bit types inside the block, as it was afterwards; nothing if not wanted."""
+    if not wanted:
+        yield
+        return
+    import jax
+
+    home = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")
+    with home.enable_x64(True):
+        yield
+
+
+def narrowed(dtype: str) -> str:
+    """The integer dtype that JAX has in place of one of 64 bits, where x64 is off."""
+    import jax
+
+    wide = jax.config.read("jax_enable_x64")
+    return dtype if wide else {"int64": "int32", "uint64": "uint32"}.get(dtype, dtype)
+
+
+# --- trees of NumPy arrays: tuples, lists, dicts and named tuples
+
+
+def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each leaf with its path; None is an empty tree."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from walk(value, (*path, str(key)))
+    elif isinstance(tree, tuple | list):
+        for i, value in enumerate(tree):
+            yield from walk(value, (*path, str(i)))
+    elif tree is not None:
+        yield path, tree
+
+
+def nested(flat: Mapping[Path, Any]) -> dict[str, Any]:
+    """Dictionaries in dictionaries, from leaves by their paths."""
+    tree: dict[str, Any] = {}
+    for path, x in flat.items():
+        place = tree
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = x
+    return tree
+
+
+def convert_leaves(tree: Any, f: Callable[[Any], Any]) -> Any:
+    """The tree with f(leaf) at each leaf."""
+    if isinstance(tree, dict):
+        return type(tree)((key, convert_leaves(value, f)) for key, value in tree.items())
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(convert_leaves(value, f) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(convert_leaves(value, f) for value in tree)
+    return None if tree is None else f(tree)
+
+
+def convert(tree: Any, f: Callable[[Any], Any]) -> Any:
+    """The tree with f at each NumPy array, anything else as it is."""
+    return convert_leaves(tree, lambda x: f(x) if isinstance(x, np.ndarray | np.generic) else x)
+
+
+def is_arraylike(x: Any) -> bool:
+    """Whether an argument's leaf is an array or a floating number, not a setting."""
+    return isinstance(x, np.ndarray | np.generic | float | complex)
+
+
+def as_setting(caller: str, x: Any, path: str) -> Any:
+    """What is passed on as it is: anything but another framework's array."""
+    if type(x).__module__.split(".")[0] in ("torch", "jax", "jaxlib") and hasattr(x, "dtype"):
+        raise GradtoolsError(
+            f"{caller}: {path} is a {type(x).__name__}, which only one of the frameworks takes. "
+            "Give NumPy arrays: each side gets them as its own."
+        )
+    return x
+
+
+def is_inexact(x: np.ndarray) -> bool:
+    """Whether x is floating or complex."""
+    return tolerances.real_name(x.dtype) in tolerances.EPSILONS
+
+
+def _is_wide(x: Any) -> bool:
+    return x.dtype.name in ("float64", "complex128")
+
+
+def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
+    """x in another precision: real stays real, complex stays complex, integers are left alone."""
+    if dtype is None or not is_inexact(x):
+        return x
+    if x.dtype.kind == "c":
+        if dtype not in ("float64", "float32"):
+            raise GradtoolsError(f"cross_check: there are no complex numbers of {dtype}.")
+        return x.astype({"float64": "complex128", "float32": "complex64"}[dtype])
+    return x.astype(
+        np.dtype(getattr(import_module("ml_dtypes"), dtype)) if dtype[0] == "b" else dtype
+    )
+
+
+def normal(path: str) -> str:
+    """A leaf's path, however its framework spells it: ['a'], .a and .a.value are one."""
+    return "".join(f"[{token}]" for token in tokens(path))
+
+
+def tokens(path: str) -> Path:
+    """The names and numbers of a leaf's path."""
+    result = re.findall(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[([^\]]*)\]|\.?([^\[\].]+)", path)
+    names = tuple(next(part for part in parts if part) for parts in result if any(parts))
+    return names[:-1] if len(names) > 1 and names[-1] == "value" else names
+
+
+def argument_path(path: Path) -> str:
+    """A leaf of the arguments in words."""
+    return f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:])
+
+
+def _positions(argnums: Any, count: int) -> tuple[int, ...]:
+    from gradtools.calls import normalized_argnums
+
+    if isinstance(argnums, tuple | list) and not argnums:
+        return ()
+    return normalized_argnums("cross_check", argnums, count)
+
+
+def _kind(x: Any) -> str:
+    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"

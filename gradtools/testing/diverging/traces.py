@@ -1,0 +1,413 @@
+"""A model's run with hooks on every layer: inputs, outputs and gradients.
+
+In PyTorch hooks see each module's output and its gradient. In JAX each call's output gets a zero
+added, and the gradient with respect to that zero is the gradient at the output; flax.linen's calls
+are met by its own interceptors, flax.nnx's and equinox' by a wrapped ``__call__``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from importlib import import_module
+from operator import getitem
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing.cross_checking.sides import as_setting, cast, library, tokens
+from gradtools.testing.diverging.layouts import (
+    ParameterMapping,
+    named_leaves,
+    put,
+    read_jax,
+    read_torch,
+)
+
+CALLER = "first_divergence"
+Name = tuple[str, ...]
+_LOCK = threading.Lock()
+
+
+@dataclass
+class Layer:
+    """One call of one module: arrays in NumPy.
+
+    Attributes:
+        name: The module's path; the model itself is ().
+        call: The number of this call of the module.
+        inputs: The arrays that it was called with.
+        outputs: The floating arrays that it returned.
+        gradients: What comes back to each of them; None where nothing does.
+    """
+
+    name: Name
+    call: int
+    inputs: list[np.ndarray]
+    outputs: list[np.ndarray]
+    gradients: list[np.ndarray | None] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        name = ".".join(self.name) or "the model"
+        return f"{name} (call {self.call + 1})" if self.call else name
+
+
+@dataclass
+class Trace:
+    """A watched run.
+
+    Attributes:
+        layers: The calls, in the order in which they returned.
+        parameters: The model's parameters by name or path.
+        gradients: Their gradients.
+        kinds: The class of each module.
+    """
+
+    layers: list[Layer]
+    parameters: dict[Any, np.ndarray]
+    gradients: dict[Any, np.ndarray]
+    kinds: dict[Name, Any]
+
+
+def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
+    """A run of a torch.nn.Module, on a copy in `dtype`."""
+    import torch
+
+    from gradtools.torch._upstream import pytree
+
+    model = copy.deepcopy(model).to(getattr(torch, dtype)).requires_grad_(True)
+    model.zero_grad()
+    args = [_to_torch(x, dtype) for x in inputs]
+    layers: list[Layer] = []
+    calls: dict[Name, int] = {}
+    kinds = {_name(n): m for n, m in model.named_modules()}
+
+    def watch(name: Name) -> Callable[..., None]:
+        def hook(module: Any, given: Any, named: Any, out: Any) -> Any:
+            call = calls[name] = calls.get(name, -1) + 1
+            out = pytree.tree_map(tracked, out)
+            outs = [y for y in _tensors(out) if y.is_floating_point() or y.is_complex()]
+            ins = [_np(x) for x in _tensors([*given, *named.values()])]
+            layer = Layer(name, call, ins, [_np(y) for y in outs], [None] * len(outs))
+            layers.append(layer)
+            for k, y in enumerate(outs):
+                if y.requires_grad:
+                    y.register_hook(lambda g, k=k: layer.gradients.__setitem__(k, _np(g)))
+            return out
+
+        return hook
+
+    def tracked(y: Any) -> Any:
+        """An output that depends on no parameter has a gradient too, as it has in JAX."""
+        free = hasattr(y, "requires_grad") and y.is_floating_point() and not y.requires_grad
+        return y + torch.zeros_like(y, requires_grad=True) if free else y
+
+    handles = [m.register_forward_hook(watch(name), with_kwargs=True) for name, m in kinds.items()]
+    try:
+        out = [y for y in _tensors(model(*args, **(kwargs or {}))) if y.is_floating_point()]
+        pairs = [(y, torch.as_tensor(draw(_np(y)))) for y in out]
+        pairs = [(y, c) for y, c in pairs if y.requires_grad]
+        if pairs:
+            torch.autograd.backward([y for y, _ in pairs], [c for _, c in pairs])
+    finally:
+        for handle in handles:
+            handle.remove()
+    gradients = {n: _np(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return Trace(layers, read_torch(model), gradients, kinds)
+
+
+def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
+    """A run of a flax.linen module with its variables, or of an nnx or equinox module."""
+    import jax
+
+    gt = import_module("gradtools.jax")
+    args = [_to_jax(x, dtype) for x in inputs]
+    params, run, mapped = _runner(model, dtype).split()
+    order: list[tuple[Name, int]] = []
+
+    def once(params: Any, zeros: dict[Any, Any], args: Sequence[Any]) -> tuple[Any, Any]:
+        watched: list[tuple[Any, Any]] = []
+        calls: dict[Name, int] = {}
+        order.clear()
+
+        def seen(name: Name, given: Any, out: Any) -> Any:
+            call = calls[name] = calls.get(name, -1) + 1
+            if (name, call) in zeros:
+                out = _added(out, zeros[name, call])
+            order.append((name, call))
+            watched.append((_arrays(given), _floats(out)))
+            return out
+
+        return _floats(run(params, args, kwargs or {}, seen)), watched
+
+    def program(params: Any, zeros: dict[Any, Any]) -> tuple[Any, Any]:
+        if not mapped:
+            return once(params, zeros, args)
+        return jax.vmap(lambda zeros, args: once(params, zeros, args))(zeros, args)
+
+    try:
+        _, shapes = jax.eval_shape(program, params, {})
+        zeros: dict[Any, Any] = {
+            key: [jax.numpy.zeros(y.shape, y.dtype) for y in outs]
+            for key, (_, outs) in zip(order, shapes, strict=True)
+        }
+        out, pullback, watched = gt.vjp(program, params, zeros, has_aux=True)
+    except jax.errors.UnexpectedTracerError as error:
+        raise GradtoolsError(
+            f"{CALLER}: a layer of the JAX model is called inside a transform (nn.scan, nn.remat, "
+            "nn.jit, nnx.scan), where its values cannot be looked at. Unroll it for the check."
+        ) from error
+    grads, back = pullback([jax.numpy.asarray(draw(np.asarray(y))) for y in out])
+    layers = [
+        Layer(key[0], key[1], _nps(ins), _nps(outs), list(_nps(back[key])))
+        for key, (ins, outs) in zip(order, watched, strict=True)
+    ]
+    return Trace(layers, read_jax(params), read_jax(grads), {})
+
+
+_Split = tuple[Any, Callable[..., Any], bool]  # parameters, the run, whether over a batch axis
+
+
+def _runner(model: Any, dtype: str) -> Any:
+    if isinstance(model, tuple):
+        return _Linen(model, dtype)
+    return _Nnx(model, dtype) if library(model) == "flax.nnx" else _Equinox(model, dtype)
+
+
+class _Linen:
+    """A linen module with its variables."""
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        self.module, variables = model
+        self.params = _tree(dict(variables).get("params", {}), dtype)
+        self.rest = {k: _tree(v, dtype) for k, v in dict(variables).items() if k != "params"}
+
+    def split(self) -> _Split:
+        return {"params": self.params}, self._run, False
+
+    def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
+        import flax.linen as nn
+
+        def meet(call: Any, given: Any, named: Any, context: Any) -> Any:
+            out = call(*given, **named)
+            if context.method_name != "__call__":
+                return out
+            name = tuple(map(str, context.module.path))
+            return seen(name, [*given, *named.values()], out)
+
+        with nn.intercept_methods(meet):
+            result = self.module.apply(
+                {**params, **self.rest}, *args, mutable=list(self.rest), **kwargs
+            )
+        return result[0]
+
+
+class _Nnx:
+    """An nnx module."""
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        from flax import nnx
+
+        parts: Any = nnx.split(model, nnx.Param, ...)
+        self.graph = parts[0]
+        self.params, self.rest = (_tree(part, dtype) for part in parts[1:])
+
+    def split(self) -> _Split:
+        return self.params.to_pure_dict(), self._run, False
+
+    def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
+        from flax import nnx
+
+        state = import_module("jax").tree.map(lambda x: x, self.params)
+        state.replace_by_pure_dict(params)
+        model = nnx.merge(self.graph, state, self.rest)
+        names = {id(m): tuple(map(str, path)) for path, m in nnx.iter_modules(model)}
+        with _wrapped({type(m) for _, m in nnx.iter_modules(model)}, names, seen):
+            return model(*args, **kwargs)
+
+
+class _Equinox:
+    """An equinox module, which takes one example, or `jax.vmap` of one.
+
+    Layers that the module maps over an axis by itself are passed by: their values belong to that
+    transform.
+    """
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        import equinox
+        import jax
+
+        self.mapped = not isinstance(model, equinox.Module)
+        model = _tree(model.__wrapped__ if self.mapped else model, dtype)
+        params, self.rest = equinox.partition(model, equinox.is_inexact_array)
+        self.params, self.treedef = jax.tree.flatten(params)
+        self.paths = list(named_leaves(params))
+
+    def split(self) -> _Split:
+        nested: dict[Any, Any] = {}
+        for path, x in zip(self.paths, self.params, strict=True):
+            put(nested, path, x)
+        return nested, self._run, self.mapped
+
+    def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
+        import equinox
+        import jax
+        from jax.extend.core import get_opaque_trace_state
+
+        leaves = [reduce(getitem, path, params) for path in self.paths]
+        model = equinox.combine(jax.tree.unflatten(self.treedef, leaves), self.rest)
+        modules = dict(_equinox_modules(equinox, model))
+        here = get_opaque_trace_state(convention=CALLER)
+
+        def seen_here(name: Name, given: Any, out: Any) -> Any:
+            inside = get_opaque_trace_state(convention=CALLER) == here
+            return seen(name, given, out) if inside else out
+
+        names = {id(m): name for name, m in modules.items()}
+        with _wrapped({type(m) for m in modules.values()}, names, seen_here):
+            return model(*args, **kwargs)
+
+
+def _equinox_modules(equinox: Any, module: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:
+    """The modules in a module, each with its path."""
+    import jax
+
+    yield path, module
+    is_part = lambda x: x is not module and isinstance(x, equinox.Module)
+    for keys, part in jax.tree.leaves_with_path(module, is_leaf=is_part):
+        if is_part(part):
+            below = tokens(jax.tree_util.keystr(keys))
+            yield from _equinox_modules(equinox, part, (*path, *below))
+
+
+@contextlib.contextmanager
+def _wrapped(
+    classes: set[type], names: dict[int, Name], seen: Callable[..., Any]
+) -> Iterator[None]:
+    """The classes' `__call__` watched, for the block."""
+    kept = {}
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *given: Any, **named: Any) -> Any:
+            out = call(self, *given, **named)
+            name = names.get(id(self))
+            return out if name is None else seen(name, [*given, *named.values()], out)
+
+        return run
+
+    with _LOCK:
+        for cls in classes:
+            if any("__call__" in base.__dict__ for base in cls.__mro__):
+                kept[cls] = cls.__dict__.get("__call__")
+        originals = {cls: cls.__call__ for cls in kept}
+        try:
+            for cls, call in originals.items():
+                cls.__call__ = watched(call)  # type: ignore[method-assign]
+            yield
+        finally:
+            for cls, call in kept.items():
+                if call is None:
+                    del cls.__call__
+                else:
+                    cls.__call__ = call  # type: ignore[method-assign]
+
+
+def check_asked(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any) -> None:
+    """Refuses what cannot be watched."""
+    if not isinstance(inputs, tuple | list):
+        raise GradtoolsError(
+            f"{CALLER}: inputs must be a tuple with one entry for each argument of the models, got "
+            f"a {type(inputs).__name__}. For one argument write inputs=(x,)."
+        )
+    for i, x in enumerate(inputs):
+        as_setting(CALLER, x, f"input {i}")
+    if not isinstance(mapping, ParameterMapping | None):
+        raise GradtoolsError(
+            f"{CALLER}: mapping is a {type(mapping).__name__}; expected None or what "
+            "match_parameters made."
+        )
+    if library(torch_model) != "torch.nn":
+        raise GradtoolsError(
+            f"{CALLER}: torch_model is a {type(torch_model).__name__}; expected a torch.nn.Module."
+        )
+    pair = isinstance(jax_model, tuple) and len(jax_model) == 2
+    known = pair and library(jax_model[0]) == "flax.linen"
+    known = known or library(jax_model) in ("flax.nnx", "equinox")
+    if not known and library(getattr(jax_model, "__wrapped__", None)) != "equinox":
+        raise GradtoolsError(
+            f"{CALLER}: jax_model is a {type(jax_model).__name__}; expected the pair (module, "
+            "variables) of flax.linen, an nnx.Module, an equinox.Module or jax.vmap of one."
+        )
+
+
+# --- arrays and trees
+
+
+def _name(dotted: str) -> Name:
+    return tuple(dotted.split(".")) if dotted else ()
+
+
+def _tensors(tree: Any) -> list[Any]:
+    from gradtools.torch._upstream import pytree
+
+    return [x for x in pytree.tree_leaves(tree) if hasattr(x, "requires_grad")]
+
+
+def _np(x: Any) -> np.ndarray:
+    return np.array(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
+
+
+def _nps(xs: Any) -> list[np.ndarray]:
+    return [_np(x) for x in xs]
+
+
+def _to_torch(x: Any, dtype: str) -> Any:
+    import torch
+
+    is_array = isinstance(x, np.ndarray | np.generic)
+    return torch.as_tensor(cast(np.array(x), dtype)) if is_array else x
+
+
+def _to_jax(x: Any, dtype: str) -> Any:
+    import jax
+
+    is_array = isinstance(x, np.ndarray | np.generic)
+    return jax.numpy.asarray(cast(np.asarray(x), dtype)) if is_array else x
+
+
+def _tree(tree: Any, dtype: str) -> Any:
+    import jax
+
+    def leaf(x: Any) -> Any:
+        plain = hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+        return jax.numpy.asarray(cast(np.asarray(x), dtype)) if plain else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    import jax
+
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+
+def _floats(tree: Any) -> list[Any]:
+    import jax
+
+    return [x for x in _arrays(tree) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
+
+
+def _added(out: Any, zeros: list[Any]) -> Any:
+    """out with the zeros added to its floating arrays."""
+    import jax
+
+    left = iter(zeros)
+    inexact = lambda x: (
+        isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+    )
+    return jax.tree.map(lambda x: x + next(left) if inexact(x) else x, out)

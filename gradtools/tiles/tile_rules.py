@@ -1,0 +1,349 @@
+"""`Sweep`: one pass over the tiles of a matrix of pairs, and rules whose maps are such passes.
+
+A wing runs a `Sweep`. The sum over tiles and a reduction over tiles are rules of such sweeps.
+
+The mathematics stands in `tiled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gradtools.backend import Array, Backend
+from gradtools.calls import as_array
+from gradtools.rules import Linearized, Rule, replaced_at
+from gradtools.tiles.tile_reductions import Reduction, wide
+
+if TYPE_CHECKING:
+    from gradtools.tiles.tiling import TiledCall
+
+
+ROWS, COLUMNS, SHARED = "rows", "columns", "shared"
+Arrays = list[Any]
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """How the matrix of pairs is cut into tiles, as equal as can be."""
+
+    rows: int
+    columns: int
+    most_rows: int
+    most_columns: int
+
+    def blocks(self, side: str) -> list[tuple[int, int, int]]:
+        """Runs of blocks of one length: where each begins, the length, how many there are."""
+        n, most = (self.rows, self.most_rows) if side == ROWS else (self.columns, self.most_columns)
+        least = -(-n // most)  # blocks; some more, if they are then all alike, are one program
+        count = next((k for k in range(least, 2 * least + 1) if n % k == 0), least)
+        whole, rest = divmod(n, size := -(-n // count))
+        result = [(0, size, whole), (whole * size, rest, 1)]
+        return result if rest else result[:1]
+
+    @property
+    def tiles(self) -> int:
+        rows, columns = (sum(n for *_, n in self.blocks(side)) for side in (ROWS, COLUMNS))
+        return rows * columns
+
+
+@dataclass(frozen=True)
+class MergeGroup:
+    """Arrays of a tile's result that are merged together."""
+
+    side: str
+    merge: Callable[[Arrays, Arrays], Arrays]
+    identity: Callable[[int], Sequence[float]] = lambda n: [0.0] * n
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A program over all tiles.
+
+    Attributes:
+        tile: A tile's arrays to the states of each group.
+        roles: The side of each array that is cut, or SHARED.
+        groups: How states of tiles are merged, asked once a tile has been seen.
+        cut: Where the tiles are.
+        call: Whose tiles these are.
+        progress: Whether a bar is shown.
+    """
+
+    tile: Callable[[Arrays], list[Arrays]]
+    roles: Sequence[str]
+    groups: Callable[[], Sequence[MergeGroup]]
+    cut: TileGrid
+    call: Any
+    progress: bool = False
+
+
+def added(a: Arrays, b: Arrays) -> Arrays:
+    """The sums of two tiles' arrays."""
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Arrays]:
+    left = iter(flat)
+    return [[next(left) for _ in range(n)] for n in counts]
+
+
+def reduced_second(backend: Backend, x: Array, side: str) -> Array:
+    """A tile with the reduced axis second: that of results which belong to columns is first."""
+    if side == ROWS or len(getattr(x, "shape", ())) < 2:
+        return x
+    return backend.xp.permute_dims(x, (1, 0, *range(2, len(x.shape))))
+
+
+def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[Array]) -> Arrays:
+    """What it gives at xs, differentiated by its own maps."""
+    rule = Rule(
+        of.name,
+        primal=of.primal,
+        linearize=of.linearize,
+        user_functions=of.call.user_functions,
+        symbolic_zeros=frozenset({"cotangent"}),
+        closed_over=of.call.captured,
+        captures=of.call.may_capture,
+    )
+    return backend.apply_rule(rule, *xs)
+
+
+@dataclass(frozen=True, eq=False)
+class SumOverTiles:
+    """T[h], a sum over tiles.
+
+    Attributes:
+        call: Whose tiles these are.
+        h: A tile's arrays to arrays.
+        roles: The side of each argument.
+        sides: The side of each result, or one side for all.
+        cut: Where the tiles are.
+        name: What messages call it.
+        dtypes: Those of h's results, known once h has seen a tile.
+    """
+
+    call: TiledCall
+    h: Callable[[Arrays], Arrays]
+    roles: tuple[str, ...]
+    sides: Sequence[str] | str
+    cut: TileGrid
+    name: str = "tiled"
+    dtypes: list[str] = field(default_factory=list)
+
+    def apply(self, xs: Sequence[Array]) -> Arrays:
+        return apply_over_tiles(self.call.backend, self, xs)
+
+    def primal(self, *xs: Array) -> Arrays:
+        backend = self.call.backend
+        program = self.call.sweep(self._tile, self.roles, self._groups, self.cut)
+        result = backend.tiles.sweep(program, xs)
+        return [backend.cast(x, dtype) for (x,), dtype in zip(result, self.dtypes, strict=True)]
+
+    def _tile(self, xs: Arrays) -> list[Arrays]:
+        result, backend = self.h(xs), self.call.backend
+        self.dtypes[:] = [backend.dtype_name(x) for x in result]
+        return [[wide(backend, x)] for x in result]
+
+    def _groups(self) -> list[MergeGroup]:
+        return [MergeGroup(self._side(i), added) for i in range(len(self.dtypes))]
+
+    def _side(self, i: int) -> str:
+        return self.sides if isinstance(self.sides, str) else self.sides[i]
+
+    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+        """The sums, and both maps, which are sums over tiles again."""
+        ys, moving = self.primal(*xs), moving_inputs(self.call, xs, perturbed)
+        saves = tuple(range(len(xs)))
+        return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
+
+    def _tangent(self, xs: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
+        given, n = _given(dxs), len(xs)
+
+        def pushed(tile: Arrays) -> Arrays:
+            xs = tile[:n]
+            at = _at(self.h, xs, given)
+            return self.call.backend.push(at, [xs[i] for i in given], tile[n:])
+
+        roles = (*self.roles, *(self.roles[i] for i in given))
+        push = replace(self, h=pushed, roles=roles, name="tiled (tangent)", dtypes=[])
+        return push.apply([*xs, *(dxs[i] for i in given)])
+
+    def _cotangent(self, moving: list[int], xs: Sequence[Array], cts: Sequence[Any]) -> Arrays:
+        given, n = _given(cts), len(xs)
+
+        def pulled(tile: Arrays) -> Arrays:
+            cts = dict(zip(given, tile[n:], strict=True))
+            full = lambda outs: [cts.get(i) for i in range(len(outs))]
+            xs = tile[:n]
+            return self.call.backend.pull(_at(self.h, xs, moving), [xs[i] for i in moving], full)
+
+        pull = replace(
+            self,
+            h=pulled,
+            roles=(*self.roles, *map(self._side, given)),
+            sides=[self.roles[i] for i in moving],
+            name="tiled (cotangent)",
+            dtypes=[],
+        )
+        return replaced_at([None] * n, moving, pull.apply([*xs, *(cts[i] for i in given)]))
+
+
+def _given(entries: Sequence[Any]) -> list[int]:
+    return [i for i, x in enumerate(entries) if x is not None]
+
+
+def moving_inputs(
+    call: TiledCall, xs: Sequence[Array], perturbed: tuple[bool, ...] | None
+) -> list[int]:
+    inexact = [i for i, x in enumerate(xs) if call.backend.is_inexact(x) and i not in call.captured]
+    return [i for i in inexact if perturbed is None or perturbed[i]]
+
+
+def _at(h: Callable[[Arrays], Arrays], xs: Arrays, places: Sequence[int]) -> Any:
+    """h as a function of some of its arguments."""
+    return lambda *changed: h(replaced_at(xs, places, changed))
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """The reductions of a call, of one sweep."""
+
+    call: TiledCall
+    name: str = "tiled"
+
+    def primal(self, *xs: Array) -> Arrays:
+        call = self.call
+        program = call.sweep(self._tile, call.roles, self._groups, call.cut)
+        states = call.backend.tiles.sweep(program, xs)
+        pairs = zip(call.kinds, states, strict=True)
+        return [y for kind, state in pairs for y in kind.finish(state)]
+
+    def _tile(self, xs: Arrays) -> list[Arrays]:
+        return [kind.lift(part) for kind, part in self._parts(self.call.of_tile(xs), xs)]
+
+    def _groups(self) -> list[MergeGroup]:
+        pairs = zip(self.call.kinds, self.call.sides, strict=True)
+        return [MergeGroup(side, kind.merge, kind.states) for kind, side in pairs]
+
+    def _parts(self, out: Arrays, xs: Sequence[Array]) -> list[tuple[Reduction, Arrays]]:
+        """Each reduction with its part of f's output at a tile."""
+        call, index = self.call, {COLUMNS: xs[-2], ROWS: xs[-1]}
+        triples = zip(call.kinds, call.places, call.sides, strict=True)
+        return [
+            (
+                kind,
+                [reduced_second(call.backend, out[i], side) for i in places]
+                + [index[side]] * kind.indexed,
+            )
+            for kind, places, side in triples
+        ]
+
+    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+        """The results, and both maps, which are sums over tiles."""
+        ys, moving = self.primal(*xs), moving_inputs(self.call, xs, perturbed)
+        saves = tuple(range(len(xs) + len(ys)))
+        return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
+
+    def _read(self, saved: Sequence[Array]) -> tuple[Arrays, list[Arrays], list[Arrays]]:
+        """Arguments, results, and those results that are read at each tile."""
+        call, n = self.call, len(self.call.roles)
+        ys = parted(saved[n:], [len(dtypes) for dtypes in call.dtypes])
+        stats = [kind.stats(group) for kind, group in zip(call.kinds, ys, strict=True)]
+        return list(saved[:n]), ys, stats
+
+    def _tangent(self, saved: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
+        call = self.call
+        xs, ys, stats = self._read(saved)
+        given, n, counts = _given(dxs), len(xs), [len(group) for group in stats]
+
+        def pushed(tile: Arrays) -> Arrays:
+            *known, moved = parted(tile[n:], [*counts, len(given)])
+            xs, at = tile[:n], _at(call.of_tile, tile[:n], given)
+            out, moved = call.backend.value_and_push(at, [xs[i] for i in given], moved)
+            triples = zip(self._parts(out, xs), self._parts(moved, xs), known, strict=True)
+            return [x for (kind, o), (_, do), s in triples for x in kind.push(o, do, s)]
+
+        roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
+        pairs = zip(call.kinds, call.dtypes, strict=True)
+        sizes = [len(dtypes) - kind.more for kind, dtypes in pairs]
+        total = SumOverTiles(call, pushed, roles, self._spread(sizes), call.cut, "tiled (tangent)")
+        sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in given)])
+        triples = zip(call.kinds, parted(sums, sizes), ys, strict=True)
+        return [dy for kind, group, of in triples for dy in kind.pushed(group, of)]
+
+    def _spread(self, counts: Sequence[int]) -> list[str]:
+        """The side of each reduction, as often as it has arrays."""
+        return [s for s, n in zip(self.call.sides, counts, strict=True) for _ in range(n)]
+
+    def _cotangent(self, moving: list[int], saved: Sequence[Array], cts: Sequence[Any]) -> Arrays:
+        call = self.call
+        xs, ys, stats = self._read(saved)
+        n, groups = len(xs), parted(cts, [len(dtypes) for dtypes in call.dtypes])
+        known = [
+            [*s, *kind.pulling(y, g)] if _given(g) else []
+            for kind, s, y, g in zip(call.kinds, stats, ys, groups, strict=True)
+        ]
+        counts, firsts = [len(group) for group in known], [len(group) for group in stats]
+        if not any(counts):
+            return [None] * n
+
+        def pulled(tile: Arrays) -> Arrays:
+            xs, at = tile[:n], _at(call.of_tile, tile[:n], moving)
+            cts = partial(of_scores, xs, parted(tile[n:], counts))
+            return call.backend.pull(at, [xs[i] for i in moving], cts)
+
+        def of_scores(xs: Arrays, at_tile: list[Arrays], out: Arrays) -> Arrays:
+            full: Arrays = [None] * len(out)
+            for k, (kind, part) in enumerate(self._parts(out, xs)):
+                if at_tile[k]:
+                    result = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
+                    turned = [reduced_second(call.backend, ct, call.sides[k]) for ct in result]
+                    full = replaced_at(full, call.places[k], turned)
+            return full
+
+        roles, out = (*call.roles, *self._spread(counts)), [call.roles[i] for i in moving]
+        total = SumOverTiles(call, pulled, roles, out, call.cut, "tiled (cotangent)")
+        return replaced_at([None] * n, moving, total.apply([*xs, *(x for g in known for x in g)]))
+
+
+def fold_columns(call: TiledCall, xs: Arrays) -> Any:
+    """The result of (init, combine, finish), a sum over tiles of whole rows."""
+    backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
+    init, combine, finish = (backend.tiles.as_now(g, xs) for g in call.options.reduce)
+
+    def first(tile: Arrays) -> Arrays:
+        leaves, treedef = backend.flatten(init(call.evaluated(tile)))
+        state_def[:] = [treedef]
+        return [as_array(backend, call.caller, x, "init's state") for x in leaves]
+
+    def of_tile(tile: Arrays) -> Arrays:
+        rows, columns = call.shape_of(tile)
+        one = TileGrid(rows, columns, rows, columns)
+        return SumOverTiles(call, first, tuple(call.roles), ROWS, one).apply(tile)
+
+    def step(xs: Arrays, state: Arrays, columns: Arrays) -> Arrays:
+        one = of_tile(replaced_at(xs, at, columns))
+        a, b = (backend.unflatten(state_def[0], x) for x in (state, one))
+        return backend.flatten(combine(a, b))[0]
+
+    def of_rows(xs: Arrays) -> Arrays:
+        state: Arrays = []
+        for start, size, count in cut.blocks(COLUMNS):
+            if not state:
+                state = of_tile(replaced_at(xs, at, [xs[i][:size] for i in at]))
+                start, count = start + size, count - 1
+            if count:
+                stop = start + size * count
+                columns = [xs[i][start:stop] for i in at]
+                state = backend.tiles.fold(partial(step, xs), state, columns, count)
+        leaves, treedef = backend.flatten(finish(backend.unflatten(state_def[0], state)))
+        out[:] = [treedef]
+        return leaves
+
+    at = [i for i, role in enumerate(call.roles) if role == COLUMNS]
+    roles = tuple(SHARED if role == COLUMNS else role for role in call.roles)
+    rows = TileGrid(cut.rows, 1, cut.most_rows, 1)
+    leaves = SumOverTiles(call, of_rows, roles, ROWS, rows).apply(xs)
+    return backend.unflatten(out[0], leaves)

@@ -1,0 +1,542 @@
+"""Functions of all pairs of rows and columns, reduced over one side, without the matrix of pairs.
+
+A function f of a tile of rows and a tile of columns gives a tile of scores. Everything here is
+one program, the *sum over tiles* of a function h whose results belong to rows, to columns or to
+neither:
+
+    T[h](R, C, w) = (A, B, D)    A_i = sum_j a(R_i, C_j, w)    B_j = sum_i b    D = sum_ij d
+
+It holds its arguments, its results and one tile. Its derivatives are sums over tiles as well,
+
+    tangent       T[push h](R, C, w; dR, dC, dw)
+    cotangent     T[pull h](R, C, w; A', B', D') = (R', C', w')
+
+since the cotangent of a row is a sum over columns, that of a column over rows, that of a shared
+argument over both. So the sum over tiles is a rule whose maps are such rules, which gives every
+order in both modes and all their mixes at the memory of one tile.
+
+A reduction (`tile_reductions.py`) is a rule on top: its value is one sweep in which the states of
+tiles are merged, and its tangent and cotangent are one T each, with the weights that the results
+say at any tile. With F the work of f on all pairs, a value takes F and a gradient F + 2F more.
+The results, such as a logarithm of a sum, are what the maps read, so their own derivative is
+again the rule. A reduction of the user's own (init, combine, finish) has no such weights: it is a
+T over tiles of rows whose h folds the columns, tile by tile, each a T of one tile.
+
+How a sweep runs stands in the wings' `tiling.py`.
+
+Source: Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; Dao et al.,
+FlashAttention, 2022; Cheng et al., Breaking the memory barrier: near infinite batch size scaling
+for contrastive loss (Inf-CL), 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import isqrt
+from typing import Any
+
+import numpy as np
+
+from gradtools.arguments import argument_keys
+from gradtools.backend import Array, Backend, Operators
+from gradtools.calls import (
+    as_array,
+    describe,
+    is_numeric,
+    like_function,
+    whole_number,
+    whole_or_none,
+    with_article,
+)
+from gradtools.chunks import check_verify
+from gradtools.errors import GradtoolsError
+from gradtools.rules import replaced_at
+from gradtools.tiles.tile_reductions import KINDS, Reduction, wide
+from gradtools.tiles.tile_rules import (
+    COLUMNS,
+    ROWS,
+    SHARED,
+    Arrays,
+    Reduced,
+    Sweep,
+    TileGrid,
+    apply_over_tiles,
+    fold_columns,
+    moving_inputs,
+    parted,
+    reduced_second,
+)
+
+Names = int | str | Sequence[int | str]
+_TILE = (512, 512)  # rows and columns, where nothing else is said
+
+
+class Tiling(Operators):
+    """The operator, and the two rules that it is made of."""
+
+    def tiled(
+        self,
+        f: Callable[..., Any],
+        reduce: Any = "sum",
+        tile_size: int | tuple[int, int] | None = None,
+        rows: Names = 0,
+        columns: Names = 1,
+        over: Any = "columns",
+        memory_budget: int | None = None,
+        verify: bool | None = None,
+        progress: bool = False,
+    ) -> Callable[..., Any]:
+        """A function of all pairs of rows and columns, reduced, at the memory of one tile.
+
+        The value is that of `reduce(f(rows, columns))` over the whole matrix of pairs, and so is
+        every derivative, in both modes, of every order and mix; no matrix of pairs is made. With
+        F the work of f on all pairs the value takes F and a gradient 3F more, for tiles are
+        computed again.
+
+        Masks and biases by index are arguments like others: pass `arange(n)` as a row and
+        `arange(m)` as a column, and return `where(i[:, None] >= j, scores, -inf)`. Batches and
+        heads: `vmap` of what this returns, whose tile is then one for each of them.
+
+        Args:
+            f: Takes a tile of each argument in `rows` (a block of its first axis), the same of
+                those in `columns`, and all other arguments whole. Returns scores of shape
+                [tile rows, tile columns, ...], or a tree of them; with "softmax" a pair (scores,
+                values), values being [tile rows or 1, tile columns, ...], with "take" a pair
+                (scores, index), an integer for each row. It must be deterministic and treat pairs
+                alone. What it closes over is constant: arrays that are differentiated (a
+                temperature, weights) are arguments.
+            reduce: "sum", "mean", "max", "logsumexp", "softmax" (the mean of values weighted by
+                the softmax of the scores) or "take" (a row's score at the column of its index, 0
+                if there is none), or a tree of these like the outermost part of f's output, for
+                several from one sweep. Or three functions of your own: init(tile) gives from f's
+                output the state of a tile, with rows first; combine(a, b) merges the states of
+                neighbouring tiles and is associative; finish(state) gives the result. All maxima
+                of a row share its derivative; a row of -inf alone has the logsumexp -inf, the
+                softmax 0, and derivative 0.
+            tile_size: Rows and columns of a tile, one number or two.
+            rows: Which arguments have rows, by position or name; trees of arrays, sharing the
+                length of their first axis.
+            columns: The same for columns.
+            over: Which side is reduced, "columns" (a result for each row) or "rows", or a tree of
+                these like `reduce`.
+            memory_budget: Bytes for one tile's derivative, from which tile_size follows.
+            verify: PyTorch: whether a tile that is computed again is compared, up to rounding, with
+                what it was first, as in `chunked`. None: the first tile, in the first derivative
+                of each f and of new shapes, dtypes, training modes or autocast. True: each tile,
+                in each derivative. False: none; nor is seen whether f changes what it closes over.
+            progress: Whether to show a progress bar (of the package tqdm) over the tiles of each
+                sweep. JAX programs have none.
+
+        Returns:
+            A function of f's arguments. Scores of 16 bits are reduced in float32 and rounded once.
+
+        Raises:
+            GradtoolsError: A tile below 1; a budget that no tile fits; (on call) no rows or
+                columns, lengths that differ, an unknown reduction, scores of another shape, an
+                array that f closes over and that is differentiated; f draws random numbers (in
+                JAX as many as a tile has rows or columns, by one key). PyTorch: f changes an
+                argument or what it closes over, or gives other numbers for a derivative.
+
+        Example:
+            >>> score = lambda x, y: x[:, None] * y
+            >>> lse = gt.tiled(score, reduce="logsumexp", tile_size=2)
+            >>> x, y = gt.asarray(np.float32([0.0, 1.0, 2.0])), gt.asarray(np.float32([0.0, 0.0]))
+            >>> gt.to_numpy(gt.grad(lambda y: lse(x, y).sum())(y)).tolist()
+            [1.5, 1.5]
+
+        Source: Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; Milakov and
+        Gimelshein, Online normalizer calculation for softmax, 2018.
+        """
+        if not callable(f):
+            raise GradtoolsError(
+                f"tiled: f is {with_article(type(f).__name__)}; expected a function of a tile of "
+                "rows and a tile of columns."
+            )
+        budget = whole_or_none("tiled", "memory_budget", memory_budget, 1, "bytes")
+        sizes = _sizes("tiled", tile_size)
+        options = TileOptions("tiled", reduce, over, sizes, budget, verify, progress)
+        options.check()
+        sides = _names("rows", rows), _names("columns", columns)
+        return like_function("tiled_", f, partial(self._tiled, f, options, sides))
+
+    def _tiled(self, f: Any, options: TileOptions, sides: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._backend.uncompiled(self._run_tiled, f, options, sides, args, kwargs)
+
+    def _run_tiled(self, f: Any, options: TileOptions, sides: Any, args: Any, kwargs: Any) -> Any:
+        call, xs = TiledCall.of(self._backend, options, f, sides, args, kwargs)
+        return fold_columns(call, xs) if options.own else call.reduced(xs)
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """What a user of `tiled` chose."""
+
+    caller: str
+    reduce: Any = "sum"
+    over: Any = COLUMNS
+    sizes: tuple[int, int] | None = None
+    budget: int | None = None
+    verify: bool | None = None
+    progress: bool = False
+
+    @property
+    def own(self) -> bool:
+        """Whether the reduction is the user's own."""
+        return isinstance(self.reduce, tuple | list) and any(callable(g) for g in self.reduce)
+
+    def check(self) -> None:
+        """Raises for what no call could mend."""
+        check_verify(self.caller, self.verify)
+        if self.own and not (len(self.reduce) == 3 and all(callable(g) for g in self.reduce)):
+            raise GradtoolsError(
+                f"{self.caller}: reduce is {self.reduce!r}; a reduction of your own is three "
+                "functions (init, combine, finish)."
+            )
+        if self.own and self.over != COLUMNS:
+            raise GradtoolsError(
+                f"{self.caller}: a reduction of your own is over columns; exchange rows and "
+                "columns."
+            )
+        if self.budget is not None and self.sizes is not None:
+            raise GradtoolsError(
+                f"{self.caller}: tile_size and memory_budget were both given; the second chooses "
+                "the first."
+            )
+
+
+def _sizes(caller: str, tile_size: Any) -> tuple[int, int] | None:
+    if tile_size is None:
+        return None
+    pair = tile_size if isinstance(tile_size, tuple | list) else (tile_size, tile_size)
+    if len(pair) != 2:
+        raise GradtoolsError(
+            f"{caller}: tile_size is {tile_size!r}; expected one number, or one of rows and one of "
+            "columns."
+        )
+    rows, columns = (whole_number(caller, "tile_size", n, 1, "rows and columns") for n in pair)
+    return rows, columns
+
+
+def _names(what: str, given: Any) -> tuple[int | str, ...]:
+    result = (given,) if isinstance(given, int | str) else tuple(given)
+    if not result or not all(isinstance(x, int | str) for x in result):
+        raise GradtoolsError(
+            f"tiled: {what} is {given!r}; expected the position or name of an argument, or several."
+        )
+    return result
+
+
+# --- one call ----------------------------------------------------------------------------
+
+
+class TiledCall:
+    """One call as a function of flat arrays, each with the side that it belongs to.
+
+    How f's output is reduced is known once f has seen a tile.
+    """
+
+    def __init__(self, backend: Backend, options: TileOptions, f: Any) -> None:
+        self.backend, self.options, self.caller, self.f = backend, options, options.caller, f
+        self.roles: list[str] = []
+        self._statics: list[Any] = []
+        self._paths: list[str] = []
+        self.kinds: list[Reduction] = []
+        self.places: list[tuple[int, ...]] = []  # of each reduction's arrays in f's flat output
+        self.sides: list[str] = []  # of each reduction's results
+        self.dtypes: list[list[str]] = []  # of each result, as it is returned
+        self._template: Any = None
+        self._treedef: Any = None
+        self._keywords: tuple[str, ...] = ()
+        self.cut = TileGrid(1, 1, 1, 1)
+        self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
+        self.captured: tuple[int, ...] = ()  # of the arrays those that f closes over
+        self.watch: Callable[[Arrays], None] | None = None  # a wing's, of f's output at a tile
+        self.sweeping = False  # whether a sweep over its tiles is under way
+        self.watched: Any = None  # what a wing knows of tiles that f has seen
+        self.may_capture = True  # others than these
+
+    @classmethod
+    def of(
+        cls, backend: Backend, options: TileOptions, f: Any, sides: Any, args: Any, kwargs: Any
+    ) -> tuple[TiledCall, Arrays]:
+        call, xs = cls(backend, options, f), list[Any]()
+        values = [*args, *kwargs.values()]  # a list, for JAX sorts what a dict holds
+        leaves, call._treedef = backend.flatten(values)
+        call._keywords, paths = tuple(kwargs), []
+        for key, value in zip([*range(len(args)), *kwargs], values, strict=True):
+            paths += [f"{key!r}{path}" for path in backend.leaf_paths(value)]
+        for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
+            call._add(xs, leaf, role, path)
+        flat = _FlatTile(backend, f, call._statics, call._treedef, call._keywords)
+        call.call = backend.tiles.as_now(flat, xs)
+        rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
+        call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
+        if options.budget is not None:
+            call.cut = call._within(xs, options.budget)
+        fun = call.call
+        call.call, captured = backend.tiles.explicit(
+            options.caller, fun, call.user_functions[1:], xs, call._tiles()
+        )
+        call.may_capture = call.call is fun
+        call.captured = tuple(range(len(xs), len(xs) + len(captured)))
+        xs += captured
+        call.roles += [SHARED] * len(captured)
+        for side, n in ((ROWS, rows), (COLUMNS, columns)):  # f is not called with these
+            xs.append(backend.asarray(np.arange(n, dtype=np.int32), beside=xs[0]))
+            call.roles.append(side)
+        return call, xs
+
+    def _roles(self, sides: Any, args: Any, kwargs: Any) -> list[str]:
+        keys = argument_keys(self.f, len(args), kwargs)
+        roles = [SHARED] * len(keys)
+        for side, wanted in zip((ROWS, COLUMNS), sides, strict=True):
+            for name in wanted:
+                at = [i for i, key in enumerate(keys) if name in key]
+                if not at:
+                    known = ", ".join(str(key[-1]) for key in keys) or "none"
+                    raise GradtoolsError(
+                        f"{self.caller}: {side} names argument {name!r}, which this call has not; "
+                        f"it has {known}."
+                    )
+                if roles[at[0]] not in (SHARED, side):
+                    raise GradtoolsError(
+                        f"{self.caller}: argument {name!r} is in rows and in columns; pass it "
+                        "twice."
+                    )
+                roles[at[0]] = side
+        counts = [len(self.backend.flatten(x)[0]) for x in (*args, *kwargs.values())]
+        return [role for role, n in zip(roles, counts, strict=True) for _ in range(n)]
+
+    def _add(self, xs: Arrays, leaf: Any, role: str, path: str) -> None:
+        backend = self.backend
+        number = isinstance(leaf, bool | int | float | complex) or not is_numeric(backend, leaf)
+        if role == SHARED and number:
+            self._statics.append(leaf)
+            return
+        x = as_array(backend, self.caller, leaf, f"argument {path}")
+        if role != SHARED and len(x.shape) == 0:
+            raise GradtoolsError(
+                f"{self.caller}: argument {path} has no axes, but it is named among the {role}; "
+                "leave it out of them to share it."
+            )
+        self._statics.append(_ARRAY)
+        xs.append(x)
+        self.roles.append(role)
+        self._paths.append(path)
+
+    def _size(self, xs: Arrays, role: str) -> int:
+        result: dict[int, str] = {}
+        for x, r, path in zip(xs, self.roles, self._paths, strict=True):
+            if r == role:
+                result.setdefault(x.shape[0], path)
+        if len(result) > 1:
+            listed = ", ".join(f"{n} in argument {path}" for n, path in result.items())
+            raise GradtoolsError(
+                f"{self.caller}: the {role} differ in number: {listed}. Their first axes must be "
+                "of one length."
+            )
+        if not result or 0 in result:
+            raise GradtoolsError(
+                f"{self.caller}: there are no {role}; pass at least one, as an array whose first "
+                "axis they are."
+            )
+        return next(iter(result))
+
+    @property
+    def user_functions(self) -> tuple[Any, ...]:
+        return (self.f, *(self.options.reduce if self.options.own else ()))
+
+    def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
+        """A program over the tiles of this call."""
+        return Sweep(tile, roles, groups, cut, self, self.options.progress)
+
+    def of_tile(self, xs: Sequence[Array]) -> Arrays:
+        """f's flat output at one tile."""
+        out, treedef = self.backend.flatten(self.evaluated(xs))
+        if self._template is None:
+            self._read(out, treedef)
+        shape = self.shape_of(xs)
+        for kind, side, places in zip(self.kinds, self.sides, self.places, strict=True):
+            kind.check(
+                [reduced_second(self.backend, out[i], side) for i in places], _order(shape, side)
+            )
+        return out
+
+    def evaluated(self, xs: Sequence[Array]) -> Any:
+        out = self.call(list(xs[:-2]))
+        if self.watch is not None:
+            watch, self.watch = self.watch, None
+            watch(self.backend.flatten(out)[0])
+        return out
+
+    def _tiles(self) -> list[list[int | None]]:
+        """The lengths of the arrays of each kind of tile."""
+        lengths = ([n for _, n, _ in self.cut.blocks(side)] for side in (ROWS, COLUMNS))
+        return [
+            [{ROWS: n, COLUMNS: m}.get(role) for role in self.roles] for n, m in product(*lengths)
+        ]
+
+    def shape_of(self, xs: Sequence[Array]) -> tuple[int, int]:
+        rows, columns = (xs[self.roles.index(side)].shape[0] for side in (ROWS, COLUMNS))
+        return rows, columns
+
+    def _read(self, out: Arrays, treedef: Any) -> None:
+        """Which arrays of f's output are reduced how."""
+        for x in out:
+            if not self.backend.is_array(x):
+                came = describe(self.backend, x)
+                raise GradtoolsError(f"{self.caller}: f's output holds {came}; expected arrays.")
+        tree = self.backend.unflatten(treedef, list(range(len(out))))
+        self._template = self._pair(tree, self.options.reduce, self.options.over, "")
+        for kind, places in zip(self.kinds, self.places, strict=True):
+            names = [self.backend.dtype_name(out[i]) for i in places]
+            self.dtypes.append(kind.dtypes(names))
+
+    def _pair(self, tree: Any, reduce: Any, over: Any, path: str) -> Any:
+        """A tree like f's output, with the place of its result at each leaf."""
+        if isinstance(reduce, str):
+            return self._leaf(tree, reduce, over, path)
+        if isinstance(reduce, dict | list | tuple):
+            same = isinstance(tree, dict | list | tuple) and len(tree) == len(reduce)
+            if not same or isinstance(tree, dict) != isinstance(reduce, dict):
+                raise GradtoolsError(
+                    f"{self.caller}: reduce{path} is {reduce!r}, which is no beginning of f's "
+                    "output; give one reduction, or a tree like the outermost part of the output."
+                )
+            keys = list(reduce) if isinstance(reduce, dict) else range(len(reduce))
+            parts = {
+                k: self._pair(tree[k], reduce[k], self._over(over, k, reduce), f"{path}[{k!r}]")
+                for k in keys
+            }
+            return parts if isinstance(reduce, dict) else type(reduce)(parts.values())
+        raise _unknown(self.caller, f"reduce{path}", reduce)
+
+    def _over(self, over: Any, key: Any, reduce: Any) -> Any:
+        if isinstance(over, str):
+            return over
+        try:
+            return over[key]
+        except (KeyError, IndexError, TypeError):
+            raise GradtoolsError(
+                f"{self.caller}: over is {over!r}; expected 'columns', 'rows', or a tree of these "
+                f"like reduce, {reduce!r}."
+            ) from None
+
+    def _leaf(self, tree: Any, name: str, over: Any, path: str) -> Any:
+        if name not in KINDS:
+            raise _unknown(self.caller, f"reduce{path}", name)
+        if over not in (ROWS, COLUMNS):
+            raise GradtoolsError(f"{self.caller}: over is {over!r}; expected 'columns' or 'rows'.")
+        side, count = (ROWS, self.cut.columns) if over == COLUMNS else (COLUMNS, self.cut.rows)
+        places, treedef = self.backend.flatten(tree)
+        if not places:
+            raise GradtoolsError(
+                f"{self.caller}: f gave {tree!r} for reduce={name!r}; expected scores of a tile."
+            )
+        is_pair = name in ("softmax", "take")
+        groups = [tuple(places)] if is_pair else [(i,) for i in places]
+        first = len(self.kinds)
+        for group in groups:
+            owned = self.options.reduce == name and getattr(self.f, "gives_new_scores", False)
+            self.kinds.append(KINDS[name](self.backend, self.caller, count, owned))
+            self.places.append(group)
+            self.sides.append(side)
+        if not is_pair:
+            numbers = range(first, first + len(groups))
+            return self.backend.unflatten(treedef, [_Result(k, 0) for k in numbers])
+        paired = isinstance(tree, tuple | list) and len(tree) == 2
+        parts = [self.backend.flatten(part)[0] for part in tree] if paired else []
+        if [len(part) for part in parts[:1]] != [1] or (name == "take" and len(places) != 2):
+            second = "values" if name == "softmax" else "index"
+            raise GradtoolsError(
+                f"{self.caller}: reduce={name!r} takes a pair (scores, {second}) from f."
+            )
+        if name == "take":
+            return _Result(first, 0)
+        values, value_def = self.backend.flatten(tree[1])
+        return self.backend.unflatten(
+            value_def, [_Result(first, k + 1) for k in range(len(values))]
+        )
+
+    def reduced(self, xs: Arrays) -> Any:
+        """f's output with results in place of scores."""
+        flat = apply_over_tiles(self.backend, Reduced(self), xs)
+        ys = parted(flat, [len(dtypes) for dtypes in self.dtypes])
+        at, treedef = self.backend.flatten(self._template)
+        result = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in at]
+        return self.backend.unflatten(treedef, result)
+
+    # --- the size of a tile
+
+    def _within(self, xs: Arrays, budget: int) -> TileGrid:
+        """The largest square tile whose gradient takes so many bytes, by one that is measured."""
+        per_pair = self._bytes_of(xs, _PROBE) / _PROBE**2
+        side = isqrt(int(budget / max(per_pair, 1)))
+        if side < 1:
+            raise GradtoolsError(
+                f"{self.caller}: memory_budget is {budget} bytes, but the derivative of a single "
+                f"pair takes about {int(per_pair)}. Give more, or make f leaner."
+            )
+        return TileGrid(self.cut.rows, self.cut.columns, side, side)
+
+    def _bytes_of(self, xs: Arrays, side: int) -> int:
+        """What the gradient of one tile of so many rows and columns takes at most."""
+        backend = self.backend
+        sides = [None if role == SHARED else side for role in self.roles]
+        moving = moving_inputs(self, xs, None)
+
+        def gradient(*tile: Array) -> Arrays:
+            def scores(*changed: Array) -> tuple[Arrays, Arrays]:
+                outs, _ = backend.flatten(self.call(replaced_at(tile, moving, changed)))
+                return [backend.xp.exp(wide(backend, x)) for x in outs], []
+
+            result = backend.vjp(scores, [tile[i] for i in moving], groups=None, once=True)
+            return [x for x in result.pullback(result.outs) if x is not None]
+
+        return backend.tiles.tile_bytes(gradient, xs, sides)
+
+
+@dataclass(frozen=True)
+class _FlatTile:
+    """f at one tile, of flat arrays. Holds nothing of the call, so that no cycle keeps tensors."""
+
+    backend: Backend
+    f: Callable[..., Any]
+    statics: Sequence[Any]
+    treedef: Any
+    keywords: tuple[str, ...]
+
+    def __call__(self, xs: Sequence[Array]) -> Any:
+        left = iter(xs)
+        full = [next(left) if s is _ARRAY else s for s in self.statics]
+        values = self.backend.unflatten(self.treedef, full)
+        count = len(values) - len(self.keywords)
+        return self.f(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
+
+
+_ARRAY = object()
+_PROBE = 64
+
+
+class _Result:
+    """Where a leaf of the result comes from: which reduction, and which of its results."""
+
+    def __init__(self, *at: int) -> None:
+        self.at = at
+
+    def __iter__(self) -> Any:
+        return iter(self.at)
+
+
+def _unknown(caller: str, what: str, came: Any) -> GradtoolsError:
+    return GradtoolsError(
+        f"{caller}: {what} is {came!r}; expected one of {', '.join(map(repr, KINDS))}, a tree of "
+        "these, or three functions (init, combine, finish)."
+    )
+
+
+def _order(shape: tuple[int, int], side: str) -> tuple[int, int]:
+    return shape if side == ROWS else shape[::-1]

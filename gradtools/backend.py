@@ -556,8 +556,8 @@ class Seeing(Recomputation):
         """The model that f is, or holds if the wing looks for one; None if there is none."""
         return None
 
-    held = Lazily("seeing.diagnostics.training", lacking="why_zero")
-    optimised = Lazily("seeing.diagnostics.training", lacking="why_zero")
+    held = Lazily("seeing.training", lacking="why_zero")
+    optimised = Lazily("seeing.training", lacking="why_zero")
     """The arrays of a model, or of a tree of models and arrays; what an optimiser changes."""
 
     def lifted(
@@ -577,7 +577,7 @@ class Seeing(Recomputation):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         return run(leaves)
 
-    gradient_graph = Lazily("seeing.graphs.passes")
+    gradient_graph = Lazily("seeing.passes")
     """The passes of a program as one graph; or what is held of results."""
 
     formula_graph = Lazily("seeing.translating.programs", lacking="formula")

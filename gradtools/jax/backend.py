@@ -151,8 +151,8 @@ class JaxBackend(Wing):
     def repeatable(self, caller: str, f: Any) -> Any:
         return stateful(caller, f, ()) or f
 
-    model_of = Lazily("seeing.diagnostics.training")
-    lifted = Lazily("seeing.diagnostics.training")
+    model_of = Lazily("seeing.training")
+    lifted = Lazily("seeing.training")
 
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)

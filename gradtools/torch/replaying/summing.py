@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,14 +34,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _task = upstream.current_graph_task  # which call of the engine runs a hook
 
 
+@dataclass(eq=False, repr=False)
 class Sums:
     """Terms that add up, narrow ones in float32, in place where nobody else sees it.
 
     terms: The sums so far; none before the first terms.
     """
 
-    def __init__(self) -> None:
-        self.terms: list[Any] = []
+    terms: list[Any] = field(default_factory=list)
 
     def add(self, terms: Sequence[Any]) -> None:
         """One more of each; None is zero."""

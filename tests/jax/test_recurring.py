@@ -186,3 +186,18 @@ def test_where_errors_name_lines_nothing_is_kept(kept):
         for _ in range(3):
             gt.grad(lambda x: (x * x).sum())(jnp.ones(2))
     assert not kept
+
+
+def test_programs_whose_equations_read_more_are_two():
+    def first(which, a, b):
+        return jax.lax.select_n(which, a), b
+
+    def both(which, a, b):
+        return jax.lax.select_n(which, a, b), b
+
+    args = jnp.zeros(3, bool), jnp.ones(3), jnp.zeros(3)
+    one, other = (jax.make_jaxpr(f)(*args).jaxpr for f in (first, both))
+    assert [e.primitive for e in one.eqns] == [e.primitive for e in other.eqns]
+    assert jaxpr_equality._alike(one, one)
+    assert not jaxpr_equality._alike(one, other)
+    assert not jaxpr_equality._alike(other, one)

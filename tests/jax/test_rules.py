@@ -140,3 +140,13 @@ def test_a_rule_that_uses_itself_may_close_over_an_array_of_a_trace(within, tran
         for f in (_scaled_exp, lambda c: lambda x: jnp.exp(c * x))
     )
     np.testing.assert_allclose(ours, plain, rtol=1e-5)
+
+
+def test_a_tangent_of_what_an_edit_does_not_differentiate_runs_no_map():
+    x = jnp.arange(3.0)
+
+    def moved(scale, tangent):
+        return jax.jvp(lambda s: gt.scale_gradient(x, s), (scale,), (tangent,))
+
+    names = [e.primitive.name for e in jax.make_jaxpr(moved)(2.0, 1.0).jaxpr.eqns]
+    assert [name for name in names if "gradtools" in name] == ["gradtools_primal"]

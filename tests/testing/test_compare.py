@@ -656,3 +656,16 @@ def test_a_mapping_that_does_not_fit_is_refused_in_words(mapping, says):
     module = torch.nn.Linear(3, 2)
     with pytest.raises(GradtoolsError, match=says):
         cross_check(torch=module, jax=module_in_jax(module), args=(ROWS,), mapping=mapping)
+
+
+def test_where_an_output_is_an_integer_on_one_side_no_derivative_is_compared():
+    def theirs(x):
+        return {"y": jnp.sin(x), "where": (x > 0).astype(int)}
+
+    def ours(x):
+        return {"y": torch.sin(x), "where": (x > 0).to(x.dtype)}
+
+    report = cross_check(torch=ours, jax=theirs, args=(X,), raises=False)
+    assert "output[where]" in paths(report, "value")
+    assert {c.path for c in report.disagreements} <= {"output[where]"}
+    assert quantities(report) == ["dtype", "value"]  # what is no number has no derivative

@@ -144,7 +144,7 @@ class CrossCheck:
         firsts, seconds = (self._picked(first.paths, out) for out in self.outputs)
         report.comparisons += _dtypes(first.paths, firsts, seconds, report.notes)
         report.comparisons += self._answered(probe, firsts, seconds)
-        self.out_paths = [p for p in first.paths if p in first.inexact() and p in second.inexact()]
+        self.out_paths = [p for p in first.paths if p in first.inexact()]
         shapes = zip(firsts, seconds, strict=True)
         if any(a is None or b is None or a.shape != b.shape for a, b in shapes):
             return False

@@ -162,9 +162,7 @@ class CauseSearch:
 
     def _agrees_at(self, purpose: Any, size: float) -> bool:
         a, b = (self._near(k, purpose, size) for k in (0, 1))
-        if a is None or b is None or a.shape != b.shape:
-            return False
-        if not np.isfinite(widened(a)).all() or not np.isfinite(widened(b)).all():
+        if a is None or b is None or a.shape != b.shape or not np.isfinite(widened(a)).all():
             return False
         return equal(a, b, 10 * self.c.tolerance)
 

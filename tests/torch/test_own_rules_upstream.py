@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
@@ -180,3 +181,11 @@ def test_91469_there_is_no_compiled_double_backward():
     with pytest.warns(GradtoolsWarning, match="run again outside of the compiled graph"):
         close(second(gt.compile(loss, backend="aot_eager"))(X), 6 * X)
     close(compiled(second(loss))(X), 6 * X)
+
+
+def test_a_compiled_function_has_its_tangent_beside_a_graph():
+    run = gt.compile(lambda x: torch.sin(x) * x, backend="eager")
+    with forward_ad.dual_level():
+        y = run(forward_ad.make_dual(X.clone().requires_grad_(), torch.ones_like(X)))
+        close(forward_ad.unpack_dual(y).tangent, torch.cos(X) * X + torch.sin(X))
+        assert y.requires_grad

@@ -389,11 +389,29 @@ class Rules(Differentiation):
         return self.pull(lambda *vs: linear(at, *vs), examples, values)
 
 
+class Compiler:
+    """What a compiler that traces Python code itself is told; by default there is none."""
+
+    def is_tracing(self) -> bool:
+        """Whether it traces this very line."""
+        return False
+
+    def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """fun, whose result it takes for a constant."""
+        return fun
+
+    def refuse(self, reason: str) -> None:
+        """Has it leave this call to Python."""
+
+    def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`fun(*args, **kwargs)`, which it does not look into."""
+        return fun(*args, **kwargs)
+
+
 class Programs(Rules):
     """What a framework does with whole programs: compilers, modules, vmap. By default nothing."""
 
-    def compiling(self) -> bool:
-        return False
+    compiler = Compiler()
 
     def lets_shapes_pass(self) -> bool:
         """Whether the framework was told not to look at the shapes of a rule's cotangents."""
@@ -410,17 +428,6 @@ class Programs(Rules):
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         """Runs fun on what looks like xs, without computing; not at all where that is unsafe."""
-
-    def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """fun, whose result the framework's compiler takes for a constant."""
-        return fun
-
-    def refuse_to_compile(self, reason: str) -> None:
-        """Has the framework's compiler leave this call to Python."""
-
-    def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`fun(*args, **kwargs)`, that the framework's compiler does not look into."""
-        return fun(*args, **kwargs)
 
     compile, vmap = Lazily("", lacking="compile"), Lazily("", lacking="vmap")
 

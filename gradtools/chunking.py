@@ -149,7 +149,7 @@ class Chunking(Operators):
         return like_function("chunked_", f, partial(self._chunked, selected, rest))
 
     def _chunked(self, f: Callable[..., Any], rest: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self._backend.uncompiled(self._run_chunked, f, rest, args, kwargs)
+        return self._backend.compiler.uncompiled(self._run_chunked, f, rest, args, kwargs)
 
     def _run_chunked(
         self, f: Callable[..., Any], rest: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -309,7 +309,7 @@ class Chunking(Operators):
             >>> callable(gt.gather)
             True
         """
-        return self._backend.uncompiled(self._backend.gather, x, axis_name, group)
+        return self._backend.compiler.uncompiled(self._backend.gather, x, axis_name, group)
 
     def is_replaying(self) -> bool:
         """Whether f is being computed a second time, for hooks with side effects.

@@ -166,8 +166,8 @@ class CustomRule:
         self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
         self._by_key: dict[str, Shaped] = {}
         self._forget()
-        self._key_of = self._backend.constant_result(self._key)
-        self._out_of = self._backend.constant_result(self._out)
+        self._key_of = self._backend.compiler.constant_result(self._key)
+        self._out_of = self._backend.compiler.constant_result(self._out)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("fun", *_MAPS) and not (callable(value) or value is None):
@@ -288,7 +288,7 @@ class CustomRule:
         key = self._key_of(self._own_key, statics, structure, arrays, others)
         ys = backend.apply_rule_by_key(key, *xs)
         return backend.unflatten_static(
-            self._out_of(key, () if backend.compiling() else avals_of(xs)), ys
+            self._out_of(key, () if backend.compiler.is_tracing() else avals_of(xs)), ys
         )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -611,7 +611,7 @@ class Derivatives(Operators):
         if single:
             return self._mixed_partials(f, G, y, z, [u])[0]
         # Compiled PyTorch could not go back to where the random streams stood before the first.
-        return self._backend.uncompiled(self._mixed_partials, f, G, y, z, u)
+        return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u)
 
     # --- helpers that need the backend
 

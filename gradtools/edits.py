@@ -144,7 +144,7 @@ class Edits(Operators):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         # Dynamo takes the rule that this returns as a constant.
-        self._clip_rule = backend.constant_result(lru_cache(partial(clip_rule, backend)))
+        self._clip_rule = backend.compiler.constant_result(lru_cache(partial(clip_rule, backend)))
 
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
         """The identity whose derivative is times `-scale`: y = x, dy = -scale dx.
@@ -297,7 +297,7 @@ class Edits(Operators):
         if not callable(fn):
             raise GradtoolsError(f"transform_gradient: fn must be callable, got {fn!r}.")
         backend = self._backend
-        backend.refuse_to_compile(
+        backend.compiler.refuse(
             "transform_gradient takes a Python function, which compiled code drops in silence "
             "under torch.func (pytorch#193279)"
         )

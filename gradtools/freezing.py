@@ -102,7 +102,7 @@ class Freezing(Operators):
     def _frozen(
         self, G: Any, options: ChunkOptions, uses: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        return self._backend.uncompiled(self._use, G, options, uses, args, kwargs)
+        return self._backend.compiler.uncompiled(self._use, G, options, uses, args, kwargs)
 
     def _use(self, G: Any, options: ChunkOptions, uses: Any, args: Any, kwargs: Any) -> Any:
         batch = Batch.whole(self._backend, "frozen", args, kwargs)

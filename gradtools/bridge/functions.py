@@ -424,7 +424,7 @@ class Bridged(CustomRule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the guest wherever the host takes a derivative."""
-        if not self._backend.compiling():
+        if not self._backend.compiler.is_tracing():
             host = self._backend
             if not kwargs:
                 leaves, by_position = host.flatten(args)

@@ -117,7 +117,9 @@ class Pairs(Operators):
         own = None if ids is None else as_array(backend, caller, ids, "ids", beside=x)
         spread = lambda z: z
         if apart:
-            gathered = partial(backend.uncompiled, backend.gather, axis_name=axis_name, group=group)
+            gathered = partial(
+                backend.compiler.uncompiled, backend.gather, axis_name=axis_name, group=group
+            )
             spread = lambda z: None if z is None else gathered(z)
         # The logits of pairs are taken from the sweep, whose cotangent is then the only one of x.
         positive, mean = logits.positive(x, y) if apart else None, backend.xp.mean

@@ -163,7 +163,7 @@ class Tiling(Operators):
         return like_function("tiled_", f, partial(self._tiled, f, options, sides))
 
     def _tiled(self, f: Any, options: TileOptions, sides: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self._backend.uncompiled(self._run_tiled, f, options, sides, args, kwargs)
+        return self._backend.compiler.uncompiled(self._run_tiled, f, options, sides, args, kwargs)
 
     def _run_tiled(self, f: Any, options: TileOptions, sides: Any, args: Any, kwargs: Any) -> Any:
         call, xs = TiledCall.of(self._backend, options, f, sides, args, kwargs)

@@ -10,9 +10,8 @@ import torch
 
 from gradtools.backend import Array, Lazily, Wing
 from gradtools.errors import GradtoolsError, is_of
-from gradtools.torch import _upstream as upstream
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
-from gradtools.torch.compiling import compiled, is_compiling, uncompiled
+from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
 from gradtools.torch.engines import caller_of
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
@@ -138,7 +137,7 @@ class TorchBackend(Wing):
 
     apply_rule_by_key = staticmethod(apply_rule_by_key)
 
-    compiling = staticmethod(is_compiling)
+    compiler = Dynamo()
 
     apply_rule = staticmethod(apply_rule)
     scaled = staticmethod(scaled)
@@ -170,16 +169,6 @@ class TorchBackend(Wing):
                 return [self.cast(y, s) for y, s in zip(result, shapes, strict=True)]
 
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
-
-    def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        def constant(*args: Any) -> Any:
-            return fun(*args)
-
-        return upstream.marked_constant(constant)
-
-    def refuse_to_compile(self, reason: str) -> None:
-        if is_compiling():
-            upstream.break_graph(reason)
 
     # --- the framework's own transforms
 
@@ -214,8 +203,6 @@ class TorchBackend(Wing):
         return compiled(f, **options)
 
     # --- chunks
-
-    uncompiled = staticmethod(uncompiled)
 
     is_replaying = Lazily("replaying.guards", "asks_is_replaying")
     frozen_uses = Lazily("freezing", "Uses")

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gradtools.backend import Compiler
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
@@ -71,6 +72,23 @@ def left_to_python(module: str) -> None:
 def uncompiled(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fun(*args, **kwargs)`, around which compiled code breaks its graph."""
     return fun(*args, **kwargs)
+
+
+class Dynamo(Compiler):
+    """What dynamo is told by the operators."""
+
+    is_tracing = staticmethod(is_compiling)
+    uncompiled = staticmethod(uncompiled)
+
+    def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        def constant(*args: Any) -> Any:
+            return fun(*args)
+
+        return upstream.marked_constant(constant)
+
+    def refuse(self, reason: str) -> None:
+        if is_compiling():
+            upstream.break_graph(reason)
 
 
 class _WhenDynamoArrives(MetaPathFinder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tiers import in_turn
 
 from gradtools.conformance.checking import forget_compiled, judged
 from gradtools.conformance.matrix import (
@@ -21,16 +22,15 @@ pytest_plugins = ["compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
 # PyTorch's compiler takes seconds for a cell. All cells of a program come together, since JAX
-# compiles each operation for its shapes once, which is slow too: every third is not marked so.
+# compiles each operation for its shapes once, which is slow too: every third program is quick, one
+# more is slow and compiled, and the third of them is a sweep.
 BATCHES = [
-    *(
-        pytest.param(p.name, False, id=p.name, marks=[pytest.mark.slow] if k % 3 else [])
-        for k, p in enumerate(programs())
-    ),
-    *(
-        pytest.param(p.name, True, id=f"{p.name}, compiled", marks=pytest.mark.slow)
-        for p in programs()
-    ),
+    pytest.param(p.name, compiled, id=f"{p.name}{', compiled' * compiled}", marks=marks)
+    for compiled in (False, True)
+    for k, p in enumerate(programs())
+    for marks in [
+        [pytest.mark.slow, *in_turn(k - 1, 3)] if compiled or k % 3 else [],
+    ]
 ]
 # How many cells run here, and how many more in `gradtools check` alone. JAX compiles operations,
 # so of its ordinary cells three of five run, of each program others.
@@ -68,7 +68,7 @@ def taken(backend, name, compiled):
 
 
 def all_taken(backend):
-    """The cells of every program that run here."""
+    """The cells of every program that run here, in the sweep too."""
     batches = [(p.name, compiled) for p in programs() for compiled in (False, True)]
     return [cell for batch in batches for cell in taken(backend, *batch)]
 

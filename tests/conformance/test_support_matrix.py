@@ -1,4 +1,8 @@
-"""Every cell of the matrix of own rules is run, those that are refused too."""
+"""The cells of the matrix of own rules, those that are refused too.
+
+Each way in the plain transforms, each transform in the plain ways, and of all others one in four,
+in which each way and each transform has its turn; the rest are a sweep (`pytest -m sweep`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import support_matrix
 from support_matrix import PLAIN_WAYS, refusal_of, wanted_of
 from support_transforms import BOTH, POINT, Case, Transform
 from support_ways import WAYS, Way
+from tiers import in_turn
 
 import gradtools
 
@@ -41,10 +46,12 @@ def pytest_generate_tests(metafunc):
 
 def _cells(backends):
     for backend in backends:
+        rows, columns = ([*names] for names in (support_matrix.transforms(backend), WAYS.values()))
         for transform, way in support_matrix.cells(backend):
+            turn = rows.index(transform) + columns.index(way)
             plain = way.name in PLAIN_WAYS or transform.name in PLAIN_TRANSFORMS
             refusal = refusal_of(backend, transform, way)
-            marks = [] if plain else [pytest.mark.slow]
+            marks = [] if plain else [pytest.mark.slow, *in_turn(turn, 4)]
             if refusal is not None and refusal.bug:
                 reason = f"library bug: {refusal.reason}"
                 marks.append(pytest.mark.xfail(strict=True, reason=reason))

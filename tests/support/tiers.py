@@ -16,9 +16,19 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import pytest
+
 LIST = Path(__file__).parent / "slow.txt"
 BUDGET = 640.0  # seconds of all quick tests together, one after the other
 _LONG = 2.0  # seconds: what takes longer is not run for its function's sake
+
+
+def in_turn(number: int, every: int) -> list[pytest.MarkDecorator]:
+    """The marks of a case of a large table of which a test run takes one in so many.
+
+    Each row and column has its turn where `number` counts along both. The others are a sweep.
+    """
+    return [] if number % every == 0 else [pytest.mark.sweep]
 
 
 def slow_of(times: Mapping[str, float], budget: float = BUDGET) -> set[str]:

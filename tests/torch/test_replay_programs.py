@@ -37,6 +37,7 @@ from replay_worlds import (
     Way,
     World,
 )
+from tiers import in_turn
 from torch import nn
 
 from gradtools import GradtoolsError
@@ -254,13 +255,16 @@ def _short(x: Any, at: int = 0) -> str:
 
 
 def cases() -> Iterator[Any]:
-    """Each program by each of its ways; of those through `chunked` one in turn is quick."""
+    """Each program by each of its ways; of those through `chunked` one in turn is quick.
+
+    One more is run by `make test-all`, the rest are a sweep.
+    """
     for number, program in enumerate(PROGRAMS):
         ways = program.ways()
         chunked = [way for way in ways if way.kind == CHUNKED]
-        rest = [way for way in chunked if way is not chunked[number % len(chunked)]]
         for way in ways:
-            marks = [pytest.mark.slow] if way in rest else []
+            turn = (chunked.index(way) - number) % len(chunked) if way in chunked else 0
+            marks = [pytest.mark.slow, *in_turn(turn - 1, len(chunked))] if turn else []
             yield pytest.param(program, way, id=f"{program.name}, {way.name}", marks=marks)
 
 
@@ -276,7 +280,7 @@ def unexpected(program: Program, way: Way) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("program", "way"), cases())
+@pytest.mark.parametrize(("program", "way"), [*cases()])
 def test_what_is_computed_again_is_what_was_computed(program: Program, way: Way) -> None:
     """A program is right, or refused in our words, as the table says."""
     found = unexpected(program, way)

@@ -2,7 +2,7 @@
 
 A cell that is not named here works, with the numbers of the way's closed form. One that does not
 is named with the error that it raises. `python tests/support/support_matrix.py` writes the table of
-the docs; `tests/conformance/test_support_matrix.py` runs every cell,
+the docs; `tests/conformance/test_support_matrix.py` runs the cells,
 `tests/both/test_support_table.py` compares the table.
 """
 

@@ -17,7 +17,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,16 @@ class Expr:
             has made already is as old as that.
     """
 
+    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra/operators.py`
+    __radd__: ClassVar[Callable[[Expr, Any], Expr]]
+    __sub__: ClassVar[Callable[[Expr, Any], Expr]]
+    __rsub__: ClassVar[Callable[[Expr, Any], Expr]]
+    __mul__: ClassVar[Callable[[Expr, Any], Expr]]
+    __rmul__: ClassVar[Callable[[Expr, Any], Expr]]
+    __truediv__: ClassVar[Callable[[Expr, Any], Expr]]
+    __pow__: ClassVar[Callable[[Expr, Any], Expr]]
+    __matmul__: ClassVar[Callable[[Expr, Any], Expr]]
+    __neg__: ClassVar[Callable[[Expr], Expr]]
     __slots__ = ("__weakref__", "args", "attributes", "kind", "op", "serial", "shape", "turn")
 
     def __init__(self, op, args, attributes, shape, kind):

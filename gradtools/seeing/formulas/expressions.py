@@ -86,6 +86,11 @@ class Expr:
         return self.kind in (REAL, COMPLEX)
 
     @property
+    def parameters(self) -> dict[str, Any]:
+        """The attributes, without those that tell several outputs apart."""
+        return {n: v for n, v in self.attributes if n not in ("signature", "output")}
+
+    @property
     def family(self) -> tuple:
         """What the outputs of one operation with several outputs have in common."""
         rest = tuple(pair for pair in self.attributes if pair[0] != "output")
@@ -118,8 +123,7 @@ def several(op: str, args: Iterable[Expr], signature: Iterable[tuple], **attribu
 
 def siblings(y: Expr) -> list[Expr]:
     """All outputs of the operation of which y is one."""
-    rest = {n: v for n, v in y.attributes if n not in ("signature", "output")}
-    return several(y.op, y.args, y["signature"], **rest)
+    return several(y.op, y.args, y["signature"], **y.parameters)
 
 
 def signature(values: Iterable[Expr]) -> list[tuple]:

@@ -605,8 +605,7 @@ def _with_one_loop_each(*groups: list[Expr]) -> list[list[Expr]]:
         if x.op != "scan":
             return algebra.rebuild(x, args)
         body = longest[_loop_key(x)]["body"]
-        given = (x["consts"], x["carries"], x["length"], x["reverse"], x["tells"])
-        made = control.scan(body, args, *given)
+        made: list[Expr] = algebra.apply("scan", *args, **{**x.parameters, "body": body})
         return made[x["output"]]
 
     if not longest:

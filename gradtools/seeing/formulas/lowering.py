@@ -182,13 +182,14 @@ def _scan(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     a = node.attributes
     body = _body(node.bodies[0].graph, lowered)
     reverse = bool(a.get("reverse", False))
-    return control.scan(body, args, a["consts"], a["carries"], a["length"], reverse)
+    given = {name: a[name] for name in ("consts", "carries", "length")}
+    return apply("scan", *args, body=body, reverse=reverse, tells=(), **given)
 
 
 def _while(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     a = node.attributes
     condition, body = (_body(b.graph, lowered) for b in node.bodies)
-    return control.loop(condition, body, args, a["condition_consts"], a["body_consts"])
+    return apply("while", *args, condition=condition, body=body, **a)
 
 
 def _custom_rule(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
@@ -205,8 +206,8 @@ _WITH_BODIES = {
     "call": _call,
     "scan": _scan,
     "while": _while,
-    "cond": lambda node, args, lowered: control.cond(
-        [_body(b.graph, lowered) for b in node.bodies], args
+    "cond": lambda node, args, lowered: apply(
+        "cond", *args, branches=tuple(_body(b.graph, lowered) for b in node.bodies)
     ),
     "custom_rule": _custom_rule,
 }

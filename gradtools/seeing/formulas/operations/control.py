@@ -21,7 +21,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import is_zero, rebuild, total, zeros
+from gradtools.seeing.formulas.algebra import apply, is_zero, rebuild, total, zeros
 from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import (
     Expr,
@@ -58,34 +58,10 @@ word("call(*x) -> out*")
 # Loops.
 
 
-def scan(
-    body: Program,
-    args: Sequence[Expr],
-    consts: int,
-    carries: int,
-    length: int,
-    reverse: bool,
-    tells: Sequence[Expr] = (),
-) -> list[Expr]:
-    """A loop: final carries, and what each round gives, stacked.
-
-    In an adjoint loop ``tells`` says of which inputs of the loop the stacked outputs are the
-    cotangents.
-    """
-    shapes = [
-        (o.shape if k < carries else (length, *o.shape), o.kind) for k, o in enumerate(body.outputs)
-    ]
-    return several(
-        "scan",
-        args,
-        shapes,
-        body=body,
-        consts=consts,
-        carries=carries,
-        length=length,
-        reverse=reverse,
-        tells=tuple(tells),
-    )
+def _scan_result(*args: Expr, body: Program, carries: int, length: int, **more: Any) -> list:
+    """Final carries, and what each round gives, stacked."""
+    outputs = enumerate(body.outputs)
+    return [(o.shape if k < carries else (length, *o.shape), o.kind) for k, o in outputs]
 
 
 def _scan_value(y: Expr, *args: np.ndarray) -> list[np.ndarray]:
@@ -125,7 +101,8 @@ def _scan_pullback(
     entering = [*args[:consts], *cotangents[:carries], *history, *xs, *cotangents[carries:]]
     program, entering, kept = _pruned(program, entering, consts, carries)
     told = [p for p in (*c_in, *x_in) if p in result]
-    results = scan(program, entering, kept, carries, length, not reverse, told)
+    given = {"consts": kept, "carries": carries, "length": length, "reverse": not reverse}
+    results = apply("scan", *entering, body=program, tells=tuple(told), **given)
     carried = dict(zip(h_in, results[:carries], strict=True))
     stacked = dict(zip(told, results[carries:], strict=True))
     return [_finish(p, carried, stacked, summed=k < consts) for k, p in enumerate(body.inputs)]
@@ -158,7 +135,7 @@ def _history(y: Expr) -> list[Expr]:
     body, consts, carries = y["body"], y["consts"], y["carries"]
     entering = body.inputs[consts : consts + carries]
     longer = _with_history(body, entering)
-    outputs = scan(longer, y.args, consts, carries, y["length"], y["reverse"], y["tells"])
+    outputs = apply("scan", *y.args, **{**y.parameters, "body": longer})
     return outputs[len(outputs) - len(entering) :]
 
 
@@ -196,28 +173,15 @@ def _tie_scan(axes: Axes, y: Expr) -> None:
         axes.tie_all(p, out)
 
 
-# bodies[0]: (consts, carries, one slice of each xs) to (carries, ys).
+# bodies[0]: (consts, carries, one slice of each xs) to (carries, ys). In an adjoint loop ``tells``
+# says of which inputs of the loop the stacked outputs are the cotangents.
 word(
     "scan(*const, *carry, *xs; consts, carries, length, reverse?) -> carry* ys*",
     evaluate=_scan_value,
+    result=_scan_result,
     pullback=_scan_pullback,
     ties=_tie_scan,
 )
-
-
-def loop(
-    condition: Program, body: Program, args: Sequence[Expr], condition_consts: int, body_consts: int
-) -> list[Expr]:
-    """Rounds for as long as a condition holds."""
-    return several(
-        "while",
-        args,
-        signature(body.outputs),
-        condition=condition,
-        body=body,
-        condition_consts=condition_consts,
-        body_consts=body_consts,
-    )
 
 
 _MOST_ROUNDS = 1_000_000
@@ -248,15 +212,11 @@ def _while_pullback(
 word(
     "while(*const, *carry; condition_consts, body_consts) -> carry*",
     evaluate=_while_value,
+    result=lambda *args, body, **_: signature(body.outputs),
     pullback=_while_pullback,
 )
 
 # Branches.
-
-
-def cond(branches: Sequence[Program], args: Sequence[Expr]) -> list[Expr]:
-    """One of the branches, by an index."""
-    return several("cond", args, signature(branches[0].outputs), branches=tuple(branches))
 
 
 def _cond_value(y: Expr, *args: np.ndarray) -> list[np.ndarray]:
@@ -273,8 +233,8 @@ def _cond_pullback(
     if not active:
         return [None] * len(args)
     adjoints = [_adjoint_branch(b, active) for b in branches]
-    result = iter(cond(adjoints, [*args, *cotangents]))
-    return [None] + [next(result) if k in active else None for k in range(len(operands))]
+    result = iter(apply("cond", *args, *cotangents, branches=tuple(adjoints)))
+    return [None, *(next(result) if k in active else None for k in range(len(operands)))]
 
 
 def _adjoint_branch(branch: Program, active: Sequence[int]) -> Program:
@@ -304,7 +264,11 @@ def _cond_form(w: ExpressionWriter, x: Expr) -> ts.Written:
 
 # bodies[index] of the operands; a boolean index takes bodies[1] when true.
 word(
-    "cond(index, *operand) -> out*", evaluate=_cond_value, pullback=_cond_pullback, form=_cond_form
+    "cond(index, *operand) -> out*",
+    evaluate=_cond_value,
+    pullback=_cond_pullback,
+    result=lambda *args, branches: signature(branches[0].outputs),
+    form=_cond_form,
 )
 
 # Rules and unknowns.

@@ -196,10 +196,9 @@ def _custom_rule(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     forward, backward = (b.graph for b in node.bodies)
     results = _walk(forward, dict(zip(forward.inputs, args, strict=True)), lowered)
     count = len(node.outputs)
-    name = node.attributes.get("name", "")
-    rule = _body(backward, lowered)
-    once = bool(node.attributes.get("once", False))
-    return control.ruled(results[:count], results[count:], args, rule, name, once)
+    given = {"name": node.attributes.get("name", ""), "once": bool(node.attributes.get("once"))}
+    given |= {"backward": _body(backward, lowered), "outputs": count}
+    return apply("ruled", *results, *args, residuals=len(results) - count, **given)
 
 
 _WITH_BODIES = {

@@ -59,7 +59,8 @@ class Operation:
         pullback: The arguments' cotangents, of the expression (or its outputs), the cotangent
             (or cotangents) and the arguments; None where there is no derivative.
         result: The shape and the kind of the expression (a list of them, where there are several
-            outputs), of its arguments and its attributes.
+            outputs), of its arguments and its attributes; by default those of the first argument.
+            What these do not tell (the shape of index_add) has a function that makes it.
         elementwise: Whether it is a function of each place.
         form: How it is written; None for its name and its arguments.
         entry: How an elementwise operation is written: of the expression, its arguments as they

@@ -13,7 +13,7 @@ from gradtools.seeing.formulas.expressions import REAL, Expr, expr, several, wid
 from gradtools.seeing.formulas.operation import OPERATIONS
 
 
-def apply(name: str, *of: Any, **attributes: Any) -> Any:
+def apply(name: str, /, *of: Any, **attributes: Any) -> Any:
     """The operation of this name, of expressions and numbers; a list if it has several outputs."""
     operation, args = OPERATIONS[name], tuple(map(lifted, of))
     result = operation.result(*args, **attributes)

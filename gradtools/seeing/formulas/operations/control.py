@@ -274,29 +274,6 @@ word(
 # Rules and unknowns.
 
 
-def ruled(
-    outputs: Sequence[Expr],
-    residuals: Sequence[Expr],
-    inputs: Sequence[Expr],
-    backward: Program,
-    name: str,
-    once: bool = False,
-) -> list[Expr]:
-    """The outputs, with cotangents of the inputs by a rule of their own.
-
-    once: In what is made by that rule they are what their program says (`without_rules`).
-    """
-    return several(
-        "ruled",
-        (*outputs, *residuals, *inputs),
-        signature(outputs),
-        backward=backward,
-        name=name,
-        residuals=len(residuals),
-        once=once,
-    )
-
-
 def without_rules(roots: Sequence[Expr]) -> list[Expr]:
     """The same, with what has a rule once as what its program says."""
     program_of = lambda x: x.args[x["output"]] if x.op == "ruled" and x["once"] else x
@@ -318,10 +295,13 @@ def _tie_ruled(axes: Axes, y: Expr) -> None:
 # bodies[0]: x to (out*, residual*); bodies[1]: (residual*, cotangent of out*) to cotangents of x;
 # once: in a derivative the out* are what bodies[0] says, no rule any more.
 word("custom_rule(*x; name, residuals, once?) -> out*")
+# Outputs, with cotangents of the inputs by a rule of their own; of outputs, residuals and inputs.
+# once: in what is made by that rule they are what their program says (`without_rules`).
 operation(
     "ruled",
-    lambda y, *args: args[: len(y["signature"])],
+    lambda y, *args: args[: y["outputs"]],
     _ruled_pullback,
+    result=lambda *args, outputs, **_: signature(args[:outputs]),
     form=lambda w, x: w.whole(x.args[x["output"]]),
     ties=_tie_ruled,
 )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from formula_builder import Builder
 
+from gradtools.seeing.formulas.expressions import placeholder
 from gradtools.seeing.formulas.formula import derive
 
 RNG = np.random.default_rng(5)
@@ -233,3 +234,15 @@ def test_the_modulus_of_a_sum_of_exponentials_is_the_sum():
     b = Builder()
     x = b.input("x", (3,))
     assert "|" in str(derive(b.graph(b("abs", b("subtract", b("exp", x), b.number(1.0))))))
+
+
+def test_a_pattern_that_is_seen_as_complex_keeps_its_derivative():
+    b = Builder()
+    x = b.input("x", (3,))
+    soft = b("log", b("add", b.number(1.0), b("exp", x)))
+    seen = b._node("cast", (soft,), placeholder("", (3,), "complex"), {"dtype": "complex128"})
+    formula = derive(b.graph(b("real", b("exp", seen))))
+    assert formula.lines(0) == ["y = Re(exp(softplus(x) + 0i))"]
+    assert formula.lines(1)[-1] == "x̄ = ȳ ⊙ y ⊙ sigmoid(x)"
+    value = np.array([0.1, 0.2, -0.3])
+    np.testing.assert_allclose(formula.evaluate([value]).gradients[0], np.exp(value))

@@ -1,7 +1,7 @@
 """Name, operand order and attributes of a JAX equation, in the names that both frameworks share.
 
 The order in which its operands are told, and as attributes all else that makes it what it is and
-is not as it is by default. The names are those of `seeing/formulas/vocabulary/`; what has no word
+is not as it is by default. The names are those of `seeing/formulas/operations/`; what has no word
 there keeps JAX's own. How an array is laid out, and on which devices, is not told.
 """
 

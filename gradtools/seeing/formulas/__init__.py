@@ -1,15 +1,15 @@
 """The formula of a program and of its derivatives, as mathematics that can be read and checked.
 
-A wing records a program as a `Graph` in the words of `vocabulary/`; no framework is needed from
+A wing records a program as a `Graph` in the words of `operation.py`; no framework is needed from
 there on::
 
     graph --lowering--> expressions --recognition--> the same, patterns named
           --reverse--> the adjoint program --reverse--> the adjoint of that
           --statements, writing--> text and LaTeX;  --evaluation--> numbers
 
-Everything is an `Expr` (`expressions.py`), simplified as it is made (`algebra/`). A word of the
-vocabulary is a record with its lowering to primitives (`vocabulary/`); a primitive is a record of
-its value in NumPy, its cotangents, its notation and its axes (`primitives/`).
+Everything is an `Expr` (`expressions.py`), simplified as it is made (`algebra/`). An operation is
+one record (`operation.py`): what a program says, its lowering, its value in NumPy, its cotangents,
+its notation and its axes. The records stand in `operations/`, by family.
 
 `derive` is the entrance. What it returns, a `Formula`, is compared with a framework's numbers by
 `Formula.verified` before it is shown, and with a derivation by hand by `Formula.agrees_with`.

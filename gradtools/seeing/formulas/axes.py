@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gradtools.seeing.formulas.expressions import Expr
-from gradtools.seeing.formulas.primitives import PRIMITIVES
-from gradtools.seeing.formulas.primitives.elementwise import FUNCTIONS
-from gradtools.seeing.formulas.primitives.record import Ties, tie_same
+from gradtools.seeing.formulas.operation import OPERATIONS
 
 Axis = tuple[Expr, int]
 _LETTERS = "ijklmnprsuvaeh"  # those that exist as small letters in Unicode
@@ -52,7 +50,9 @@ class Axes:
     def learn(self, values: Iterable[Expr]) -> None:
         """Tie what these operations tie."""
         for y in values:
-            _tie(self, y)
+            operation = OPERATIONS.get(y.op)
+            if operation and operation.ties:
+                operation.ties(self, y)
 
     def forbid(self, letters: Iterable[str]) -> None:
         """Letters that mean something else."""
@@ -98,30 +98,3 @@ def primed(letters: Sequence[str], taken: Iterable[str] = ()) -> tuple[str, ...]
         seen.add(letter)
         result.append(letter)
     return tuple(result)
-
-
-def _tie(axes: Axes, y: Expr) -> None:
-    known = PRIMITIVES.get(y.op)
-    ties = tie_same if y.op in FUNCTIONS else known.ties if known else _OF_CONTROL.get(y.op)
-    if ties is not None:
-        ties(axes, y)
-
-
-def _tie_scan(axes: Axes, y: Expr) -> None:
-    body, consts, carries, k = y["body"], y["consts"], y["carries"], y["output"]
-    for n, (p, a) in enumerate(zip(body.inputs, y.args, strict=True)):
-        shift = int(n >= consts + carries)
-        for axis in range(p.rank):
-            axes.tie((p, axis), (a, axis + shift))
-    inner, shift = body.outputs[k], int(k >= carries)
-    for axis in range(inner.rank):
-        axes.tie((inner, axis), (y, axis + shift))
-    for p, out in zip(body.inputs[consts : consts + carries], body.outputs, strict=False):
-        axes.tie_all(p, out)
-
-
-def _tie_ruled(axes: Axes, y: Expr) -> None:
-    axes.tie_all(y, y.args[y["output"]])
-
-
-_OF_CONTROL: dict[str, Ties] = {"scan": _tie_scan, "ruled": _tie_ruled}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradtools.seeing.formulas.algebra import add, conj, plus, product, scale, zeros
+from gradtools.seeing.formulas.algebra import add, conj, product, zeros
 from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import COMPLEX, Expr, order, placeholder
 
@@ -71,9 +71,9 @@ def together(real: Expr, imaginary: Expr, pairs: Sequence[ComplexPair]) -> Expr 
     """The array with these parts in terms of the pairs' complex arrays; None if it stays apart."""
     known: dict[Expr, list[Expr]] = {}
     for p in pairs:
-        known[p.real] = [scale(0.5, p.whole), scale(0.5, conj(p.whole))]
-        known[p.imaginary] = [scale(-0.5j, p.whole), scale(0.5j, conj(p.whole))]
-    whole = plus(real, scale(1j, imaginary))
+        known[p.real] = [0.5 * p.whole, 0.5 * conj(p.whole)]
+        known[p.imaginary] = [-0.5j * p.whole, 0.5j * conj(p.whole)]
+    whole = real + 1j * imaginary
     terms = _multiplied_out(whole, known)
     if terms is None:
         return None
@@ -114,7 +114,7 @@ def _gathered(terms: Sequence[Expr], shape: Sequence[int]) -> Expr:
         c = t["coefficient"] if t.op == "einsum" else 1.0
         core = product(t.args, t["labels"], range(t.rank), t.shape) if c != 1 else t
         result[core] = result.get(core, 0) + c
-    left = [scale(c, core) for core, c in result.items() if abs(c) > 1e-14]
+    left = [c * core for core, c in result.items() if abs(c) > 1e-14]
     return add(left) if left else zeros(shape)
 
 

@@ -17,7 +17,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,16 @@ class Expr:
             has made already is as old as that.
     """
 
+    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra/operators.py`
+    __radd__: ClassVar[Callable[[Expr, Any], Expr]]
+    __sub__: ClassVar[Callable[[Expr, Any], Expr]]
+    __rsub__: ClassVar[Callable[[Expr, Any], Expr]]
+    __mul__: ClassVar[Callable[[Expr, Any], Expr]]
+    __rmul__: ClassVar[Callable[[Expr, Any], Expr]]
+    __truediv__: ClassVar[Callable[[Expr, Any], Expr]]
+    __pow__: ClassVar[Callable[[Expr, Any], Expr]]
+    __matmul__: ClassVar[Callable[[Expr, Any], Expr]]
+    __neg__: ClassVar[Callable[[Expr], Expr]]
     __slots__ = ("__weakref__", "args", "attributes", "kind", "op", "serial", "shape", "turn")
 
     def __init__(self, op, args, attributes, shape, kind):
@@ -76,6 +86,11 @@ class Expr:
         return self.kind in (REAL, COMPLEX)
 
     @property
+    def parameters(self) -> dict[str, Any]:
+        """The attributes, without those that tell several outputs apart."""
+        return {n: v for n, v in self.attributes if n not in ("signature", "output")}
+
+    @property
     def family(self) -> tuple:
         """What the outputs of one operation with several outputs have in common."""
         rest = tuple(pair for pair in self.attributes if pair[0] != "output")
@@ -108,8 +123,7 @@ def several(op: str, args: Iterable[Expr], signature: Iterable[tuple], **attribu
 
 def siblings(y: Expr) -> list[Expr]:
     """All outputs of the operation of which y is one."""
-    rest = {n: v for n, v in y.attributes if n not in ("signature", "output")}
-    return several(y.op, y.args, y["signature"], **rest)
+    return several(y.op, y.args, y["signature"], **y.parameters)
 
 
 def signature(values: Iterable[Expr]) -> list[tuple]:

@@ -16,15 +16,16 @@ import numpy as np
 
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formulas import control, files
+from gradtools.seeing.formulas import algebra, files
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.comparing import Agreement, compare, draw, near, verify
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
 from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import Expr, order, placeholder, substitute
-from gradtools.seeing.formulas.legend import DEFINITIONS
 from gradtools.seeing.formulas.lowering import Lowered, lower
 from gradtools.seeing.formulas.naming import leaf_names
+from gradtools.seeing.formulas.operation import OPERATIONS
+from gradtools.seeing.formulas.operations import control
 from gradtools.seeing.formulas.recognition import recognise
 from gradtools.seeing.formulas.reverse import adjoint
 from gradtools.seeing.formulas.statements import Section, Statement, Statements, everything
@@ -181,7 +182,7 @@ class Formula:
         """What the names stand for that the program does not use itself."""
         self._written()
         used = self._statements.writer.recognised
-        return [definition for name, definition in DEFINITIONS.items() if name in used]
+        return [o.definition for name, o in OPERATIONS.items() if name in used and o.definition]
 
     # Numbers.
 
@@ -485,7 +486,7 @@ def derive(
     """The formula of a recorded program.
 
     Args:
-        graph: The program, in the words of `vocabulary/`.
+        graph: The program, in the words of `operations/`.
         order: 1, or 2 for the double backward as well.
         names: How values are called, by number; by default their own names.
         wrt: The positions of the inputs to which it is differentiated; by default all that are
@@ -602,10 +603,9 @@ def _with_one_loop_each(*groups: list[Expr]) -> list[list[Expr]]:
 
     def rebuild(x: Expr, args: tuple[Expr, ...]) -> Expr:
         if x.op != "scan":
-            return control.rebuild(x, args)
+            return algebra.rebuild(x, args)
         body = longest[_loop_key(x)]["body"]
-        given = (x["consts"], x["carries"], x["length"], x["reverse"], x["tells"])
-        made = control.scan(body, args, *given)
+        made: list[Expr] = algebra.apply("scan", *args, **{**x.parameters, "body": body})
         return made[x["output"]]
 
     if not longest:

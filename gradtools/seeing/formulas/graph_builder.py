@@ -1,6 +1,6 @@
 """A small NumPy-like way to write a `Graph`: what JAX's wing writes with, and the tests.
 
-Calling the builder with a word of `vocabulary/` adds a node and returns
+Calling the builder with the name of an operation adds a node and returns
 the number of its result, or a tuple of numbers::
 
     b = Builder()
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
-from gradtools.seeing.formulas.vocabulary import OPERATIONS
+from gradtools.seeing.formulas.operation import OPERATIONS
 from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value
 
 _DTYPES = {"real": "float64", "complex": "complex128", "integer": "int64", "boolean": "bool"}

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formulas import control
-from gradtools.seeing.formulas.algebra import constant_of
+from gradtools.seeing.formulas.algebra import apply, constant_of
 from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, Program, kind_of, placeholder
-from gradtools.seeing.formulas.vocabulary import OPERATIONS
-from gradtools.seeing.formulas.vocabulary.elementwise import apply_cast
-from gradtools.seeing.formulas.vocabulary.record import Operation
+from gradtools.seeing.formulas.operation import Operation, of_vocabulary
+from gradtools.seeing.formulas.operations import control
 from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value
 
 
@@ -56,7 +54,7 @@ def lower(graph: PlainGraph, names: Mapping[int, str] | None = None) -> Lowered:
         lowered.captured[v] = _leaf(graph, v, name, "captured")
     known = {**lowered.captured, **dict(zip(graph.inputs, inputs, strict=True))}
     outputs = [
-        apply_cast(y, REAL) if graph.values[v].is_inexact and not y.is_inexact else y
+        apply("cast", y, to=REAL) if graph.values[v].is_inexact and not y.is_inexact else y
         for v, y in zip(graph.outputs, _walk(graph, known, lowered), strict=True)
     ]
     lowered.program = Program(tuple(inputs), tuple(outputs))
@@ -104,7 +102,7 @@ def _lower_node(
     expected = [graph.values[v] for v in node.outputs]
     if "function" in node.attributes:  # a kernel, which may be called like a word
         return _marked(node, expected, args, lowered)
-    word = OPERATIONS.get(node.operation)
+    word = of_vocabulary(node.operation)
     if word and node.operation != "opaque":
         _check_attributes(node, word)
     if node.operation in _LINEAR:
@@ -120,7 +118,7 @@ def _lower_node(
     results = list(results) if isinstance(results, (list, tuple)) else [results]
     _check(node, results, expected, args)
     return [
-        apply_cast(r, COMPLEX) if kind_of(v.dtype) == COMPLEX and not _is_plain(r) else r
+        apply("cast", r, to=COMPLEX) if kind_of(v.dtype) == COMPLEX and not _is_plain(r) else r
         for r, v in zip(results, expected, strict=True)
     ]
 
@@ -184,31 +182,31 @@ def _scan(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     a = node.attributes
     body = _body(node.bodies[0].graph, lowered)
     reverse = bool(a.get("reverse", False))
-    return control.scan(body, args, a["consts"], a["carries"], a["length"], reverse)
+    given = {name: a[name] for name in ("consts", "carries", "length")}
+    return apply("scan", *args, body=body, reverse=reverse, tells=(), **given)
 
 
 def _while(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     a = node.attributes
     condition, body = (_body(b.graph, lowered) for b in node.bodies)
-    return control.loop(condition, body, args, a["condition_consts"], a["body_consts"])
+    return apply("while", *args, condition=condition, body=body, **a)
 
 
 def _custom_rule(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     forward, backward = (b.graph for b in node.bodies)
     results = _walk(forward, dict(zip(forward.inputs, args, strict=True)), lowered)
     count = len(node.outputs)
-    name = node.attributes.get("name", "")
-    rule = _body(backward, lowered)
-    once = bool(node.attributes.get("once", False))
-    return control.ruled(results[:count], results[count:], args, rule, name, once)
+    given = {"name": node.attributes.get("name", ""), "once": bool(node.attributes.get("once"))}
+    given |= {"backward": _body(backward, lowered), "outputs": count}
+    return apply("ruled", *results, *args, residuals=len(results) - count, **given)
 
 
 _WITH_BODIES = {
     "call": _call,
     "scan": _scan,
     "while": _while,
-    "cond": lambda node, args, lowered: control.cond(
-        [_body(b.graph, lowered) for b in node.bodies], args
+    "cond": lambda node, args, lowered: apply(
+        "cond", *args, branches=tuple(_body(b.graph, lowered) for b in node.bodies)
     ),
     "custom_rule": _custom_rule,
 }

@@ -25,26 +25,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from gradtools.seeing.formulas import constructors
 from gradtools.seeing.formulas.algebra import (
     add,
+    apply,
     constant_of,
     contracts,
     drop_axes,
     full,
-    negate,
     parts,
     plus,
     product,
-    scale,
+    rebuild,
     spread,
-    subtract,
-    times,
     total,
 )
-from gradtools.seeing.formulas.control import rebuild
 from gradtools.seeing.formulas.expressions import Expr, Program, substitute
-from gradtools.seeing.formulas.primitives.elementwise import apply
+from gradtools.seeing.formulas.operations.layers import standardize, variance
+from gradtools.seeing.formulas.operations.reductions import reduced
 
 Pattern = Callable[[Expr], Expr | None]
 
@@ -125,7 +122,7 @@ def _softmax(x: Expr) -> Expr | None:
         if list(low_names) != kept:
             continue
         shifted, _ = _shifted(e.args[0], {axis})
-        p = constructors.softmax(shifted, axis)
+        p = apply("softmax", shifted, axis=axis)
         c, factors, labels, out = rest
         return product([p, *factors], [names, *labels], out, x.shape, c)
     return None
@@ -160,7 +157,7 @@ def _log_softmax(x: Expr) -> Expr | None:
         mine, shift = _shifted(y, {axis})
         theirs, other = _shifted(z, {axis})
         if mine is theirs and set(shift) == set(other):
-            return constructors.along("log_softmax", mine, axis)
+            return apply("log_softmax", mine, axis=axis)
     return None
 
 
@@ -174,10 +171,10 @@ def _of_one_hot(x: Expr) -> Expr | None:
         for s in terms:
             factors = [g for f in parts(s)[1] for g in (f, *f.args)]
             for h in (f for f in factors if f.op == "one_hot" and f.shape == z.shape):
-                if s is negate(total(times(z, h), (axis,))):
-                    log = constructors.along("log_softmax", z, axis)
+                if s is -total(z * h, (axis,)):
+                    log = apply("log_softmax", z, axis=axis)
                     rest = [r for r in terms if r is not t and r is not s]
-                    return add([negate(total(times(log, h), (axis,))), *rest])
+                    return add([-total(log * h, (axis,)), *rest])
     return None
 
 
@@ -216,11 +213,11 @@ def _logsumexp(x: Expr) -> Expr | None:
         z, axes = found
         inner, shift = _shifted(z, axes)
         kept = [a for a in range(z.rank) if a not in axes]
-        back = [drop_axes(negate(s), kept) for s in shift]
+        back = [drop_axes(-s, kept) for s in shift]
         left = _taken_away([r for r in _terms(x) if r is not t], back)
         if left is None:
             continue
-        result = constructors.reduced("logsumexp", inner, axes)
+        result = reduced("logsumexp", inner, axes)
         return plus(result, *left) if left else result
     return None
 
@@ -240,7 +237,7 @@ def _sigmoid(x: Expr) -> Expr | None:
     if x.op != "power" or x["exponent"] != -1:
         return None
     e = _beside_one(x.args[0])
-    return apply("sigmoid", negate(e.args[0])) if e is not None and e.op == "exp" else None
+    return apply("sigmoid", -e.args[0]) if e is not None and e.op == "exp" else None
 
 
 def _beside_one(x: Expr) -> Expr | None:
@@ -296,8 +293,8 @@ def _normal_cdf(x: Expr) -> Expr | None:
     scale_ = parts(inner)[0]
     if abs(abs(scale_) - _HALF_ROOT) > 1e-6:  # single precision writes the root short
         return None
-    z = scale(sign * math.copysign(1.0, scale_), scale(1 / scale_, inner))
-    return scale(2.0, apply("normal_cdf", z))
+    z = sign * math.copysign(1.0, scale_) * (1 / scale_ * inner)
+    return 2.0 * apply("normal_cdf", z)
 
 
 def _mean_of(x: Expr) -> tuple[Expr, set[int]] | None:
@@ -326,7 +323,7 @@ def _variance(x: Expr) -> Expr | None:
         if y.op == "power" and y["exponent"] == 2 and not y.is_complex:
             z = _uncentred(_modulus_of(y.args[0]), axes)
             if z is not None:
-                return constructors.variance(z, axes)
+                return variance(z, axes=axes)
     if x.op in ("add", "relu"):
         return _variance_of_moments(x)
     return None
@@ -348,9 +345,9 @@ def _centred_at(y: Expr, rest: Expr, constant: list[Expr], axes: set[int]) -> Ex
     """The rest, if the terms that are constant along the axes are minus its mean."""
     if not constant:
         return None
-    m = spread(scale(1 / _count(rest, axes), total(rest, axes)), axes, y.shape)
-    close = subtract(rest, m)
-    return rest if close is y or add([close, negate(y)]) is full(0.0, y.shape) else None
+    m = spread(1 / _count(rest, axes) * total(rest, axes), axes, y.shape)
+    close = rest - m
+    return rest if close is y or add([close, -y]) is full(0.0, y.shape) else None
 
 
 def _count(x: Expr, axes: set[int]) -> int:
@@ -373,9 +370,9 @@ def _variance_of_moments(x: Expr) -> Expr | None:
             continue
         z, axes = result[0].args[0], result[1]
         z = _modulus_of(z)
-        m = scale(1 / _count(z, axes), total(z, axes))
-        if second is negate(times(m, m)) and not z.is_complex:
-            return constructors.variance(z, axes)
+        m = 1 / _count(z, axes) * total(z, axes)
+        if second is -(m * m) and not z.is_complex:
+            return variance(z, axes=axes)
     return None
 
 
@@ -400,7 +397,7 @@ def _standardize(x: Expr) -> Expr | None:
             ) == tuple(names)
             if same and _uncentred(g, axes) is z:
                 left = [e for e in rest if e[0] is not g]
-                done = constructors.standardize(z, axes, eps)
+                done = standardize(z, axes=axes, eps=eps)
                 return product(
                     [done, *(e[0] for e in left)], [n, *(e[1] for e in left)], out, x.shape, c
                 )
@@ -436,7 +433,7 @@ def _norm(x: Expr) -> Expr | None:
         z = z.args[0]
     elif z.is_complex:
         return None
-    return constructors.norm(z, result[1])
+    return reduced("norm", z, result[1])
 
 
 def _modulus_of_positive(x: Expr) -> Expr | None:

@@ -17,7 +17,7 @@ from gradtools.seeing.graphs.nodes import Body, PlainGraph
 
 @dataclass(frozen=True, eq=False)
 class Recorded(PlainGraph):
-    """One run of a program in the words of `vocabulary/`, and what it holds.
+    """One run of a program in the words of `operations/`, and what it holds.
 
     Attributes:
         held: The array of each captured value, by number.

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradtools.seeing.formulas import control
-from gradtools.seeing.formulas.algebra import add, is_zero, real, zeros
-from gradtools.seeing.formulas.constructors import MULTIPLE, unbroadcast
+from gradtools.seeing.formulas.algebra import add, is_zero, real, unbroadcast, zeros
 from gradtools.seeing.formulas.expressions import Expr, order, siblings
-from gradtools.seeing.formulas.primitives import PRIMITIVES
-from gradtools.seeing.formulas.primitives.elementwise import FUNCTIONS, pull_back
+from gradtools.seeing.formulas.operation import OPERATIONS
 
 
 def adjoint(
@@ -85,18 +82,14 @@ def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
 
 def _pullback(y: Expr, summed: dict) -> Sequence[Expr | None]:
     """The arguments' cotangents, once all outputs of the operation have theirs."""
-    several = y.op in control.PULLBACKS or y.op in MULTIPLE
+    several = y.get("output") is not None
     outputs = siblings(y) if several else [y]
     if y.op == "placeholder" or not any(o in summed for o in outputs):
         return [None] * len(y.args)
-    cotangents = [summed[o] if o in summed else zeros(o.shape) for o in outputs]
-    if y.op in control.PULLBACKS:
-        return control.PULLBACKS[y.op](y, cotangents, lambda *of: adjoint(*of)[0])
-    if y.op in FUNCTIONS:
-        return pull_back(y, summed[y])
-    pullback = PRIMITIVES[y.op].pullback
+    pullback = OPERATIONS[y.op].pullback
     if pullback is None:
         return [None] * len(y.args)
-    one = (y, summed[y]) if not several else (outputs, cotangents)
+    cotangents = [summed[o] if o in summed else zeros(o.shape) for o in outputs]
+    one = (outputs, cotangents) if several else (y, summed[y])
     result: Sequence[Expr | None] = pullback(*one, *y.args)
     return result

@@ -15,7 +15,7 @@ from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import constant_of, contracts, drop_axes, parts
 from gradtools.seeing.formulas.axes import Axes
 from gradtools.seeing.formulas.expressions import Expr, Program, order
-from gradtools.seeing.formulas.primitives.elementwise import FUNCTIONS
+from gradtools.seeing.formulas.operation import is_elementwise
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.formulas.writing import ExpressionWriter, NeedsIndices
 
@@ -497,13 +497,13 @@ def _is_wrapper(x: Expr) -> bool:
 
 def _is_plain(x: Expr) -> bool:
     """Whether there is nothing to name: a leaf, a number, or one of them turned."""
-    if x.op in ("placeholder", "number", "identity", "iota") or constant_of(x) is not None:
+    if x.op in ("placeholder", "number", "unit_matrix", "iota") or constant_of(x) is not None:
         return True
     return (_is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
 
 
 def _is_whole_only(x: Expr) -> bool:
-    return not (x.op in FUNCTIONS or x.op in ("einsum", "add"))
+    return not (is_elementwise(x) or x.op in ("einsum", "add"))
 
 
 def everything(roots: Iterable[Expr]) -> list[Expr]:

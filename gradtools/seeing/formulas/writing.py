@@ -14,13 +14,11 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any
 
-from gradtools.seeing.formulas import control
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import constant_of, contracts
 from gradtools.seeing.formulas.axes import Axes, primed
 from gradtools.seeing.formulas.expressions import Expr
-from gradtools.seeing.formulas.primitives import PRIMITIVES
-from gradtools.seeing.formulas.primitives.elementwise import FUNCTIONS
+from gradtools.seeing.formulas.operation import OPERATIONS, is_elementwise
 from gradtools.seeing.formulas.product_layout import (
     Defined,
     Factors,
@@ -99,13 +97,13 @@ class ExpressionWriter:
         if x.op == "add":
             self._must_align(x)
             return self.sum_of([self.whole(t) for t in self._in_order(x.args)])
-        if x.op in FUNCTIONS:
+        if is_elementwise(x):
             self._must_align(x)
             return self._function(x, [self.whole(a) for a in x.args], x.rank > 1)
-        form = PRIMITIVES[x.op].form if x.op in PRIMITIVES else control.FORMS.get(x.op)
-        if form is not None:
+        operation = OPERATIONS.get(x.op)
+        if operation and operation.form:
             self._note_name(x)
-            return form(self, x)
+            return operation.form(self, x)
         return function(x.op, [self.whole(a) for a in x.args])
 
     def _note_name(self, x: Expr) -> None:
@@ -155,8 +153,8 @@ class ExpressionWriter:
 
     def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
         self._note_name(x)
-        form = FUNCTIONS[x.op].form
-        return form(x, args, matrix) if form else function(x.op, args)
+        entry = OPERATIONS[x.op].entry
+        return entry(x, args, matrix) if entry else function(x.op, args)
 
     # Products.
 
@@ -298,7 +296,7 @@ class ExpressionWriter:
             top = self._hadamard([self.whole(g).at(PRODUCT) for g in group])
             written = bracket(over(top, self._hadamard([self.whole(b) for b in by])))
             return superscript(written, "ᵀ", r"\top") if flipped else written
-        if group[0].op == "identity" and len(group) == 2:
+        if group[0].op == "unit_matrix" and len(group) == 2:
             return function("diag", [self.whole(group[1])])
         if len(group) == 1:
             return self.transposed(group[0]) if flipped else self.whole(group[0]).at(PRODUCT)
@@ -399,9 +397,9 @@ class ExpressionWriter:
             return self._entry_of_product(x, letters)
         if x.op == "add":
             return self.sum_of([self.entry(t, letters) for t in self._in_order(x.args)])
-        if x.op in FUNCTIONS:
+        if is_elementwise(x):
             return self._function(x, [self.entry(a, letters) for a in x.args], False)
-        if x.op == "identity":
+        if x.op == "unit_matrix":
             return subscript(Written("δ", r"\delta"), "".join(letters))
         return self._indexed(self.whole(x), letters)
 

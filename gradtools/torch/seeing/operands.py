@@ -1,7 +1,7 @@
 """Name, operands and attributes of an aten call, in the names that both frameworks share.
 
 The operands in their places, and as attributes all else that it was given and that is not the
-default of its schema. The names are those of `seeing/formulas/vocabulary/`: axes are counted from
+default of its schema. The names are those of `seeing/formulas/operations/`: axes are counted from
 0, a permutation is whole, a slice has a start and a limit on each axis. What has no word there
 keeps PyTorch's own.
 """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.jax.seeing import operands
-from gradtools.seeing.formulas.vocabulary import OPERATIONS
+from gradtools.seeing.formulas.operation import of_vocabulary
 
 Params = Mapping[str, Any]
 Translation = Callable[..., Any]
@@ -138,7 +138,7 @@ def as_said(w: Any, eqn: Any, xs: Sequence[int]) -> Any:
     exponent = operands.exponent_of(eqn)
     if exponent is not None:
         told.append(w.constant(float(exponent)))
-    word = OPERATIONS.get(name)
+    word = of_vocabulary(name)
     if word is None or word.lower is None or not word.takes(len(told), attributes):
         return None
     return w(name, *told, **attributes)

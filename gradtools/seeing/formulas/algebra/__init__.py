@@ -5,6 +5,7 @@
 
 from gradtools.seeing.formulas.algebra.arrays import broadcast as broadcast
 from gradtools.seeing.formulas.algebra.arrays import broadcast_shape as broadcast_shape
+from gradtools.seeing.formulas.algebra.arrays import diagonal_matrix as diagonal_matrix
 from gradtools.seeing.formulas.algebra.arrays import einsum as einsum
 from gradtools.seeing.formulas.algebra.arrays import matmul as matmul
 from gradtools.seeing.formulas.algebra.arrays import mean as mean
@@ -15,6 +16,7 @@ from gradtools.seeing.formulas.algebra.arrays import swap as swap
 from gradtools.seeing.formulas.algebra.arrays import times as times
 from gradtools.seeing.formulas.algebra.arrays import total as total
 from gradtools.seeing.formulas.algebra.arrays import transpose as transpose
+from gradtools.seeing.formulas.algebra.arrays import unbroadcast as unbroadcast
 from gradtools.seeing.formulas.algebra.arrays import unsqueeze as unsqueeze
 from gradtools.seeing.formulas.algebra.complex_numbers import adjoint_matrix as adjoint_matrix
 from gradtools.seeing.formulas.algebra.complex_numbers import conj as conj
@@ -25,18 +27,20 @@ from gradtools.seeing.formulas.algebra.constants import constant_of as constant_
 from gradtools.seeing.formulas.algebra.constants import full as full
 from gradtools.seeing.formulas.algebra.constants import identity as identity
 from gradtools.seeing.formulas.algebra.constants import is_zero as is_zero
+from gradtools.seeing.formulas.algebra.constants import lifted as lifted
 from gradtools.seeing.formulas.algebra.constants import number as number
 from gradtools.seeing.formulas.algebra.constants import zeros as zeros
+from gradtools.seeing.formulas.algebra.elementwise import apply as apply
 from gradtools.seeing.formulas.algebra.elementwise import divide as divide
 from gradtools.seeing.formulas.algebra.elementwise import drop_axes as drop_axes
 from gradtools.seeing.formulas.algebra.elementwise import power as power
-from gradtools.seeing.formulas.algebra.elementwise import ufunc as ufunc
+from gradtools.seeing.formulas.algebra.operators import OPERATORS as OPERATORS
 from gradtools.seeing.formulas.algebra.products import Labels as Labels
 from gradtools.seeing.formulas.algebra.products import contracts as contracts
 from gradtools.seeing.formulas.algebra.products import parts as parts
 from gradtools.seeing.formulas.algebra.products import product as product
+from gradtools.seeing.formulas.algebra.rebuilding import rebuild as rebuild
 from gradtools.seeing.formulas.algebra.reshapes import axis_groups as axis_groups
-from gradtools.seeing.formulas.algebra.reshapes import register_elementwise as register_elementwise
 from gradtools.seeing.formulas.algebra.reshapes import reshape as reshape
 from gradtools.seeing.formulas.algebra.reshapes import squeeze as squeeze
 from gradtools.seeing.formulas.algebra.sums import add as add

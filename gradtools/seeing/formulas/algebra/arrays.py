@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.seeing.formulas.algebra.constants import identity
 from gradtools.seeing.formulas.algebra.products import Labels, product
 from gradtools.seeing.formulas.expressions import Expr
 
@@ -108,3 +109,19 @@ def matmul(a: Expr, b: Expr) -> Expr:
     out = names + (["i"] if a.rank > 1 else []) + (["j"] if b.rank > 1 else [])
     shape = batch + (a.shape[-2:-1] if a.rank > 1 else ()) + (b.shape[-1:] if b.rank > 1 else ())
     return product([a, b], [[*skip(a), *left], [*skip(b), *right]], out, shape)
+
+
+def diagonal_matrix(x: Expr) -> Expr:
+    """The last axis on a diagonal."""
+    batch = tuple(range(x.rank - 1))
+    n = x.shape[-1]
+    return product([x, identity(n)], [(*batch, "i"), ("i", "j")], (*batch, "i", "j"), (*x.shape, n))
+
+
+def unbroadcast(g: Expr, shape) -> Expr:
+    """The adjoint of broadcasting leading and length-1 axes, as in NumPy."""
+    if g.shape == tuple(shape):
+        return g
+    g = total(g, range(g.rank - len(shape)))
+    axes = [a for a, (n, m) in enumerate(zip(shape, g.shape, strict=True)) if n == 1 and m != 1]
+    return total(g, axes, keep=True) if axes else g

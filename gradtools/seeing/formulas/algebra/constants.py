@@ -17,6 +17,11 @@ def number(value: Any) -> Expr:
     return expr("number", (), (), kind, value=tidy(value))
 
 
+def lifted(x: Any) -> Expr:
+    """An expression as it is, a number as one."""
+    return x if isinstance(x, Expr) else number(x)
+
+
 def tidy(value: Any) -> Any:
     """A plain number: complex only if it must be, no negative zero."""
     value = complex(value)
@@ -52,7 +57,7 @@ def array(value: Any) -> Expr:
 
 def identity(n: int) -> Expr:
     """The unit matrix."""
-    return expr("identity", (), (n, n), REAL) if n > 1 else full(1.0, (n, n))
+    return expr("unit_matrix", (), (n, n), REAL) if n > 1 else full(1.0, (n, n))
 
 
 def constant_of(x: Expr) -> Any:

@@ -1,4 +1,4 @@
-"""Elementwise functions and powers, simplified."""
+"""Operations by their names, simplified where they are elementwise; powers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradtools.seeing.formulas.algebra.arrays import broadcast, broadcast_shape, scale, times
-from gradtools.seeing.formulas.algebra.constants import constant_of, full, tidy
+from gradtools.seeing.formulas.algebra.constants import constant_of, full, lifted, tidy
 from gradtools.seeing.formulas.algebra.products import contracts, parts, product
 from gradtools.seeing.formulas.algebra.reshapes import is_reshape, reshape
-from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, expr, widest
+from gradtools.seeing.formulas.expressions import REAL, Expr, expr, several, widest
+from gradtools.seeing.formulas.operation import OPERATIONS
 
 
-def ufunc(op: str, args: Sequence[Expr], kind: str = REAL, **attributes: Any) -> Expr:
-    """A function applied in each place, broadcast as in NumPy; broadcasts move outwards."""
+def apply(name: str, /, *of: Any, **attributes: Any) -> Any:
+    """The operation of this name, of expressions and numbers; a list if it has several outputs."""
+    operation, args = OPERATIONS[name], tuple(map(lifted, of))
+    result = operation.result(*args, **attributes)
+    if isinstance(result, list):
+        return several(name, args, result, **attributes)
+    shape, kind = result
+    if operation.elementwise:
+        return _in_each_place(name, args, kind, attributes)
+    return expr(name, args, shape, kind, **attributes)
+
+
+def _in_each_place(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr:
+    """A function of each place, broadcast as in NumPy; broadcasts move outwards."""
     shape = broadcast_shape(*(a.shape for a in args))
     args = [broadcast(a, shape) for a in args]
     rank = len(shape)
@@ -21,7 +34,7 @@ def ufunc(op: str, args: Sequence[Expr], kind: str = REAL, **attributes: Any) ->
     kept = [a for a in range(rank) if a in used]
     if len(kept) < rank:
         inner = [drop_axes(a, kept) for a in args]
-        return product([ufunc(op, inner, kind, **attributes)], [kept], range(rank), shape)
+        return product([_in_each_place(op, inner, kind, attributes)], [kept], range(rank), shape)
     moved = _outside(op, args, kind, attributes)
     return expr(op, args, shape, kind, **attributes) if moved is None else moved
 
@@ -46,7 +59,7 @@ def _outside(op, args, kind, attributes) -> Expr | None:
         if len(shapes) == 1:
             (shape,) = shapes
             inner = [reshape(a, shape) for a in args]
-            return reshape(ufunc(op, inner, kind, **attributes), args[0].shape)
+            return reshape(_in_each_place(op, inner, kind, attributes), args[0].shape)
     return None
 
 
@@ -70,8 +83,7 @@ def power(x: Expr, exponent: Any) -> Expr:
         return power(x.args[0], x["exponent"] * exponent)
     if x.op == "einsum" and not contracts(x):
         return _power_of_product(x, exponent, whole)
-    kind = COMPLEX if isinstance(exponent, complex) else widest(x.kind, REAL)
-    return ufunc("power", [x], kind, exponent=exponent)
+    return apply("power", x, exponent=exponent)
 
 
 def divide(a: Expr, b: Expr) -> Expr:

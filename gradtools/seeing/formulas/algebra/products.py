@@ -178,7 +178,7 @@ def _stays_whole(x: Expr) -> bool:
     if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False
     labels = [l for names in x["labels"] for l in names]
-    if len(set(labels)) < x.rank or any(f.op in ("one_hot", "identity") for f in x.args):
+    if len(set(labels)) < x.rank or any(f.op in ("one_hot", "unit_matrix") for f in x.args):
         return False
     arrays = [f for f in x.args if f.rank]
     if len(arrays) == 1 and arrays[0].op == "placeholder":
@@ -213,7 +213,7 @@ def _opens(factor: Expr, others: int) -> bool:
 def _contract_identities(p: _Product) -> None:
     """A unit matrix with a summed label renames it; one that is summed alone counts."""
     before = p.labels()
-    for place in [f for f in p.factors if f[0].op == "identity"]:
+    for place in [f for f in p.factors if f[0].op == "unit_matrix"]:
         current = [f for f in p.factors if f[0] is place[0]]
         for entry in current:
             a, b = entry[1]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gradtools.seeing.formulas import algebra  # its rooms use each other
 from gradtools.seeing.formulas.algebra.constants import array, constant_of, full
 from gradtools.seeing.formulas.algebra.products import contracts, product
 from gradtools.seeing.formulas.expressions import Expr, expr
-
-_ELEMENTWISE_LIKE: set[str] = {"power", "conj", "real", "imag"}
-
-
-def register_elementwise(names: Iterable[str]) -> None:
-    """Say which operations act in each place by itself."""
-    _ELEMENTWISE_LIKE.update(names)
+from gradtools.seeing.formulas.operation import is_elementwise
 
 
 def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:
@@ -23,7 +17,7 @@ def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:
     if x.op == "einsum":
         kept = tuple(a for a in range(x.rank) if a not in axes)
         return product(x.args, x["labels"], kept, shape, x["coefficient"])
-    if x.op in _ELEMENTWISE_LIKE and all(a.shape == x.shape for a in x.args):
+    if is_elementwise(x) and all(a.shape == x.shape for a in x.args):
         inner = [squeeze(a, axes) for a in x.args]
         if all(a.shape == shape for a in inner):
             return expr(x.op, inner, shape, x.kind, **dict(x.attributes))

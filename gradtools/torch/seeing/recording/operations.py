@@ -1,7 +1,7 @@
 """What PyTorch's calls are: their neutral names, and why some of them carry no derivative.
 
 A call is known by the name of its function, without the marks of its variants: `add`, `add_`,
-`__radd__` are one operation. The neutral names are those of `seeing/formulas/vocabulary/`; what
+`__radd__` are one operation. The neutral names are those of `seeing/formulas/operations/`; what
 has none there keeps its own. Autograd's nodes are known by their names, too, for a call such as
 cross_entropy makes several of them.
 """

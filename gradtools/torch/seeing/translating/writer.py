@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.vocabulary import OPERATIONS
+from gradtools.seeing.formulas.operation import of_vocabulary
 from gradtools.seeing.graphs.nodes import Body, Node, PlainGraph, Value
 from gradtools.torch.seeing.recording.values import Like as Like
 from gradtools.torch.seeing.recording.values import like as like
@@ -260,7 +260,7 @@ def as_said(w: Writer, o: Any) -> list[Ref | None] | None:
     What comes out besides is held as it was if it is whole numbers; a word says all the rest.
     """
     operation, said = o.said()
-    word = OPERATIONS.get(operation)
+    word = of_vocabulary(operation)
     operands = [w.ref(x) for x in o.operands()]
     if word is None or word.lower is None or not o.likes:
         return None

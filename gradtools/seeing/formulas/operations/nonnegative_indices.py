@@ -11,20 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradtools.seeing.formulas import constructors
-from gradtools.seeing.formulas.algebra import (
-    constant_of,
-    divide,
-    full,
-    plus,
-    product,
-    reshape,
-    subtract,
-    times,
-    transpose,
-)
+from gradtools.seeing.formulas.algebra import apply, constant_of, full, product, reshape, transpose
 from gradtools.seeing.formulas.expressions import INTEGER, Expr
-from gradtools.seeing.formulas.primitives.elementwise import apply, indicator
+from gradtools.seeing.formulas.operations.elementwise import indicator
+from gradtools.seeing.formulas.operations.slicing import cut
 
 
 def meant(i: Expr, size: int) -> Expr:
@@ -46,19 +36,19 @@ def _counted_from_the_end(i: Expr, size: int) -> Expr | None:
         below = below.args[0]
     negative = indicator(j, "<", full(0.0, j.shape))
     twice = indicator(negative, "!=", full(0.0, j.shape))
-    is_it = condition in (negative, twice) and below is plus(j, full(float(size), j.shape))
+    is_it = condition in (negative, twice) and below is j + full(float(size), j.shape)
     return j if is_it else None
 
 
 def _modulo(i: Expr, size: int) -> Expr:
     n = full(float(size), i.shape)
-    return subtract(i, times(n, apply("floor", divide(i, n))))
+    return i - n * apply("floor", i / n)
 
 
 def picked(x: Expr, i: Expr) -> Expr:
     """The entry at i of the last axis, for each of the others."""
     labels = tuple(range(x.rank))
-    chosen = constructors.one_hot(i, x.shape[-1], from_the_end=True)
+    chosen = apply("one_hot", i, size=x.shape[-1], from_the_end=True)
     return product([x, chosen], [labels, labels], labels[:-1], i.shape)
 
 
@@ -95,8 +85,8 @@ def of_known(x: Expr, indices: Sequence[Expr], axes: tuple[int, ...]) -> Expr | 
     start, limit, stride = [0] * x.rank, list(x.shape), [1] * x.rank
     start[axis], limit[axis], stride[axis] = int(places[0]), int(places[-1]) + 1, step
     lead = [axis, *(k for k in range(x.rank) if k != axis)]
-    cut = transpose(constructors.cut(x, start, limit, stride), lead)
-    return reshape(cut, (*at.shape, *cut.shape[1:]))
+    part = transpose(cut(x, start, limit, stride), lead)
+    return reshape(part, (*at.shape, *part.shape[1:]))
 
 
 def known(i: Expr) -> np.ndarray | None:

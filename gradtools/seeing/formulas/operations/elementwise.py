@@ -1,0 +1,522 @@
+"""Arithmetic, comparison, rounding and the parts of complex numbers, in each place.
+
+A holomorphic function states its partial derivatives f' as expressions of its value y and its
+arguments; the cotangent of an argument is then conj(f') g, its real part where the argument is
+real. A function of a complex argument that is not holomorphic (modulus, sign, angle) states its
+pullback.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from gradtools.seeing.formulas import typesetting as ts
+from gradtools.seeing.formulas.algebra import (
+    apply,
+    broadcast,
+    broadcast_shape,
+    conj,
+    constant_of,
+    imag,
+    is_zero,
+    lifted,
+    negate,
+    number,
+    real,
+    times,
+)
+from gradtools.seeing.formulas.expressions import (
+    BOOLEAN,
+    COMPLEX,
+    INTEGER,
+    REAL,
+    Expr,
+    kind_of,
+    widest,
+)
+from gradtools.seeing.formulas.operation import EntryForm
+from gradtools.seeing.formulas.operations.entering import (
+    Lowering,
+    elementwise,
+    lowers,
+    operation,
+    tie_same,
+    word,
+)
+
+
+def indicator(a: Any, relation: str, b: Any) -> Expr:
+    """One where the relation holds, of expressions or numbers."""
+    return apply("compare", a, b, relation=relation)
+
+
+def negation(c: Expr) -> Expr:
+    """One where c does not hold."""
+    if c.op == "compare":
+        return indicator(c.args[0], _RELATIONS[c["relation"]][1], c.args[1])
+    if c.op == "logical_not":
+        return c.args[0]
+    return apply("logical_not", c)
+
+
+def scaled(factor: Any, x: Expr) -> Expr:
+    """A product with a number; with one nothing."""
+    return x if factor == 1 else multiply(number(factor), x)
+
+
+def arithmetic(make: Lowering) -> Lowering:
+    """A decorator: what is made of integers stays integer, so that it can be an index."""
+
+    @wraps(make)
+    def lowered(*xs: Expr, **attributes: Any) -> Expr:
+        result = make(*xs, **attributes)
+        integers = all(_is_integer(x) or _is_whole(x) for x in xs)
+        some = any(map(_is_integer, xs))
+        return apply("cast", result, to=INTEGER) if integers and some else result
+
+    return lowered
+
+
+def _is_integer(x: Expr) -> bool:
+    return x.kind in (INTEGER, BOOLEAN)
+
+
+def _is_whole(x: Expr) -> bool:
+    value = constant_of(x)
+    return value is not None and not isinstance(value, complex) and float(value).is_integer()
+
+
+# What passes values on; identity also copies and aliases.
+
+word("identity", lambda x: x)
+
+
+@lowers("stop", elementwise, lambda x: x, kind=lambda x: x.kind)
+def _stop(x: Expr) -> Expr:
+    """X, with no derivative."""
+    if x.op in ("number", "stop") or constant_of(x) is not None:
+        return x
+    return apply("stop", x)
+
+
+elementwise(
+    "scale_gradient(x; scale)",
+    lambda x, scale: x,
+    pullback=lambda y, g, x: [y["scale"] * g],
+    entry=lambda x, args, matrix: args[0],
+)
+
+
+def _cast_value(x, to):
+    if to == BOOLEAN:
+        return x != 0
+    if to == INTEGER:
+        return np.trunc(x).astype(np.int64)
+    return np.asarray(x, complex if to == COMPLEX else float)
+
+
+def _cast_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
+    """Real numbers as complex ones are told: √x and √(x + 0i) differ below zero."""
+    return ts.summed([args[0], ts.Written("0i", "0i")]) if x.is_complex else args[0]
+
+
+@lowers(
+    "cast",
+    elementwise,
+    _cast_value,
+    pullback=lambda y, g, x: [g if y.is_complex else None],
+    kind=lambda x, to: to,
+    entry=_cast_form,
+)
+def _cast(x: Expr, *, dtype: Any = None) -> Expr:
+    """X in another dtype; to integers it truncates."""
+    kind = x.kind if dtype is None else kind_of(dtype)
+    if kind == COMPLEX or kind == x.kind:
+        return x
+    if x.kind == COMPLEX and kind == "real":
+        return real(x)
+    if kind in (INTEGER, BOOLEAN):
+        return x if kind == INTEGER and x.kind == BOOLEAN else apply("cast", x, to=kind)
+    return x
+
+
+# Arithmetic.
+
+multiply = arithmetic(times)
+operation(
+    "add",
+    lambda y, *xs: sum(xs[1:], xs[0] + 0.0),
+    lambda y, g, *xs: [g] * len(xs),
+    ties=tie_same,
+    lower=arithmetic(lambda a, b, *, alpha=1: a + scaled(alpha, b)),
+)
+word("subtract", arithmetic(lambda a, b, *, alpha=1: a - scaled(alpha, b)))
+word("negate", arithmetic(negate))
+word("multiply(a, b)", multiply)
+
+
+def _truncated(a: Expr, b: Expr) -> Expr:
+    return apply("trunc", a / b)
+
+
+def _floored(a: Expr, b: Expr) -> Expr:
+    return apply("floor", a / b)
+
+
+@lowers("divide")
+def _divide(a: Expr, b: Expr, *, rounding_mode: str | None = None) -> Expr:
+    """A / b; rounded to the "floor" or by "trunc"."""
+    if rounding_mode is None:
+        return a / b
+    return arithmetic(_floored if rounding_mode == "floor" else _truncated)(a, b)
+
+
+word("floor_divide", arithmetic(_floored))
+word("remainder", arithmetic(lambda a, b: a - b * _floored(a, b)))
+word("fmod", arithmetic(lambda a, b: a - b * _truncated(a, b)))
+word("addcmul", arithmetic(lambda x, a, b, *, value=1: x + scaled(value, a * b)))
+word("addcdiv", lambda x, a, b, *, value=1: x + scaled(value, a / b))
+word("lerp", lambda a, b, t: a + t * (b - a))
+
+
+@lowers("polynomial")
+def _polynomial(x: Expr, *coefficients: Expr) -> Expr:
+    """C[0] + c[1] x + c[2] x**2 .."""
+    result = coefficients[-1]
+    for c in reversed(coefficients[:-1]):
+        result = c + x * result
+    return broadcast(result, x.shape)
+
+
+# Powers.
+
+
+def _power_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
+    (base,) = args
+    exponent = x["exponent"]
+    if isinstance(exponent, complex) or exponent >= 0:
+        return _raised(base, exponent, matrix)
+    return ts.over(ts.number(1.0), _raised(base, -exponent, matrix))
+
+
+def _raised(base: ts.Written, exponent: Any, matrix: bool) -> ts.Written:
+    if exponent == 1:
+        return base
+    if matrix and exponent != 0.5:
+        shown = ts.number(exponent)
+        plain = ts.power(ts.Written("", ""), exponent).text
+        return ts.superscript(base, "^∘" + plain.lstrip("^"), rf"\circ {shown.latex}")
+    return ts.power(base, exponent)
+
+
+@lowers(
+    "power",
+    elementwise,
+    lambda x, exponent: np.power(x + 0.0, exponent),
+    lambda y, x: [y["exponent"] * x ** (y["exponent"] - 1)],
+    kind=lambda x, exponent: widest(x.kind, COMPLEX if isinstance(exponent, complex) else REAL),
+    entry=_power_form,
+)
+@arithmetic
+def _power(a: Expr, b: Expr) -> Expr:
+    exponent = constant_of(b)
+    shape = broadcast_shape(a.shape, b.shape)
+    if exponent is not None:
+        return broadcast(a, shape) ** exponent
+    base = constant_of(a)
+    if base is not None and not isinstance(base, complex) and base > 0:
+        return apply("exp", math.log(base) * broadcast(b, shape))
+    return apply("pow", a, b)
+
+
+def _pow_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
+    base = args[0].at(ts.ATOM)
+    return ts.Written(
+        f"{base.text}^({args[1].text})", f"{base.latex}^{{{args[1].latex}}}", ts.POWER
+    )
+
+
+elementwise(
+    "pow",
+    lambda a, b: np.power(a + 0.0, b),
+    lambda y, a, b: [b * apply("pow", a, b - 1), y * apply("log", a)],
+    entry=_pow_form,
+)
+word("square", arithmetic(lambda x: x**2))
+word("sqrt", lambda x: x**0.5)
+word("rsqrt", lambda x: x**-0.5)
+word("reciprocal", lambda x: x**-1)
+word("one_minus_square", lambda x: 1 - x**2)
+word("hypot", lambda a, b: (a**2 + b**2) ** 0.5)
+
+# Modulus, sign, and the parts of complex numbers.
+
+
+def named(text: str, latex: str = "") -> EntryForm:
+    """A name other than its own."""
+    return lambda x, args, matrix: ts.function(text, args, latex=latex)
+
+
+@lowers(
+    "abs",
+    elementwise,
+    np.abs,
+    pullback=lambda y, g, x: [real(g) * apply("sign", x)],
+    kind=REAL,
+    entry=lambda x, args, matrix: ts.Written(f"|{args[0].text}|", rf"\left|{args[0].latex}\right|"),
+)
+def modulus(x: Expr) -> Expr:
+    """Modulus."""
+    return x if x.op == "abs" else apply("abs", x)
+
+
+word("cbrt", lambda x: apply("sign", x) * modulus(x) ** (1 / 3))
+
+
+def _sign(x):
+    size = np.abs(x)
+    return (
+        np.where(size > 0, x / np.where(size > 0, size, 1), 0) if np.iscomplexobj(x) else np.sign(x)
+    )
+
+
+def _sign_pullback(y, g, x):
+    if not x.is_complex:
+        return [None]
+    along = y * real(conj(y) * g)
+    return [(g - along) * apply("abs", x) ** -1]
+
+
+elementwise("sign(x)", _sign, pullback=_sign_pullback, entry=named("sgn"))
+elementwise(
+    "angle(x)",
+    np.angle,
+    pullback=lambda y, g, x: [1j * (real(g) * conj(x) ** -1) if x.is_complex else None],
+    kind=REAL,
+    entry=named("arg", r"\arg"),
+)
+elementwise(
+    "real(x)",
+    np.real,
+    pullback=lambda y, g, x: [real(g)],
+    kind=REAL,
+    entry=named("Re"),
+    lower=real,
+)
+elementwise(
+    "imag(x)",
+    np.imag,
+    pullback=lambda y, g, x: [1j * real(g)],
+    kind=REAL,
+    entry=named("Im"),
+    lower=imag,
+)
+elementwise(
+    "conj(x)",
+    np.conj,
+    pullback=lambda y, g, x: [conj(g)],
+    entry=lambda x, args, matrix: ts.superscript(args[0], "*", "*"),
+    lower=conj,
+)
+
+
+@lowers("complex")
+def _complex(re: Expr, im: Expr) -> Expr:
+    """Re + i im."""
+    return re + 1j * im
+
+
+word("polar", lambda r, phi: _complex(r * apply("cos", phi), r * apply("sin", phi)))
+
+# Rounding.
+
+
+def _flat(name: str) -> Lowering:
+    """Rounding, which leaves integers alone."""
+    return lambda x: x if _is_integer(x) else apply(name, x)
+
+
+def _floor_form(left: str, right: str, name: str) -> EntryForm:
+    return lambda x, args, matrix: ts.Written(
+        f"{left}{args[0].text}{right}", rf"\left\l{name} {args[0].latex} \right\r{name}"
+    )
+
+
+elementwise("floor", np.floor, entry=_floor_form("⌊", "⌋", "floor"), lower=_flat("floor"))
+elementwise("ceil", np.ceil, entry=_floor_form("⌈", "⌉", "ceil"), lower=_flat("ceil"))
+elementwise("trunc", np.trunc, lower=_flat("trunc"))
+word("frac", lambda x: x - _flat("trunc")(x))
+
+
+@lowers("round", elementwise, np.round)
+def _round(x: Expr, *, decimals: int = 0, rounding_method: str = "to_nearest_even") -> Expr:
+    """To the nearest integer, ties to even, or "away_from_zero"; of 10**decimals x."""
+    if rounding_method == "away_from_zero":
+        return apply("sign", x) * apply("floor", modulus(x) + 0.5)
+    if not decimals:
+        return _flat("round")(x)
+    ten = number(10.0**decimals)
+    return apply("round", x * ten) / ten
+
+
+# Comparison and truth.
+
+
+# What each is in NumPy, its opposite, and how it is written.
+_RELATIONS = {
+    "<": (np.less, ">=", "<", "<"),
+    "<=": (np.less_equal, ">", "≤", r"\le"),
+    ">": (np.greater, "<=", ">", ">"),
+    ">=": (np.greater_equal, "<", "≥", r"\ge"),
+    "==": (np.equal, "!=", "=", "="),
+    "!=": (np.not_equal, "==", "≠", r"\ne"),
+}
+
+
+def _compare_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
+    _, _, text, latex = _RELATIONS[x["relation"]]
+    a, b = (arg.at(ts.PRODUCT) for arg in args)
+    return ts.Written(
+        f"1[{a.text} {text} {b.text}]",
+        rf"\mathbf{{1}}\left[{a.latex} {latex} {b.latex}\right]",
+    )
+
+
+elementwise(
+    "compare(a, b; relation)",
+    lambda a, b, relation: _RELATIONS[relation][0](a, b),
+    kind=BOOLEAN,
+    entry=_compare_form,
+)
+elementwise("is_finite(x)", np.isfinite, kind=BOOLEAN)
+elementwise("is_nan(x)", np.isnan, kind=BOOLEAN)
+
+
+def _truth(x: Expr) -> Expr:
+    """Whether it is not zero."""
+    return x if x.kind == BOOLEAN else indicator(x, "!=", 0)
+
+
+elementwise(
+    "logical_not",
+    np.logical_not,
+    kind=BOOLEAN,
+    entry=lambda x, args, matrix: ts.Written(
+        f"1[not {args[0].text}]", rf"\mathbf{{1}}[\lnot {args[0].latex}]"
+    ),
+    lower=lambda x: negation(_truth(x)),
+)
+
+
+def _logical(name: str, evaluate: Any, text: str, latex: str) -> None:
+    elementwise(
+        f"logical_{name}(a, b)",
+        evaluate,
+        kind=BOOLEAN,
+        entry=lambda x, args, matrix: ts.join(
+            [a.at(ts.POWER) for a in args], f" {text} ", f" {latex} ", ts.PRODUCT
+        ),
+        lower=lambda a, b: apply(f"logical_{name}", _truth(a), _truth(b)),
+    )
+
+
+_logical("and", np.logical_and, "∧", r"\land")
+_logical("or", np.logical_or, "∨", r"\lor")
+_logical("xor", np.logical_xor, "⊕", r"\oplus")
+
+# Choice.
+
+
+@lowers(
+    "maximum",
+    elementwise,
+    np.maximum,
+    lambda y, a, b: [indicator(a, ">", b), indicator(a, "<=", b)],
+    entry=named("max", r"\max"),
+)
+def _maximum(a: Expr, b: Expr) -> Expr:
+    """Elementwise."""
+    a, b = (b, a) if is_zero(a) else (a, b)
+    if not is_zero(b):
+        return apply("maximum", a, b)
+    return apply("relu", broadcast(a, broadcast_shape(a.shape, b.shape)))
+
+
+elementwise(
+    "minimum(a, b)",
+    np.minimum,
+    lambda y, a, b: [indicator(a, "<", b), indicator(a, ">=", b)],
+    entry=named("min", r"\min"),
+)
+
+
+def _clip_derivative(y, x):
+    inside = [(">", y["low"]), ("<", y["high"])]
+    return [times(*(indicator(x, relation, n) for relation, n in inside if n is not None))]
+
+
+def _clip_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
+    low = ts.number(-math.inf if x["low"] is None else x["low"])
+    high = ts.number(math.inf if x["high"] is None else x["high"])
+    return ts.function("clip", args, f"[{low.text}, {high.text}]")
+
+
+@lowers(
+    "clip",
+    elementwise,
+    lambda x, low, high: np.clip(x, low, high),
+    _clip_derivative,
+    entry=_clip_form,
+)
+def clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
+    """min(max(x, low), high); both numbers or both operands."""
+    if bounds:
+        low, high = map(constant_of, bounds)
+    if bounds and (low is None or high is None):
+        return apply("minimum", _maximum(x, bounds[0]), bounds[1])
+    if low is None and high is None:
+        return x
+    low, high = (None if v is None else float(v) for v in (low, high))
+    if low == 0 and high is None:
+        return apply("relu", x)
+    clipped = apply("clip", x, low=low, high=high)
+    return apply("cast", clipped, to=INTEGER) if _is_integer(x) else clipped
+
+
+def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
+    c, a, b = args
+    bare = x.args[0].op == "compare" and c.text.startswith("1[")
+    condition = c.text[2:-1] if bare else c.text
+    low = c.latex.removeprefix(r"\mathbf{1}\left[").removesuffix(r"\right]") if bare else c.latex
+    return ts.Written(
+        f"{{{a.text} if {condition}; {b.text} otherwise}}",
+        rf"\begin{{cases}} {a.latex} & {low} \\ {b.latex} & \text{{otherwise}} \end{{cases}}",
+    )
+
+
+@lowers(
+    "where",
+    elementwise,
+    np.where,
+    pullback=lambda y, g, c, a, b: [None, c * g, negation(c) * g],
+    entry=_where_form,
+)
+def where(c: Expr, a: Any, b: Any) -> Expr:
+    """A where c, else b."""
+    c, a, b = _truth(c), lifted(a), lifted(b)
+    if a is not b:
+        return apply("where", c, a, b)
+    return broadcast(a, broadcast_shape(c.shape, a.shape))
+
+
+word("nan_to_num", arithmetic(lambda x, *, nan=0.0: where(apply("is_nan", x), float(nan), x)))
+
+
+@lowers("heaviside")
+@arithmetic
+def _heaviside(x: Expr, y: Expr) -> Expr:
+    return where(indicator(x, "==", 0), y, indicator(x, ">", 0))

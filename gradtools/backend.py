@@ -157,7 +157,7 @@ class Arrays(ABC):
 
     # Arrays.
     @abstractmethod
-    def is_array(self, x: Any) -> bool: ...
+    def is_array(self, x: Any, /) -> bool: ...
     @abstractmethod
     def asarray(self, x: Any, beside: Array | None = None) -> Array:
         """beside: Where to make it, other than by default; JAX's new arrays go with any."""
@@ -403,7 +403,7 @@ class Compiler:
     def refuse(self, reason: str) -> None:
         """Has it leave this call to Python."""
 
-    def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def uncompiled(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`fun(*args, **kwargs)`, which it does not look into."""
         return fun(*args, **kwargs)
 
@@ -481,13 +481,14 @@ class Recomputation(Programs):
         for i, pieces in enumerate(self._pieces(chunks)):
             row, carry = self._chunk(chunks, i, pieces, carry)
             rows.append(row)
-        if chunks.axes is None:
+        axes = chunks.outputs.axes
+        if axes is None:
             return [x for row in rows for x in row], carry
-        columns = zip(zip(*rows, strict=True), chunks.axes, strict=True)
+        columns = zip(zip(*rows, strict=True), axes, strict=True)
         joined = [self.xp.concatenate(column, axis=axis) for column, axis in columns]
         if chunks.cut.interleaved:
             order = np.argsort([row for rows in chunks.cut.rows for row in rows])
-            pairs = zip(joined, chunks.axes, strict=True)
+            pairs = zip(joined, axes, strict=True)
             joined = [y[(slice(None),) * (axis % y.ndim) + (order,)] for y, axis in pairs]
         return joined, carry
 

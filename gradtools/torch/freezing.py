@@ -149,11 +149,16 @@ class _Use(Forward):
         packed = upstream.saved_tensors_hooks_on(False) is not None
         return not packed and not self.beneath and self.modes.grad
 
-    def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
-        if self.within is None:
-            return super()._called(i, pieces, own)
-        with self.within():
-            return super()._called(i, pieces, own)
+    def _function(self) -> Callable[..., Any]:
+        call, within = super()._function(), self.within
+        if within is None:
+            return call
+
+        def inside(*args: Any) -> Any:
+            with within():
+                return call(*args)
+
+        return inside
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if self.beneath:

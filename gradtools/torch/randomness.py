@@ -49,6 +49,10 @@ class Randomness:
             devices += [torch.device(kind, i) for i in range(count)]
         return cls({d: _state(d) for d in devices}, _python_state(), _numpy_state())
 
+    def __bool__(self) -> bool:
+        """Whether it holds any generator's state."""
+        return bool(self.states or self.python or self.numpy)
+
     def seeded(self, seed: int) -> Randomness:
         """PyTorch's on the same devices, as a seed makes them.
 
@@ -60,7 +64,7 @@ class Randomness:
     def again(self) -> Randomness:
         """The same generators' states, where they stand now; itself, if nothing was drawn."""
         moved = self.used()
-        if not moved.states and moved.python is None and moved.numpy is None:
+        if not moved:
             return self
         return Randomness(
             {d: _state(d) if d in moved.states else state for d, state in self.states.items()},

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.code_origin import USER, whose
+from gradtools.code_origin import USER, kind_of, whose
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import names_in
 from gradtools.torch import _upstream as upstream
@@ -68,12 +68,12 @@ class Snapshot:
     """What can change behind a function, as it stood.
 
     Attributes:
-        streams: The random streams of the process.
+        streams: The random streams of the process; None if the function draws from none.
         reached: The objects that were reached, and what they held.
         versions: Those of the tensors that are watched.
     """
 
-    streams: Randomness
+    streams: Randomness | None
     reached: Reached
     versions: list[int]
     _contents: list[Tensor]
@@ -121,23 +121,17 @@ class Snapshot:
             contents = [x.detach().clone() if c else old for x, old, c in triples]
         if versions == self.versions:
             versions = self.versions
-        streams = self.streams.again()
-        if (
-            contents is self._contents
-            and not states
-            and streams is self.streams
-            and versions is self.versions
-        ):
+        streams = self.streams and self.streams.again()
+        pairs = (contents, self._contents), (streams, self.streams), (versions, self.versions)
+        if not states and all(new is old for new, old in pairs):
             return self
         return Snapshot(streams, reached, versions, contents, states)
 
     def settled(self) -> Settled:
         """What is known of it when the function has run first."""
-        reached = self.reached
-        changed, stands = self.changed(parameters=True), reached.stands()
-        versions, streams = reached.counted_versions(), self.streams.used()
-        start = Snapshot(streams, reached, self.versions, self._contents, self._states)
-        return Settled(start, changed, stands, (versions, streams.marks()))
+        changed, stands = self.changed(parameters=True), self.reached.stands()
+        used = self.streams and self.streams.used()
+        return Settled(replace(self, streams=used or None), changed, stands)
 
     def restore(self) -> None:
         reached = self.reached
@@ -150,7 +144,8 @@ class Snapshot:
         for (_, put), state in zip(reached.generators, self._states, strict=True):
             put(state)
         self._restore_versions()
-        self.streams.restore()
+        if self.streams is not None:
+            self.streams.restore()
 
     def _restore_versions(self) -> None:
         """Of those that hold again what they held, so that a graph which saved them is good."""
@@ -179,9 +174,6 @@ class Snapshot:
         return next((name for x, name in self.reached.watched if wanted(x)), None)
 
 
-End = tuple[list[int], dict[str, int]]  # the versions of buffers, and where streams stand
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Settled:
     """A snapshot after the function that it was taken for has run first.
@@ -190,13 +182,11 @@ class Settled:
         start: The same, less the streams that the function drew nothing from.
         changed: The names of what it changed in place, and cannot be put back.
         stands: Whether everything still holds the very objects that it held.
-        end: Where buffers and streams stand.
     """
 
     start: Snapshot
     changed: list[str]
     stands: bool
-    end: End
 
 
 # --- what is reached ---------------------------------------------------------------------------
@@ -525,7 +515,7 @@ class _Walk:
                 self._seen[id(cell)] = cell
                 get = partial(getattr, cell, "cell_contents")
                 self._place(get, partial(setattr, cell, "cell_contents"), key, owned)
-        if whose(x.__code__) == USER:
+        if kind_of(x.__code__.co_filename) == USER:
             self._attributes(x, x.__name__, owned)
             held = [vars(m) for cell in x.__closure__ or () if _is_module(m := contents_of(cell))]
             for space in (x.__globals__, *held):

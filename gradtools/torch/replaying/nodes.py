@@ -291,7 +291,7 @@ class Backward(_Derived):
         # The graph is that of the first pass, of which it is known.
         same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
-        with forward.going_back(create) if forward.heeds_going_back() else NOTHING:
+        with forward.going_back(create) if forward.hooked or forward.counts else NOTHING:
             grads = self._pulled_adding(sums, outs, inputs, cts, own, *how)
         return grads[: len(xs)], grads[len(xs) :]
 
@@ -326,10 +326,9 @@ class Backward(_Derived):
         inputs += own
         inputs, width = [*inputs, *self.leaves], len(inputs)
         forward.check_storages()
-        heeds = forward.heeds_going_back() and not forward.hooked
         forward.reading[0] = True
         try:
-            with forward.going_back() if heeds else NOTHING:
+            with forward.going_back() if forward.counts and not forward.hooked else NOTHING:
                 how = keep, False, forward.is_right
                 grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
         finally:

@@ -61,7 +61,7 @@ from gradtools.torch.replaying.slicing import (
     untracked,
 )
 from gradtools.torch.rules.installing import reverse_only_at
-from gradtools.torch.state import End, Snapshot
+from gradtools.torch.state import Snapshot
 from gradtools.torch.upstream_bugs.gradients import WRONG
 
 left_to_python(__name__)
@@ -82,8 +82,8 @@ class Forward(ChunkProgram):
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.chunks, self.beneath = chunks, beneath
-        self.caller, self.count = chunks.batch.caller, chunks.cut.count
-        self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
+        self.caller, self.count = chunks.caller, chunks.cut.count
+        self.roots = [chunks.call.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
         self.pieces = pieces_of(chunks)
         self.tensors = tensors_of([*chunks.shared, *chunks.carry, *self.pieces[0]])
         self.modes, self.device = Modes.now({*map(_kind_of, self.tensors)}), upstream.device_set()
@@ -101,7 +101,7 @@ class Forward(ChunkProgram):
         self.first_carry = self.carry = [untracked(x) for x in chunks.carry]
         self.leaves: list[Tensor] = []
         self.attached: list[list[bool]] = []
-        self.captured = self._captured() if chunks.batch.caller == "checkpoint" else []
+        self.captured = self._captured() if chunks.caller == "checkpoint" else []
         self.begun: set[Any] = set()  # nodes at which the first pass's graph begins
         self.shared += self.captured
         if beneath:
@@ -112,8 +112,10 @@ class Forward(ChunkProgram):
         self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
         self.is_again = False  # whether chunks are computed again
         self.standing = self.start  # then: what stands for everyone else
-        self.ends: dict[int, End] = {}  # see `_check_end`
+        # Where buffers and streams stand when so many chunks have run, see `_check_end`.
+        self.ends: dict[int, tuple[list[int], dict[str, int]]] = {}
         self.hooked = False  # whether hooks on gradients were set in f
+        self.counts = self.compares_bits and bool(self.start.reached.counted)
         self.accumulates = False  # whether f itself adds to its leaves' .grad
         self.versions: list[tuple[Tensor, int, str]] = []
         self.storages: list[tuple[Tensor, Any]] = []  # where the leaves' entries lie
@@ -125,7 +127,7 @@ class Forward(ChunkProgram):
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
     def _check_modules(self) -> None:
-        check_modules(self.caller, self.start, self.chunks.f)
+        check_modules(self.caller, self.start, self.chunks.call.f)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result = copy.copy(self)
@@ -172,12 +174,13 @@ class Forward(ChunkProgram):
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
         own += shared[len(self.moving_shared) :][: len(self.captured)]
+        call = self._function()
         again = self.modes.outside_of_batchings() if self.is_again else NOTHING
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         check = self.verification
         watched = check.watching(i) if check else NOTHING
         with again, cached as weights, watched as seen:
-            outs, carry = self._called(i, pieces, own)
+            outs, carry = call(i, i, pieces, own, self.carry)
             if weights:
                 check_cached(self.caller, self.start)
         if check is not None and self.is_again:
@@ -187,14 +190,10 @@ class Forward(ChunkProgram):
             check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry] if carry else carry
         if self.is_again:
-            end = None
             if i + 1 in self.ends and not self.batches:
-                versions = [*map(upstream.version_of, self.start.reached.counted)]
-                end = versions, self.start.streams.marks()
+                self._check_end(i + 1)
             if i + 1 < self.count:
-                self.drawn = self.start.streams.again()
-            if end is not None:
-                self._check_end(i + 1, *end)
+                self.drawn = self.start.streams and self.start.streams.again()
         return outs, []
 
     def _sets_hooks(self, first: int, own: int) -> bool:
@@ -209,25 +208,29 @@ class Forward(ChunkProgram):
         keys = [key for m in held for key in upstream.forward_hook_numbers(m)]
         return count != sum(key >= first for key in keys)
 
-    def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
-        """f at one chunk, under vmap once for each of `batches`."""
-        if not self.batches:
-            return self._on(i, pieces, own, self.carry)
-        flat = [*pieces, *own, *self.carry]
+    def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
+        """f at one chunk, as `ChunkFunction` says; what it captured follows what is shared."""
+        if self.batches:
+            return self._batched_call
+        return self._substituted_call if self.captured else self.chunks.call
+
+    def _batched_call(self, i: int, index: int, pieces: Any, own: Any, carry: Any) -> Any:
+        """f at one chunk under vmap, once for each of `batches`."""
+        call = self._substituted_call if self.captured else self.chunks.call
+        flat = [*pieces, *own, *carry]
         there = [isinstance(x, Tensor) for x in flat]
         axes = [0 if self.beneath or k in self.moving[i] else None for k in range(len(pieces))]
         moving = {*self.moving_shared, *range(len(own) - len(self.captured), len(own))}
         axes += [0 if self.beneath or k in moving else None for k in range(len(own))]
-        axes += [0 if self.beneath or i > 0 else None for _ in self.carry]
+        axes += [0 if self.beneath or i > 0 else None for _ in carry]
         counts: list[int] = []
 
         def one(*xs: Tensor) -> tuple[Tensor, ...]:
             left = iter(xs)
             full = [next(left) if t else x for x, t in zip(flat, there, strict=True)]
-            parts = cut_up(full, [len(pieces), len(own)])
-            outs, carry = self._on(i, *parts)
+            outs, after = call(i, index, *cut_up(full, [len(pieces), len(own)]))
             counts[:] = [len(outs)]
-            return (*outs, *carry)
+            return (*outs, *after)
 
         fun: Callable[..., Any] = one
         in_dims = tuple([axis for axis, t in zip(axes, there, strict=True) if t])
@@ -236,13 +239,11 @@ class Forward(ChunkProgram):
         result = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
         return result[: counts[0]], result[counts[0] :]
 
-    def _on(self, i: int, pieces: Any, own: Any, carry: Any) -> tuple[list[Any], list[Any]]:
-        """f at one chunk. own: What is shared, then what stands for what f captured."""
-        if not self.captured:
-            return self.chunks.call(i, i, pieces, own, carry)
+    def _substituted_call(self, i: int, index: int, pieces: Any, own: Any, carry: Any) -> Any:
+        """f at one chunk, which sees others in the place of what it captured."""
         count = len(self.chunks.shared)
         with Substituted(self.captured, own[count:]) as substituted:
-            outs, carry = self.chunks.call(i, i, pieces, own[:count], carry)
+            outs, carry = self.chunks.call(i, index, pieces, own[:count], carry)
             return substituted.within(outs), carry
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
@@ -322,8 +323,10 @@ class Forward(ChunkProgram):
         if grad and self.captured:
             self._let_go_of_unused(own[len(self.moving_shared) :])
         self.start = settled.start
-        if self._verifies and not self.beneath:
-            self.ends[self.count] = settled.end
+        if self.start.streams is None and not self.start.reached.counted:
+            self.ends.clear()  # for nothing can stand elsewhere
+        else:
+            self._note_end(self.count)
         if self.verification is not None and not settled.stands:
             self.verification.held = self.start.watched_now()
         return result
@@ -344,25 +347,24 @@ class Forward(ChunkProgram):
             )
 
     def _note_end(self, count: int) -> None:
-        """Where streams and buffers stand when so many chunks have run first."""
+        """Notes where buffers and streams stand when so many chunks have run first."""
         if self._verifies and not self.beneath:
-            counted = self.start.reached.counted
-            versions = [*map(upstream.version_of, counted)]
-            self.ends[count] = versions, self.start.streams.marks()
+            self.ends[count] = self._end()
+
+    def _end(self) -> tuple[list[int], dict[str, int]]:
+        versions = [*map(upstream.version_of, self.start.reached.counted)]
+        return versions, self.start.streams.marks() if self.start.streams else {}
 
     @property
     def _verifies(self) -> bool:
         return self.chunks.options.verify is not False
 
-    def _check_end(self, count: int, now: list[int], streams: dict[str, int]) -> None:
+    def _check_end(self, count: int) -> None:
         """Raises if they stand elsewhere when so many chunks have run again.
 
         f then draws more or less than it did, or another thread draws, or calls f's modules.
-
-        now: The versions of buffers.
-        streams: As they stand.
         """
-        versions, marks = self.ends[count]
+        (versions, marks), (now, streams) = self.ends[count], self._end()
         moved = [stream for stream, stands in streams.items() if stands != marks[stream]]
         if moved:
             raise GradtoolsError(
@@ -588,10 +590,6 @@ class Forward(ChunkProgram):
                         x.grad = grad
         if self.verification is not None:
             self.verification.done()
-
-    def heeds_going_back(self) -> bool:
-        """Whether a chunk's backward pass may do more than compute gradients."""
-        return self.hooked or (self.compares_bits and bool(self.start.reached.counted))
 
     @contextmanager
     def going_back(self, again: bool = False) -> Iterator[None]:

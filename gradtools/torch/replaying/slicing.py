@@ -40,7 +40,7 @@ def pieces_of(chunks: Chunks) -> list[list[Any]]:
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
     if x.layout is not torch.strided or x.is_nested:
         raise GradtoolsError(
-            f"{chunks.batch.caller}: an argument that is split is a {_layout(x)} tensor, which has "
+            f"{chunks.caller}: an argument that is split is a {_layout(x)} tensor, which has "
             "no axis to cut on. Give its dense form, or share it (None in in_axes)."
         )
     cut, tracked = chunks.cut, x.requires_grad or is_wrapped(x)

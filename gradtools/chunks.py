@@ -73,13 +73,12 @@ class Partition:
     sizes: list[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        count, size = -(-self.size // self.chunk_size), self.size
-        rows = [range(i, size, count) for i in range(count)]
-        if not self.interleaved:
-            starts = range(0, size, self.chunk_size)
-            rows = [range(s, min(s + self.chunk_size, size)) for s in starts]
-        for name, value in (("count", count), ("rows", rows), ("sizes", [*map(len, rows)])):
-            object.__setattr__(self, name, value)
+        size, step, count = self.size, self.chunk_size, -(-self.size // self.chunk_size)
+        if self.interleaved:
+            rows = [range(i, size, count) for i in range(count)]
+        else:
+            rows = [range(s, min(s + step, size)) for s in range(0, size, step)]
+        vars(self).update(count=count, rows=rows, sizes=[*map(len, rows)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,9 +125,15 @@ class Chunks:
         leaves, plan = _sorted(batch, carried)
         plans, lists = _with_lists(batch, cut, plan, len(leaves[_PIECES]))
         given = [args[i] for i in carried]
+        containers = [
+            i
+            for i, (_, places) in enumerate(plan)
+            if type(args[i]) in _CONTAINERS and args[i] and i not in batch.lists
+            if all(kind == _SHARED for kind, _ in places)
+        ]
         outputs = Outputs(backend, batch.caller, out_axes, cut, bool(batch.lists))
         call = ChunkFunction(
-            backend, f, batch.keywords, plans, keys, _shared_containers(batch, plan),
+            backend, f, batch.keywords, plans, keys, containers,
             backend.flatten(given[0] if len(given) == 1 else tuple(given))[1] if given else None,
             outputs,
         )  # fmt: skip
@@ -187,16 +192,6 @@ def _with_lists(
         plans.append(own)
         lists.append(leaves)
     return plans, lists
-
-
-def _shared_containers(batch: Batch, plan: Plan) -> list[int]:
-    """Which arguments are lists and dictionaries that all chunks share."""
-    return [
-        i
-        for i, (x, (_, places)) in enumerate(zip(batch.args, plan, strict=True))
-        if type(x) in _CONTAINERS and x and i not in batch.lists
-        if all(kind == _SHARED for kind, _ in places)
-    ]
 
 
 # --- one chunk -----------------------------------------------------------------------------------

@@ -281,11 +281,10 @@ class _Steps:
             pieces += [next(given) if _is_array(x) else x for x in self.lists[number]]
             before = [jax.lax.stop_gradient(x) for x in carry]
             own = len(chunks.carry)
-            if self.held is None:
-                outs, after = self.call(number, index, pieces, chunks.shared, before)
-            else:
+            if self.held is not None:
                 self.held.now = before[own:]
-                outs, after = self.call(number, index, pieces, chunks.shared, before[:own])
+            outs, after = self.call(number, index, pieces, chunks.shared, before[:own])
+            if self.held is not None:
                 after = [*after, *self.held.after]
             pairs = zip(after, carry, strict=True)
             return outs, [_next_carry(chunks, k, *pair) for k, pair in enumerate(pairs)]

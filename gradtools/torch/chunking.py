@@ -50,12 +50,9 @@ def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     forward = Forward(chunks, beneath, chunks.options.latest.get("start"))
     if not beneath:
         chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
-    if beneath:
-        rows, carry = node_of(forward, forward.xs, forward.shared)
-        return _joined(chunks, rows), [untracked(x) for x in carry]
-    known = forward.evaluate(forward.xs, forward.shared)
-    rows, _ = node_of(forward, forward.xs, forward.shared, known)
-    return _joined(chunks, rows), forward.carry
+    known = None if beneath else forward.evaluate(forward.xs, forward.shared)
+    rows, carry = node_of(forward, forward.xs, forward.shared, known)
+    return _joined(chunks, rows), [*map(untracked, carry)] if beneath else forward.carry
 
 
 def checkpointed(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -106,7 +107,6 @@ class _Use(Forward):
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
-        self.within: Callable[[], Any] | None = None  # what f runs in when it runs again
         super().__init__(whole, beneath, None if beneath else uses.state)
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
@@ -149,17 +149,6 @@ class _Use(Forward):
         packed = upstream.saved_tensors_hooks_on(False) is not None
         return not packed and not self.beneath and self.modes.grad
 
-    def _function(self) -> Callable[..., Any]:
-        call, within = super()._function(), self.within
-        if within is None:
-            return call
-
-        def inside(*args: Any) -> Any:
-            with within():
-                return call(*args)
-
-        return inside
-
     def _note_leaves(self, found: list[Tensor]) -> None:
         if self.beneath:
             self.leaves = self.constants
@@ -197,9 +186,7 @@ class _Use(Forward):
             return [*flattened(known[0]), *known[1]]
         back.arguments = zs
         if self.verification is not None:
-            first = [
-                None if g is None else detached(g, CHUNK) for g in known[1]
-            ]  # in no graph of its own
+            first = [None if g is None else detached(g, CHUNK) for g in known[1]]  # in no graph
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
         caller = applied(_PullbackInputs, back, tuple(cts), *zs)
         _, grads = node_of(back, rows, caller, known)
@@ -278,8 +265,7 @@ class _Use(Forward):
 
     def with_modes(self, modes: Modes) -> _Use:
         """The same use, computed again in other modes."""
-        use = object.__new__(_Use)
-        use.__dict__.update(self.__dict__)
+        use = copy(self)
         use.modes, use.retained = modes, {}
         return use
 
@@ -424,9 +410,8 @@ class _FrozenBackward(Backward):
         return [*along, *_along_arguments(self, zs, us, cts)]
 
     def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
-        if (
-            self.arguments is not None
-        ):  # `_PullbackInputs` would take their cotangents for the pullback's
+        if self.arguments is not None:
+            # `_PullbackInputs` would take their cotangents for the pullback's.
             shared = [*map(primal_of, self.arguments), *shared[width:]]
         return super().push(widths, width, mask, rows, shared)
 

@@ -101,13 +101,11 @@ class Randomness:
         """Where the generators stand, by their names: equal where they stand alike."""
         result = {f"PyTorch's random stream on {d}": hash(_state(d)[1]) for d in self.states}
         if self.python is not None:
-            moved = not self._python_stands()
-            result["Python's random stream"] = hash(random.getstate()) if moved else 0
+            stands = self._python_stands()
+            result["Python's random stream"] = 0 if stands else hash(random.getstate())
         if self.numpy is not None:
-            moved = not self._numpy_stands()
-            result["NumPy's random stream"] = (
-                hash(_bits_of(_numpy().get_state(legacy=False))) if moved else 0
-            )
+            now = 0 if self._numpy_stands() else _bits_of(_numpy().get_state(legacy=False))
+            result["NumPy's random stream"] = hash(now)
         return result
 
     def restore(self) -> None:

@@ -92,10 +92,6 @@ class Snapshot:
         kinds = {x.device.type for x in tensors}
         if like is not None and like.reached.starts_from(roots, kinds) and like.reached.stands():
             return like._taken_again()
-        return cls._walked(roots, kinds)
-
-    @classmethod
-    def _walked(cls, roots: list[Any], kinds: set[str]) -> Snapshot:
         reached = walk(roots, kinds)
         contents = [x.detach().clone() for x in reached.owned]
         states = [get() for get, _ in reached.generators]
@@ -104,9 +100,8 @@ class Snapshot:
 
     def now(self) -> Snapshot:
         """What stands now behind all that was reached; this one where nothing changed."""
-        if self.reached.stands():
-            return self._taken_again()
-        return replace(self, reached=self.reached.now())._taken_again()
+        start = self if self.reached.stands() else replace(self, reached=self.reached.now())
+        return start._taken_again()
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
         return walk(self.reached.roots, self.reached.kinds).watched
@@ -127,11 +122,9 @@ class Snapshot:
             return self
         return Snapshot(streams, reached, versions, contents, states)
 
-    def settled(self) -> Settled:
-        """What is known of it when the function has run first."""
-        changed, stands = self.changed(parameters=True), self.reached.stands()
-        used = self.streams and self.streams.used()
-        return Settled(replace(self, streams=used or None), changed, stands)
+    def settled(self) -> Snapshot:
+        """When the function has run first: less the streams that it drew nothing from."""
+        return replace(self, streams=(self.streams and self.streams.used()) or None)
 
     def restore(self) -> None:
         reached = self.reached
@@ -154,7 +147,8 @@ class Snapshot:
         pairs = zip(self.reached.watched, self.versions, strict=True)
         moved = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
         held = {id(x) for x in self.reached.owned}
-        _set_versions([(x, version) for x, version in moved if id(x) in held])
+        if own := [pair for pair in moved if id(pair[0]) in held]:
+            upstream.set_version_counters(*zip(*own, strict=True))
 
     def changed(self, parameters: bool) -> list[str]:
         """The names of tensors that were changed in place since, and cannot be put back."""
@@ -172,21 +166,6 @@ class Snapshot:
 
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
         return next((name for x, name in self.reached.watched if wanted(x)), None)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Settled:
-    """A snapshot after the function that it was taken for has run first.
-
-    Attributes:
-        start: The same, less the streams that the function drew nothing from.
-        changed: The names of what it changed in place, and cannot be put back.
-        stands: Whether everything still holds the very objects that it held.
-    """
-
-    start: Snapshot
-    changed: list[str]
-    stands: bool
 
 
 # --- what is reached ---------------------------------------------------------------------------
@@ -244,11 +223,8 @@ class Reached:
     @cached_property
     def _flat(self) -> tuple[list[Any], ...]:
         """The maps as lists, to be compared without a step of Python's for each."""
-        keys, values = (
-            [list(k) for _, k in self.maps],
-            [v for _, k in self.maps for v in k.values()],
-        )
-        return [x for x, _ in self.maps], keys, values
+        values = [v for _, held in self.maps for v in held.values()]
+        return [x for x, _ in self.maps], [list(held) for _, held in self.maps], values
 
     def stands(self) -> bool:
         """Whether everything holds the very objects that it held; text may be equal."""
@@ -590,12 +566,6 @@ def _nbytes(x: Tensor) -> int:
 
 
 # --- tensors' contents --------------------------------------------------------------------------
-
-
-def _set_versions(pairs: list[tuple[Tensor, int]]) -> None:
-    if pairs:
-        tensors, versions = zip(*pairs, strict=True)
-        upstream.set_version_counters(tensors, versions)
 
 
 def _put_back(tensor: Tensor, contents: Tensor) -> None:

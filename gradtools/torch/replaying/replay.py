@@ -52,7 +52,7 @@ from gradtools.torch.replaying.slicing import (
     Entries,
     Rows,
     Tensor,
-    aliases_of,
+    alias_of,
     cut_off,
     entered,
     is_looked_on,
@@ -67,7 +67,8 @@ from gradtools.torch.upstream_bugs.gradients import WRONG
 left_to_python(__name__)
 _PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
 _grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
-_kind_of = operator.attrgetter("device.type")
+_kind_of, _node_of = operator.attrgetter("device.type"), operator.attrgetter("grad_fn")
+_first_of = operator.itemgetter(0)
 
 
 class Forward(ChunkProgram):
@@ -79,6 +80,7 @@ class Forward(ChunkProgram):
 
     saves_parameters = True  # so that autograd itself tells of those that are changed
     compares_leaves = compares_bits = True  # where f is computed again
+    within: Callable[[], Any] | None = None  # what f runs in
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.chunks, self.beneath = chunks, beneath
@@ -91,6 +93,7 @@ class Forward(ChunkProgram):
             self.start = Snapshot.of(self.roots, self.tensors, like)
         except GradtoolsError as error:
             raise GradtoolsError(f"{self.caller}: {error}") from None
+        self.verifies = chunks.options.verify is not False
         self.verification: Verification | None = None
         if self.start.reached.modules:
             self._check_modules()
@@ -151,13 +154,12 @@ class Forward(ChunkProgram):
 
     def _moving(self, xs: Entries) -> list[int]:
         """Which of xs are inputs of the node."""
-        tensors = [(k, x) for k, x in enumerate(xs) if isinstance(x, Tensor)]
-        if self.beneath:
-            return [k for k, _ in tensors]
-        if not self.modes.grad:
-            return []
-        pushed = upstream.forward_level() >= 0
-        return [k for k, x in tensors if x.requires_grad or (pushed and is_dual(x))]
+        pushed, beneath = upstream.forward_level() >= 0, self.beneath
+        return [
+            k
+            for k, x in enumerate(xs if beneath or self.modes.grad else ())
+            if isinstance(x, Tensor) and (beneath or x.requires_grad or (pushed and is_dual(x)))
+        ]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """f at one chunk, whose carry stays for the next one."""
@@ -174,12 +176,12 @@ class Forward(ChunkProgram):
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
         own += shared[len(self.moving_shared) :][: len(self.captured)]
-        call = self._function()
+        call, inside = self._function(), self.within() if self.within else NOTHING
         again = self.modes.outside_of_batchings() if self.is_again else NOTHING
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         check = self.verification
         watched = check.watching(i) if check else NOTHING
-        with again, cached as weights, watched as seen:
+        with again, cached as weights, watched as seen, inside:
             outs, carry = call(i, i, pieces, own, self.carry)
             if weights:
                 check_cached(self.caller, self.start)
@@ -248,7 +250,7 @@ class Forward(ChunkProgram):
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         """f once more, for what it does to streams, buffers and the carry."""
-        self.one(i, aliases_of(xs), aliases_of(shared))
+        self.one(i, [*map(alias_of, xs)], [*map(alias_of, shared)])
 
     # --- the first pass
 
@@ -279,11 +281,11 @@ class Forward(ChunkProgram):
         versions = [upstream.version_of(x) for x in given]
         # What f keeps aside may reach the loss, through a graph that is used for nothing else.
         apart = kept or self.beneath or is_recorded()
-        enter = entered if grad and not apart else aliases_of if grad else list
+        enter = alias_of if apart else entered
         leaves: dict[int, Tensor] = {}
         began = [upstream.nodes_made()]
+        own, *inputs = [[*map(enter, xs)] if grad else list(xs) for xs in (shared, *rows)]
         cut = cut_off if is_looked_on() else Tensor.detach
-        own, *inputs = map(enter, (shared, *rows))
         if self.verification is None:  # a batch of it takes over what is known
             self.verification = Verification.of(self, self.chunks.options.verify)
         if grad and kept and self.caller == "chunked":
@@ -316,18 +318,18 @@ class Forward(ChunkProgram):
             raise self._in_place("")
         self.hooked |= self._sets_hooks(*hooks)
         self._note_leaves(list(leaves.values()))
-        settled = self.start.settled()
-        self._note_versions(settled.changed)
-        if self.retained and not settled.stands:
+        changed, stands = self.start.changed(parameters=True), self.start.reached.stands()
+        self.start = self.start.settled()
+        self._note_versions(changed)
+        if self.retained and not stands:
             self._let_go_of_kept()
         if grad and self.captured:
             self._let_go_of_unused(own[len(self.moving_shared) :])
-        self.start = settled.start
         if self.start.streams is None and not self.start.reached.counted:
             self.ends.clear()  # for nothing can stand elsewhere
         else:
             self._note_end(self.count)
-        if self.verification is not None and not settled.stands:
+        if self.verification is not None and not stands:
             self.verification.held = self.start.watched_now()
         return result
 
@@ -348,16 +350,12 @@ class Forward(ChunkProgram):
 
     def _note_end(self, count: int) -> None:
         """Notes where buffers and streams stand when so many chunks have run first."""
-        if self._verifies and not self.beneath:
+        if self.verifies and not self.beneath:
             self.ends[count] = self._end()
 
     def _end(self) -> tuple[list[int], dict[str, int]]:
         versions = [*map(upstream.version_of, self.start.reached.counted)]
         return versions, self.start.streams.marks() if self.start.streams else {}
-
-    @property
-    def _verifies(self) -> bool:
-        return self.chunks.options.verify is not False
 
     def _check_end(self, count: int) -> None:
         """Raises if they stand elsewhere when so many chunks have run again.
@@ -413,13 +411,11 @@ class Forward(ChunkProgram):
 
     def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
         """One chunk; copies of the pieces that it changes in place stay."""
-        fixed = {
-            k: x
-            for k, x in enumerate(self.pieces[i])
+        before = {
+            k: (x, x.clone(), upstream.version_of(x))
+            for k, x in enumerate(self.pieces[i] if self.modes.grad else ())
             if isinstance(x, Tensor) and k not in self.moving[i] and not x.is_inference()
         }
-        keep = self.modes.grad
-        before = {k: (x.clone(), upstream.version_of(x)) for k, x in fixed.items()} if keep else {}
         try:
             with Captures(self) if self.beneath else NOTHING:
                 outs, _ = self.one(i, xs, own)
@@ -427,12 +423,9 @@ class Forward(ChunkProgram):
             if not says(error, LEAF_CHANGED):
                 raise
             raise self._in_place(f" PyTorch says: {error}") from error
-        changed = {
-            k: x for k, (x, version) in before.items() if upstream.version_of(fixed[k]) != version
-        }
-        if changed:
-            self.originals[i] = changed
-            for k in changed:
+        for k, (x, original, version) in before.items():
+            if upstream.version_of(x) != version:
+                self.originals.setdefault(i, {})[k] = original
                 increment_version(self._source(i, k))
         return outs
 
@@ -455,27 +448,21 @@ class Forward(ChunkProgram):
         began: Autograd's count of nodes when each chunk began.
         own: Where the graph begins.
         """
-        leaves: dict[int, Tensor] = {}
-        ends = {id(x) for x in own}
-        seen = {x.grad_fn for x in own if x.grad_fn is not None}
-        pushed, nodes = upstream.forward_level() >= 0, list[Any]()
-        for y in outs:
-            if not isinstance(y, Tensor):
-                continue
+        leaves, ends = dict[int, Tensor](), {*map(id, own)}
+        pushed, tensors = upstream.forward_level() >= 0, [y for y in outs if isinstance(y, Tensor)]
+        for y in tensors:
             if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
                 raise captured_error(self, None)
-            end = (y.grad_fn or get_gradient_edge(y).node) if y.requires_grad else None
-            if end is not None and end not in seen:
-                seen.add(end)
-                nodes.append(end)
-        for node in nodes:  # which grow
-            for parent, _ in node.next_functions:
-                if parent is not None and parent not in seen:
-                    seen.add(parent)
-                    nodes.append(parent)
+        todo = [y.grad_fn or get_gradient_edge(y).node for y in tensors if y.requires_grad]
+        seen, nodes = {None, *map(_node_of, own)}, list[Any]()
+        for node in todo:  # which grows
+            if node not in seen:
+                seen.add(node)
+                nodes.append(node)
+                todo += map(_first_of, node.next_functions)
         if self.captured:
             self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
-            self.begun |= {y.grad_fn for y in tensors_of(outs)}
+            self.begun |= {y.grad_fn for y in tensors}
         if self.verification is not None:
             self.verification.kinds[i] = kinds_of(nodes)
         for node in nodes:
@@ -601,7 +588,7 @@ class Forward(ChunkProgram):
             reached = self.start.reached
             before = reached.counted_versions() if self.compares_bits else []
             yield
-            if before and reached.counted_versions() != before and self._verifies:
+            if before and reached.counted_versions() != before and self.verifies:
                 raise GradtoolsError(
                     f"{self.caller}: a module's buffers change in the backward pass of a chunk: "
                     "torch.utils.checkpoint inside of f computes it once more, and by itself would "

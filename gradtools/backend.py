@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import compress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -457,23 +458,28 @@ class Recomputation(Programs):
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = self.flatten((args, kwargs))
-            moving = [self.is_array(x) and self.is_inexact(x) for x in leaves]
             out_def: list[Any] = []
 
-            def fun(*xs: Array) -> list[Array]:
-                new = iter(xs)
-                full = [next(new) if m else x for x, m in zip(leaves, moving, strict=True)]
-                args, kwargs = self.unflatten(treedef, full)
+            def fun(leaves: list[Any]) -> list[Array]:
+                args, kwargs = self.unflatten(treedef, leaves)
                 out, out_def[:] = (result := self.flatten(f(*args, **kwargs)))[0], result[1:]
                 return out
 
-            outs = self._again(fun, [x for x, m in zip(leaves, moving, strict=True) if m])
+            outs = self._again(fun, leaves)
             return self.unflatten(out_def[0], outs)
 
         return checkpointed
 
-    def _again(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> list[Array]:
-        return self.with_pullback(fun, lambda xs, ys, cts: self.pull(fun, xs, cts), xs)
+    def _again(self, fun: Callable[[list[Any]], list[Array]], leaves: list[Any]) -> list[Array]:
+        """`fun(leaves)`, which is computed again for derivatives to the arrays among them."""
+        moving = [self.is_array(x) and self.is_inexact(x) for x in leaves]
+
+        def of_arrays(*xs: Array) -> list[Array]:
+            new = iter(xs)
+            return fun([next(new) if m else x for x, m in zip(leaves, moving, strict=True)])
+
+        pull = lambda xs, ys, cts: self.pull(of_arrays, xs, cts)
+        return self.with_pullback(of_arrays, pull, [*compress(leaves, moving)])
 
     def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
         """The joined output leaves, differentiable, and the last carry."""
@@ -496,17 +502,13 @@ class Recomputation(Programs):
         self, chunks: Chunks, i: int, pieces: list[Array], carry: list[Array]
     ) -> tuple[list[Array], list[Array]]:
         after: list[Array] = []
-        shared = chunks.shared
-        tracked = [self.is_array(x) and self.is_inexact(x) for x in shared]
+        count = len(pieces)
 
-        def fun(*xs: Array) -> list[Array]:
-            new = iter(xs[len(pieces) :])
-            full = [next(new) if m else x for x, m in zip(shared, tracked, strict=True)]
-            outs, after[:] = chunks.call(i, i, list(xs[: len(pieces)]), full, carry)
+        def fun(leaves: list[Any]) -> list[Array]:
+            outs, after[:] = chunks.call(i, i, leaves[:count], leaves[count:], carry)
             return outs
 
-        given = [x for x, m in zip(shared, tracked, strict=True) if m]
-        return self._again(fun, [*pieces, *given]), list(after)
+        return self._again(fun, [*pieces, *chunks.shared]), list(after)
 
     def sum_chunks(self, chunks: Chunks) -> list[Array]:
         """The sums over chunks of the output leaves, each chunk's graph as it is."""

@@ -137,11 +137,8 @@ class Chunks:
             backend.flatten(given[0] if len(given) == 1 else tuple(given))[1] if given else None,
             outputs,
         )  # fmt: skip
-        names = [
-            f"{batch.arguments[i].name}{path}"
-            for i in carried
-            for path in backend.leaf_paths(args[i])
-        ]
+        pairs = [(batch.arguments[i].name, backend.leaf_paths(args[i])) for i in carried]
+        names = [f"{name}{path}" for name, paths in pairs for path in paths]
         return cls(
             batch.caller, call, outputs, cut, options, leaves[_PIECES], lists, leaves[_SHARED],
             leaves[_CARRY], names, args,

@@ -92,7 +92,7 @@ class Snapshot:
         kinds = {x.device.type for x in tensors}
         if like is not None and like.reached.starts_from(roots, kinds) and like.reached.stands():
             return like._taken_again()
-        reached = walk(roots, kinds)
+        reached = _Walk(roots, kinds).run()
         contents = [x.detach().clone() for x in reached.owned]
         states = [get() for get, _ in reached.generators]
         versions = reached.versions()
@@ -104,7 +104,7 @@ class Snapshot:
         return start._taken_again()
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
-        return walk(self.reached.roots, self.reached.kinds).watched
+        return _Walk(self.reached.roots, self.reached.kinds).run().watched
 
     def _taken_again(self) -> Snapshot:
         reached = self.reached
@@ -340,13 +340,11 @@ def _same(xs: tuple[Any, ...], kept: tuple[Any, ...]) -> bool:
 # --- the walk ---------------------------------------------------------------------------------
 
 
-def walk(roots: list[Any], kinds: set[str]) -> Reached:
-    """What can be reached from these. kinds: The types of devices that count besides."""
-    return _Walk(roots, kinds).run()
-
-
 class _Walk:
-    """Visits what can be reached, each object once."""
+    """Visits what can be reached, each object once.
+
+    kinds: The types of devices that count besides.
+    """
 
     def __init__(self, roots: list[Any], kinds: set[str]) -> None:
         self.reached = Reached(roots, {*kinds})

@@ -26,6 +26,7 @@ from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING
+from gradtools.torch.replaying.again import check_storages, going_back, replaying, without_hooks
 from gradtools.torch.replaying.guards import here, marked, steps
 from gradtools.torch.replaying.slicing import (
     Entries,
@@ -200,14 +201,14 @@ class _Derived(ChunkProgram):
         if upstream.forward_level() >= 0:
             rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [self.nothing(i) for i in range(count)]
-        bare = self.forward.without_hooks() if self.forward.leaves else NOTHING
+        bare = without_hooks(self.forward.leaves) if self.forward.leaves else NOTHING
         with bare, torch.set_grad_enabled(False):
             had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
                 self.sums = None if self.forward.beneath else sums
                 try:
-                    with self.forward.replaying():
+                    with replaying(self.forward):
                         self._run(again, result, sums, rows, shared)
                 finally:
                     self.sums = None
@@ -277,7 +278,7 @@ class Backward(_Derived):
         # The graph is that of the first pass, of which it is known.
         same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
-        with forward.going_back(create) if forward.hooked or forward.counts else NOTHING:
+        with going_back(forward, create) if forward.hooked or forward.counts else NOTHING:
             grads = self._pulled_adding(sums, outs, inputs, cts, own, *how)
         return grads[: len(xs)], grads[len(xs) :]
 
@@ -309,10 +310,10 @@ class Backward(_Derived):
         inputs, outs = [*chain(*xs), *own[0]], [*chain(*ys)]
         inputs, width = [*inputs, *self.leaves], len(inputs)
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
-        forward.check_storages()
+        check_storages(forward)
         forward.reading[0] = True
         try:
-            with forward.going_back() if forward.counts and not forward.hooked else NOTHING:
+            with going_back(forward) if forward.counts and not forward.hooked else NOTHING:
                 how = keep, False, forward.is_right
                 grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
         finally:
@@ -405,21 +406,20 @@ def node_of(
     be, since there the evaluation stands under the transforms' levels.
     """
     inputs = [*chain(*rows), *shared, *program.leaves]
-    shape: list[Any] = []
-    eager = False
-    outs = [] if known is None else _chosen(program, known, shape, True)
-    if known is not None:
+    maps = _Maps(program, [*map(len, rows)], len(shared), [])
+    if known is None:
+        results = apply_rule(_rule(maps), *inputs)
+    else:
+        outs = _chosen(program, known, maps.shape, True)
         tracked = torch.is_grad_enabled() and any(map(_requires_grad, inputs))
         dual = upstream.forward_level() >= 0 and any(map(is_dual, inputs))
         if not outs or not (tracked or dual):
             return known
-        eager = not dual and not torch.compiler.is_dynamo_compiling()
-    maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
-    if eager:
-        results = applied(_ProgramNode, maps, outs, *inputs)
-    else:
-        results = apply_rule(_rule(maps, known and outs), *inputs)
-    counts, mask = shape
+        if dual or torch.compiler.is_dynamo_compiling():
+            results = apply_rule(_rule(maps, outs), *inputs)
+        else:
+            results = applied(_ProgramNode, maps, outs, *inputs)
+    counts, mask = maps.shape
     flat = _spread(results, mask)
     if known is not None and not all(mask):
         everything = [*chain(*known[0]), *known[1]]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -25,14 +24,9 @@ from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.consistency import (
-    OWN_HOOKS,
-    Verification,
-    kinds_of,
-    refuse_others,
-)
+from gradtools.torch.replaying.again import check_end
+from gradtools.torch.replaying.consistency import OWN_HOOKS, Verification, kinds_of, refuse_others
 from gradtools.torch.replaying.guards import (
-    REPLAYS,
     Captures,
     Substituted,
     bytes_saved,
@@ -40,8 +34,6 @@ from gradtools.torch.replaying.guards import (
     check_cached,
     check_modules,
     edge_error,
-    has_asked,
-    here,
     is_recorded,
     is_wrapped,
     parameters_of,
@@ -115,7 +107,7 @@ class Forward(ChunkProgram):
         self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
         self.is_again = False  # whether chunks are computed again
         self.standing = self.start  # then: what stands for everyone else
-        # Where buffers and streams stand when so many chunks have run, see `_check_end`.
+        # Where buffers and streams stand when so many chunks have run, see `check_end`.
         self.ends: dict[int, tuple[list[int], dict[str, int]]] = {}
         self.hooked = False  # whether hooks on gradients were set in f
         self.counts = self.compares_bits and bool(self.start.reached.counted)
@@ -193,7 +185,7 @@ class Forward(ChunkProgram):
         self.carry = [untracked(x) for x in carry] if carry else carry
         if self.is_again:
             if i + 1 in self.ends and not self.batches:
-                self._check_end(i + 1)
+                check_end(self, i + 1)
             if i + 1 < self.count:
                 self.drawn = self.start.streams and self.start.streams.again()
         return outs, []
@@ -317,21 +309,25 @@ class Forward(ChunkProgram):
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
         self.hooked |= self._sets_hooks(*hooks)
-        self._note_leaves(list(leaves.values()))
+        self._settle([*leaves.values()], own[len(self.moving_shared) :] if grad else [])
+        return result
+
+    def _settle(self, leaves: list[Tensor], captured: list[Tensor]) -> None:
+        """Notes what the backward pass is held to. captured: What stood for what f captured."""
+        self._note_leaves(leaves)
         changed, stands = self.start.changed(parameters=True), self.start.reached.stands()
         self.start = self.start.settled()
         self._note_versions(changed)
         if self.retained and not stands:
             self._let_go_of_kept()
-        if grad and self.captured:
-            self._let_go_of_unused(own[len(self.moving_shared) :])
+        if captured and self.captured:
+            self._let_go_of_unused(captured)
         if self.start.streams is None and not self.start.reached.counted:
             self.ends.clear()  # for nothing can stand elsewhere
         else:
             self._note_end(self.count)
         if self.verification is not None and not stands:
             self.verification.held = self.start.watched_now()
-        return result
 
     def _check_modes(self) -> None:
         """Raises if f leaves a mode switched, in which the next chunk would run."""
@@ -351,38 +347,11 @@ class Forward(ChunkProgram):
     def _note_end(self, count: int) -> None:
         """Notes where buffers and streams stand when so many chunks have run first."""
         if self.verifies and not self.beneath:
-            self.ends[count] = self._end()
+            self.ends[count] = self.end()
 
-    def _end(self) -> tuple[list[int], dict[str, int]]:
+    def end(self) -> tuple[list[int], dict[str, int]]:
         versions = [*map(upstream.version_of, self.start.reached.counted)]
         return versions, self.start.streams.marks() if self.start.streams else {}
-
-    def _check_end(self, count: int) -> None:
-        """Raises if they stand elsewhere when so many chunks have run again.
-
-        f then draws more or less than it did, or another thread draws, or calls f's modules.
-        """
-        (versions, marks), (now, streams) = self.ends[count], self._end()
-        moved = [stream for stream, stands in streams.items() if stands != marks[stream]]
-        if moved:
-            raise GradtoolsError(
-                f"{self.caller}: {moved[0]} stands elsewhere after f was computed again than after "
-                "it was computed first. f draws from it only once (what it keeps in a cache, say), "
-                "or another thread draws from it meanwhile, whose numbers would come twice: give "
-                "that thread a generator of its own."
-            )
-        # What f leaves out when it is computed again, by `is_replaying`, is its own affair.
-        off = operator.gt if has_asked() else operator.ne
-        moved_too = [k for k, pair in enumerate(zip(now, versions, strict=True)) if off(*pair)]
-        if self.compares_bits and moved_too:
-            k = moved_too[0]
-            name = self.start.name_of(lambda x: x is self.start.reached.counted[k]) or "a buffer"
-            raise GradtoolsError(
-                f"{self.caller}: {name} is not changed as often when f is computed again as when "
-                "it was computed first. f changes it by a way of its own each time, or another "
-                "thread calls the same module meanwhile, whose changes would be lost: let one "
-                "wait for the other."
-            )
 
     def _let_go_of_kept(self) -> None:
         """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
@@ -426,7 +395,8 @@ class Forward(ChunkProgram):
         for k, (x, original, version) in before.items():
             if upstream.version_of(x) != version:
                 self.originals.setdefault(i, {})[k] = original
-                increment_version(self._source(i, k))
+                sources = *map(_first_of, self.chunks.splits), *self.chunks.lists[i]
+                increment_version(sources[k])
         return outs
 
     def _in_place(self, more: str) -> GradtoolsError:
@@ -434,11 +404,6 @@ class Forward(ChunkProgram):
             f"{self.caller}: f changes an argument in place that is differentiated or not split, "
             f"or a parameter, and it cannot be put back. Clone it in f first.{more}"
         )
-
-    def _source(self, i: int, k: int) -> Tensor:
-        """The argument that piece k of chunk i is a part of."""
-        splits = self.chunks.splits
-        return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
 
     def _find_leaves(
         self, i: int, outs: Entries, began: list[int], own: list[Tensor]
@@ -517,108 +482,13 @@ class Forward(ChunkProgram):
                 self.versions.append((x, upstream.version_of(x), "an argument"))
         split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
         own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views by now
-        result = (*self._reached(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
+        result = (*self.reached_leaves(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
         plain = [x for x in result if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
-    def _reached(self) -> list[Tensor]:
+    def reached_leaves(self) -> list[Tensor]:
         """The leaves that f reaches by itself, differentiated or not."""
         return self.leaves
-
-    # --- and again
-
-    def check_storages(self) -> None:
-        """Raises if leaves have other entries by `.data`, of which no version tells."""
-        moved = [x for x, storage in self.storages if x.untyped_storage() is not storage]
-        if moved:
-            kind = "a parameter" if any(x is moved[0] for x in self._reached()) else "an argument"
-            name = self.start.name_of(lambda x: x is moved[0]) or kind
-            raise GradtoolsError(
-                f"{self.caller}: the data of {name} was replaced after the forward pass (by .data, "
-                "vector_to_parameters, module.to or module.float), and the backward pass needs it "
-                "as it was. Do it after the backward pass."
-            )
-
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Inside, f runs from where it began; outside, everything is as it stands now."""
-        self.check_storages()
-        changed = [name for x, version, name in self.versions if upstream.version_of(x) != version]
-        changed += self.start.changed(parameters=not self.saves_parameters)
-        if changed:
-            raise GradtoolsError(
-                f"{self.caller}: {changed[0]} was changed in place after the forward pass, and the "
-                "backward pass needs it as it was. Clone it before you change it."
-            )
-        with REPLAYS:
-            outer = here.replaying, self.is_again, self.carry, self.drawn
-            before = self.standing if self.is_again else None
-            self.standing = self.start.now()
-            # Where f goes backward itself, what it adds was added before. Elsewhere .grad is left
-            # alone: another thread's backward pass may add to it meanwhile.
-            watched = self.start.reached.watched if self.accumulates else []
-            grads = [(x, x.grad) for x, _ in watched if x.is_leaf] if watched else []
-            try:
-                for x, grad in grads:
-                    if grad is not None:
-                        x.grad = None
-                if self.standing is not self.start:
-                    self.start.restore()
-                self.carry, self.drawn, self.is_again = self.first_carry, None, True
-                here.replaying, here.wanted = True, False
-                yield
-            finally:
-                here.replaying = outer[0]
-                _, self.is_again, self.carry, self.drawn = outer
-                self.standing.restore()
-                self.standing = before or self.standing
-                for x, grad in grads:
-                    if x.grad is not grad:
-                        x.grad = grad
-        if self.verification is not None:
-            self.verification.done()
-
-    @contextmanager
-    def going_back(self, again: bool = False) -> Iterator[None]:
-        """Inside, a chunk that was computed again is differentiated.
-
-        What hooks on gradients do then stays. again: For a second derivative; they did it before.
-        """
-        if again or not (self.is_again and self.hooked):
-            reached = self.start.reached
-            before = reached.counted_versions() if self.compares_bits else []
-            yield
-            if before and reached.counted_versions() != before and self.verifies:
-                raise GradtoolsError(
-                    f"{self.caller}: a module's buffers change in the backward pass of a chunk: "
-                    "torch.utils.checkpoint inside of f computes it once more, and by itself would "
-                    "count twice. Use gradtools' checkpoint in its place, which counts once; so "
-                    "does verify=False here."
-                )
-            return
-        state = self.start.now()
-        self.standing.restore()
-        here.replaying = False
-        try:
-            yield
-        finally:
-            here.replaying, here.wanted = True, False
-            self.standing = self.start.now()
-            state.restore()
-
-    @contextmanager
-    def without_hooks(self) -> Iterator[None]:
-        """The leaves' hooks fire once, on the sum, and not for each chunk."""
-        with REPLAYS:
-            held = [hooks for x in self.leaves if (hooks := upstream.tensor_hooks(x))]
-            kept = [dict(hooks) for hooks in held]
-            try:
-                for hooks in held:
-                    hooks.clear()
-                yield
-            finally:
-                for hooks, those in zip(held, kept, strict=True):
-                    hooks.update(those)
 
 
 def _is_cast_of_leaf(node: Any) -> bool:

@@ -39,8 +39,9 @@ def pieces_of(chunks: Chunks) -> list[list[Any]]:
 
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
     if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"
         raise GradtoolsError(
-            f"{chunks.caller}: an argument that is split is a {_layout(x)} tensor, which has "
+            f"{chunks.caller}: an argument that is split is a {kind} tensor, which has "
             "no axis to cut on. Give its dense form, or share it (None in in_axes)."
         )
     cut, tracked = chunks.cut, x.requires_grad or is_wrapped(x)
@@ -50,10 +51,6 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
         return x.split(cut.sizes, axis)
     before = (slice(None),) * axis
     return [_apart(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]
-
-
-def _layout(x: Tensor) -> str:
-    return "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"
 
 
 def _apart(x: Any) -> Any:

@@ -333,9 +333,8 @@ class Outputs:
 
     def _flattened(self, number: int, out: Any) -> tuple[list[Any], list[Any]]:
         """The leaves of an output, and of which kind each is."""
-        if self.backend.is_array(out):
-            leaves, treedef, kinds = [out], None, ["array"]
-        else:
+        leaves, treedef, kinds = [out], None, ["array"]  # mostly
+        if not self.backend.is_array(out):
             leaves, treedef, kinds = self.backend.flatten_arrays(out)
         if self._treedef is _UNKNOWN:
             self._treedef = treedef

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.code_origin import USER, kind_of, whose
+from gradtools.code_origin import USER, whose
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import names_in
 from gradtools.torch import _upstream as upstream
@@ -489,11 +489,11 @@ class _Walk:
                 self._seen[id(cell)] = cell
                 get = partial(getattr, cell, "cell_contents")
                 self._place(get, partial(setattr, cell, "cell_contents"), key, owned)
-        if kind_of(x.__code__.co_filename) == USER:
+        if (names := _names(x.__code__)) is not None:
             self._attributes(x, x.__name__, owned)
             held = [vars(m) for cell in x.__closure__ or () if _is_module(m := contents_of(cell))]
             for space in (x.__globals__, *held):
-                self._globals(space, _names(x.__code__), owned)
+                self._globals(space, names, owned)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], owned: bool) -> None:
         """What code means by these names, in a module and in those that it names there."""
@@ -544,8 +544,9 @@ def _generator(x: Any) -> tuple[Get, Put] | None:
 
 
 @cache
-def _names(code: CodeType) -> frozenset[str]:
-    return frozenset(names_in(code))
+def _names(code: CodeType) -> frozenset[str] | None:
+    """The names in code of the user's; None for other code."""
+    return frozenset(names_in(code)) if whose(code) == USER else None
 
 
 def _is_module(x: Any) -> bool:

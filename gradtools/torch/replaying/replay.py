@@ -248,8 +248,7 @@ class Forward(ChunkProgram):
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         """The first pass. Notes leaves, and keeps the last chunks' graphs."""
-        before = self._grads()
-        keep = torch.is_grad_enabled()
+        before, keep = self._grads(), torch.is_grad_enabled()
         try:
             upstream.set_grad_enabled(self.modes.grad)
             result = self._first_pass(rows, shared)
@@ -274,8 +273,7 @@ class Forward(ChunkProgram):
         # What f keeps aside may reach the loss, through a graph that is used for nothing else.
         apart = kept or self.beneath or is_recorded()
         enter = alias_of if apart else entered
-        leaves: dict[int, Tensor] = {}
-        began = [upstream.nodes_made()]
+        leaves, began = dict[int, Tensor](), [upstream.nodes_made()]
         own, *inputs = [[*map(enter, xs)] if grad else list(xs) for xs in (shared, *rows)]
         cut = cut_off if is_looked_on() else Tensor.detach
         if self.verification is None:  # a batch of it takes over what is known

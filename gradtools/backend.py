@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import compress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -157,7 +158,7 @@ class Arrays(ABC):
 
     # Arrays.
     @abstractmethod
-    def is_array(self, x: Any) -> bool: ...
+    def is_array(self, x: Any, /) -> bool: ...
     @abstractmethod
     def asarray(self, x: Any, beside: Array | None = None) -> Array:
         """beside: Where to make it, other than by default; JAX's new arrays go with any."""
@@ -403,7 +404,7 @@ class Compiler:
     def refuse(self, reason: str) -> None:
         """Has it leave this call to Python."""
 
-    def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def uncompiled(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`fun(*args, **kwargs)`, which it does not look into."""
         return fun(*args, **kwargs)
 
@@ -457,23 +458,28 @@ class Recomputation(Programs):
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = self.flatten((args, kwargs))
-            moving = [self.is_array(x) and self.is_inexact(x) for x in leaves]
             out_def: list[Any] = []
 
-            def fun(*xs: Array) -> list[Array]:
-                new = iter(xs)
-                full = [next(new) if m else x for x, m in zip(leaves, moving, strict=True)]
-                args, kwargs = self.unflatten(treedef, full)
+            def fun(leaves: list[Any]) -> list[Array]:
+                args, kwargs = self.unflatten(treedef, leaves)
                 out, out_def[:] = (result := self.flatten(f(*args, **kwargs)))[0], result[1:]
                 return out
 
-            outs = self._again(fun, [x for x, m in zip(leaves, moving, strict=True) if m])
+            outs = self._again(fun, leaves)
             return self.unflatten(out_def[0], outs)
 
         return checkpointed
 
-    def _again(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> list[Array]:
-        return self.with_pullback(fun, lambda xs, ys, cts: self.pull(fun, xs, cts), xs)
+    def _again(self, fun: Callable[[list[Any]], list[Array]], leaves: list[Any]) -> list[Array]:
+        """`fun(leaves)`, which is computed again for derivatives to the arrays among them."""
+        moving = [self.is_array(x) and self.is_inexact(x) for x in leaves]
+
+        def of_arrays(*xs: Array) -> list[Array]:
+            new = iter(xs)
+            return fun([next(new) if m else x for x, m in zip(leaves, moving, strict=True)])
+
+        pull = lambda xs, ys, cts: self.pull(of_arrays, xs, cts)
+        return self.with_pullback(of_arrays, pull, [*compress(leaves, moving)])
 
     def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
         """The joined output leaves, differentiable, and the last carry."""
@@ -481,13 +487,14 @@ class Recomputation(Programs):
         for i, pieces in enumerate(self._pieces(chunks)):
             row, carry = self._chunk(chunks, i, pieces, carry)
             rows.append(row)
-        if chunks.axes is None:
+        axes = chunks.outputs.axes
+        if axes is None:
             return [x for row in rows for x in row], carry
-        columns = zip(zip(*rows, strict=True), chunks.axes, strict=True)
+        columns = zip(zip(*rows, strict=True), axes, strict=True)
         joined = [self.xp.concatenate(column, axis=axis) for column, axis in columns]
         if chunks.cut.interleaved:
             order = np.argsort([row for rows in chunks.cut.rows for row in rows])
-            pairs = zip(joined, chunks.axes, strict=True)
+            pairs = zip(joined, axes, strict=True)
             joined = [y[(slice(None),) * (axis % y.ndim) + (order,)] for y, axis in pairs]
         return joined, carry
 
@@ -495,17 +502,13 @@ class Recomputation(Programs):
         self, chunks: Chunks, i: int, pieces: list[Array], carry: list[Array]
     ) -> tuple[list[Array], list[Array]]:
         after: list[Array] = []
-        shared = chunks.shared
-        tracked = [self.is_array(x) and self.is_inexact(x) for x in shared]
+        count = len(pieces)
 
-        def fun(*xs: Array) -> list[Array]:
-            new = iter(xs[len(pieces) :])
-            full = [next(new) if m else x for x, m in zip(shared, tracked, strict=True)]
-            outs, after[:] = chunks.call(i, i, list(xs[: len(pieces)]), full, carry)
+        def fun(leaves: list[Any]) -> list[Array]:
+            outs, after[:] = chunks.call(i, i, leaves[:count], leaves[count:], carry)
             return outs
 
-        given = [x for x, m in zip(shared, tracked, strict=True) if m]
-        return self._again(fun, [*pieces, *given]), list(after)
+        return self._again(fun, [*pieces, *chunks.shared]), list(after)
 
     def sum_chunks(self, chunks: Chunks) -> list[Array]:
         """The sums over chunks of the output leaves, each chunk's graph as it is."""

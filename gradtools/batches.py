@@ -20,6 +20,7 @@ class Batch:
     """
 
     leaves: list[list[Any]]
+    treedefs: list[Any]  # None for an argument that is one array
     is_array: list[list[bool]]
     lists: list[int]
     axes: list[list[Any]]
@@ -60,7 +61,9 @@ class Batch:
         self.keywords = [a.key for a in arguments if isinstance(a.key, str)]
         self.treedefs, self.leaves, self.is_array = [], [], []
         for x in self.args:
-            leaves, treedef, kinds = backend.flatten_arrays(x)
+            leaves, treedef, kinds = [x], None, ["array"]  # mostly
+            if not backend.is_array(x):
+                leaves, treedef, kinds = backend.flatten_arrays(x)
             self.treedefs.append(treedef)
             self.leaves.append(leaves)
             self.is_array.append([kind is not None for kind in kinds])
@@ -79,6 +82,8 @@ class Batch:
             least = 0 if argument.named else 1  # axes that an array must have to be split
             pairs = zip(leaves, self.is_array[i], strict=True)
             result = [axes if there and _rank(leaf) >= least else None for leaf, there in pairs]
+        elif self.treedefs[i] is None:
+            result = [axes]
         else:
             try:
                 result = self.treedefs[i].flatten_up_to(axes)
@@ -118,7 +123,8 @@ class Batch:
         if 0 in places:
             name = self.name_of(*places[0][0])
             raise GradtoolsError(f"{self.caller}: the batch is empty ({name} has size 0).")
-        return next(iter(places))
+        [(size, [self._counted, *_])] = places.items()
+        return size
 
     def _refuse_numbers(self) -> None:
         """Names an array without axes that was to be split, if there is one."""
@@ -155,6 +161,13 @@ class Batch:
             )
         return leaf.shape[axis]
 
+    def size_of(self, values: Sequence[Any]) -> int:
+        """How many examples a part of the batch has: one value for each argument."""
+        i, k = self._counted
+        if k is None:
+            return len(values[i])
+        return self.backend.flatten(values[i])[0][k].shape[self.axes[i][k]]
+
     def name_of(self, i: int, k: int | None) -> str:
         """What leaf k of argument i is called in messages, or a list of examples."""
         path = ", a list" if k is None else self.backend.leaf_paths(self.args[i])[k]
@@ -188,7 +201,7 @@ class Batch:
         for treedef, leaves, axes in zip(self.treedefs, self.leaves, self.axes, strict=True):
             pairs = zip(leaves, axes, strict=True)
             full = [leaf if axis is None else next(left) for leaf, axis in pairs]
-            values.append(self.backend.unflatten(treedef, full))
+            values.append(full[0] if treedef is None else self.backend.unflatten(treedef, full))
         return self.parted(values)
 
 

@@ -25,7 +25,7 @@ from gradtools.arguments import Argument, arguments_of_call, takes
 from gradtools.backend import Array, Backend, F, Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import as_array, describe, is_numeric, like_function, normalized_argnums
-from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition
+from gradtools.chunks import ChunkOptions, Chunks, Partition
 from gradtools.derivatives import Derivatives
 from gradtools.errors import GradtoolsError
 
@@ -138,22 +138,18 @@ class Chunking(Operators):
             ChunkOptions().checked(outputs, 1, "chunked", "outputs")
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
         rest = chunk_size, axes, argnums, interleaved, options
+        uncompiled = self._backend.compiler.uncompiled
         if outputs is None and type(f) is FunctionType:  # mostly, and no module
-            return like_function("chunked_", f, partial(self._chunked, f, rest))
+            return like_function("chunked_", f, partial(uncompiled, self._run_chunked, f, rest))
         return self._backend.like_module(f, partial(self._chunked_of, outputs, rest))
 
     def _chunked_of(self, outputs: Any, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:
-        selected = f
         if outputs is not None:
-            selected = like_function("", f, partial(_selected, outputs, f))
-        return like_function("chunked_", f, partial(self._chunked, selected, rest))
+            f = like_function("", f, partial(_selected, outputs, f))
+        uncompiled = self._backend.compiler.uncompiled
+        return like_function("chunked_", f, partial(uncompiled, self._run_chunked, f, rest))
 
-    def _chunked(self, f: Callable[..., Any], rest: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self._backend.compiler.uncompiled(self._run_chunked, f, rest, args, kwargs)
-
-    def _run_chunked(
-        self, f: Callable[..., Any], rest: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_chunked(self, f: Callable[..., Any], rest: Any, /, *args: Any, **kwargs: Any) -> Any:
         chunk_size, axes, argnums, interleaved, options = rest
         keys = _positions("key_argnums", argnums[0], len(args))
         carried = _positions("carry_argnums", argnums[1], len(args))
@@ -167,7 +163,7 @@ class Chunking(Operators):
             given[i] = Argument(i, args[i])
         batch = Batch(self._backend, "chunked", given, lists=True)
         cut = Partition(batch.size, chunk_size, interleaved)
-        chunks = Chunks(self._backend, f, batch, axes[1], keys, carried, cut, options)
+        chunks = Chunks.of(f, batch, cut, options, axes[1], keys, carried)
         outs, carry = self._backend.run_chunks(chunks)
         return chunks.result(outs, carry)
 
@@ -263,13 +259,13 @@ class Chunking(Operators):
             seen[:] = [treedef, [backend.dtype_name(x) for x in result]]
             if reduction == "sum":
                 return [call.wide(x) for x in result]
-            w = call.weight(chunk[: len(args)], kwargs, own, chunks.size_now)
+            size = call.batch.size_of((*chunk, *kwargs.values()))
+            w = call.weight(chunk[: len(args)], kwargs, own, size)
             w = backend.cast(w, call.wide(value))
             return [w, *[call.weighted(w, x) for x in map(call.wide, result)]]
 
         terms.__name__ = getattr(f, "__name__", type(f).__name__)
-        chunks = call.cut(terms, chunk_size)
-        sums = backend.sum_chunks(chunks)
+        sums = backend.sum_chunks(call.cut(terms, chunk_size))
         if opened is not None and opened.is_tied:
             opened.refuse_changes()
         if reduction == "mean":
@@ -363,9 +359,9 @@ class _Microbatches:
         if self.weights is not None:
             count = sum(isinstance(a.key, int) for a in given)
             given.insert(count, Argument(count, self.weights, 0, named=True))
-        batch = Batch(self.backend, "microbatched", given, lists=True)
-        cut = Partition(batch.size, chunk_size)
-        return Chunks(self.backend, terms, batch, SUMMED, (), (), cut, ChunkOptions(0))
+        self.batch = Batch(self.backend, "microbatched", given, lists=True)
+        cut = Partition(self.batch.size, chunk_size)
+        return Chunks.of(terms, self.batch, cut, ChunkOptions(0))
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
         """The weight of one chunk, of which these are the arguments."""

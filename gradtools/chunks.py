@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 from gradtools.backend import Array, Backend
@@ -17,6 +16,7 @@ from gradtools.errors import GradtoolsError, warn_once
 SUMMED = object()  # in place of the axes of outputs that are added up and not joined
 _CONTAINERS = (list, dict, tuple)
 _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
+_UNKNOWN = object()  # before the first output
 
 
 @dataclass(frozen=True)
@@ -73,136 +73,278 @@ class Partition:
     sizes: list[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        count, size = -(-self.size // self.chunk_size), self.size
-        rows = [range(i, size, count) for i in range(count)]
-        if not self.interleaved:
-            starts = range(0, size, self.chunk_size)
-            rows = [range(s, min(s + self.chunk_size, size)) for s in starts]
-        for name, value in (("count", count), ("rows", rows), ("sizes", [*map(len, rows)])):
-            object.__setattr__(self, name, value)
+        size, step, count = self.size, self.chunk_size, -(-self.size // self.chunk_size)
+        if self.interleaved:
+            rows = [range(i, size, count) for i in range(count)]
+        else:
+            rows = [range(s, min(s + step, size)) for s in range(0, size, step)]
+        vars(self).update(count=count, rows=rows, sizes=[*map(len, rows)])
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Chunks:
-    """One call of a chunked function, as flat lists.
+    """One call of a chunked function as plain data: what a wing runs.
 
     Attributes:
-        batch: The arguments, and how they are split.
-        cut: Where.
+        call: f on one chunk.
+        outputs: What is known of f's output once `call` has run.
+        cut: Where the batch is cut.
         splits: `(leaf, axis)` of every array that is split.
         lists: For each chunk the leaves of its slices of lists.
         shared: The leaves that all chunks share, arrays or not.
         carry: The leaves of what is handed from chunk to chunk.
-        axes: After a chunk was called: the axis on which each output leaf is joined; None if f
-            makes lists of lists, of which each chunk has leaves of its own.
+        carry_names: Their names, for messages.
+        arguments: What f was called with.
+    """
+
+    caller: str
+    call: ChunkFunction
+    outputs: Outputs
+    cut: Partition
+    options: ChunkOptions
+    splits: list[tuple[Any, int]]
+    lists: list[list[Any]]
+    shared: list[Any]
+    carry: list[Any]
+    carry_names: list[str]
+    arguments: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        f: Callable[..., Any],
+        batch: Batch,
+        cut: Partition,
+        options: ChunkOptions,
+        out_axes: Any = SUMMED,
+        keys: tuple[int, ...] = (),
+        carried: tuple[int, ...] = (),
+    ) -> Chunks:
+        """The call `f(batch)`; keys, carried: Which arguments are random keys and carries."""
+        backend, args = batch.backend, batch.args
+        leaves, plan = _sorted(batch, carried)
+        plans, lists = _with_lists(batch, cut, plan, len(leaves[_PIECES]))
+        given = [args[i] for i in carried]
+        containers = [
+            i
+            for i, (_, places) in enumerate(plan)
+            if type(args[i]) in _CONTAINERS and args[i] and i not in batch.lists
+            if all(kind == _SHARED for kind, _ in places)
+        ]
+        outputs = Outputs(backend, batch.caller, out_axes, cut, bool(batch.lists))
+        call = ChunkFunction(
+            backend, f, batch.keywords, plans, keys, containers,
+            backend.flatten(given[0] if len(given) == 1 else tuple(given))[1] if given else None,
+            outputs,
+        )  # fmt: skip
+        pairs = [(batch.arguments[i].name, backend.leaf_paths(args[i])) for i in carried]
+        names = [f"{name}{path}" for name, paths in pairs for path in paths]
+        return cls(
+            batch.caller, call, outputs, cut, options, leaves[_PIECES], lists, leaves[_SHARED],
+            leaves[_CARRY], names, args,
+        )  # fmt: skip
+
+    def structure_of(self, number: int) -> tuple[Any, ...]:
+        """Equal for chunks that look alike, but for the shapes of what `lists` holds."""
+        return self.cut.sizes[number], *[treedef for treedef, _ in self.call.plans[number]]
+
+    def result(self, outs: list[Array], carry: list[Array]) -> Any:
+        """What the chunked function returns, of joined leaves (or all chunks' leaves of lists)."""
+        out, carry_def = self.outputs.joined(outs), self.call.carry_def
+        return out if carry_def is None else (out, self.call.backend.unflatten(carry_def, carry))
+
+
+_PIECES, _SHARED, _CARRY = range(3)
+Plan = list[tuple[Any, list[tuple[int, int]]]]
+"""How each argument is made of a chunk's leaves: its structure, None if it is one array, and for
+each leaf where it stands: among pieces, what is shared or carries, and at which place."""
+
+
+def _sorted(batch: Batch, carried: tuple[int, ...]) -> tuple[tuple[list[Any], ...], Plan]:
+    """The leaves that are split, with their axes, those that are shared and the carries."""
+    result: tuple[list[Any], ...] = ([], [], [])
+    plan: Plan = []
+    for i, (leaves, axes) in enumerate(zip(batch.leaves, batch.axes, strict=True)):
+        places = []
+        for leaf, axis in () if i in batch.lists else zip(leaves, axes, strict=True):
+            kind = _CARRY if i in carried else _SHARED if axis is None else _PIECES
+            places.append((kind, len(result[kind])))
+            result[kind].append((leaf, axis) if kind == _PIECES else leaf)
+        plan.append((batch.treedefs[i], places))
+    return result, plan
+
+
+def _with_lists(
+    batch: Batch, cut: Partition, plan: Plan, start: int
+) -> tuple[list[Plan], list[list[Any]]]:
+    """The plan of each chunk, whose slices of lists follow its other pieces, and their leaves."""
+    plans, lists = [], []
+    for rows in cut.rows:
+        own, leaves = list(plan), list[Any]()
+        for i in batch.lists:
+            more, treedef = batch.backend.flatten([batch.args[i][k] for k in rows])
+            first = start + len(leaves)
+            own[i] = treedef, [(_PIECES, first + k) for k in range(len(more))]
+            leaves += more
+        plans.append(own)
+        lists.append(leaves)
+    return plans, lists
+
+
+# --- one chunk -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkFunction:
+    """f as a function of the flat leaves of one chunk; it holds no array.
+
+    Attributes:
+        keywords: The names of the last arguments.
+        plans: How the arguments of each chunk are made of leaves.
+        keys: Which of them are random keys.
+        containers: Which are lists and dictionaries that all chunks share.
+        carry_def: The structure of the carry; None if there is none.
     """
 
     backend: Backend
     f: Callable[..., Any]
-    batch: Batch
-    out_axes: Any
+    keywords: list[str]
+    plans: list[Plan]
     keys: tuple[int, ...]
-    carried: tuple[int, ...]
-    cut: Partition
-    options: ChunkOptions
-    axes: list[int] | None = field(default=None, init=False)
-    size_now: int = field(default=0, init=False)  # of the chunk that is called
+    containers: list[int]
+    carry_def: Any
+    outputs: Outputs
 
-    def __post_init__(self) -> None:
-        batch = self.batch
-        self.splits: list[tuple[Any, int]] = []
-        self.shared: list[Any] = []
-        self.carry: list[Any] = []
-        self._places: list[list[tuple[str, int]]] = []
-        self._is_leaf: list[bool] = []  # whether an argument is its one leaf
-        names = dict.fromkeys(self.carried, "carry")
-        for i, (leaves, axes) in enumerate(zip(batch.leaves, batch.axes, strict=True)):
-            self._places.append([])
-            self._is_leaf.append(len(leaves) == 1 and leaves[0] is batch.args[i])
-            if i in batch.lists:
-                continue
-            for leaf, axis in zip(leaves, axes, strict=True):
-                name = names.get(i, "shared" if axis is None else "split")
-                target: list[Any] = getattr(self, "splits" if name == "split" else name)
-                self._places[i].append((name, len(target)))
-                target.append((leaf, axis) if name == "split" else leaf)
-        flat = [[self._slices(i, rows) for i in batch.lists] for rows in self.cut.rows]
-        self.lists = [[leaf for leaves, _ in parts for leaf in leaves] for parts in flat]
-        self._list_defs = [[(t, len(leaves)) for leaves, t in parts] for parts in flat]
-        self._treedefs: dict[str, Any] = {}
-        self._constants: dict[int, Any] = {}  # leaves of the output that are no arrays
-        self._out_lists: list[list[Any]] = [[] for _ in self.cut.rows]
-
-    def _slices(self, i: int, rows: range) -> Any:
-        return self.backend.flatten([self.batch.args[i][k] for k in rows])
-
-    def name_of(self, kind: str, k: int) -> str:
-        """The name of leaf k among `splits`, `shared` or `carry`, for messages."""
-        i, j = next(
-            (i, j)
-            for i, places in enumerate(self._places)
-            for j, place in enumerate(places)
-            if place == (kind, k)
-        )
-        return self.batch.name_of(i, j)
-
-    def structure_of(self, number: int) -> tuple[Any, ...]:
-        """Equal for chunks that look alike, but for the shapes of what `lists` holds."""
-        return len(self.cut.rows[number]), *(t for t, _ in self._list_defs[number])
-
-    def same_as(self, number: int, others: range) -> None:
-        """Notes that the output of a chunk that was called looks like that of others."""
-        for other in others:
-            self._out_lists[other] = self._out_lists[number]
-
-    def without_arrays(self) -> Chunks:
-        """The same call but for the arrays that it was given: what `call` needs, and no more.
-
-        What calls of either note of the output, both know.
-        """
-        empty = lambda x: None if self.backend.is_array(x) else x
-        bare, batch = copy(self), copy(self.batch)
-        batch.args, batch.leaves, batch.arguments = (), [], []
-        bare.batch = batch
-        bare.splits, bare.lists, bare.carry = [], [], []
-        bare.shared = [empty(x) for x in self.shared]
-        return bare
-
-    # --- one chunk
-
-    def call(
+    def __call__(
         self, number: int, index: Any, pieces: list[Any], shared: list[Any], carry: list[Any]
     ) -> tuple[list[Array], list[Array]]:
-        """f on one chunk: the leaves of its output, and of the new carry.
+        """The leaves of f's output, and of the new carry.
 
         Args:
             number: Which chunk it is, or one that looks like it.
             index: Which chunk it is, as a number that may be traced.
             pieces: The chunk's part of `splits`, then its `lists`.
-            shared: As the attribute.
-            carry: As the attribute, after the chunks before.
+            shared: The leaves that all chunks share.
+            carry: As the chunks before left it.
         """
-        self.size_now = len(self.cut.rows[number])
-        values = self._values(number, index, pieces, shared, carry)
-        containers = self._containers(values)
-        args, kwargs = self.batch.parted(values) if self.batch.keywords else (values, {})
-        out, new_carry = self._parted(self.f(*args, **kwargs))
-        self._check_containers(containers)
-        carry_leaves: list[Any] = []
-        if self.carried:
-            carry_leaves, carry_def = self.backend.flatten(new_carry)
-            if carry_def != self._carry_def:
-                raise self._other_structure("carry", carry_def, number)
-        if self.batch.lists and type(out) is list and len(out) == len(self.cut.rows[number]):
+        values = self._values(self.plans[number], (pieces, shared, carry))
+        for i in self.keys:
+            if values[i] is not None:
+                fold_in = self.backend.room("arrays", "key_argnums").fold_in
+                values[i] = fold_in(values[i], index)
+        held = [*map(values.__getitem__, self.containers)]
+        before = [*map(self.backend.flatten, held)]
+        count = len(values) - len(self.keywords)
+        named = dict(zip(self.keywords, values[count:], strict=True))
+        out, new_carry = self.f(*values[:count], **named), list[Any]()
+        if self.carry_def is not None:
+            out, new_carry = self._parted(out, number)
+        for x, (leaves, treedef) in zip(held, before, strict=True):
+            self._check_unchanged(x, leaves, treedef)
+        return self.outputs.noted(number, out), new_carry
+
+    def _values(self, plan: Plan, leaves: tuple[list[Any], ...]) -> list[Any]:
+        values = []
+        for treedef, places in plan:
+            if treedef is None:
+                kind, k = places[0]
+                values.append(leaves[kind][k])
+            else:
+                own = [leaves[kind][k] for kind, k in places]
+                values.append(self.backend.unflatten(treedef, own))
+        return values
+
+    def _check_unchanged(self, x: Any, leaves: list[Any], treedef: Any) -> None:
+        """A list that f adds to is a copy: neither the next chunk nor the caller would see it."""
+        now, of_now = self.backend.flatten(x)
+        if of_now != treedef or not all(map(is_, now, leaves)):
+            raise GradtoolsError(
+                f"{self.outputs.caller}: f changes a list or dictionary that is an argument, and "
+                "what it gets is a copy. Return what is new, or keep it in an attribute or a "
+                "variable outside of f."
+            )
+
+    def _parted(self, result: Any, number: int) -> tuple[Any, list[Any]]:
+        """f's output, and the leaves of the new carry."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise GradtoolsError(
+                "chunked: with carry_argnums f returns a pair (output, new_carry); got "
+                f"{describe(self.backend, result)}."
+            )
+        leaves, treedef = self.backend.flatten(result[1])
+        if treedef != self.carry_def:
+            raise _other_structure("carry", treedef, self.carry_def, number)
+        return result[0], leaves
+
+
+def _other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
+    return GradtoolsError(
+        f"chunked: f's {what} at chunk {number} has the structure {treedef}; expected "
+        f"{known}, as before. It must be the same for all chunks."
+    )
+
+
+class Outputs:
+    """What is known of f's output: its structure and constants are the same at all chunks.
+
+    Attributes:
+        axes: The axis on which each array is joined. None before f was called, where outputs are
+            added up, and if f makes lists of lists, of which each chunk has leaves of its own.
+    """
+
+    def __init__(
+        self, backend: Backend, caller: str, out_axes: Any, cut: Partition, of_lists: bool
+    ) -> None:
+        self.backend, self.caller, self.cut = backend, caller, cut
+        self.axes: list[int] | None = None
+        self._out_axes, self._of_lists = out_axes, of_lists
+        self._treedef: Any = _UNKNOWN  # None if the output is one array
+        self._constants: dict[int, Any] = {}  # leaves that are no arrays
+        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's parts of a list
+
+    def same_as(self, number: int, others: range) -> None:
+        """Notes that the output of a chunk that was called looks like that of others."""
+        for other in others:
+            self._lists[other] = self._lists[number]
+
+    def noted(self, number: int, out: Any) -> list[Array]:
+        """The arrays in the output of a chunk, which is held to what is known."""
+        if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
             flat = [self.backend.flatten(x) for x in out]
-            self._out_lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
-            return [leaf for leaves, _ in flat for leaf in leaves], carry_leaves
-        leaves, treedef, kinds = self.backend.flatten_arrays(out)
-        if treedef != self._treedefs.setdefault("output", treedef):
-            raise self._other_structure("output", treedef, number)
-        if self.out_axes is SUMMED:
+            self._lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
+            return [leaf for leaves, _ in flat for leaf in leaves]
+        leaves, kinds = self._flattened(number, out)
+        if self._out_axes is SUMMED:
             self._check_numeric(leaves, out)
-            return leaves, carry_leaves
+            return leaves
+        if self.axes is None:
+            self.axes = self._axes_of(leaves, kinds, out)
+        arrays: list[Array] = []
+        size = self.cut.sizes[number] if self.cut.interleaved else None
+        for k, leaf in enumerate(leaves):
+            if kinds[k] is None:
+                self._note_constant(leaf, out, k, number)
+                continue
+            axis, shape = self.axes[len(arrays)], leaf.shape
+            if not -len(shape) <= axis < len(shape) or size not in (None, shape[axis]):
+                raise self._unjoinable(tuple(shape), axis, out, k, size)
+            arrays.append(leaf)
+        return arrays
+
+    def _flattened(self, number: int, out: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves of an output, and of which kind each is."""
+        leaves, treedef, kinds = [out], None, ["array"]  # mostly
+        if not self.backend.is_array(out):
+            leaves, treedef, kinds = self.backend.flatten_arrays(out)
+        if self._treedef is _UNKNOWN:
+            self._treedef = treedef
+        elif treedef != self._treedef:
+            array = self.backend.flatten(self.backend.asarray(0.0))[1]
+            now, known = (array if t is None else t for t in (treedef, self._treedef))
+            raise _other_structure("output", now, known, number)
+        return leaves, kinds
+
+    def _axes_of(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
         if leaves and kinds.count(None) == len(kinds):
             path = self.backend.leaf_paths(out)[0]
             mend = f" To take what the loss needs of it: outputs=lambda out: out{path}.<name>"
@@ -211,86 +353,38 @@ class Chunks:
                 "array with an entry for each example."
                 + (mend if type(leaves[0]).__hash__ in _BY_IDENTITY else "")
             )
-        if self.axes is None:
-            axes = [self.out_axes] * len(leaves)
-            if type(self.out_axes) is not int:
-                axes = _axes_of(self.backend, self.out_axes, out)
-            self.axes = [*compress(axes, kinds)]  # of arrays
-        arrays: list[Array] = []
-        for k, leaf in enumerate(leaves):
-            if kinds[k] is None:
-                self._note_constant(leaf, out, k, number)
-                continue
-            axis, shape = self.axes[len(arrays)], leaf.shape
-            arrays.append(leaf)
-            if not -len(shape) <= axis < len(shape):
-                raise self._no_axis(leaf, axis, out, k)
-            if self.cut.interleaved and shape[axis] != self.size_now:
-                raise self._no_order(leaf, axis, out, k)
-        return arrays, carry_leaves
-
-    def _containers(self, values: list[Any]) -> list[Any]:
-        """The lists and dictionaries among shared arguments, with what they hold."""
-        those = [(i, x) for i, x in enumerate(values) if type(x) in _CONTAINERS and x]
-        return [(x, self.backend.flatten(x)) for i, x in those if self._is_shared(i)]
-
-    def _check_containers(self, before: list[Any]) -> None:
-        """A list that f adds to is a copy: neither the next chunk nor the caller would see it."""
-        for x, (leaves, treedef) in before:
-            now, of_now = self.backend.flatten(x)
-            if of_now != treedef or not all(map(is_, now, leaves)):
-                raise GradtoolsError(
-                    f"{self.batch.caller}: f changes a list or dictionary that is an argument, and "
-                    "what it gets is a copy. Return what is new, or keep it in an attribute or a "
-                    "variable outside of f."
-                )
-
-    def _is_shared(self, i: int) -> bool:
-        return i not in self.batch.lists and all(n == "shared" for n, _ in self._places[i])
-
-    def _values(self, number: int, index: Any, pieces: Any, shared: Any, carry: Any) -> list:
-        unflatten, sources = self.backend.unflatten, {"shared": shared, "carry": carry}
-        of_lists = iter(pieces[len(self.splits) :])
-        list_defs = iter(self._list_defs[number])
-        values = []
-        for i, places in enumerate(self._places):
-            if i in self.batch.lists:
-                treedef, count = next(list_defs)
-                values.append(unflatten(treedef, [next(of_lists) for _ in range(count)]))
-                continue
-            leaves = [(pieces if n == "split" else sources[n])[k] for n, k in places]
-            arg = leaves[0] if self._is_leaf[i] else unflatten(self.batch.treedefs[i], leaves)
-            if i in self.keys and arg is not None:
-                arg = self.backend.room("arrays", "key_argnums").fold_in(arg, index)
-            values.append(arg)
-        return values
-
-    def _parted(self, result: Any) -> tuple[Any, Any]:
-        if not self.carried:
-            return result, None
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise GradtoolsError(
-                "chunked: with carry_argnums f returns a pair (output, new_carry); got "
-                f"{describe(self.backend, result)}."
-            )
-        return result
-
-    def _other_structure(self, what: str, treedef: Any, number: int) -> GradtoolsError:
-        known = self._carry_def if what == "carry" else self._treedefs[what]
-        return GradtoolsError(
-            f"chunked: f's {what} at chunk {number} has the structure {treedef}; expected "
-            f"{known}, as before. It must be the same for all chunks."
-        )
+        axes = [self._out_axes] * len(leaves)
+        if type(self._out_axes) is not int:
+            axes = _axes_of(self.backend, self._out_axes, out)
+        return [*compress(axes, kinds)]  # of arrays
 
     def _check_numeric(self, leaves: list[Any], out: Any) -> None:
-        if self.batch.caller == "checkpoint":
+        if self.caller == "checkpoint":
             return  # what is no array passes, as in a plain call
         for k, leaf in enumerate(leaves):
             if not is_numeric(self.backend, leaf):
                 raise GradtoolsError(
-                    f"{self.batch.caller}: the function returned {describe(self.backend, leaf)} at "
+                    f"{self.caller}: the function returned {describe(self.backend, leaf)} at "
                     f"output{self.backend.leaf_paths(out)[k]}, expected an array. Return arrays."
                 )
+
+    def _unjoinable(
+        self, shape: tuple[int, ...], axis: int, out: Any, k: int, size: int | None
+    ) -> GradtoolsError:
+        """An array without the axis, or with too few or many entries for so many examples."""
+        name = f"chunked: f's output{self.backend.leaf_paths(out)[k]} has"
+        if -len(shape) <= axis < len(shape):
+            return GradtoolsError(
+                f"{name} {shape[axis]} entries on axis {axis} for {size} examples; with "
+                "interleaved=True the order is restored, which needs one for each."
+            )
+        several = len(self.backend.flatten(out)[0]) > 1
+        more = f" {self._how_to_leave_out(out)}." if several else ""
+        return GradtoolsError(
+            f"{name} shape {shape}, which has no axis {axis} to join chunks on. f returns one "
+            "entry for each example; for a loss that is a mean or a sum over examples use "
+            f"microbatched.{more}"
+        )
 
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
         """A leaf that is no array passes if it is a constant, the same for all chunks."""
@@ -300,8 +394,8 @@ class Chunks:
                 f"chunked: {name} is {describe(self.backend, leaf)}; expected an array with an "
                 f"entry for each example, or a constant. {self._how_to_leave_out(out)}."
             )
-        counts = isinstance(leaf, int) and not isinstance(leaf, bool) and leaf == self.size_now
-        if counts and self.cut.count > 1:
+        counts = isinstance(leaf, int) and not isinstance(leaf, bool)
+        if counts and leaf == self.cut.sizes[number] and self.cut.count > 1:
             raise GradtoolsError(
                 f"chunked: {name} is {leaf}, the number of examples in its chunk, and so not what "
                 "the whole batch would give. Return an array with an entry for each example. "
@@ -322,50 +416,19 @@ class Chunks:
         path = next((p for x, p in pairs if len(getattr(x, "shape", ())) > 0), "[0]")
         return f"To leave it out: outputs=lambda out: out{path}"
 
-    def _no_axis(self, leaf: Array, axis: int, out: Any, k: int) -> GradtoolsError:
-        several = len(self.backend.flatten(out)[0]) > 1
-        more = f" {self._how_to_leave_out(out)}." if several else ""
-        return GradtoolsError(
-            f"chunked: f's output{self.backend.leaf_paths(out)[k]} has shape "
-            f"{tuple(leaf.shape)}, which has no axis {axis} to join chunks on. f returns one "
-            "entry for each example; for a loss that is a mean or a sum over examples use "
-            f"microbatched.{more}"
-        )
-
-    def _no_order(self, leaf: Array, axis: int, out: Any, k: int) -> GradtoolsError:
-        return GradtoolsError(
-            f"chunked: f's output{self.backend.leaf_paths(out)[k]} has {leaf.shape[axis]} "
-            f"entries on axis {axis} for {self.size_now} examples; with interleaved=True the "
-            "order is restored, which needs one for each."
-        )
-
-    # --- all of them
-
-    def result(self, outs: list[Array], carry: list[Array]) -> Any:
-        """What the chunked function returns, of joined leaves (or all chunks' leaves of lists)."""
-        backend = self.backend
-        if self.axes is None and any(self._out_lists):
-            left = iter(outs)
-            defs = [d for chunk in self._out_lists for d in chunk]
-            out: Any = [backend.unflatten(t, [next(left) for _ in range(n)]) for t, n in defs]
-            if self.cut.interleaved:
-                order = [row for rows in self.cut.rows for row in rows]
-                out = [x for _, x in sorted(zip(order, out, strict=True), key=lambda pair: pair[0])]
-        else:
-            out = backend.unflatten(self._treedefs["output"], self._with_constants(outs))
-        if not self.carried:
-            return out
-        return out, backend.unflatten(self._carry_def, carry)
-
-    @property
-    def _carry_def(self) -> Any:
-        given = tuple(self.batch.args[i] for i in self.carried)
-        return self.backend.flatten(given if len(given) > 1 else given[0])[1]
-
-    def _with_constants(self, outs: list[Array]) -> list[Any]:
+    def joined(self, outs: list[Array]) -> Any:
+        """The output for the whole batch, of joined leaves or of all chunks' leaves of lists."""
         left = iter(outs)
-        places = range(len(outs) + len(self._constants))
-        return [self._constants[k] if k in self._constants else next(left) for k in places]
+        if self.axes is None and any(self._lists):
+            parts = [part for chunk in self._lists for part in chunk]
+            out = [self.backend.unflatten(t, [next(left) for _ in range(n)]) for t, n in parts]
+            rows = [row for rows in self.cut.rows for row in rows]
+            return [x for _, x in sorted(zip(rows, out, strict=True), key=itemgetter(0))]
+        if self._treedef is None:
+            return outs[0]
+        count, held = len(outs) + len(self._constants), self._constants
+        leaves = [held[k] if k in held else next(left) for k in range(count)]
+        return self.backend.unflatten(self._treedef, leaves)
 
 
 def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:

@@ -22,7 +22,7 @@ from typing import Any
 from gradtools.backend import F, Operators
 from gradtools.batches import Batch
 from gradtools.calls import like_function, with_article
-from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition
+from gradtools.chunks import ChunkOptions, Chunks, Partition
 from gradtools.errors import GradtoolsError
 
 _ONE = Partition(1, 1)  # a use is one chunk
@@ -95,16 +95,13 @@ class Freezing(Operators):
             )
         given, _ = ChunkOptions(0, memory_budget, verify).checked(G, 1, "frozen")
         memory_budget, options = given.memory_budget, ChunkOptions(0, verify=verify)
-        uses = self._backend.frozen_uses(memory_budget)
+        uses, uncompiled = (
+            self._backend.frozen_uses(memory_budget),
+            self._backend.compiler.uncompiled,
+        )
+        return like_function("frozen_", G, partial(uncompiled, self._use, G, options, uses))
 
-        return like_function("frozen_", G, partial(self._frozen, G, options, uses))
-
-    def _frozen(
-        self, G: Any, options: ChunkOptions, uses: Any, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        return self._backend.compiler.uncompiled(self._use, G, options, uses, args, kwargs)
-
-    def _use(self, G: Any, options: ChunkOptions, uses: Any, args: Any, kwargs: Any) -> Any:
+    def _use(self, G: Any, options: ChunkOptions, uses: Any, /, *args: Any, **kwargs: Any) -> Any:
         batch = Batch.whole(self._backend, "frozen", args, kwargs)
-        whole = Chunks(self._backend, G, batch, SUMMED, (), (), _ONE, options)
+        whole = Chunks.of(G, batch, _ONE, options)
         return whole.result(self._backend.run_frozen(whole, uses), [])

@@ -11,7 +11,7 @@ so that no scan needs a copy of its part of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -50,20 +50,21 @@ def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     parts = []
     for run in _runs(steps.kinds, count - _how_many_kept(steps, carry)):
         outs, carry = _run(steps, run, carry, bar)
-        chunks.same_as(steps.kinds.index(run.kind), run.numbers)
+        chunks.outputs.same_as(steps.kinds.index(run.kind), run.numbers)
         parts.append((run, outs))
     carry = steps.written(carry)
-    if chunks.axes is None:
+    axes = chunks.outputs.axes
+    if axes is None:
         return [x[i] for run, outs in parts for i in range(len(run.numbers)) for x in outs], carry
-    columns = [[(run, outs[k]) for run, outs in parts] for k in range(len(chunks.axes))]
+    columns = [[(run, outs[k]) for run, outs in parts] for k in range(len(axes))]
     entry = next((s.entry for s in steps.splits if s.entry is not None), None)
-    pairs = zip(chunks.axes, columns, strict=True)
+    pairs = zip(axes, columns, strict=True)
     return [_joined(chunks.cut, axis, column, entry) for axis, column in pairs], carry
 
 
 def sum_chunks(chunks: Chunks) -> list[Array]:
     """The sums over chunks of the output leaves; each chunk's graph as it is."""
-    with explained(chunks.batch.caller):
+    with explained(chunks.caller):
         return _sum_chunks(chunks)
 
 
@@ -209,9 +210,10 @@ class _Steps:
     """
 
     def __init__(self, chunks: Chunks) -> None:
-        self.held = stateful(chunks.batch.caller, chunks.f, chunks.batch.parted(chunks.batch.args))
-        self.name = getattr(chunks.f, "__name__", type(chunks.f).__name__)
-        self.chunks, chunks.f = chunks, self.held or chunks.f
+        f = chunks.call.f
+        self.held = stateful(chunks.caller, f, chunks.arguments)
+        self.name = getattr(f, "__name__", type(f).__name__)
+        self.chunks, self.call = chunks, replace(chunks.call, f=self.held or f)
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [
             [asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
@@ -243,7 +245,7 @@ class _Steps:
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
         closed, result = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
         if jaxprs.uses_primitive(closed, is_batch_statistic):
-            warn_of_batch_norm(("jax", self.name), f"{self.chunks.batch.caller}: {self.name} holds")
+            warn_of_batch_norm(("jax", self.name), f"{self.chunks.caller}: {self.name} holds")
         outs, count = closed.out_avals, len(result[0])
         step = _ChunkProgram(owning(closed), jax.tree.structure(result), outs[:count], outs[count:])
         if any(varies(a) - varies(x) for a, x in zip(step.carry_avals, carry, strict=True)):
@@ -279,11 +281,10 @@ class _Steps:
             pieces += [next(given) if _is_array(x) else x for x in self.lists[number]]
             before = [jax.lax.stop_gradient(x) for x in carry]
             own = len(chunks.carry)
-            if self.held is None:
-                outs, after = chunks.call(number, index, pieces, chunks.shared, before)
-            else:
+            if self.held is not None:
                 self.held.now = before[own:]
-                outs, after = chunks.call(number, index, pieces, chunks.shared, before[:own])
+            outs, after = self.call(number, index, pieces, chunks.shared, before[:own])
+            if self.held is not None:
                 after = [*after, *self.held.after]
             pairs = zip(after, carry, strict=True)
             return outs, [_next_carry(chunks, k, *pair) for k, pair in enumerate(pairs)]
@@ -391,7 +392,7 @@ def _as_carry(chunks: Chunks, k: int, x: Any) -> Array:
         x = jnp.asarray(x) if _is_array(x) else asarray(x)
     except GradtoolsError as error:
         raise GradtoolsError(
-            f"chunked: the carry at {chunks.name_of('carry', k)} is a {type(x).__name__}; expected "
+            f"chunked: the carry at {chunks.carry_names[k]} is a {type(x).__name__}; expected "
             "an array, which f can hand from chunk to chunk."
         ) from error
     return jax.lax.stop_gradient(_strong(x))
@@ -404,7 +405,7 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
         new = jax.lax.convert_element_type(new, old.dtype)
     if new.shape != old.shape or new.dtype != old.dtype:
         raise GradtoolsError(
-            f"{chunks.batch.caller}: f's new {_carry_name(chunks, k)} is {new.dtype} of shape "
+            f"{chunks.caller}: f's new {_carry_name(chunks, k)} is {new.dtype} of shape "
             f"{new.shape}; expected {old.dtype} of shape {old.shape}, as it was given. A carry "
             "keeps its shape and dtype from chunk to chunk."
         )
@@ -413,7 +414,7 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
 
 def _carry_name(chunks: Chunks, k: int) -> str:
     if k < len(chunks.carry):
-        return f"carry for {chunks.name_of('carry', k)}"
+        return f"carry for {chunks.carry_names[k]}"
     return "state of a flax.nnx module"
 
 

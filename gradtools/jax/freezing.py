@@ -12,7 +12,7 @@ pass. Its own derivatives start from the arguments as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -45,16 +45,17 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     xs = [whole.shared[k] for k in arrays]
-    held = stateful("frozen", whole.f, whole.batch.parted(whole.batch.args))
+    held = stateful("frozen", whole.call.f, whole.arguments)
     state = [] if held is None else [jax.lax.stop_gradient(x) for x in held.leaves]
-    program = whole.without_arrays()  # a compiled program keeps the rule, and may keep no tracer
-    program.f = held or whole.f
+    call = replace(whole.call, f=held or whole.call.f)
+    # A compiled program keeps the rule, and may keep no tracer.
+    rest = [None if isinstance(x, jax.Array) else x for x in whole.shared]
 
     def fun(*xs: Array) -> list[Array]:
-        shared = replaced_at(program.shared, arrays, xs)
+        shared = replaced_at(rest, arrays, xs)
         if held is not None:
             held.now = state
-        outs, _ = program.call(0, 0, [], shared, [])
+        outs, _ = call(0, 0, [], shared, [])
         after = [] if held is None else [jax.lax.stop_gradient(_data(x)) for x in held.after]
         return [y if isinstance(y, jax.Array) else asarray(y) for y in (*outs, *after)]
 

@@ -58,9 +58,7 @@ class TorchBackend(Wing):
 
     # --- arrays
 
-    def is_array(self, x: Any) -> bool:
-        return isinstance(x, Tensor)
-
+    is_array = staticmethod(torch.is_tensor)
     is_inexact = staticmethod(is_inexact)
 
     def is_traced(self, x: Any) -> bool:

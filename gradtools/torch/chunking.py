@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradtools.batches import Batch
-from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition, unlike_outputs
+from gradtools.chunks import ChunkOptions, Chunks, Partition, unlike_outputs
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
@@ -29,7 +29,7 @@ left_to_python(__name__)
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    before, here.mark = here.mark, here.mark or chunks.batch.caller
+    before, here.mark = here.mark, here.mark or chunks.caller
     try:
         return plain_loop(chunks) if is_plain() else _run(chunks)
     finally:
@@ -50,12 +50,9 @@ def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     forward = Forward(chunks, beneath, chunks.options.latest.get("start"))
     if not beneath:
         chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
-    if beneath:
-        rows, carry = node_of(forward, forward.xs, forward.shared)
-        return _joined(chunks, rows), [untracked(x) for x in carry]
-    known = forward.evaluate(forward.xs, forward.shared)
-    rows, _ = node_of(forward, forward.xs, forward.shared, known)
-    return _joined(chunks, rows), forward.carry
+    known = None if beneath else forward.evaluate(forward.xs, forward.shared)
+    rows, carry = node_of(forward, forward.xs, forward.shared, known)
+    return _joined(chunks, rows), [*map(untracked, carry)] if beneath else forward.carry
 
 
 def checkpointed(
@@ -66,7 +63,7 @@ def checkpointed(
     leaves = [x for xs in batch.leaves for x in xs if isinstance(x, Tensor)]
     if not _is_differentiated(leaves):
         return f(*args, **kwargs)
-    whole = Chunks(backend, f, batch, SUMMED, (), (), Partition(1, 1), options)
+    whole = Chunks.of(f, batch, Partition(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])
 
 
@@ -92,17 +89,16 @@ def sum_chunks(chunks: Chunks) -> list[Tensor]:
 
 def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:
     """The outputs of all chunks, joined; those of lists one after the other."""
-    if chunks.axes is None:
+    axes = chunks.outputs.axes
+    if axes is None:
         return flattened(rows)
-    columns = zip(zip(*rows, strict=True), chunks.axes, strict=True)
+    columns = zip(zip(*rows, strict=True), axes, strict=True)
     result = [_concatenated(chunks, column, axis) for column, axis in columns]
     if not chunks.cut.interleaved:
         return result
     order = torch.tensor(flattened(chunks.cut.rows)).argsort()
-    return [
-        y.index_select(axis, order.to(y.device))
-        for y, axis in zip(result, chunks.axes, strict=True)
-    ]
+    pairs = zip(result, axes, strict=True)
+    return [y.index_select(axis, order.to(y.device)) for y, axis in pairs]
 
 
 def _concatenated(chunks: Chunks, column: tuple[Tensor, ...], axis: int) -> Tensor:

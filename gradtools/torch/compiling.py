@@ -69,7 +69,7 @@ def left_to_python(module: str) -> None:
 
 
 @skipped_by_dynamo
-def uncompiled(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def uncompiled(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """`fun(*args, **kwargs)`, around which compiled code breaks its graph."""
     return fun(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
 from gradtools.torch.modes import NOTHING, LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import CHUNK, detached
+from gradtools.torch.replaying.again import replaying, without_hooks
 from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
 from gradtools.torch.replaying.nodes import (
     Backward,
@@ -106,7 +108,6 @@ class _Use(Forward):
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
-        self.within: Callable[[], Any] | None = None  # what f runs in when it runs again
         super().__init__(whole, beneath, None if beneath else uses.state)
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
@@ -149,12 +150,6 @@ class _Use(Forward):
         packed = upstream.saved_tensors_hooks_on(False) is not None
         return not packed and not self.beneath and self.modes.grad
 
-    def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
-        if self.within is None:
-            return super()._called(i, pieces, own)
-        with self.within():
-            return super()._called(i, pieces, own)
-
     def _note_leaves(self, found: list[Tensor]) -> None:
         if self.beneath:
             self.leaves = self.constants
@@ -163,7 +158,7 @@ class _Use(Forward):
         else:
             self.constants = found
 
-    def _reached(self) -> list[Tensor]:
+    def reached_leaves(self) -> list[Tensor]:
         return self.constants
 
     def guarded(self, outs: Sequence[Any]) -> list[Any]:
@@ -192,9 +187,7 @@ class _Use(Forward):
             return [*flattened(known[0]), *known[1]]
         back.arguments = zs
         if self.verification is not None:
-            first = [
-                None if g is None else detached(g, CHUNK) for g in known[1]
-            ]  # in no graph of its own
+            first = [None if g is None else detached(g, CHUNK) for g in known[1]]  # in no graph
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
         caller = applied(_PullbackInputs, back, tuple(cts), *zs)
         _, grads = node_of(back, rows, caller, known)
@@ -273,8 +266,7 @@ class _Use(Forward):
 
     def with_modes(self, modes: Modes) -> _Use:
         """The same use, computed again in other modes."""
-        use = object.__new__(_Use)
-        use.__dict__.update(self.__dict__)
+        use = copy(self)
         use.modes, use.retained = modes, {}
         return use
 
@@ -291,7 +283,7 @@ class _Use(Forward):
         use = self.with_modes(self.modes)
         fixed = self.start.reached.tensors
         use.within = lambda: OneTangent(fixed)
-        with use.replaying(), dual_level():  # where nothing is differentiated
+        with replaying(use), dual_level():  # where nothing is differentiated
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             ys, _ = use.one(0, [], duals)
             return [_tangent(y) for y in ys]
@@ -311,7 +303,7 @@ class _Use(Forward):
         use = self.with_modes(self.modes)
         use.within = stops = lambda: Stops(hidden=False)
         level, graph = dual_level(), torch.enable_grad()
-        with use.without_hooks(), use.replaying(), own, level, graph, products:
+        with without_hooks(use.leaves), replaying(use), own, level, graph, products:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
             with gated_calls("frozen", duals):
@@ -419,9 +411,8 @@ class _FrozenBackward(Backward):
         return [*along, *_along_arguments(self, zs, us, cts)]
 
     def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
-        if (
-            self.arguments is not None
-        ):  # `_PullbackInputs` would take their cotangents for the pullback's
+        if self.arguments is not None:
+            # `_PullbackInputs` would take their cotangents for the pullback's.
             shared = [*map(primal_of, self.arguments), *shared[width:]]
         return super().push(widths, width, mask, rows, shared)
 

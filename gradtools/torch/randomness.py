@@ -49,6 +49,10 @@ class Randomness:
             devices += [torch.device(kind, i) for i in range(count)]
         return cls({d: _state(d) for d in devices}, _python_state(), _numpy_state())
 
+    def __bool__(self) -> bool:
+        """Whether it holds any generator's state."""
+        return bool(self.states or self.python or self.numpy)
+
     def seeded(self, seed: int) -> Randomness:
         """PyTorch's on the same devices, as a seed makes them.
 
@@ -60,7 +64,7 @@ class Randomness:
     def again(self) -> Randomness:
         """The same generators' states, where they stand now; itself, if nothing was drawn."""
         moved = self.used()
-        if not moved.states and moved.python is None and moved.numpy is None:
+        if not moved:
             return self
         return Randomness(
             {d: _state(d) if d in moved.states else state for d, state in self.states.items()},
@@ -97,13 +101,11 @@ class Randomness:
         """Where the generators stand, by their names: equal where they stand alike."""
         result = {f"PyTorch's random stream on {d}": hash(_state(d)[1]) for d in self.states}
         if self.python is not None:
-            moved = not self._python_stands()
-            result["Python's random stream"] = hash(random.getstate()) if moved else 0
+            stands = self._python_stands()
+            result["Python's random stream"] = 0 if stands else hash(random.getstate())
         if self.numpy is not None:
-            moved = not self._numpy_stands()
-            result["NumPy's random stream"] = (
-                hash(_bits_of(_numpy().get_state(legacy=False))) if moved else 0
-            )
+            now = 0 if self._numpy_stands() else _bits_of(_numpy().get_state(legacy=False))
+            result["NumPy's random stream"] = hash(now)
         return result
 
     def restore(self) -> None:

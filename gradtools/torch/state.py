@@ -68,12 +68,12 @@ class Snapshot:
     """What can change behind a function, as it stood.
 
     Attributes:
-        streams: The random streams of the process.
+        streams: The random streams of the process; None if the function draws from none.
         reached: The objects that were reached, and what they held.
         versions: Those of the tensors that are watched.
     """
 
-    streams: Randomness
+    streams: Randomness | None
     reached: Reached
     versions: list[int]
     _contents: list[Tensor]
@@ -92,11 +92,7 @@ class Snapshot:
         kinds = {x.device.type for x in tensors}
         if like is not None and like.reached.starts_from(roots, kinds) and like.reached.stands():
             return like._taken_again()
-        return cls._walked(roots, kinds)
-
-    @classmethod
-    def _walked(cls, roots: list[Any], kinds: set[str]) -> Snapshot:
-        reached = walk(roots, kinds)
+        reached = _Walk(roots, kinds).run()
         contents = [x.detach().clone() for x in reached.owned]
         states = [get() for get, _ in reached.generators]
         versions = reached.versions()
@@ -104,12 +100,11 @@ class Snapshot:
 
     def now(self) -> Snapshot:
         """What stands now behind all that was reached; this one where nothing changed."""
-        if self.reached.stands():
-            return self._taken_again()
-        return replace(self, reached=self.reached.now())._taken_again()
+        start = self if self.reached.stands() else replace(self, reached=self.reached.now())
+        return start._taken_again()
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
-        return walk(self.reached.roots, self.reached.kinds).watched
+        return _Walk(self.reached.roots, self.reached.kinds).run().watched
 
     def _taken_again(self) -> Snapshot:
         reached = self.reached
@@ -121,23 +116,15 @@ class Snapshot:
             contents = [x.detach().clone() if c else old for x, old, c in triples]
         if versions == self.versions:
             versions = self.versions
-        streams = self.streams.again()
-        if (
-            contents is self._contents
-            and not states
-            and streams is self.streams
-            and versions is self.versions
-        ):
+        streams = self.streams and self.streams.again()
+        pairs = (contents, self._contents), (streams, self.streams), (versions, self.versions)
+        if not states and all(new is old for new, old in pairs):
             return self
         return Snapshot(streams, reached, versions, contents, states)
 
-    def settled(self) -> Settled:
-        """What is known of it when the function has run first."""
-        reached = self.reached
-        changed, stands = self.changed(parameters=True), reached.stands()
-        versions, streams = reached.counted_versions(), self.streams.used()
-        start = Snapshot(streams, reached, self.versions, self._contents, self._states)
-        return Settled(start, changed, stands, (versions, streams.marks()))
+    def settled(self) -> Snapshot:
+        """When the function has run first: less the streams that it drew nothing from."""
+        return replace(self, streams=(self.streams and self.streams.used()) or None)
 
     def restore(self) -> None:
         reached = self.reached
@@ -150,7 +137,8 @@ class Snapshot:
         for (_, put), state in zip(reached.generators, self._states, strict=True):
             put(state)
         self._restore_versions()
-        self.streams.restore()
+        if self.streams is not None:
+            self.streams.restore()
 
     def _restore_versions(self) -> None:
         """Of those that hold again what they held, so that a graph which saved them is good."""
@@ -159,7 +147,8 @@ class Snapshot:
         pairs = zip(self.reached.watched, self.versions, strict=True)
         moved = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
         held = {id(x) for x in self.reached.owned}
-        _set_versions([(x, version) for x, version in moved if id(x) in held])
+        if own := [pair for pair in moved if id(pair[0]) in held]:
+            upstream.set_version_counters(*zip(*own, strict=True))
 
     def changed(self, parameters: bool) -> list[str]:
         """The names of tensors that were changed in place since, and cannot be put back."""
@@ -177,26 +166,6 @@ class Snapshot:
 
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
         return next((name for x, name in self.reached.watched if wanted(x)), None)
-
-
-End = tuple[list[int], dict[str, int]]  # the versions of buffers, and where streams stand
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Settled:
-    """A snapshot after the function that it was taken for has run first.
-
-    Attributes:
-        start: The same, less the streams that the function drew nothing from.
-        changed: The names of what it changed in place, and cannot be put back.
-        stands: Whether everything still holds the very objects that it held.
-        end: Where buffers and streams stand.
-    """
-
-    start: Snapshot
-    changed: list[str]
-    stands: bool
-    end: End
 
 
 # --- what is reached ---------------------------------------------------------------------------
@@ -254,11 +223,8 @@ class Reached:
     @cached_property
     def _flat(self) -> tuple[list[Any], ...]:
         """The maps as lists, to be compared without a step of Python's for each."""
-        keys, values = (
-            [list(k) for _, k in self.maps],
-            [v for _, k in self.maps for v in k.values()],
-        )
-        return [x for x, _ in self.maps], keys, values
+        values = [v for _, held in self.maps for v in held.values()]
+        return [x for x, _ in self.maps], [list(held) for _, held in self.maps], values
 
     def stands(self) -> bool:
         """Whether everything holds the very objects that it held; text may be equal."""
@@ -374,13 +340,11 @@ def _same(xs: tuple[Any, ...], kept: tuple[Any, ...]) -> bool:
 # --- the walk ---------------------------------------------------------------------------------
 
 
-def walk(roots: list[Any], kinds: set[str]) -> Reached:
-    """What can be reached from these. kinds: The types of devices that count besides."""
-    return _Walk(roots, kinds).run()
-
-
 class _Walk:
-    """Visits what can be reached, each object once."""
+    """Visits what can be reached, each object once.
+
+    kinds: The types of devices that count besides.
+    """
 
     def __init__(self, roots: list[Any], kinds: set[str]) -> None:
         self.reached = Reached(roots, {*kinds})
@@ -525,11 +489,11 @@ class _Walk:
                 self._seen[id(cell)] = cell
                 get = partial(getattr, cell, "cell_contents")
                 self._place(get, partial(setattr, cell, "cell_contents"), key, owned)
-        if whose(x.__code__) == USER:
+        if (names := _names(x.__code__)) is not None:
             self._attributes(x, x.__name__, owned)
             held = [vars(m) for cell in x.__closure__ or () if _is_module(m := contents_of(cell))]
             for space in (x.__globals__, *held):
-                self._globals(space, _names(x.__code__), owned)
+                self._globals(space, names, owned)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], owned: bool) -> None:
         """What code means by these names, in a module and in those that it names there."""
@@ -580,8 +544,9 @@ def _generator(x: Any) -> tuple[Get, Put] | None:
 
 
 @cache
-def _names(code: CodeType) -> frozenset[str]:
-    return frozenset(names_in(code))
+def _names(code: CodeType) -> frozenset[str] | None:
+    """The names in code of the user's; None for other code."""
+    return frozenset(names_in(code)) if whose(code) == USER else None
 
 
 def _is_module(x: Any) -> bool:
@@ -600,12 +565,6 @@ def _nbytes(x: Tensor) -> int:
 
 
 # --- tensors' contents --------------------------------------------------------------------------
-
-
-def _set_versions(pairs: list[tuple[Tensor, int]]) -> None:
-    if pairs:
-        tensors, versions = zip(*pairs, strict=True)
-        upstream.set_version_counters(tensors, versions)
 
 
 def _put_back(tensor: Tensor, contents: Tensor) -> None:

@@ -35,8 +35,8 @@ AT_MOST = {
     "grad, jax": (198, 29),
     "reverse_gradient, torch": (34, 15),
     "reverse_gradient, jax": (298, 83),
-    "chunked, torch": (428, 73),
-    "chunked, jax": (1365, 101),
+    "chunked, torch": (371, 60),
+    "chunked, jax": (1351, 100),
 }
 
 

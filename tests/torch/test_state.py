@@ -130,9 +130,9 @@ def test_an_earlier_snapshot_puts_back_what_changed(model, change):
 
 def test_what_did_not_change_is_shared():
     model = Model()
-    first = Snapshot.of([model], []).settled().start
+    first = Snapshot.of([model], []).settled()
     del model.generator, model.array  # whose states are read out each time
-    first = Snapshot.of([model], []).settled().start
+    first = Snapshot.of([model], []).settled()
     assert first.now() is first
     model.b.add_(1)
     later = first.now()
@@ -143,7 +143,7 @@ def test_streams_that_were_drawn_from_are_kept():
     for number, draw in enumerate((random.random, draw_numpy, lambda: torch.rand(1))):
         before = Snapshot.of([], [])
         first = draw()
-        streams = before.settled().start.streams
+        streams = before.settled().streams
         kept = streams.python is not None, streams.numpy is not None, bool(streams.states)
         assert kept == tuple(number == k for k in range(3))
         streams.restore()
@@ -152,7 +152,7 @@ def test_streams_that_were_drawn_from_are_kept():
     draw_numpy()  # one number is left over, which takes nothing more from the stream
     before = Snapshot.of([], [])
     draw_numpy()
-    assert before.settled().start.streams.numpy is not None
+    assert before.settled().streams.numpy is not None
 
 
 @pytest.mark.parametrize("known", [True, False])

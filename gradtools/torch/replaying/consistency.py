@@ -307,7 +307,7 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
 def _is_compiled(forward: Forward) -> bool:
     modules = (m for m, _ in forward.start.reached.modules.values())
     functions = (f for f, _ in forward.start.reached.holders)
-    return any(map(upstream.is_compiled, (forward.chunks.f, *functions, *modules)))
+    return any(map(upstream.is_compiled, (forward.chunks.call.f, *functions, *modules)))
 
 
 def _way(forward: Forward) -> Way:
@@ -315,7 +315,7 @@ def _way(forward: Forward) -> Way:
     modes, modules = forward.modes, forward.start.reached.modules.values()
     training = tuple([module.training for module, _ in modules])
     key = forward.caller, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
-    return Way.of(forward.chunks.f, *key)
+    return Way.of(forward.chunks.call.f, *key)
 
 
 class _Same:

@@ -26,16 +26,17 @@ from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING
+from gradtools.torch.replaying.again import check_storages, going_back, replaying, without_hooks
 from gradtools.torch.replaying.guards import here, marked, steps
 from gradtools.torch.replaying.slicing import (
     Entries,
     Rows,
     Tensor,
-    aliases_of,
+    alias_of,
     flattened,
     primal_of,
     tensors_of,
-    views_of,
+    view_of,
 )
 from gradtools.torch.replaying.summing import Joint, Sums, adding_leaves, join, joint_of
 from gradtools.torch.rules.installing import BatchedRule, apply_rule, reverse_only_at
@@ -52,9 +53,8 @@ def applied(kind: Any, *args: Any) -> Any:
     Where `apply` itself binds defaults and looks into each argument. It stands in a room that
     dynamo leaves alone, for it compiles no `apply` but that of `torch.autograd.Function`.
     """
-    if any(
-        map(upstream.is_wrapped, [x for x in args if isinstance(x, Tensor)])
-    ):  # it may have ended
+    wrapped = map(upstream.is_wrapped, [x for x in args if isinstance(x, Tensor)])
+    if any(wrapped):  # it may have ended
         return kind.apply(*args)
     return super(torch.autograd.Function, kind).apply(*args)  # type: ignore[misc]
 
@@ -79,13 +79,7 @@ class ChunkProgram:
         raise NotImplementedError
 
     def pull(
-        self,
-        widths: Any,
-        width: int,
-        mask: Any,
-        rows: Rows,
-        shared: Entries,
-        joint: Joint | None = None,
+        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
         """Cotangents of the inputs; rows and shared end in the vectors, as in `_Derived`."""
         return outputs_of(Backward(self, widths, width, mask, joint), rows, shared)
@@ -133,16 +127,11 @@ class _Derived(ChunkProgram):
     transposes = False  # whether it differentiates the other's pullback along its cotangents
 
     def __init__(
-        self,
-        of: ChunkProgram,
-        widths: list[int],
-        shared_width: int,
-        mask: list[list[bool]],
-        joint: Joint | None = None,
+        self, of: ChunkProgram, widths: list[int], width: int, mask: Any, joint: Joint | None = None
     ) -> None:
         self.of, self.leaves, self.joint, self.forward = of, of.leaves, joint, _forward_of(of)
         self.caller = of.caller
-        self.widths, self.shared_width, self.mask = widths, shared_width, mask
+        self.widths, self.shared_width, self.mask = widths, width, mask
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
@@ -212,14 +201,14 @@ class _Derived(ChunkProgram):
         if upstream.forward_level() >= 0:
             rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [self.nothing(i) for i in range(count)]
-        bare = self.forward.without_hooks() if self.forward.leaves else NOTHING
+        bare = without_hooks(self.forward.leaves) if self.forward.leaves else NOTHING
         with bare, torch.set_grad_enabled(False):
             had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
                 self.sums = None if self.forward.beneath else sums
                 try:
-                    with self.forward.replaying():
+                    with replaying(self.forward):
                         self._run(again, result, sums, rows, shared)
                 finally:
                     self.sums = None
@@ -231,16 +220,13 @@ class _Derived(ChunkProgram):
         """Those chunks of which something is asked; the others up to the last of them pass by."""
         count, shown = again[-1] + 1, self.forward.chunks.options.progress
         for i in steps(count) if shown and count > 1 else range(count):
-            if i in again:
-                self._add(found, sums, i, rows[i], shared)
-            else:
+            if i not in again:
                 self.pass_by(i, rows[i], shared)
-
-    def _add(self, found: Rows, sums: Sums, i: int, xs: Entries, shared: Entries) -> None:
-        """One chunk; when the next one runs, nobody but the sums holds its terms."""
-        found[i], terms = self.one(i, xs, shared)
-        if terms:
-            sums.add(terms)
+                continue
+            found[i], terms = self.one(i, rows[i], shared)
+            if terms:
+                sums.add(terms)
+            del terms  # when the next chunk runs, nobody but the sums holds them
 
     def _begun(self) -> Sums:
         """What earlier nodes of this backward pass gave for the leaves; nobody else holds it."""
@@ -257,7 +243,8 @@ class _Derived(ChunkProgram):
     def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
         """The other program's inputs, outputs and sums, with a graph between them."""
         create = torch.is_grad_enabled()
-        a, b = (views_of(xs), views_of(shared)) if create else (aliases_of(xs), aliases_of(shared))
+        enter = view_of if create else alias_of
+        a, b = [*map(enter, xs)], [*map(enter, shared)]
         # A pullback that is transposed gates what runs in it by itself.
         twice = create or (self.transposes and not isinstance(self.of, _Derived))
         gates = gated_calls(self.caller, [*a, *b]) if twice else NOTHING
@@ -291,7 +278,7 @@ class Backward(_Derived):
         # The graph is that of the first pass, of which it is known.
         same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
-        with forward.going_back(create) if forward.heeds_going_back() else NOTHING:
+        with going_back(forward, create) if forward.hooked or forward.counts else NOTHING:
             grads = self._pulled_adding(sums, outs, inputs, cts, own, *how)
         return grads[: len(xs)], grads[len(xs) :]
 
@@ -318,18 +305,15 @@ class Backward(_Derived):
         if not retained:
             return set()
         keep = upstream.keeps_graph()
-        own = next(iter(retained.values()))[1]
-        inputs = [x for xs, _, _ in retained.values() for x in xs]
-        outs = [y for _, _, ys in retained.values() for y in ys]
-        cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
-        inputs += own
+        xs, own, ys = zip(*retained.values(), strict=True)
+        inputs, outs = [*chain(*xs), *own[0]], [*chain(*ys)]
         inputs, width = [*inputs, *self.leaves], len(inputs)
-        forward.check_storages()
-        heeds = forward.heeds_going_back() and not forward.hooked
+        cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
+        check_storages(forward)
         forward.reading[0] = True
         try:
-            with forward.going_back() if heeds else NOTHING:
+            with going_back(forward) if forward.counts and not forward.hooked else NOTHING:
                 how = keep, False, forward.is_right
                 grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
         finally:
@@ -422,21 +406,20 @@ def node_of(
     be, since there the evaluation stands under the transforms' levels.
     """
     inputs = [*chain(*rows), *shared, *program.leaves]
-    shape: list[Any] = []
-    eager = False
-    outs = [] if known is None else _chosen(program, known, shape, True)
-    if known is not None:
+    maps = _Maps(program, [*map(len, rows)], len(shared), [])
+    if known is None:
+        results = apply_rule(_rule(maps), *inputs)
+    else:
+        outs = _chosen(program, known, maps.shape, True)
         tracked = torch.is_grad_enabled() and any(map(_requires_grad, inputs))
         dual = upstream.forward_level() >= 0 and any(map(is_dual, inputs))
         if not outs or not (tracked or dual):
             return known
-        eager = not dual and not torch.compiler.is_dynamo_compiling()
-    maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
-    if eager:
-        results = applied(_ProgramNode, maps, outs, *inputs)
-    else:
-        results = apply_rule(_rule(maps, known and outs), *inputs)
-    counts, mask = shape
+        if dual or torch.compiler.is_dynamo_compiling():
+            results = apply_rule(_rule(maps, outs), *inputs)
+        else:
+            results = applied(_ProgramNode, maps, outs, *inputs)
+    counts, mask = maps.shape
     flat = _spread(results, mask)
     if known is not None and not all(mask):
         everything = [*chain(*known[0]), *known[1]]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -25,14 +24,9 @@ from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.consistency import (
-    OWN_HOOKS,
-    Verification,
-    kinds_of,
-    refuse_others,
-)
+from gradtools.torch.replaying.again import check_end
+from gradtools.torch.replaying.consistency import OWN_HOOKS, Verification, kinds_of, refuse_others
 from gradtools.torch.replaying.guards import (
-    REPLAYS,
     Captures,
     Substituted,
     bytes_saved,
@@ -40,8 +34,6 @@ from gradtools.torch.replaying.guards import (
     check_cached,
     check_modules,
     edge_error,
-    has_asked,
-    here,
     is_recorded,
     is_wrapped,
     parameters_of,
@@ -52,7 +44,7 @@ from gradtools.torch.replaying.slicing import (
     Entries,
     Rows,
     Tensor,
-    aliases_of,
+    alias_of,
     cut_off,
     entered,
     is_looked_on,
@@ -61,13 +53,14 @@ from gradtools.torch.replaying.slicing import (
     untracked,
 )
 from gradtools.torch.rules.installing import reverse_only_at
-from gradtools.torch.state import End, Snapshot
+from gradtools.torch.state import Snapshot
 from gradtools.torch.upstream_bugs.gradients import WRONG
 
 left_to_python(__name__)
 _PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right
 _grad_of, _is_leaf = operator.attrgetter("grad"), operator.attrgetter("is_leaf")
-_kind_of = operator.attrgetter("device.type")
+_kind_of, _node_of = operator.attrgetter("device.type"), operator.attrgetter("grad_fn")
+_first_of = operator.itemgetter(0)
 
 
 class Forward(ChunkProgram):
@@ -79,11 +72,12 @@ class Forward(ChunkProgram):
 
     saves_parameters = True  # so that autograd itself tells of those that are changed
     compares_leaves = compares_bits = True  # where f is computed again
+    within: Callable[[], Any] | None = None  # what f runs in
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.chunks, self.beneath = chunks, beneath
-        self.caller, self.count = chunks.batch.caller, chunks.cut.count
-        self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
+        self.caller, self.count = chunks.caller, chunks.cut.count
+        self.roots = [chunks.call.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
         self.pieces = pieces_of(chunks)
         self.tensors = tensors_of([*chunks.shared, *chunks.carry, *self.pieces[0]])
         self.modes, self.device = Modes.now({*map(_kind_of, self.tensors)}), upstream.device_set()
@@ -91,6 +85,7 @@ class Forward(ChunkProgram):
             self.start = Snapshot.of(self.roots, self.tensors, like)
         except GradtoolsError as error:
             raise GradtoolsError(f"{self.caller}: {error}") from None
+        self.verifies = chunks.options.verify is not False
         self.verification: Verification | None = None
         if self.start.reached.modules:
             self._check_modules()
@@ -101,7 +96,7 @@ class Forward(ChunkProgram):
         self.first_carry = self.carry = [untracked(x) for x in chunks.carry]
         self.leaves: list[Tensor] = []
         self.attached: list[list[bool]] = []
-        self.captured = self._captured() if chunks.batch.caller == "checkpoint" else []
+        self.captured = self._captured() if chunks.caller == "checkpoint" else []
         self.begun: set[Any] = set()  # nodes at which the first pass's graph begins
         self.shared += self.captured
         if beneath:
@@ -112,8 +107,10 @@ class Forward(ChunkProgram):
         self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
         self.is_again = False  # whether chunks are computed again
         self.standing = self.start  # then: what stands for everyone else
-        self.ends: dict[int, End] = {}  # see `_check_end`
+        # Where buffers and streams stand when so many chunks have run, see `check_end`.
+        self.ends: dict[int, tuple[list[int], dict[str, int]]] = {}
         self.hooked = False  # whether hooks on gradients were set in f
+        self.counts = self.compares_bits and bool(self.start.reached.counted)
         self.accumulates = False  # whether f itself adds to its leaves' .grad
         self.versions: list[tuple[Tensor, int, str]] = []
         self.storages: list[tuple[Tensor, Any]] = []  # where the leaves' entries lie
@@ -125,7 +122,7 @@ class Forward(ChunkProgram):
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
     def _check_modules(self) -> None:
-        check_modules(self.caller, self.start, self.chunks.f)
+        check_modules(self.caller, self.start, self.chunks.call.f)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result = copy.copy(self)
@@ -149,13 +146,12 @@ class Forward(ChunkProgram):
 
     def _moving(self, xs: Entries) -> list[int]:
         """Which of xs are inputs of the node."""
-        tensors = [(k, x) for k, x in enumerate(xs) if isinstance(x, Tensor)]
-        if self.beneath:
-            return [k for k, _ in tensors]
-        if not self.modes.grad:
-            return []
-        pushed = upstream.forward_level() >= 0
-        return [k for k, x in tensors if x.requires_grad or (pushed and is_dual(x))]
+        pushed, beneath = upstream.forward_level() >= 0, self.beneath
+        return [
+            k
+            for k, x in enumerate(xs if beneath or self.modes.grad else ())
+            if isinstance(x, Tensor) and (beneath or x.requires_grad or (pushed and is_dual(x)))
+        ]
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """f at one chunk, whose carry stays for the next one."""
@@ -172,12 +168,13 @@ class Forward(ChunkProgram):
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
         own += shared[len(self.moving_shared) :][: len(self.captured)]
+        call, inside = self._function(), self.within() if self.within else NOTHING
         again = self.modes.outside_of_batchings() if self.is_again else NOTHING
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         check = self.verification
         watched = check.watching(i) if check else NOTHING
-        with again, cached as weights, watched as seen:
-            outs, carry = self._called(i, pieces, own)
+        with again, cached as weights, watched as seen, inside:
+            outs, carry = call(i, i, pieces, own, self.carry)
             if weights:
                 check_cached(self.caller, self.start)
         if check is not None and self.is_again:
@@ -187,14 +184,10 @@ class Forward(ChunkProgram):
             check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry] if carry else carry
         if self.is_again:
-            end = None
             if i + 1 in self.ends and not self.batches:
-                versions = [*map(upstream.version_of, self.start.reached.counted)]
-                end = versions, self.start.streams.marks()
+                check_end(self, i + 1)
             if i + 1 < self.count:
-                self.drawn = self.start.streams.again()
-            if end is not None:
-                self._check_end(i + 1, *end)
+                self.drawn = self.start.streams and self.start.streams.again()
         return outs, []
 
     def _sets_hooks(self, first: int, own: int) -> bool:
@@ -209,25 +202,29 @@ class Forward(ChunkProgram):
         keys = [key for m in held for key in upstream.forward_hook_numbers(m)]
         return count != sum(key >= first for key in keys)
 
-    def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
-        """f at one chunk, under vmap once for each of `batches`."""
-        if not self.batches:
-            return self._on(i, pieces, own, self.carry)
-        flat = [*pieces, *own, *self.carry]
+    def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
+        """f at one chunk, as `ChunkFunction` says; what it captured follows what is shared."""
+        if self.batches:
+            return self._batched_call
+        return self._substituted_call if self.captured else self.chunks.call
+
+    def _batched_call(self, i: int, index: int, pieces: Any, own: Any, carry: Any) -> Any:
+        """f at one chunk under vmap, once for each of `batches`."""
+        call = self._substituted_call if self.captured else self.chunks.call
+        flat = [*pieces, *own, *carry]
         there = [isinstance(x, Tensor) for x in flat]
         axes = [0 if self.beneath or k in self.moving[i] else None for k in range(len(pieces))]
         moving = {*self.moving_shared, *range(len(own) - len(self.captured), len(own))}
         axes += [0 if self.beneath or k in moving else None for k in range(len(own))]
-        axes += [0 if self.beneath or i > 0 else None for _ in self.carry]
+        axes += [0 if self.beneath or i > 0 else None for _ in carry]
         counts: list[int] = []
 
         def one(*xs: Tensor) -> tuple[Tensor, ...]:
             left = iter(xs)
             full = [next(left) if t else x for x, t in zip(flat, there, strict=True)]
-            parts = cut_up(full, [len(pieces), len(own)])
-            outs, carry = self._on(i, *parts)
+            outs, after = call(i, index, *cut_up(full, [len(pieces), len(own)]))
             counts[:] = [len(outs)]
-            return (*outs, *carry)
+            return (*outs, *after)
 
         fun: Callable[..., Any] = one
         in_dims = tuple([axis for axis, t in zip(axes, there, strict=True) if t])
@@ -236,25 +233,22 @@ class Forward(ChunkProgram):
         result = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
         return result[: counts[0]], result[counts[0] :]
 
-    def _on(self, i: int, pieces: Any, own: Any, carry: Any) -> tuple[list[Any], list[Any]]:
-        """f at one chunk. own: What is shared, then what stands for what f captured."""
-        if not self.captured:
-            return self.chunks.call(i, i, pieces, own, carry)
+    def _substituted_call(self, i: int, index: int, pieces: Any, own: Any, carry: Any) -> Any:
+        """f at one chunk, which sees others in the place of what it captured."""
         count = len(self.chunks.shared)
         with Substituted(self.captured, own[count:]) as substituted:
-            outs, carry = self.chunks.call(i, i, pieces, own[:count], carry)
+            outs, carry = self.chunks.call(i, index, pieces, own[:count], carry)
             return substituted.within(outs), carry
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         """f once more, for what it does to streams, buffers and the carry."""
-        self.one(i, aliases_of(xs), aliases_of(shared))
+        self.one(i, [*map(alias_of, xs)], [*map(alias_of, shared)])
 
     # --- the first pass
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         """The first pass. Notes leaves, and keeps the last chunks' graphs."""
-        before = self._grads()
-        keep = torch.is_grad_enabled()
+        before, keep = self._grads(), torch.is_grad_enabled()
         try:
             upstream.set_grad_enabled(self.modes.grad)
             result = self._first_pass(rows, shared)
@@ -278,11 +272,10 @@ class Forward(ChunkProgram):
         versions = [upstream.version_of(x) for x in given]
         # What f keeps aside may reach the loss, through a graph that is used for nothing else.
         apart = kept or self.beneath or is_recorded()
-        enter = entered if grad and not apart else aliases_of if grad else list
-        leaves: dict[int, Tensor] = {}
-        began = [upstream.nodes_made()]
+        enter = alias_of if apart else entered
+        leaves, began = dict[int, Tensor](), [upstream.nodes_made()]
+        own, *inputs = [[*map(enter, xs)] if grad else list(xs) for xs in (shared, *rows)]
         cut = cut_off if is_looked_on() else Tensor.detach
-        own, *inputs = map(enter, (shared, *rows))
         if self.verification is None:  # a batch of it takes over what is known
             self.verification = Verification.of(self, self.chunks.options.verify)
         if grad and kept and self.caller == "chunked":
@@ -314,19 +307,25 @@ class Forward(ChunkProgram):
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
         self.hooked |= self._sets_hooks(*hooks)
-        self._note_leaves(list(leaves.values()))
-        settled = self.start.settled()
-        self._note_versions(settled.changed)
-        if self.retained and not settled.stands:
-            self._let_go_of_kept()
-        if grad and self.captured:
-            self._let_go_of_unused(own[len(self.moving_shared) :])
-        self.start = settled.start
-        if self._verifies and not self.beneath:
-            self.ends[self.count] = settled.end
-        if self.verification is not None and not settled.stands:
-            self.verification.held = self.start.watched_now()
+        self._settle([*leaves.values()], own[len(self.moving_shared) :] if grad else [])
         return result
+
+    def _settle(self, leaves: list[Tensor], captured: list[Tensor]) -> None:
+        """Notes what the backward pass is held to. captured: What stood for what f captured."""
+        self._note_leaves(leaves)
+        changed, stands = self.start.changed(parameters=True), self.start.reached.stands()
+        self.start = self.start.settled()
+        self._note_versions(changed)
+        if self.retained and not stands:
+            self._let_go_of_kept()
+        if captured and self.captured:
+            self._let_go_of_unused(captured)
+        if self.start.streams is None and not self.start.reached.counted:
+            self.ends.clear()  # for nothing can stand elsewhere
+        else:
+            self._note_end(self.count)
+        if self.verification is not None and not stands:
+            self.verification.held = self.start.watched_now()
 
     def _check_modes(self) -> None:
         """Raises if f leaves a mode switched, in which the next chunk would run."""
@@ -344,45 +343,13 @@ class Forward(ChunkProgram):
             )
 
     def _note_end(self, count: int) -> None:
-        """Where streams and buffers stand when so many chunks have run first."""
-        if self._verifies and not self.beneath:
-            counted = self.start.reached.counted
-            versions = [*map(upstream.version_of, counted)]
-            self.ends[count] = versions, self.start.streams.marks()
+        """Notes where buffers and streams stand when so many chunks have run first."""
+        if self.verifies and not self.beneath:
+            self.ends[count] = self.end()
 
-    @property
-    def _verifies(self) -> bool:
-        return self.chunks.options.verify is not False
-
-    def _check_end(self, count: int, now: list[int], streams: dict[str, int]) -> None:
-        """Raises if they stand elsewhere when so many chunks have run again.
-
-        f then draws more or less than it did, or another thread draws, or calls f's modules.
-
-        now: The versions of buffers.
-        streams: As they stand.
-        """
-        versions, marks = self.ends[count]
-        moved = [stream for stream, stands in streams.items() if stands != marks[stream]]
-        if moved:
-            raise GradtoolsError(
-                f"{self.caller}: {moved[0]} stands elsewhere after f was computed again than after "
-                "it was computed first. f draws from it only once (what it keeps in a cache, say), "
-                "or another thread draws from it meanwhile, whose numbers would come twice: give "
-                "that thread a generator of its own."
-            )
-        # What f leaves out when it is computed again, by `is_replaying`, is its own affair.
-        off = operator.gt if has_asked() else operator.ne
-        moved_too = [k for k, pair in enumerate(zip(now, versions, strict=True)) if off(*pair)]
-        if self.compares_bits and moved_too:
-            k = moved_too[0]
-            name = self.start.name_of(lambda x: x is self.start.reached.counted[k]) or "a buffer"
-            raise GradtoolsError(
-                f"{self.caller}: {name} is not changed as often when f is computed again as when "
-                "it was computed first. f changes it by a way of its own each time, or another "
-                "thread calls the same module meanwhile, whose changes would be lost: let one "
-                "wait for the other."
-            )
+    def end(self) -> tuple[list[int], dict[str, int]]:
+        versions = [*map(upstream.version_of, self.start.reached.counted)]
+        return versions, self.start.streams.marks() if self.start.streams else {}
 
     def _let_go_of_kept(self) -> None:
         """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
@@ -411,13 +378,11 @@ class Forward(ChunkProgram):
 
     def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
         """One chunk; copies of the pieces that it changes in place stay."""
-        fixed = {
-            k: x
-            for k, x in enumerate(self.pieces[i])
+        before = {
+            k: (x, x.clone(), upstream.version_of(x))
+            for k, x in enumerate(self.pieces[i] if self.modes.grad else ())
             if isinstance(x, Tensor) and k not in self.moving[i] and not x.is_inference()
         }
-        keep = self.modes.grad
-        before = {k: (x.clone(), upstream.version_of(x)) for k, x in fixed.items()} if keep else {}
         try:
             with Captures(self) if self.beneath else NOTHING:
                 outs, _ = self.one(i, xs, own)
@@ -425,13 +390,11 @@ class Forward(ChunkProgram):
             if not says(error, LEAF_CHANGED):
                 raise
             raise self._in_place(f" PyTorch says: {error}") from error
-        changed = {
-            k: x for k, (x, version) in before.items() if upstream.version_of(fixed[k]) != version
-        }
-        if changed:
-            self.originals[i] = changed
-            for k in changed:
-                increment_version(self._source(i, k))
+        for k, (x, original, version) in before.items():
+            if upstream.version_of(x) != version:
+                self.originals.setdefault(i, {})[k] = original
+                sources = *map(_first_of, self.chunks.splits), *self.chunks.lists[i]
+                increment_version(sources[k])
         return outs
 
     def _in_place(self, more: str) -> GradtoolsError:
@@ -439,11 +402,6 @@ class Forward(ChunkProgram):
             f"{self.caller}: f changes an argument in place that is differentiated or not split, "
             f"or a parameter, and it cannot be put back. Clone it in f first.{more}"
         )
-
-    def _source(self, i: int, k: int) -> Tensor:
-        """The argument that piece k of chunk i is a part of."""
-        splits = self.chunks.splits
-        return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
 
     def _find_leaves(
         self, i: int, outs: Entries, began: list[int], own: list[Tensor]
@@ -453,27 +411,21 @@ class Forward(ChunkProgram):
         began: Autograd's count of nodes when each chunk began.
         own: Where the graph begins.
         """
-        leaves: dict[int, Tensor] = {}
-        ends = {id(x) for x in own}
-        seen = {x.grad_fn for x in own if x.grad_fn is not None}
-        pushed, nodes = upstream.forward_level() >= 0, list[Any]()
-        for y in outs:
-            if not isinstance(y, Tensor):
-                continue
+        leaves, ends = dict[int, Tensor](), {*map(id, own)}
+        pushed, tensors = upstream.forward_level() >= 0, [y for y in outs if isinstance(y, Tensor)]
+        for y in tensors:
             if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
                 raise captured_error(self, None)
-            end = (y.grad_fn or get_gradient_edge(y).node) if y.requires_grad else None
-            if end is not None and end not in seen:
-                seen.add(end)
-                nodes.append(end)
-        for node in nodes:  # which grow
-            for parent, _ in node.next_functions:
-                if parent is not None and parent not in seen:
-                    seen.add(parent)
-                    nodes.append(parent)
+        todo = [y.grad_fn or get_gradient_edge(y).node for y in tensors if y.requires_grad]
+        seen, nodes = {None, *map(_node_of, own)}, list[Any]()
+        for node in todo:  # which grows
+            if node not in seen:
+                seen.add(node)
+                nodes.append(node)
+                todo += map(_first_of, node.next_functions)
         if self.captured:
             self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
-            self.begun |= {y.grad_fn for y in tensors_of(outs)}
+            self.begun |= {y.grad_fn for y in tensors}
         if self.verification is not None:
             self.verification.kinds[i] = kinds_of(nodes)
         for node in nodes:
@@ -528,112 +480,13 @@ class Forward(ChunkProgram):
                 self.versions.append((x, upstream.version_of(x), "an argument"))
         split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
         own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views by now
-        result = (*self._reached(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
+        result = (*self.reached_leaves(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
         plain = [x for x in result if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
-    def _reached(self) -> list[Tensor]:
+    def reached_leaves(self) -> list[Tensor]:
         """The leaves that f reaches by itself, differentiated or not."""
         return self.leaves
-
-    # --- and again
-
-    def check_storages(self) -> None:
-        """Raises if leaves have other entries by `.data`, of which no version tells."""
-        moved = [x for x, storage in self.storages if x.untyped_storage() is not storage]
-        if moved:
-            kind = "a parameter" if any(x is moved[0] for x in self._reached()) else "an argument"
-            name = self.start.name_of(lambda x: x is moved[0]) or kind
-            raise GradtoolsError(
-                f"{self.caller}: the data of {name} was replaced after the forward pass (by .data, "
-                "vector_to_parameters, module.to or module.float), and the backward pass needs it "
-                "as it was. Do it after the backward pass."
-            )
-
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Inside, f runs from where it began; outside, everything is as it stands now."""
-        self.check_storages()
-        changed = [name for x, version, name in self.versions if upstream.version_of(x) != version]
-        changed += self.start.changed(parameters=not self.saves_parameters)
-        if changed:
-            raise GradtoolsError(
-                f"{self.caller}: {changed[0]} was changed in place after the forward pass, and the "
-                "backward pass needs it as it was. Clone it before you change it."
-            )
-        with REPLAYS:
-            outer = here.replaying, self.is_again, self.carry, self.drawn
-            before = self.standing if self.is_again else None
-            self.standing = self.start.now()
-            # Where f goes backward itself, what it adds was added before. Elsewhere .grad is left
-            # alone: another thread's backward pass may add to it meanwhile.
-            watched = self.start.reached.watched if self.accumulates else []
-            grads = [(x, x.grad) for x, _ in watched if x.is_leaf] if watched else []
-            try:
-                for x, grad in grads:
-                    if grad is not None:
-                        x.grad = None
-                if self.standing is not self.start:
-                    self.start.restore()
-                self.carry, self.drawn, self.is_again = self.first_carry, None, True
-                here.replaying, here.wanted = True, False
-                yield
-            finally:
-                here.replaying = outer[0]
-                _, self.is_again, self.carry, self.drawn = outer
-                self.standing.restore()
-                self.standing = before or self.standing
-                for x, grad in grads:
-                    if x.grad is not grad:
-                        x.grad = grad
-        if self.verification is not None:
-            self.verification.done()
-
-    def heeds_going_back(self) -> bool:
-        """Whether a chunk's backward pass may do more than compute gradients."""
-        return self.hooked or (self.compares_bits and bool(self.start.reached.counted))
-
-    @contextmanager
-    def going_back(self, again: bool = False) -> Iterator[None]:
-        """Inside, a chunk that was computed again is differentiated.
-
-        What hooks on gradients do then stays. again: For a second derivative; they did it before.
-        """
-        if again or not (self.is_again and self.hooked):
-            reached = self.start.reached
-            before = reached.counted_versions() if self.compares_bits else []
-            yield
-            if before and reached.counted_versions() != before and self._verifies:
-                raise GradtoolsError(
-                    f"{self.caller}: a module's buffers change in the backward pass of a chunk: "
-                    "torch.utils.checkpoint inside of f computes it once more, and by itself would "
-                    "count twice. Use gradtools' checkpoint in its place, which counts once; so "
-                    "does verify=False here."
-                )
-            return
-        state = self.start.now()
-        self.standing.restore()
-        here.replaying = False
-        try:
-            yield
-        finally:
-            here.replaying, here.wanted = True, False
-            self.standing = self.start.now()
-            state.restore()
-
-    @contextmanager
-    def without_hooks(self) -> Iterator[None]:
-        """The leaves' hooks fire once, on the sum, and not for each chunk."""
-        with REPLAYS:
-            held = [hooks for x in self.leaves if (hooks := upstream.tensor_hooks(x))]
-            kept = [dict(hooks) for hooks in held]
-            try:
-                for hooks in held:
-                    hooks.clear()
-                yield
-            finally:
-                for hooks, those in zip(held, kept, strict=True):
-                    hooks.update(those)
 
 
 def _is_cast_of_leaf(node: Any) -> bool:

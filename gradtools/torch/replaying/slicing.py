@@ -39,8 +39,9 @@ def pieces_of(chunks: Chunks) -> list[list[Any]]:
 
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
     if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"
         raise GradtoolsError(
-            f"{chunks.batch.caller}: an argument that is split is a {_layout(x)} tensor, which has "
+            f"{chunks.caller}: an argument that is split is a {kind} tensor, which has "
             "no axis to cut on. Give its dense form, or share it (None in in_axes)."
         )
     cut, tracked = chunks.cut, x.requires_grad or is_wrapped(x)
@@ -50,10 +51,6 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
         return x.split(cut.sizes, axis)
     before = (slice(None),) * axis
     return [_apart(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]
-
-
-def _layout(x: Tensor) -> str:
-    return "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"
 
 
 def _apart(x: Any) -> Any:
@@ -86,10 +83,6 @@ def cut_off(y: Any) -> Any:
     return detached(y, CHUNK) if isinstance(y, Tensor) and y.requires_grad else y
 
 
-def aliases_of(xs: Entries) -> list[Any]:
-    return [alias_of(x) for x in xs]
-
-
 def alias_of(x: Tensor) -> Tensor:
     """The same numbers as a leaf of a graph of its own; integers as they are."""
     if not (x.is_floating_point() or x.is_complex()):
@@ -103,12 +96,11 @@ def alias_of(x: Tensor) -> Tensor:
         return x.requires_grad_()
 
 
-def entered(xs: Entries) -> list[Any]:
-    """The same numbers, in the graph that they are in, or as leaves of a graph of their own."""
-    plain = lambda x: x.requires_grad and x.layout is torch.strided and not is_dual(x)
-    return [x[...] if plain(x) else alias_of(x) for x in xs]  # view_as has other strides
+def entered(x: Tensor) -> Tensor:
+    """As `view_of`, but dual numbers and sparse ones are leaves."""
+    return view_of(x) if x.layout is torch.strided and not is_dual(x) else alias_of(x)
 
 
-def views_of(xs: Entries) -> list[Any]:
-    """The same numbers, in the graph that they are in, under names of their own."""
-    return [x[...] if x.requires_grad else alias_of(x) for x in xs]
+def view_of(x: Tensor) -> Tensor:
+    """The same numbers, in the graph that they are in, or as a leaf of a graph of their own."""
+    return x[...] if x.requires_grad else alias_of(x)  # view_as has other strides

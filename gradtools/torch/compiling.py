@@ -22,7 +22,6 @@ from gradtools.backend import Compiler
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.operation_marks import OWN
 from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
@@ -253,7 +252,7 @@ class _Twice(torch.autograd.Function):
             [ct for _, ct in kept],
             create_graph=create,
             retain_graph=create or keep,
-            allow_unused=OWN,
+            allow_unused=True,
         )
         return None, None, *grads
 

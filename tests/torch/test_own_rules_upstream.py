@@ -189,3 +189,14 @@ def test_a_compiled_function_has_its_tangent_beside_a_graph():
         y = run(forward_ad.make_dual(X.clone().requires_grad_(), torch.ones_like(X)))
         close(forward_ad.unpack_dual(y).tangent, torch.cos(X) * X + torch.sin(X))
         assert y.requires_grad
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_function_has_its_tangent_after_its_value_was_compiled(whole):
+    torch._dynamo.reset()
+    run = gt.compile(lambda x: x * x, backend="aot_eager", fullgraph=whole)
+    for _ in range(2):
+        run(X)
+    close(gt.jvp(run, (X,), (torch.ones_like(X),))[1], 2 * X)
+    with torch.no_grad():
+        close(gt.jvp(run, (X,), (torch.ones_like(X),))[1], 2 * X)

@@ -96,7 +96,7 @@ def scale_at(progress: float) -> float:
     return float(MAX_SCALE * (2 / (1 + np.exp(-10 * progress)) - 1))
 
 
-class Side:
+class FrameworkRun:
     """The program on one framework, "torch" or "jax": eager in PyTorch, compiled in JAX."""
 
     def __init__(self, name: str) -> None:
@@ -237,7 +237,7 @@ class Training:
         self.plain.extend(relative_difference(grads, other) for (_, grads), other in pairs)
 
 
-def train(sides: Sequence[Side], seed: int, reverses: bool, steps: int = STEPS) -> Training:
+def train(sides: Sequence[FrameworkRun], seed: int, reverses: bool, steps: int = STEPS) -> Training:
     """Trains every side from the same weights on the same batches."""
     from tqdm import trange
 
@@ -265,7 +265,9 @@ def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
     return float(np.sqrt(difference / sum(float(np.sum(y**2)) for y in b)))
 
 
-def train_all(sides: Sequence[Side], seeds: Sequence[int], steps: int = STEPS) -> list[Training]:
+def train_all(
+    sides: Sequence[FrameworkRun], seeds: Sequence[int], steps: int = STEPS
+) -> list[Training]:
     """For every seed one training without reversal and one with, in that order."""
     with ExitStack() as stack:
         for side in sides:
@@ -286,7 +288,7 @@ def run_demo(
     """
     started, steps = perf_counter(), QUICK_STEPS if quick else STEPS
     print(OPENING.format(" and ".join(backends), steps, MAX_SCALE))
-    trainings = train_all([Side(name) for name in backends], range(seeds), steps)
+    trainings = train_all([FrameworkRun(name) for name in backends], range(seeds), steps)
     print("\n".join([*_accuracies(trainings, backends), *_comparison(trainings, backends)]))
     print(f"picture: {draw(trainings, backends, out)}")
     print(f"took {perf_counter() - started:.0f} s")

@@ -27,7 +27,7 @@ def backend(request):
 @pytest.fixture(scope="module")
 def side(backend):
     """A side at its first weights, working."""
-    made = demo.Side(backend)
+    made = demo.FrameworkRun(backend)
     with made.working():
         yield made
 
@@ -84,13 +84,13 @@ def test_a_step_evaluates_the_cost_once_and_the_plain_way_twice(side, batch):
 
 
 def test_a_side_works_in_double_precision_or_on_one_thread(backend):
-    with demo.Side(backend).working():
+    with demo.FrameworkRun(backend).working():
         assert _switch(backend) == 1
 
 
 def test_what_a_side_switches_is_restored_also_after_an_error(backend):
     before = _switch(backend)
-    with pytest.raises(KeyError), demo.Side(backend).working():
+    with pytest.raises(KeyError), demo.FrameworkRun(backend).working():
         raise KeyError
     assert _switch(backend) == before
 
@@ -108,7 +108,7 @@ def _switch(backend):
 def test_the_frameworks_agree_along_the_way():
     if gradtools.available_backends() != ("torch", "jax"):
         pytest.skip("needs both frameworks")
-    sides = [demo.Side(name) for name in ("torch", "jax")]
+    sides = [demo.FrameworkRun(name) for name in ("torch", "jax")]
     for training in demo.train_all(sides, seeds=[0], steps=60):
         assert len(training.gradients) == 60
         assert max(training.losses) < 1e-12
@@ -167,7 +167,7 @@ def test_reversal_helps_by_five_points_in_the_mean_of_five_seeds(pytestconfig):
     shares = SHARES if len(wanted) == 2 else {wanted[0]: range(5)}
     found, gains = {}, {}
     for backend, seeds in shares.items():
-        trainings = demo.train_all([demo.Side(backend)], seeds)
+        trainings = demo.train_all([demo.FrameworkRun(backend)], seeds)
         final = {(t.seed, t.reverses): t.accuracy[-1][0] for t in trainings}
         of_one = {seed: final[seed, True] - final[seed, False] for seed in seeds}
         assert np.mean(list(of_one.values())) >= 5, (backend, of_one)

@@ -272,7 +272,7 @@ def demo(args: argparse.Namespace) -> int:
     except OSError as error:
         said = f"no picture can be written there: {error.strerror}."
         raise gradtools.GradtoolsError(f"--out {args.out}: {said}") from error
-    from gradtools.demo.run import run_demo
+    from gradtools.demo import run_demo
 
     return run_demo(backends, seeds=args.seeds, out=args.out, quick=args.quick)
 

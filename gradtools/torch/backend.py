@@ -13,6 +13,7 @@ from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
 from gradtools.torch.engines import caller_of
+from gradtools.torch.forward_mode.plain_kernels import jvps
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
@@ -111,7 +112,7 @@ class TorchBackend(Wing):
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
 
-    jvps = Lazily("forward_mode.plain_kernels")
+    jvps = staticmethod(jvps)  # no Lazily: dynamo, which traces it, cannot import
 
     linearize = staticmethod(engines.linearize)
 

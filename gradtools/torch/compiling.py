@@ -22,7 +22,6 @@ from gradtools.backend import Compiler
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.operation_marks import OWN
 from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
@@ -171,14 +170,22 @@ def leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(f)`, that is run as it is where its double backward is asked for."""
+    """`torch.compile(f)`; f is run as it is in forward mode, and where a double backward is asked.
+
+    PyTorch's compiled code has neither, and drops tangents in silence.
+    """
     run = torch.compile(f, **options)
-    if options.get("fullgraph") or isinstance(f, torch.nn.Module):
+    if isinstance(f, torch.nn.Module):
         return run
 
     @wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or is_compiling() or _in_forward_mode_or_functorch():
+        if is_compiling():
+            return run(*args, **kwargs)
+        if upstream.forward_level() >= 0:
+            return f(*args, **kwargs)
+        transformed = upstream.peek_interpreter_stack() is not None
+        if options.get("fullgraph") or not torch.is_grad_enabled() or transformed:
             return run(*args, **kwargs)
         given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         before = Randomness.now(given)
@@ -211,11 +218,6 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def _name(f: Any) -> str:
     return getattr(f, "__name__", None) or type(f).__name__
-
-
-def _in_forward_mode_or_functorch() -> bool:
-    stack = upstream.peek_interpreter_stack()
-    return stack is not None or upstream.forward_level() >= 0
 
 
 @dataclass
@@ -253,7 +255,7 @@ class _Twice(torch.autograd.Function):
             [ct for _, ct in kept],
             create_graph=create,
             retain_graph=create or keep,
-            allow_unused=OWN,
+            allow_unused=True,
         )
         return None, None, *grads
 

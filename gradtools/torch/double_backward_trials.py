@@ -20,7 +20,6 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd import function
 
 from gradtools.errors import is_of
-from gradtools.torch.operation_marks import OWN
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.transposing import unpacked
@@ -154,7 +153,7 @@ class Trial:
         if not total.requires_grad:
             return 0.0
         try:
-            (slope,) = torch.autograd.grad(total, [point[k]], allow_unused=OWN)
+            (slope,) = torch.autograd.grad(total, [point[k]], allow_unused=True)
         except NotImplementedError:
             raise
         except RuntimeError as error:  # once_differentiable raises on some ways only
@@ -184,7 +183,7 @@ class Trial:
 
     def _gradient(self, xs: Any, cts: Any, again: bool) -> Any:
         tracked, outs = self._called(xs)
-        return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=OWN)
+        return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=True)
 
     def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
         terms = [

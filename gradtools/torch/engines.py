@@ -48,7 +48,7 @@ from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.known_errors import explain, explained
 from gradtools.torch.modes import LevelTaken, dual_level, forward_mode
 from gradtools.torch.nondifferentiable import gated
-from gradtools.torch.operation_marks import DERIVATIVE, OWN, detached
+from gradtools.torch.operation_marks import DERIVATIVE, detached
 from gradtools.torch.rules.installing import evaluated_to_push
 from gradtools.torch.upstream_bugs.derivatives import (
     RightGradients,
@@ -197,7 +197,7 @@ def pulled(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` less its look at the arguments; None at what is not reached."""
     if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
-        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=OWN)
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
     run = upstream.engine
     # A mode that looks on, as where a picture is made, knows autograd's sums by its caller.
     if upstream.DYNAMO in sys.modules or upstream.count_of_dispatch_modes():
@@ -211,7 +211,7 @@ def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create:
     with guard or nullcontext(), outside_of_inference():
         if torch.is_grad_enabled() != keep:  # leaving inference mode switches it on
             torch.set_grad_enabled(keep)
-        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=OWN)
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
 
 
 @skipped_by_dynamo

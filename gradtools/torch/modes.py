@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ class Modes:
         fused = ("flash attention", "lean attention", "cudnn attention", "encoder fast path")
         others = dict.fromkeys((*fused, "cudnn.enabled", "mkldnn.enabled"), False)
         others["plain attention"] = True
-        pairs = zip(_flags()[0], self.flags, strict=True)
+        pairs = zip(_NAMES, self.flags, strict=True)
         return replace(self, flags=[others.get(name, flag) for name, flag in pairs])
 
     def outside_of_batchings(self) -> AbstractContextManager[None]:
@@ -234,27 +234,23 @@ def _casts(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
 
 
 def _standing() -> list[Any]:
-    """The flags, in the order of `_flags`."""
-    return [*map(operator.call, _flags()[1])]
+    """The flags, in the order of `_NAMES`."""
+    return [*map(operator.call, _GETTERS)]
 
 
 def _set(now: list[Any], wanted: list[Any]) -> None:
     if now != wanted:
-        for put, old, new in zip(_flags()[2], now, wanted, strict=True):
+        for put, old, new in zip(_SETTERS, now, wanted, strict=True):
             if old != new:
                 put(new)
 
 
-@cache
-def _flags() -> tuple[list[str], list[Callable[[], Any]], list[Callable[[Any], Any]]]:
-    """The flags of PyTorch that change numbers, how each is read, and how it is set.
-
-    They are set in this order. A use of a frozen function reads them several times.
-    """
+def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """The flags of PyTorch that change numbers, how each is read and how it is set, in order."""
     cuda, mha, read = torch.backends.cuda, torch.backends.mha, upstream.flag_getters
     result: dict[str, Any] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        **precisions(),
+        **PRECISIONS,
         "deterministic": (
             lambda: (read["deterministic"](), read["warn only"]()),
             lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
@@ -268,12 +264,10 @@ def _flags() -> tuple[list[str], list[Callable[[], Any]], list[Callable[[Any], A
     for name in ("enabled", "benchmark", "deterministic"):
         result[f"cudnn.{name}"] = _attribute(torch.backends.cudnn, name)
     result["mkldnn.enabled"] = _attribute(torch.backends.mkldnn, "enabled")
-    getters, setters = zip(*result.values(), strict=True)
-    return [*result], [*getters], [*setters]
+    return result
 
 
-@cache
-def precisions() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _precisions() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """How each setting by which products of float32 may lose bits is read and set.
 
     Two are older, for matrices and for cuDNN. They write the newer ones, by library and operation,
@@ -320,3 +314,10 @@ def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any
     """
     flag = vars(type(holder))[name]
     return flag.getter, flag.setter
+
+
+# Read once: a use of a frozen function reads the flags several times. No cached function, of which
+# dynamo would warn.
+PRECISIONS = _precisions()
+_NAMES = [*_flags()]
+_GETTERS, _SETTERS = zip(*_flags().values(), strict=True)

@@ -25,17 +25,6 @@ def function_of_ours(kind: Any) -> str | None:
     return said or (kind.__name__.strip("_").lower() if own else None)
 
 
-class _Own(int):
-    """A truth that no one but gradtools hands to PyTorch."""
-
-    def __repr__(self) -> str:
-        return "True"
-
-
-OWN: Any = _Own(True)
-"""`allow_unused`, where gradtools takes a derivative by `torch.autograd.grad`, and not the user."""
-
-
 class _DetachReason(threading.local):
     def __init__(self) -> None:
         self.reason = ""  # there from the beginning: dynamo guards on which attributes there are

@@ -56,13 +56,13 @@ STATES = {
 @pytest.fixture(params=STATES)
 def state(request):
     """A setting of the process, put back by what reads and sets all of them."""
-    from gradtools.torch.modes import precisions
+    from gradtools.torch.modes import PRECISIONS
 
-    before = {name: get() for name, (get, _) in precisions().items()}
+    before = {name: get() for name, (get, _) in PRECISIONS.items()}
     exec(STATES[request.param])
     yield request.param
     torch.backends.fp32_precision = "none"
-    for name, (get, put) in precisions().items():
+    for name, (get, put) in PRECISIONS.items():
         if get() != before[name]:
             put(before[name])
 

@@ -77,6 +77,8 @@ def programs(gt) -> dict[str, Program]:
             lambda y: 6 * y**2,
             lambda y: 12 * y,
         ),
+        "vmap": Program(gt.vmap(lambda x: x**3), lambda x: x**3, lambda x: 3 * x**2),
+        "compile": Program(compiled(gt, cube, whole=False), lambda x: x**3, lambda x: 3 * x**2),
         "reverse_gradient": Program(
             edited(lambda x: gt.reverse_gradient(x, 0.5)),
             lambda x: -1.5 * x**2,
@@ -126,11 +128,11 @@ def result(gt, column: str, program: Program) -> tuple[object, np.ndarray]:
     return gt.jvp(program.function, (x,), (t,))[1], program.slope(X) * T
 
 
-def compiled(gt, function):
+def compiled(gt, function, whole=True):
     if gt.__name__ == "gradtools.jax":
         return gt.compile(function)
     importlib.import_module("torch._dynamo").reset()
-    return gt.compile(function, fullgraph=True, backend="aot_eager")
+    return gt.compile(function, fullgraph=whole, backend="aot_eager")
 
 
 def test_the_table_has_a_row_for_each_program(gt):

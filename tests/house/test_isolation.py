@@ -239,6 +239,20 @@ ASKED_FOR = (
 )
 
 
+COMPILED_FIRST = """
+    import torch
+    import gradtools.torch as gt
+    x = torch.ones(3)
+    f = lambda y: gt.mixed_partial(lambda y, g: (y**3 * g).sum(), lambda z: z**2, y, x, x)
+    print(torch.compile(f, fullgraph=True, backend="eager")(x).tolist())
+"""
+
+
+@pytest.mark.skipif("torch" not in INSTALLED, reason="of dynamo, which traces no import")
+def test_the_first_mixed_partial_of_a_process_may_be_compiled_whole():
+    assert run(COMPILED_FIRST).strip() == "[6.0, 6.0, 6.0]"
+
+
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_bare_import_loads_few_rooms_and_none_that_are_asked_for(backend):
     loaded = run(LOADED.format(framework=FRAMEWORK[backend], backend=backend)).split()

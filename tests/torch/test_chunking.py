@@ -1468,6 +1468,17 @@ def test_compiled_around(backend):
     assert all_same(gradients(found, leaves), gradients(expected, leaves))
 
 
+def test_a_compiled_gradient_of_chunks_meets_no_cached_function(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    w = torch.ones_like(X[0])
+    f = gt.grad(lambda w: gt.chunked(lambda x: (x * w).tanh(), CHUNK)(X).sum())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*lru_cache")
+        found = torch.compile(f, backend="eager")(w)
+    assert same(found, f(w), 1e-14)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("retain", [0, 2])
 def test_compiled_f(backend, retain):

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from cost_elsewhere import without_case
 from torch.utils._pytree import tree_leaves
 
 import gradtools.torch as gt
@@ -37,14 +38,6 @@ MORE = {
     "linear_cross_entropy": (1.26, 2.7),
     "attention": (1.01, 4.9),  # whose fused kernel has no matrix of scores either
 }
-# These have costs of their own in other tests, or none.
-ELSEWHERE = {
-    *("vmap", "compile"),  # the framework's own under one name
-    "gather",  # needs several processes or devices
-    *("xp", "asarray", "to_numpy", "key", "split", "Spec", "is_replaying"),  # no derivative
-    *("dependence", "why_zero", "guard_gradients"),  # looked at, not run in a program
-    *("gradient_graph", "graph_diff", "formula", "measure"),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +47,7 @@ def counted_alone(monkeypatch):
 
 
 def test_every_public_operator_has_a_case():
-    named = {name.partition(",")[0] for name in CASES}
-    missing = set(gt.__all__) - named - {"hvp", "jacobian"} - ELSEWHERE
-    assert not missing
-    assert {"hvp", "jacobian"} <= named
+    assert without_case(gt, CASES) == set()
 
 
 # What PyTorch's forward mode allocates here grew once in a process that had run much else.

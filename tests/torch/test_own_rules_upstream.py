@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch_functions import Cube
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
@@ -65,27 +66,6 @@ def test_76185_the_double_backward_of_a_saved_intermediate_is_wrong_in_silence()
     close(second_derivative(our_sinh()), right)
 
 
-class PlainCube(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, c):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * c
-
-    @staticmethod
-    def jvp(ctx, t):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * t
-
-
 def our_cube():
     cube = gt.custom_rule(lambda x: x.detach() ** 3)
     cube.defvjp(lambda x: (x**3, x), lambda x, c: (3 * x**2 * c,))
@@ -97,7 +77,7 @@ def test_197867_nested_forward_mode_is_wrong_in_silence():
         inner = lambda x: torch.func.jvp(f, (x,), (ONES,))[1]
         return torch.func.jvp(inner, (X,), (ONES,))
 
-    first, second = twice(PlainCube.apply)
+    first, second = twice(Cube.apply)
     close(first, 3 * X**2)
     assert torch.equal(second, torch.zeros_like(X))
     first, second = twice(our_cube())
@@ -189,3 +169,14 @@ def test_a_compiled_function_has_its_tangent_beside_a_graph():
         y = run(forward_ad.make_dual(X.clone().requires_grad_(), torch.ones_like(X)))
         close(forward_ad.unpack_dual(y).tangent, torch.cos(X) * X + torch.sin(X))
         assert y.requires_grad
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_function_has_its_tangent_after_its_value_was_compiled(whole):
+    torch._dynamo.reset()
+    run = gt.compile(lambda x: x * x, backend="aot_eager", fullgraph=whole)
+    for _ in range(2):
+        run(X)
+    close(gt.jvp(run, (X,), (torch.ones_like(X),))[1], 2 * X)
+    with torch.no_grad():
+        close(gt.jvp(run, (X,), (torch.ones_like(X),))[1], 2 * X)

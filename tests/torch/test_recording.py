@@ -25,7 +25,7 @@ from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.torch.backend import TorchBackend
-from gradtools.torch.seeing.recording import refusals
+from gradtools.torch.seeing.recording import numpy_round_trips, refusals
 from gradtools.torch.seeing.translating import programs
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -643,3 +643,9 @@ def test_every_recording_knows_alike_what_is_written_through_shared_memory(f):
     formula = programs.formula_graph(program)
     for recording in (calls, graph, formula):
         assert _reached_in(recording) == [not reached, reached], recording
+
+
+def test_infinity_is_not_the_largest_number_where_runs_are_compared():
+    x, y = torch.tensor([torch.inf, torch.nan]), torch.tensor([torch.finfo().max, torch.nan])
+    same = numpy_round_trips._same
+    assert same(x, x.clone()) and not same(x, y)

@@ -215,7 +215,7 @@ def _differs(a: Any, b: Any, tolerance: float, where: str) -> str:
             return ""
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{where}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}"
-        at = int((a - b).abs().nan_to_num(torch.inf).argmax()) if a.dtype is not torch.bool else 0
+        at = int((a - b).abs().argmax()) if a.dtype is not torch.bool else 0
         return f"{where}: {_short(a, at)} for {_short(b, at)}"
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return "" if np.array_equal(a, b) else f"{where}: {_short(a)} for {_short(b)}"

@@ -17,6 +17,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torch_functions import MappedCube
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -31,27 +32,6 @@ def leaf(x=X):
 
 
 # --- Functions as the manual has them, and the same as rules --------------------------------
-
-
-class Cube(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, ct):
-        return 3 * ctx.saved_tensors[0] ** 2 * ct
-
-    @staticmethod
-    def jvp(ctx, dx):
-        return 3 * ctx.saved_tensors[0] ** 2 * dx
 
 
 class Exp(torch.autograd.Function):
@@ -289,7 +269,7 @@ FORWARD = {
     "identity": forward(lambda x: x.view_as(x), lambda p, t: (p[0].view_as(p[0]), 2 * t[0])),
 }
 PAIRS = {
-    "cube": (Cube.apply, cube),
+    "cube": (MappedCube.apply, cube),
     "exp": (Exp.apply, exp),
     "sinh": (Sinh.apply, sinh),
     "product": (Product.apply, product),
@@ -584,7 +564,7 @@ def test_a_saved_intermediate_is_differentiated():
 
 
 def test_once_differentiable_is_not_needed():
-    class Once(Cube):
+    class Once(MappedCube):
         @staticmethod
         @once_differentiable
         def backward(ctx, ct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch_functions import MappedCube
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -20,31 +21,6 @@ FORWARD = Rule("cube", lambda x: [x**3], tangent=CUBE.tangent)
 REVERSE = Rule("cube", lambda x: [x**3], cotangent=CUBE.cotangent)
 
 
-class PlainCube(torch.autograd.Function):
-    """The cube as PyTorch's manual has it."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, ct):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * ct
-
-    @staticmethod
-    def jvp(ctx, dx):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * dx
-
-
 def second_forward(f, x):
     one = torch.ones_like(x)
     inner = lambda x: torch.func.jvp(f, (x,), (one,))[1]
@@ -55,7 +31,7 @@ def test_nested_forward_mode_of_a_plain_function_is_still_wrong():
     """torch#197867: when this fails, `jvp` need not read level 0 and switch gradients on."""
     x = torch.tensor(2.0, dtype=torch.float64)
     assert second_forward(lambda x: x**3, x) == 12.0
-    assert second_forward(PlainCube.apply, x) != 12.0
+    assert second_forward(MappedCube.apply, x) != 12.0
     for rule in (CUBE, FORWARD, REVERSE):
         assert second_forward(lambda x, rule=rule: apply_rule(rule, x)[0], x) == 12.0
 

@@ -98,9 +98,9 @@ def _torch_read_here() -> dict[str, str]:
 
 
 def _torch_lowered() -> dict[str, str]:
-    from gradtools.torch.modes import precisions
+    from gradtools.torch.modes import PRECISIONS
 
-    standing = {name: get() for name, (get, _) in precisions().items()}
+    standing = {name: get() for name, (get, _) in PRECISIONS.items()}
     newer = {name: v for name, v in standing.items() if name.endswith(".fp32_precision")}
     return {name: value for name, value in newer.items() if value not in _FULL}
 
@@ -110,9 +110,9 @@ def _torch_highest() -> Iterator[None]:
     if not _torch_lowered():
         yield
         return
-    from gradtools.torch.modes import precisions
+    from gradtools.torch.modes import PRECISIONS
 
-    before = {name: get() for name, (get, _) in precisions().items()}
+    before = {name: get() for name, (get, _) in PRECISIONS.items()}
     try:
         _put({name: _HIGHEST[name] for name in _HIGHEST if before[name] is not None})
         _put(dict.fromkeys(_torch_lowered(), "ieee"))
@@ -122,9 +122,9 @@ def _torch_highest() -> Iterator[None]:
 
 
 def _put(wanted: dict[str, Any]) -> None:
-    from gradtools.torch.modes import precisions
+    from gradtools.torch.modes import PRECISIONS
 
-    for name, (get, put) in precisions().items():
+    for name, (get, put) in PRECISIONS.items():
         if name in wanted and get() != wanted[name]:
             put(wanted[name])
 

@@ -8,6 +8,10 @@ and an array agrees when its error is at most `tolerance(dtype, order)`. Nothing
 number of entries, the depth of a network or the size of a batch, and NaN is never replaced. Order
 0 is a value, 1 a gradient, a vjp or a jvp, 2 a Hessian product. A derivative held against finite
 differences has a column of its own: extrapolated, they keep about half of the digits.
+
+No column is for the device: float32 has the same spacing on each, and where matrix units would
+multiply it in TF32 or bfloat16, `precision.py` has them keep all bits while results are compared.
+With ``precision="as set"`` they do not, and the table then tells what that costs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from gradtools.rules import Rule, replaced_where, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import guarded, surveyed
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.operation_marks import OWN
 from gradtools.torch.rules.installing import BatchedRule, apply_rule
 from gradtools.torch.rules.transposing import unpacked, vjp_of_inexact
 
@@ -170,7 +169,7 @@ def _evaluated(
                     [ct for _, ct in pairs],
                     retain_graph=True,
                     create_graph=create,
-                    allow_unused=OWN,
+                    allow_unused=True,
                 )
             )
 

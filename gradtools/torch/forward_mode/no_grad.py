@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode, redispatch_function
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.hooks import PassedBy
-from gradtools.torch.operation_marks import OWN
 from gradtools.torch.upstream_bugs.derivatives import is_wrong_at, pushed_rightly
 
 Tensor = torch.Tensor
@@ -123,11 +122,12 @@ class Stops(TorchFunctionMode):
             self._inside = before
 
     def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
-        own = kwargs.get("allow_unused") is OWN
-        constant = not own and not kwargs.get("create_graph", args[4:5] == (True,))
+        """A pullback, whose hooks run f's code; without a graph it is a constant.
+
+        So are ours: what has a tangent says that it requires a gradient, and gets a graph.
+        """
         on = upstream.is_forward_mode_enabled()
-        _tangents(on and not constant)
+        _tangents(on and bool(kwargs.get("create_graph", args[4:5] == (True,))))
         try:
             return self._within(fun, args, kwargs)
         finally:

@@ -25,7 +25,6 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
-from gradtools.torch.operation_marks import OWN
 from gradtools.torch.upstream_bugs.gradients import right_vjp, rightly, wrong_nodes
 
 Tensor = torch.Tensor
@@ -69,7 +68,7 @@ def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -
             return [None] * len(vs)
         ends, given = zip(*kept, strict=True)
         with rightly(wrong_nodes(ends)):
-            return list(torch.autograd.grad(ends, vs, given, allow_unused=OWN))
+            return list(torch.autograd.grad(ends, vs, given, allow_unused=True))
 
 
 def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:

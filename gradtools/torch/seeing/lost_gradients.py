@@ -28,7 +28,6 @@ from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.operation_marks import OWN
 from gradtools.torch.seeing.recording import operations
 from gradtools.torch.seeing.recording.calls import CallRecorder
 from gradtools.torch.seeing.recording.observation import observed
@@ -336,7 +335,7 @@ def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
 
 def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
     cts = _cotangents(outs)
-    return torch.autograd.grad(outs, leaves, cts, retain_graph=True, allow_unused=OWN)
+    return torch.autograd.grad(outs, leaves, cts, retain_graph=True, allow_unused=True)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
 from gradtools.torch.modes import Modes
-from gradtools.torch.operation_marks import DERIVATIVE, OWN, reason_of_detach
+from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.replaying.guards import mark as mark_of_running
 from gradtools.torch.replaying.guards import marked
 from gradtools.torch.seeing.live_graph import graph_behind
@@ -164,7 +164,7 @@ def _differentiated(
             list(cts.values()),
             create_graph=again,
             retain_graph=True,
-            allow_unused=OWN,
+            allow_unused=True,
         ),
     )
     named = gradient_of if phase < SECOND else second_gradient_of

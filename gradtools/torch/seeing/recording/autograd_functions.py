@@ -9,7 +9,7 @@ import torch
 from gradtools.rules import Rule, captured
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
-from gradtools.torch.operation_marks import OWN, RULE, function_of_ours
+from gradtools.torch.operation_marks import RULE, function_of_ours
 
 if TYPE_CHECKING:
     from gradtools.torch.seeing.recording.calls import RecordedCall
@@ -67,7 +67,7 @@ def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
                 [unwrapped(call.tensors[k]) for k in caller],
                 [torch.ones_like(y) for y in outs],
                 retain_graph=True,
-                allow_unused=OWN,
+                allow_unused=True,
             )
     except Exception:  # it has no backward pass here: whoever takes the gradient is told so
         return set()

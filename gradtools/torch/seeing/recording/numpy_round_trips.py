@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.derivative_flow import forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.recording import Run
@@ -115,24 +114,31 @@ class _Again:
 
     def with_others(self, which: frozenset[int]) -> Moved | None:
         """What moved; None if f does not run with any such numbers."""
-        for size in (1.0, 1e-3):
-            try:
-                return self._moved(which, size)
-            except Exception:  # f refuses these numbers: smaller ones may do
-                continue
+        for size in (1.0, 1e-3):  # f may refuse large steps, and take smaller ones
+            with contextlib.ExitStack() as inside:
+                inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # it was printed
+                seen = self._seen(inside, which, size)
+                if seen is not None:
+                    return self._moved(seen)
         return None
 
-    def _moved(self, which: frozenset[int], size: float) -> Moved:
-        first = self.first
+    def _seen(
+        self, inside: contextlib.ExitStack, which: frozenset[int], size: float
+    ) -> Seen | None:
+        """The run with other numbers; None if f refuses them, by an error of any kind."""
         replace = (which, lambda x: _other(x, size, np.random.default_rng(0)))
-        said_already = contextlib.redirect_stdout(io.StringIO())
-        with said_already, observed(self.run, first.leaves, first.said, replace) as seen:
-            if seen.refusal is not None:
-                raise GradtoolsError(seen.refusal.message)
-            after = copies(seen.outs)
-            alike = len(after) == len(self.before)
-            outputs = [k for k, a in enumerate(self.before) if not (alike and _same(a, after[k]))]
-            return Moved(outputs, _entered(first, seen), _made_unseen(first, seen))
+        again = observed(self.run, self.first.leaves, self.first.said, replace)
+        try:
+            seen = inside.enter_context(again)
+        except Exception:  # the user's code, at numbers that he never gave: that it raises is said
+            return None
+        return seen if seen.refusal is None else None
+
+    def _moved(self, seen: Seen) -> Moved:
+        after = copies(seen.outs)
+        alike = len(after) == len(self.before)
+        outputs = [k for k, a in enumerate(self.before) if not (alike and _same(a, after[k]))]
+        return Moved(outputs, _entered(self.first, seen), _made_unseen(self.first, seen))
 
 
 def _entered(first: Seen, later: Seen) -> list[int]:
@@ -182,5 +188,5 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) != isinstance(b, Tensor) or a.shape != b.shape:
         return False
     if isinstance(a, Tensor):
-        return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+        return bool(((a == b) | (a != a) & (b != b)).all())
     return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

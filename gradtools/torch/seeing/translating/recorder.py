@@ -22,7 +22,6 @@ from gradtools.seeing.formulas.recorded import body_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
-from gradtools.torch.operation_marks import OWN
 from gradtools.torch.seeing.flops import inside_of
 from gradtools.torch.seeing.operands import SAME, AtenCall
 from gradtools.torch.seeing.recording.operations import NO_DATA
@@ -389,7 +388,7 @@ class Computing:
             pairs = zip(both[count:], ys, strict=True)
             given = [(y, torch.tensor(c).to(y.dtype)) for c, y in pairs if y.requires_grad]
             result = torch.autograd.grad(
-                [y for y, _ in given], caller, [c for _, c in given], allow_unused=OWN
+                [y for y, _ in given], caller, [c for _, c in given], allow_unused=True
             )
         place = {id(x): g for x, g in zip(caller, result, strict=True)}
         grads = [place.get(id(x)) for x in xs]

@@ -22,7 +22,6 @@ from gradtools.errors import is_of
 from gradtools.rules import Rule
 from gradtools.seeing.graphs.nodes import Body
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
-from gradtools.torch.operation_marks import OWN
 from gradtools.torch.seeing.recording.autograd_functions import name_and_mark
 from gradtools.torch.seeing.translating.recorder import Computing, FormulaRecorder
 from gradtools.torch.seeing.translating.writer import Ref, like
@@ -93,7 +92,7 @@ class _Applied:
             given = [recorder.introduced(ct, "") for ct in cts]
             with recorder.within(recorder.rules[-1][0] if recorder.rules else ""):
                 result = torch.autograd.grad(
-                    to, caller, cts, create_graph=again, retain_graph=True, allow_unused=OWN
+                    to, caller, cts, create_graph=again, retain_graph=True, allow_unused=True
                 )
             place = {id(x): g for x, g in zip(caller, result, strict=True)}
             pairs = zip(self.xs, self.given, strict=True)

@@ -1,0 +1,346 @@
+"""``gradtools demo``: domain-adversarial training, one program that both frameworks run.
+
+A network learns to read clean digits, whose labels it sees, and has to read rotated, noised,
+faintly inverted ones, whose labels it never sees. A second head tells the two domains apart;
+its gradient is reversed on the way into the features, so that these become the same for both
+(Ganin et al., Domain-Adversarial Training of Neural Networks, JMLR 17, 2016)::
+
+    L(theta_f, theta_y, theta_d) = L_label(theta_f, theta_y) + L_domain(R(theta_f), theta_d),
+    R(x) = x,  dR/dx = -scale
+
+One evaluation of L gives every gradient. The frameworks train in lockstep on the same batches, and
+each step is compared. The constants were chosen on seeds 100 to 109, whose splits and weights the
+demo (seeds 0, 1, ...) does not use; accuracy is that of the last step, none being picked.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is looked at every 50 steps
+BATCH, RATE, MOMENTUM, MAX_SCALE = 64, 0.1, 0.5, 0.3
+WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # a dense layer each
+FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # their matrices and biases
+REVERSED, PLAIN = "with reverse_gradient", "the plain way"
+OPENING = """\
+Domain-adversarial training on 1,797 real digits: 750 clean ones with labels,
+750 others turned, noised and faintly inverted without labels, 297 like those held out.
+One program on {}, float64: same weights, batches, {} steps, learning rate.
+With reversal its scale rises from 0 to {}; without, it stays 0.
+"""
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Domains:
+    """Three disjoint sets of images: no target image is a shifted source image."""
+
+    source: Array
+    source_labels: Array  # one-hot
+    target: Array  # unlabelled
+    held_out: Array  # of the target domain
+    held_out_labels: Array
+
+
+def load_domains(seed: int) -> Domains:
+    """Splits scikit-learn's 1,797 digits and shifts all but the source images."""
+    from sklearn.datasets import load_digits
+
+    digits, rng = load_digits(), np.random.default_rng(seed)
+    source, target, held_out = np.split(rng.permutation(len(digits.images)), [750, 1500])
+    images, labels = digits.images / 16.0, digits.target
+    return Domains(
+        source=images[source].reshape(-1, 64),
+        source_labels=np.eye(10)[labels[source]],
+        target=shift(images[target], rng).reshape(-1, 64),
+        held_out=shift(images[held_out], rng).reshape(-1, 64),
+        held_out_labels=labels[held_out],
+    )
+
+
+def shift(images: Array, rng: np.random.Generator) -> Array:
+    """The target domain: turned by 20 to 40 degrees, a tenth inverted (x to 0.8 x + 0.1), noised.
+
+    Full inversion is too far: there reversal aligns the domains with the classes mixed up.
+    """
+    from scipy.ndimage import rotate
+
+    turned = np.stack([rotate(x, rng.uniform(20, 40), reshape=False, order=1) for x in images])
+    return np.clip(0.8 * turned + 0.1 + 0.1 * rng.standard_normal(turned.shape), 0.0, 1.0)
+
+
+def draw_batch(domains: Domains, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+    """Source images, their labels and target images."""
+    source = rng.integers(0, len(domains.source), BATCH)
+    target = rng.integers(0, len(domains.target), BATCH)
+    return domains.source[source], domains.source_labels[source], domains.target[target]
+
+
+def initial_weights(seed: int) -> list[Array]:
+    """He's initialisation: of each layer the matrix of shape (in, out), then the bias."""
+    rng = np.random.default_rng([seed, 2])
+    layers = [(rng.standard_normal(w) * np.sqrt(2 / w[0]), np.zeros(w[1])) for w in WIDTHS]
+    return [x for layer in layers for x in layer]
+
+
+def scale_at(progress: float) -> float:
+    """The reversal's scale, which rises from 0: MAX_SCALE (2 / (1 + exp(-10 progress)) - 1)."""
+    return float(MAX_SCALE * (2 / (1 + np.exp(-10 * progress)) - 1))
+
+
+class FrameworkRun:
+    """The program on one framework, "torch" or "jax": eager in PyTorch, compiled in JAX."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.gt = name, import_module(f"gradtools.{name}")
+        self._evaluations = Counter[str]()
+        run: Callable[[Any], Any] = self.gt.compile if name == "jax" else lambda f: f
+        self._step, self._plain = run(self._descended), run(self._plain_gradients)
+        self._scores = run(lambda params, x: self._classes(params, self._features(params, x)))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, JAX is in double precision, PyTorch on one thread: the network is small."""
+        with ExitStack() as stack:
+            if self.name == "jax":
+                stack.enter_context(import_module("jax").enable_x64(True))
+            else:
+                torch = import_module("torch")
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(1)
+            yield
+
+    def start(self, weights: Sequence[Array]) -> None:
+        """Takes the weights, and a fresh optimiser."""
+        self._evaluations.clear()
+        self.params = [self.gt.asarray(x) for x in weights]
+        self._momenta = [self.gt.xp.zeros_like(x) for x in self.params]
+
+    def step(self, batch: Sequence[Array], scale: float) -> tuple[float, list[Array]]:
+        """One training step; returns the loss and the gradients."""
+        result = self._step(self.params, self._momenta, *self._arrays(batch, scale))
+        self.params, self._momenta, value, grads = result
+        return float(value), [self.gt.to_numpy(g) for g in grads]
+
+    def plain_gradients(self, batch: Sequence[Array], scale: float) -> list[Array]:
+        """The same gradients from two evaluations: heads descend on the sum, features do not."""
+        grads = self._plain(self.params, *self._arrays(batch, scale))
+        return [self.gt.to_numpy(g) for g in grads]
+
+    def accuracy(self, domains: Domains) -> float:
+        """The part of the held-out images that are read rightly, in percent."""
+        scores = self.gt.to_numpy(self._scores(self.params, self.gt.asarray(domains.held_out)))
+        return 100 * float(np.mean(scores.argmax(1) == domains.held_out_labels))
+
+    def evaluations(self) -> Counter[str]:
+        """How often the cost ran since the start, by the way in which gradients were taken."""
+        if self.name == "jax":
+            import_module("jax").effects_barrier()
+        return self._evaluations
+
+    def _arrays(self, batch: Sequence[Array], scale: float) -> tuple[list[Any], Any]:
+        return [self.gt.asarray(x) for x in batch], self.gt.asarray(np.asarray(scale))
+
+    def _descended(self, params: list[Any], momenta: list[Any], batch: Any, scale: Any) -> Any:
+        def cost(params: list[Any]) -> Any:
+            edit = partial(self.gt.reverse_gradient, scale=scale)
+            return sum(self._losses(REVERSED, params, batch, edit))
+
+        value, grads = self.gt.value_and_grad(cost)(params)
+        momenta = [MOMENTUM * v + g for v, g in zip(momenta, grads, strict=True)]
+        params = [p - RATE * v for p, v in zip(params, momenta, strict=True)]
+        return params, momenta, value, grads
+
+    def _plain_gradients(self, params: list[Any], batch: Any, scale: Any) -> list[Any]:
+        features, heads = params[FEATURES], params[LABELS.start :]
+
+        def for_features(features: list[Any]) -> Any:
+            label, domain = self._losses(PLAIN, features + heads, batch)
+            return label - scale * domain
+
+        def for_heads(heads: list[Any]) -> Any:
+            return sum(self._losses(PLAIN, features + heads, batch))
+
+        grads: list[Any] = self.gt.grad(for_features)(features) + self.gt.grad(for_heads)(heads)
+        return grads
+
+    def _losses(
+        self, way: str, params: list[Any], batch: Any, edit: Callable[[Any], Any] = lambda x: x
+    ) -> tuple[Any, Any]:
+        self._count(way)
+        source, labels, target = batch
+        features = self._features(params, self.gt.xp.concat([source, target]))
+        classes = self._classes(params, features[: len(source)])
+        domains = self._dense(params[DOMAIN], edit(features))[:, 0]
+        return self._label_loss(classes, labels), self._domain_loss(domains, len(source))
+
+    def _count(self, way: str) -> None:
+        add = partial(self._evaluations.update, [way])
+        import_module("jax").debug.callback(add) if self.name == "jax" else add()
+
+    def _features(self, params: list[Any], x: Any) -> Any:
+        return self._relu(self._dense(params[FEATURES], x))
+
+    def _classes(self, params: list[Any], features: Any) -> Any:
+        return self._dense(params[LABELS], features)
+
+    def _dense(self, params: list[Any], x: Any) -> Any:
+        """Dense layers with ReLU between them."""
+        for i in range(0, len(params), 2):
+            x = (self._relu(x) if i else x) @ params[i] + params[i + 1]
+        return x
+
+    def _relu(self, x: Any) -> Any:
+        return self.gt.xp.where(x > 0, x, self.gt.xp.zeros_like(x))
+
+    def _label_loss(self, logits: Any, labels: Any) -> Any:
+        xp = self.gt.xp
+        shifted = logits - self.gt.stop_gradient(xp.max(logits, axis=1, keepdims=True))
+        log_total = xp.log(xp.sum(xp.exp(shifted), axis=1))
+        return xp.mean(log_total - xp.sum(shifted * labels, axis=1))
+
+    def _domain_loss(self, logits: Any, size: int) -> Any:
+        """Cross-entropy of "is it a source image?", the first ``size`` of which are."""
+        xp = self.gt.xp
+        costs = xp.logaddexp(xp.zeros_like(logits), logits)
+        return xp.mean(costs) - xp.sum(logits[:size]) / logits.shape[0]
+
+
+@dataclass
+class Training:
+    """What was seen of one training of every side, with or without reversal."""
+
+    seed: int
+    reverses: bool
+    accuracy: list[list[float]]  # of each side, in percent, at every look and at the end
+    losses: list[float]  # relative differences between the sides
+    gradients: list[float]
+    plain: list[float]  # and to gradients taken the plain way
+    evaluations: Counter[str]
+
+    def compare(
+        self, results: Sequence[tuple[float, list[Array]]], plain: Sequence[list[Array]]
+    ) -> None:
+        """Notes how far the first side's step is from the last's, and each from the plain way."""
+        (first_loss, first), (last_loss, last) = results[0], results[-1]
+        self.losses.append(abs(first_loss - last_loss) / abs(last_loss))
+        self.gradients.append(relative_difference(first, last))
+        pairs = zip(results, plain, strict=False)
+        self.plain.extend(relative_difference(grads, other) for (_, grads), other in pairs)
+
+
+def train(sides: Sequence[FrameworkRun], seed: int, reverses: bool, steps: int = STEPS) -> Training:
+    """Trains every side from the same weights on the same batches."""
+    from tqdm import trange
+
+    seen = Training(seed, reverses, [], [], [], [], Counter())
+    domains, rng = load_domains(seed), np.random.default_rng([seed, 1])
+    for side in sides:
+        side.start(initial_weights(seed))
+    said = f"seed {seed}, {'with' if reverses else 'without'} reversal"
+    for number in trange(steps, desc=said, leave=False):
+        batch = draw_batch(domains, rng)
+        scale = scale_at(number / steps) if reverses else 0.0
+        plain = []
+        if number % LOOK_EVERY == 0:
+            seen.accuracy.append([side.accuracy(domains) for side in sides])
+            plain = [side.plain_gradients(batch, scale) for side in sides]
+        seen.compare([side.step(batch, scale) for side in sides], plain)
+    seen.accuracy.append([side.accuracy(domains) for side in sides])
+    seen.evaluations = sum((side.evaluations() for side in sides), Counter())
+    return seen
+
+
+def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
+    """The norm of a - b over the norm of b, over all leaves jointly."""
+    difference = sum(float(np.sum((x - y) ** 2)) for x, y in zip(a, b, strict=True))
+    return float(np.sqrt(difference / sum(float(np.sum(y**2)) for y in b)))
+
+
+def train_all(
+    sides: Sequence[FrameworkRun], seeds: Sequence[int], steps: int = STEPS
+) -> list[Training]:
+    """For every seed one training without reversal and one with, in that order."""
+    with ExitStack() as stack:
+        for side in sides:
+            stack.enter_context(side.working())
+        return [train(sides, seed, on, steps) for seed in seeds for on in (False, True)]
+
+
+def run_demo(
+    backends: Sequence[str], seeds: int = 5, out: Path = Path("out"), quick: bool = False
+) -> int:
+    """Runs the whole demo and returns an exit status.
+
+    Args:
+        backends: "torch", "jax" or both; with both, each step is compared.
+        seeds: how many times everything is drawn anew.
+        out: the folder for the picture.
+        quick: few steps, to see that it runs; the accuracies then mean nothing.
+    """
+    started, steps = perf_counter(), QUICK_STEPS if quick else STEPS
+    print(OPENING.format(" and ".join(backends), steps, MAX_SCALE))
+    trainings = train_all([FrameworkRun(name) for name in backends], range(seeds), steps)
+    print("\n".join([*_accuracies(trainings, backends), *_comparison(trainings, backends)]))
+    print(f"picture: {draw(trainings, backends, out)}")
+    print(f"took {perf_counter() - started:.0f} s")
+    return 0
+
+
+def _accuracies(trainings: Sequence[Training], backends: Sequence[str]) -> Iterator[str]:
+    yield "\naccuracy on held-out target images, in %"
+    yield "  seed" + "".join(f"{name:>9} without   with   gain" for name in backends)
+    final = np.array([t.accuracy[-1] for t in trainings])
+    final = final.reshape(-1, 2, len(backends))  # a seed, without and with
+    for name, pairs in [*enumerate(final), ("mean", final.mean(0))]:
+        yield f"  {name:>4}" + "".join(f"{a:>17.1f} {b:>6.1f} {b - a:>+6.1f}" for a, b in pairs.T)
+
+
+def _comparison(trainings: Sequence[Training], backends: Sequence[str]) -> Iterator[str]:
+    compared = sum(len(t.losses) for t in trainings)
+    if len(backends) > 1:
+        yield f"\nlargest difference between the frameworks over {compared:,} steps (relative):"
+        losses, gradients = (
+            max(max(vars(t)[k]) for t in trainings) for k in ("losses", "gradients")
+        )
+        yield f"  losses {losses:.1e}, gradients {gradients:.1e}"
+    yield "\nevaluations of f, counted while it ran:"
+    counts = sum((t.evaluations for t in trainings), Counter[str]())
+    steps, plain = compared * len(backends), [x for t in trainings for x in t.plain]
+    yield _count(REVERSED, counts, steps)
+    yield f"{_count(PLAIN, counts, len(plain))}; gradients differ by {max(plain):.1e}"
+
+
+def _count(way: str, counts: Counter[str], steps: int) -> str:
+    return f"  {way:<21} {counts[way]:,} in {steps:,} steps: {counts[way] / steps:g} a step"
+
+
+def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> Path:
+    """Writes demo.png into the folder and returns its path: accuracy over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    FigureCanvasAgg(figure)  # no window, whatever the user's settings
+    axes: Any = figure.subplots()
+    for reverses, label, colour in ((False, "without", "#b8542c"), (True, "with", "#22688c")):
+        chosen = np.array([t.accuracy for t in trainings if t.reverses is reverses])
+        looks = LOOK_EVERY * np.arange(chosen.shape[1])
+        for curve, name, style in zip(chosen.mean(0).T, backends, ("-", "o"), strict=False):
+            axes.plot(looks, curve, style, color=colour, label=f"{label} reversal, {name}")
+        band = chosen[..., 0].min(0), chosen[..., 0].max(0)
+        axes.fill_between(looks, *band, color=colour, alpha=0.12)
+    axes.set(xlabel="step", ylabel="accuracy on held-out target images, %")
+    axes.set_title("mean over the seeds; the band is their range")
+    axes.legend()
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / "demo.png", dpi=110)
+    return out / "demo.png"

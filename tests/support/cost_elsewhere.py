@@ -1,0 +1,19 @@
+"""The public names that the tables of costs leave out, and what must be in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# These have costs of their own in other tests, or none.
+ELSEWHERE = {
+    *("vmap", "compile"),  # the framework's own under one name
+    "gather",  # needs several processes or devices
+    *("xp", "asarray", "to_numpy", "key", "split", "Spec", "is_replaying"),  # no derivative
+    *("dependence", "why_zero", "guard_gradients"),  # looked at, not run in a program
+    *("gradient_graph", "graph_diff", "formula", "measure"),
+}
+
+
+def without_case(gt: Any, cases: Any) -> set[str]:
+    """The public operators of which there is no case, by name or by `name, mode`."""
+    return set(gt.__all__) - {name.partition(",")[0] for name in cases} - ELSEWHERE

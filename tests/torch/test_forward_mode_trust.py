@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -230,3 +232,38 @@ def test_a_tangent_is_right_where_pytorch_has_neither_mode_right(case, way):
     if way == "jvp under torch.func":
         expected = torch.view_as_real(expected + 0j).sum()
     torch.testing.assert_close(push[way](), expected, rtol=1e-9, atol=1e-9)
+
+
+BLOCKS = {
+    "off": torch.no_grad,
+    "on": torch.enable_grad,
+    "set off": lambda: torch.set_grad_enabled(False),
+    "set on": lambda: torch.set_grad_enabled(True),
+}
+
+
+@pytest.mark.parametrize("blocks", itertools.product(BLOCKS, repeat=3), ids=" ".join)
+def test_blocks_in_blocks_stop_what_they_stop_in_reverse_mode(blocks):
+    def nested(x, names):
+        if not names:
+            return x**2
+        with BLOCKS[names[0]]():
+            return x**3 + nested(x, names[1:]) + x**4
+
+    f = lambda x: x + nested(x, blocks) + x**5
+    x = torch.tensor(1.3, dtype=torch.float64)
+    torch.testing.assert_close(gt.jvp(f, (x,), (torch.ones_like(x),))[1], gt.grad(f)(x))
+
+
+def test_a_derivative_within_f_of_a_forward_rule_has_its_tangent_each_time():
+    """The block in a Function's forward leaves off what autograd switched off, and f did not."""
+    cube = gt.custom_rule(lambda x: x**3)
+    cube.defjvp(lambda primals, tangents: (primals[0] ** 3, 3 * primals[0] ** 2 * tangents[0]))
+
+    def slope(x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(cube(x).sum(), x, create_graph=True)[0]
+
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    for _ in range(3):
+        torch.testing.assert_close(gt.jvp(slope, (x,), (torch.ones_like(x),))[1], 6 * x)

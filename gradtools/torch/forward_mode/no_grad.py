@@ -55,6 +55,7 @@ class Stops(TorchFunctionMode):
         self._level = upstream.forward_level()
         self._hidden = hidden
         self._stopped: int | None = None  # beneath how many transforms f switched gradients off
+        self._around: list[int | None] = []  # that, around each block in which they are on again
 
     def __enter__(self) -> Stops:
         super().__enter__()
@@ -136,16 +137,22 @@ class Stops(TorchFunctionMode):
     def _switched(self, on: bool) -> None:
         """f switches gradients on or off; on, but to leave off as it was, means that it needs them.
 
-        Transforms of torch.func switch them on inside, whatever was before.
+        Transforms of torch.func switch them on inside, whatever was before. A block may also leave
+        off what autograd switched off itself, as it does around the forward of a Function.
         """
         depth = len(upstream.get_interpreter_stack() or ())
+        leaving = upstream.is_leaving_a_block(1)
+        if on and not leaving and not torch.is_grad_enabled():
+            self._around.append(self._stopped)
         graphs(on)
-        if not on:
+        if not on and leaving and self._around:
+            self._stopped = self._around.pop()
+        elif not on:
             self._stopped = depth if self._stopped is None else self._stopped
         elif self._stopped is None or depth <= self._stopped:
             self._stopped = None
-            self._hidden = self._hidden and (depth > 0 or upstream.is_leaving_a_block(1))
-        _tangents(self._stopped is None)
+            self._hidden = self._hidden and (depth > 0 or leaving)
+        _tangents(on and self._stopped is None)
 
     def _requires(self, x: Tensor) -> bool:
         """Whether x would require a gradient in reverse mode; where a graph is kept, it does.

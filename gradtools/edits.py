@@ -32,8 +32,7 @@ SCALE = Rule(
     cotangent=lambda s, cts: [s[0] * cts[0], None],
     nondifferentiable=(1,),
     saves=(1,),
-    captures=False,
-    identity=True,
+    reaches="identity",
 )
 """Inputs x and s; dy = s dx."""
 
@@ -44,8 +43,7 @@ REPLACE = Rule(
     cotangent=lambda _, cts: [None, cts[0]],
     nondifferentiable=(0,),
     saves=(),
-    captures=False,
-    identity=True,
+    reaches="identity",
 )
 """Inputs y and s; the value of y with the derivative of s."""
 
@@ -55,8 +53,7 @@ KNOWN = Rule(
     cotangent=lambda dx, cts: [dx[0], None],
     nondifferentiable=(1,),
     saves=(1,),
-    captures=False,
-    identity=True,
+    reaches="identity",
     reverse_only=True,
 )
 """Inputs x and dx; whatever comes in, the cotangent is dx."""
@@ -84,8 +81,7 @@ def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
         cotangent=cotangent,
         nondifferentiable=bounds,
         saves=bounds,
-        captures=False,
-        identity=True,
+        reaches="identity",
         reverse_only=True,
     )
 
@@ -315,8 +311,9 @@ class Edits(Operators):
             primal=lambda *xs: list(xs),
             cotangent=cotangent,
             saves=(),
-            identity=True,
+            reaches="identity",
             reverse_only=True,
+            user_functions=(fn,),
         )
         return _edit_jointly(backend, lambda found: backend.apply_rule(rule, *found), x)
 

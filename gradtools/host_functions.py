@@ -143,20 +143,12 @@ class HostFunction(CustomRule):
                     "its arguments."
                 )
 
-            return Rule(
-                self.__name__,
-                shape.primal,
-                missing,
-                missing,
-                captures=False,
-                user_functions=(self.kernel.fun,),
-            )
+            return Rule(self.__name__, shape.primal, missing, missing)
         if self.bwd is None:
             return super()._rule(shape)
-        joint = None if self.jvp is None else shape.joint
         of_kernels = _OfKernels(self, shape)
         shape.refined = of_kernels.refined
-        rule = self._new_rule(shape, linearize=of_kernels.linearize, joint=joint)
+        rule = self._new_rule(shape, linearize=of_kernels.linearize)
         # Its maps are rules on all cotangents, so fwd is told that each may be asked for.
         return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
 
@@ -259,7 +251,6 @@ class _KernelMaps:
         common: dict[str, Any] = {
             "nondifferentiable": saved,
             "user_functions": (host.fwd, host.bwd),
-            "source": self.of.shape.rule,
         }
         name = host.__name__
         self.pull = Rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled, **common)

@@ -118,7 +118,7 @@ class CustomRule:
     """
 
     __qualname__: str
-    __gradtools_holds__: tuple[str, ...] = ("fun", *_MAPS)  # see `rules.captured`
+    __gradtools_holds__: tuple[str, ...] = ("fun", *_MAPS)  # see `rules.held_by`
 
     def __init__(
         self,

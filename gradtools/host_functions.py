@@ -233,6 +233,21 @@ class _OfKernels:
         return made
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class _MapRule(Rule):
+    """A map of a host function as a rule of its own.
+
+    Attributes:
+        host: The host function's rule: what was asked of that is not asked again at each shape.
+    """
+
+    host: Rule
+
+    @property
+    def origin(self) -> Any:
+        return self.host.origin
+
+
 @dataclass(eq=False)
 class _KernelMaps:
     """bwd and its transpose at one structure, as rules on `[*xs, *saved, *what they move]`."""
@@ -251,10 +266,11 @@ class _KernelMaps:
         common: dict[str, Any] = {
             "nondifferentiable": saved,
             "user_functions": (host.fwd, host.bwd),
+            "host": self.of.shape.rule,
         }
         name = host.__name__
-        self.pull = Rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled, **common)
-        self.push = Rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed, **common)
+        self.pull = _MapRule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled, **common)
+        self.push = _MapRule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed, **common)
 
     def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
         """xs, what fwd saved, and what is moved linearly."""

@@ -154,7 +154,7 @@ class Rule:
 
     @property
     def origin(self) -> Any:
-        """What it shares with the rules that are made of it: what is asked of one holds for all."""
+        """What it shares with the rules that are made of it: if one is linear, so are all."""
         return self.contract or self
 
     def fills(self, which: str) -> bool:
@@ -217,18 +217,11 @@ def reverse_only_text(caller: str, name: str) -> str:
 def closes_over(
     rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
 ) -> bool:
-    """Whether what the author of a rule wrote holds a certain array."""
-    return next(captured(rule, wanted, array, attributes), None) is not None
-
-
-def captured(
-    rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
-) -> Iterator[Any]:
-    """The arrays of a kind that what the author of a rule wrote holds.
+    """Whether what the author of a rule wrote holds a certain array.
 
     To trace a rule's maps whenever it is applied would never end, for a rule may use itself.
     """
-    return held_by(rule.user_functions, wanted, array, attributes)
+    return next(held_by(rule.user_functions, wanted, array, attributes), None) is not None
 
 
 def held_by(

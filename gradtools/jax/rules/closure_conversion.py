@@ -18,10 +18,7 @@ from gradtools.rules import Rule, closed_over_error, closes_over
 
 
 def closes_over_tracer(rule: Rule) -> bool:
-    """Whether what the author of a rule wrote holds an array of a running trace.
-
-    A rule may use itself, so to trace its maps whenever it is applied would never end.
-    """
+    """Whether what the author of a rule wrote holds an array of a running trace."""
     if not reachability.within_a_trace():
         return False
     return closes_over(rule, lambda x: isinstance(x, jax.core.Tracer), jax.Array)

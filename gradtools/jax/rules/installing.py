@@ -358,7 +358,7 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     if isinstance(rule, PartialRule):
         return _primal_transpose(_cotangents_of_all(rule, cts, xs), *xs, rule=rule.whole)
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
-    if rule.origin in local_list("linearizing"):
+    if (rule.contract or rule) in local_list("linearizing"):
         return _code_transposed(cts, xs, rule, unknown)
     at = [zeros_of(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
     check_linear(rule, at, unknown)

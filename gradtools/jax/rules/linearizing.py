@@ -61,7 +61,7 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], given: Mask | None = None) ->
         return rule
     given = given if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, given)
-    with pushed_on(local_list("linearizing"), rule.origin):
+    with pushed_on(local_list("linearizing"), rule.contract or rule):
         hold_maps(rule, xs, given)
         with in_words(rule):
             closed = jax.make_jaxpr(forward)(*map(jax.typeof, xs))
@@ -87,7 +87,7 @@ def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
     """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
     given = given if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, given)
-    with pushed_on(local_list("linearizing"), rule.origin):
+    with pushed_on(local_list("linearizing"), rule.contract or rule):
         told = hold_maps(rule, xs, given)
         out = under_the_trace(forward, xs)
         if not told:

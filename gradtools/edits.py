@@ -21,7 +21,7 @@ from typing import Any
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.calls import as_array, describe, is_numeric
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, replaced_at
+from gradtools.rules import Rule, key_of, replaced_at
 
 # --- the rules ---------------------------------------------------------------------------
 
@@ -140,7 +140,8 @@ class Edits(Operators):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         # Dynamo takes the rule that this returns as a constant.
-        self._clip_rule = backend.compiler.constant_result(lru_cache(partial(clip_rule, backend)))
+        rules = lru_cache(partial(clip_rule, backend))
+        self._clip_key = backend.compiler.constant_result(lambda *kind: key_of(rules(*kind)))
 
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
         """The identity whose derivative is times `-scale`: y = x, dy = -scale dx.
@@ -265,9 +266,9 @@ class Edits(Operators):
 
         def edit(leaves: list[Array]) -> list[Array]:
             kind = CLIP_BY_NORM * (max_norm is not None) + CLIP_BY_VALUE * (max_value is not None)
-            rule = self._clip_rule(len(leaves), kind)
+            key = self._clip_key(len(leaves), kind)
             limits = [backend.real_scalar(bound, leaves[0]) for bound in given.values()]
-            return backend.apply_rule(rule, *leaves, *limits)
+            return backend.apply_rule_by_key(key, *leaves, *limits)
 
         return _edit_jointly(backend, edit, x)
 
@@ -297,6 +298,10 @@ class Edits(Operators):
             "transform_gradient takes a Python function, which compiled code drops in silence "
             "under torch.func (pytorch#193279)"
         )
+        return backend.compiler.uncompiled(self._transformed, x, fn)
+
+    def _transformed(self, x: Any, fn: Callable[[Any], Any]) -> Any:
+        backend = self._backend
         leaves, treedef = backend.flatten(x)
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count = len(leaves)

@@ -111,7 +111,7 @@ class Rule:
             zero.
         reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
         user_functions: The functions of its author, which may close over arrays of a running
-            trace. None: no map does.
+            trace. Without any, no map does.
         symbolic_zeros: Which maps are handed None for a zero in spite of a contract, and come of
             an evaluation that knows what is differentiated: any of "tangent", "cotangent".
         contract: What its author's maps are held to; they are handed zeros for what is floating,

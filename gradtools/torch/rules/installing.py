@@ -67,12 +67,21 @@ Tensor = torch.Tensor
 
 def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
-    # Dynamo does not say of an input whether it is differentiated; there it counts as if it were.
-    if rule.reverse_only and _pushing() and any(is_compiling() or x.requires_grad for x in xs):
-        raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
     if is_compiling():
-        return list(_apply_by_key(_key_of(rule), *xs))
+        return apply_rule_by_key(_key_of(rule), *xs)
+    if rule.reverse_only and _pushing() and any(x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
     return list(_apply(rule, xs))
+
+
+def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
+    """`apply_rule` of a rule that compiled code knows by its key alone."""
+    if not is_compiling():
+        return apply_rule(by_key(key), *xs)
+    # Dynamo does not say of an input whether it is differentiated; here it counts as if it were.
+    if _pushing() and _reverse_only(key):
+        raise GradtoolsError(reverse_only_text(_pushing()[-1], _reverse_only(key)))
+    return list(_apply_by_key(key, *xs))
 
 
 @upstream.marked_constant
@@ -80,9 +89,10 @@ def _key_of(rule: Rule) -> str:
     return key_of(rule)
 
 
-def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
-    """`apply_rule` of a rule in both modes, which compiled code knows by its key alone."""
-    return list(_apply_by_key(key, *xs) if is_compiling() else _apply(by_key(key), xs))
+@upstream.marked_constant
+def _reverse_only(key: str) -> str:
+    """The name of the rule, if it has no forward mode."""
+    return by_key(key).name if by_key(key).reverse_only else ""
 
 
 _eager = threading.local()

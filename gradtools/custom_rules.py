@@ -219,9 +219,7 @@ class CustomRule:
         self._is_symbolic("cotangent", symbolic_zeros)
 
     def _is_symbolic(self, which: str, yes: bool) -> None:
-        self.symbolic_zeros = (
-            self.symbolic_zeros | {which} if yes else self.symbolic_zeros - {which}
-        )
+        self.symbolic_zeros = self.symbolic_zeros - {which} | ({which} if yes else set())
 
     def defjvp(self, rule: F, symbolic_zeros: bool = False) -> F:
         """Gives the forward rule: `rule(primals, tangents)` returns the output and its tangent.

@@ -139,7 +139,7 @@ class Edits(Operators):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        # Dynamo takes the rule that this returns as a constant.
+        # Dynamo takes the key that this returns as a constant.
         rules = lru_cache(partial(clip_rule, backend))
         self._clip_key = backend.compiler.constant_result(lambda *kind: key_of(rules(*kind)))
 

@@ -235,11 +235,7 @@ class _OfKernels:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _MapRule(Rule):
-    """A map of a host function as a rule of its own.
-
-    Attributes:
-        host: The host function's rule: what was asked of that is not asked again at each shape.
-    """
+    """A map of a host function as a rule, which is not asked again what its `host`'s rule was."""
 
     host: Rule
 
@@ -262,15 +258,11 @@ class _KernelMaps:
         host = self.of.of
         self.backend = self.of.backend
         self.n, self.k = len(self.moving), len(self.saves)
-        saved = tuple(range(self.n, self.n + self.k))
-        common: dict[str, Any] = {
-            "nondifferentiable": saved,
-            "user_functions": (host.fwd, host.bwd),
-            "host": self.of.shape.rule,
-        }
-        name = host.__name__
-        self.pull = _MapRule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled, **common)
-        self.push = _MapRule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed, **common)
+        name, saved = host.__name__, tuple(range(self.n, self.n + self.k))
+        rule = partial(_MapRule, host=self.of.shape.rule, nondifferentiable=saved)
+        rule = partial(rule, user_functions=(host.fwd, host.bwd))
+        self.pull = rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled)
+        self.push = rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed)
 
     def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
         """xs, what fwd saved, and what is moved linearly."""

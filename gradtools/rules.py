@@ -47,10 +47,9 @@ _KEYS_OF: weakref.WeakKeyDictionary[Rule, str] = weakref.WeakKeyDictionary()
 
 def key_of(rule: Rule) -> str:
     """A text by which compiled code finds the rule again, see `by_key`."""
-    if rule not in _KEYS_OF:
-        _KEYS_OF[rule] = key = next(KEYS)
-        _BY_KEY[key] = rule
-    return _KEYS_OF[rule]
+    key = _KEYS_OF.setdefault(rule, next(KEYS))
+    _BY_KEY[key] = rule
+    return key
 
 
 def by_key(key: str) -> Rule:

@@ -196,11 +196,10 @@ def moving_inputs(
     call: TiledCall, name: str, xs: Sequence[Array], perturbed: tuple[bool, ...] | None = None
 ) -> list[int]:
     """The inputs that are differentiated, of which none may be an array that f closes over."""
-    inexact = [i for i, x in enumerate(xs) if call.backend.is_inexact(x)]
-    moving = [i for i in inexact if perturbed is None or perturbed[i]]
-    if perturbed is not None and not set(moving).isdisjoint(call.captured):
+    if perturbed is not None and any(perturbed[i] for i in call.captured):
         raise closed_over_error(name)
-    return [i for i in moving if i not in call.captured]
+    inexact = [i for i, x in enumerate(xs) if call.backend.is_inexact(x) and i not in call.captured]
+    return [i for i in inexact if perturbed is None or perturbed[i]]
 
 
 def _at(h: Callable[[Arrays], Arrays], xs: Arrays, places: Sequence[int]) -> Any:

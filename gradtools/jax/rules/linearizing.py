@@ -97,10 +97,9 @@ def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
 
 
 def _maps_at(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Linearized:
-    made = None
-    if isinstance(rule, JvpRule) and rule.linearize is None:
-        made = _split(rule, xs, given)
-    return made or _native(rule, rule.at(*xs, perturbed=given), xs, given)
+    if isinstance(rule, JvpRule) and rule.linearize is None and (made := _split(rule, xs, given)):
+        return made
+    return _native(rule, rule.at(*xs, perturbed=given), xs, given)
 
 
 def _native(

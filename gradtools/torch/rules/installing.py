@@ -247,9 +247,7 @@ def _closes_over_tracked(rule: Rule) -> bool:
         return True
     if upstream.peek_interpreter_stack() is not None:
         return closes_over(rule, lambda x: isinstance(x, Tensor) and is_wrapped(x), Tensor)
-    if upstream.forward_level() >= 0:
-        return closes_over(rule, is_dual, Tensor)
-    return False
+    return upstream.forward_level() >= 0 and closes_over(rule, is_dual, Tensor)
 
 
 def _is_derived(rule: Rule) -> bool:
@@ -438,9 +436,7 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
     plain = [unwrapped(x) for x in xs] if levels else xs
     if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
         return True
-    if upstream.forward_level() < 0:
-        return False
-    return any(is_dual(x) for x in plain)
+    return upstream.forward_level() >= 0 and any(map(is_dual, plain))
 
 
 _DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)

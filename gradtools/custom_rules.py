@@ -21,7 +21,7 @@ from gradtools.custom_structure import ARRAY, Shaped, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import told_apart
 from gradtools.rule_contract import Contract, checked_word
-from gradtools.rules import KEYS, Rule, total
+from gradtools.rules import KEYS, JvpRule, Rule, total
 from gradtools.static_arguments import Parameters
 
 _MOST_SHAPES = 256
@@ -118,7 +118,7 @@ class CustomRule:
     """
 
     __qualname__: str
-    __gradtools_holds__: tuple[str, ...] = ("fun", *_MAPS)  # see `rules.captured`
+    __gradtools_holds__: tuple[str, ...] = ("fun", *_MAPS)  # see `rules.held_by`
 
     def __init__(
         self,
@@ -219,9 +219,7 @@ class CustomRule:
         self._is_symbolic("cotangent", symbolic_zeros)
 
     def _is_symbolic(self, which: str, yes: bool) -> None:
-        self.symbolic_zeros = (
-            self.symbolic_zeros | {which} if yes else self.symbolic_zeros - {which}
-        )
+        self.symbolic_zeros = self.symbolic_zeros - {which} | ({which} if yes else set())
 
     def defjvp(self, rule: F, symbolic_zeros: bool = False) -> F:
         """Gives the forward rule: `rule(primals, tangents)` returns the output and its tangent.
@@ -302,8 +300,7 @@ class CustomRule:
     # Compiled code takes what these two return for constants.
 
     def _key(self, own_key: str, statics: Any, structure: Any, arrays: Any, others: Any) -> str:
-        shape = self._shape(statics, structure, arrays, others)
-        return shape.rule.key
+        return self._shape(statics, structure, arrays, others).key
 
     def _out(self, key: str, avals: Any) -> Any:
         """The structure that came out where arrays like these went in."""
@@ -327,9 +324,9 @@ class CustomRule:
             full = _marked(iter(others), arrays)
             treedef = self._backend.treedef_of_static(structure)
             result = self._shapes[key] = Shaped(self, statics, treedef, full)
-            self._by_key[result.rule.key] = result
+            self._by_key[result.key] = result
             if len(self._shapes) > _MOST_SHAPES:
-                del self._by_key[self._shapes.popitem(last=False)[1].rule.key]
+                del self._by_key[self._shapes.popitem(last=False)[1].key]
         return result
 
     def _arrays_in(self, tree: Any) -> list[Any]:
@@ -369,12 +366,12 @@ class CustomRule:
                 "defjvp(rule) before it is called."
             )
         if self.bwd is None:
-            return self._new_rule(shape, tangent=shape.tangent, joint=shape.joint)
-        joint = None if self.jvp is None else shape.joint
-        return self._new_rule(shape, linearize=shape.linearize, joint=joint)
+            return self._new_rule(shape, tangent=shape.tangent)
+        return self._new_rule(shape, linearize=shape.linearize)
 
     def _new_rule(self, shape: Shaped, **maps: Any) -> Rule:
-        return Rule(
+        kind = Rule if self.jvp is None else partial(JvpRule, jvp=shape.pushforward)
+        return kind(
             self.__name__,
             shape.primal,
             user_functions=(self.fun, *self._maps().values()),

@@ -11,7 +11,7 @@ from gradtools.calls import describe
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import told_apart
 from gradtools.rule_contract import Aval, Primal
-from gradtools.rules import Entries, Linearized
+from gradtools.rules import Entries, Linearized, key_of
 
 if TYPE_CHECKING:
     from gradtools.custom_rules import CustomRule
@@ -44,6 +44,7 @@ class Shaped:
         self.contract = self.of._contract()
         self.values: dict[Any, tuple[Any, list[Aval]]] = {}
         self.rule = self.of._rule(self)
+        self.key = key_of(self.rule)
         self.entries = [
             self.backend.flatten(tree)
             for tree in self.arguments([ARRAY] * self.others.count(ARRAY))
@@ -106,7 +107,7 @@ class Shaped:
 
     # --- the forward rule
 
-    def joint(self, xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
+    def pushforward(self, xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
         """Outputs and their tangents by the forward rule."""
         rest = self.arguments(xs)
         assert self.of.jvp is not None
@@ -124,7 +125,7 @@ class Shaped:
 
     def tangent(self, xs: Entries, dxs: Entries) -> list[Any]:
         """The tangents alone."""
-        return self.joint(xs, dxs)[1]
+        return self.pushforward(xs, dxs)[1]
 
     def _tangents(self, dxs: Sequence[Any]) -> Any:
         left, symbolic = iter(dxs), "tangent" in self.of.symbolic_zeros

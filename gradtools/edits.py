@@ -21,7 +21,7 @@ from typing import Any
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.calls import as_array, describe, is_numeric
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, replaced_at
+from gradtools.rules import Rule, key_of, replaced_at
 
 # --- the rules ---------------------------------------------------------------------------
 
@@ -32,8 +32,7 @@ SCALE = Rule(
     cotangent=lambda s, cts: [s[0] * cts[0], None],
     nondifferentiable=(1,),
     saves=(1,),
-    captures=False,
-    identity=True,
+    reaches="identity",
 )
 """Inputs x and s; dy = s dx."""
 
@@ -44,8 +43,7 @@ REPLACE = Rule(
     cotangent=lambda _, cts: [None, cts[0]],
     nondifferentiable=(0,),
     saves=(),
-    captures=False,
-    identity=True,
+    reaches="identity",
 )
 """Inputs y and s; the value of y with the derivative of s."""
 
@@ -55,8 +53,7 @@ KNOWN = Rule(
     cotangent=lambda dx, cts: [dx[0], None],
     nondifferentiable=(1,),
     saves=(1,),
-    captures=False,
-    identity=True,
+    reaches="identity",
     reverse_only=True,
 )
 """Inputs x and dx; whatever comes in, the cotangent is dx."""
@@ -84,8 +81,7 @@ def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
         cotangent=cotangent,
         nondifferentiable=bounds,
         saves=bounds,
-        captures=False,
-        identity=True,
+        reaches="identity",
         reverse_only=True,
     )
 
@@ -143,8 +139,9 @@ class Edits(Operators):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        # Dynamo takes the rule that this returns as a constant.
-        self._clip_rule = backend.compiler.constant_result(lru_cache(partial(clip_rule, backend)))
+        # Dynamo takes the key that this returns as a constant.
+        rules = lru_cache(partial(clip_rule, backend))
+        self._clip_key = backend.compiler.constant_result(lambda *kind: key_of(rules(*kind)))
 
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
         """The identity whose derivative is times `-scale`: y = x, dy = -scale dx.
@@ -269,9 +266,9 @@ class Edits(Operators):
 
         def edit(leaves: list[Array]) -> list[Array]:
             kind = CLIP_BY_NORM * (max_norm is not None) + CLIP_BY_VALUE * (max_value is not None)
-            rule = self._clip_rule(len(leaves), kind)
+            key = self._clip_key(len(leaves), kind)
             limits = [backend.real_scalar(bound, leaves[0]) for bound in given.values()]
-            return backend.apply_rule(rule, *leaves, *limits)
+            return backend.apply_rule_by_key(key, *leaves, *limits)
 
         return _edit_jointly(backend, edit, x)
 
@@ -301,6 +298,10 @@ class Edits(Operators):
             "transform_gradient takes a Python function, which compiled code drops in silence "
             "under torch.func (pytorch#193279)"
         )
+        return backend.compiler.uncompiled(self._transformed, x, fn)
+
+    def _transformed(self, x: Any, fn: Callable[[Any], Any]) -> Any:
+        backend = self._backend
         leaves, treedef = backend.flatten(x)
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count = len(leaves)
@@ -315,8 +316,9 @@ class Edits(Operators):
             primal=lambda *xs: list(xs),
             cotangent=cotangent,
             saves=(),
-            identity=True,
+            reaches="identity",
             reverse_only=True,
+            user_functions=(fn,),
         )
         return _edit_jointly(backend, lambda found: backend.apply_rule(rule, *found), x)
 

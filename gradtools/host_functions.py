@@ -143,20 +143,12 @@ class HostFunction(CustomRule):
                     "its arguments."
                 )
 
-            return Rule(
-                self.__name__,
-                shape.primal,
-                missing,
-                missing,
-                captures=False,
-                user_functions=(self.kernel.fun,),
-            )
+            return Rule(self.__name__, shape.primal, missing, missing)
         if self.bwd is None:
             return super()._rule(shape)
-        joint = None if self.jvp is None else shape.joint
         of_kernels = _OfKernels(self, shape)
         shape.refined = of_kernels.refined
-        rule = self._new_rule(shape, linearize=of_kernels.linearize, joint=joint)
+        rule = self._new_rule(shape, linearize=of_kernels.linearize)
         # Its maps are rules on all cotangents, so fwd is told that each may be asked for.
         return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
 
@@ -241,6 +233,17 @@ class _OfKernels:
         return made
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class _MapRule(Rule):
+    """A map of a host function as a rule, which is not asked again what its `host`'s rule was."""
+
+    host: Rule
+
+    @property
+    def origin(self) -> Any:
+        return self.host.origin
+
+
 @dataclass(eq=False)
 class _KernelMaps:
     """bwd and its transpose at one structure, as rules on `[*xs, *saved, *what they move]`."""
@@ -255,15 +258,11 @@ class _KernelMaps:
         host = self.of.of
         self.backend = self.of.backend
         self.n, self.k = len(self.moving), len(self.saves)
-        saved = tuple(range(self.n, self.n + self.k))
-        common: dict[str, Any] = {
-            "nondifferentiable": saved,
-            "user_functions": (host.fwd, host.bwd),
-            "source": self.of.shape.rule,
-        }
-        name = host.__name__
-        self.pull = Rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled, **common)
-        self.push = Rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed, **common)
+        name, saved = host.__name__, tuple(range(self.n, self.n + self.k))
+        rule = partial(_MapRule, host=self.of.shape.rule, nondifferentiable=saved)
+        rule = partial(rule, user_functions=(host.fwd, host.bwd))
+        self.pull = rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled)
+        self.push = rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed)
 
     def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
         """xs, what fwd saved, and what is moved linearly."""

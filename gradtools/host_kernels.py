@@ -121,7 +121,7 @@ class Kernel:
         inside: Of a function of another framework: what looks into it.
     """
 
-    __gradtools_holds__ = ("fun", "out")  # see `rules.captured`
+    __gradtools_holds__ = ("fun", "out")  # see `rules.held_by`
 
     fun: Callable[..., Any]
     out: Any = None

@@ -19,10 +19,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -36,11 +36,20 @@ Array = Any
 R = TypeVar("R", bound="Rule")
 Entries = Sequence[Any]  # arrays, or None for a zero
 Map = Callable[[Entries, Entries], list[Any]]
-Joint = Callable[[Entries, Entries], tuple[list[Any], list[Any]]]
+Jvp = Callable[[Entries, Entries], tuple[list[Any], list[Any]]]
+Matrix = Sequence[Sequence[bool]]
 
 
 KEYS = map(str, itertools.count())  # text: dynamo makes integers symbolic
 _BY_KEY: weakref.WeakValueDictionary[str, Rule] = weakref.WeakValueDictionary()
+_KEYS_OF: weakref.WeakKeyDictionary[Rule, str] = weakref.WeakKeyDictionary()
+
+
+def key_of(rule: Rule) -> str:
+    """A text by which compiled code finds the rule again, see `by_key`."""
+    key = _KEYS_OF.setdefault(rule, next(KEYS))
+    _BY_KEY[key] = rule
+    return key
 
 
 def by_key(key: str) -> Rule:
@@ -97,25 +106,20 @@ class Rule:
             these are kept for the backward pass.
         linearize: `linearize(*xs)` gives a `Linearized`, for rules whose maps read more than
             inputs and outputs; `tangent`, `cotangent` and `saves` then are left out.
-        joint: `joint(xs, dxs)` gives outputs and tangents of one evaluation, for a rule that is
-            given so; `tangent` is its second half.
         nondifferentiable: Positions of inputs that are never differentiated; their derivative is
             zero.
         reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
-        captures: Whether a map may close over arrays of a running trace. False saves the search.
-        closed_over: Positions of inputs that were closed over; to differentiate them raises.
-        user_functions: The functions of its author, in which captured arrays are looked for.
-        source: The rule that it was made for, if any: what is known of that holds for it too.
+        user_functions: The functions of its author, which may close over arrays of a running
+            trace. Without any, no map does.
         symbolic_zeros: Which maps are handed None for a zero in spite of a contract, and come of
             an evaluation that knows what is differentiated: any of "tangent", "cotangent".
         contract: What its author's maps are held to; they are handed zeros for what is floating,
             and not None. None: they are trusted.
-        identity: Whether the outputs are inputs as they came, which pictures tell.
-        reaches: Of a function of another framework, into which pictures look: `reaches(*specs)`
-            gives, for the Specs of the inputs, matrix[output][input]: which input reaches which
-            output by a differentiable path. None, of the attribute or of what it gives: each
-            reaches all.
-        key: A text by which compiled code finds the rule again, see `by_key`. Each has its own.
+        reaches: What is known of which input reaches which output. "identity": the outputs are
+            inputs as they came, which pictures tell. A function, of a function of another
+            framework, into which pictures look: `reaches(*specs)` gives, for the Specs of the
+            inputs, matrix[output][input]: whether it does by a differentiable path. None, of the
+            attribute or of what it gives: each may reach all.
     """
 
     name: str
@@ -124,18 +128,12 @@ class Rule:
     cotangent: Map | None = None
     saves: tuple[int, ...] | None = None
     linearize: Callable[..., Linearized] | None = None
-    joint: Joint | None = None
     nondifferentiable: tuple[int, ...] = ()
     reverse_only: bool = False
-    captures: bool = True
-    closed_over: tuple[int, ...] = ()
     user_functions: tuple[Any, ...] = ()
-    source: Rule | None = None
     symbolic_zeros: frozenset[str] = frozenset()
     contract: Contract | None = None
-    identity: bool = False
-    reaches: Callable[..., Sequence[Sequence[bool]] | None] | None = None
-    key: str = field(init=False, default_factory=lambda: next(KEYS))
+    reaches: Literal["identity"] | Callable[..., Matrix | None] | None = None
 
     def __post_init__(self) -> None:
         if self.tangent is None and self.cotangent is None and self.linearize is None:
@@ -143,7 +141,6 @@ class Rule:
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
                 "give at least one, the other follows by transposition."
             )
-        _BY_KEY[self.key] = self
 
     def __repr__(self) -> str:
         return f"<rule {self.name}>"
@@ -151,13 +148,13 @@ class Rule:
     @classmethod
     def of(cls, rule: Rule, **changes: Any) -> Self:
         """The rule with these changes, as one of this class: what both classes have is kept."""
-        both = [f.name for f in fields(cls) if f.init and hasattr(rule, f.name)]
+        both = [f.name for f in fields(cls) if hasattr(rule, f.name)]
         return cls(**{name: getattr(rule, name) for name in both} | changes)
 
     @property
-    def maps(self) -> tuple[Any, ...]:
-        """The functions it is made of."""
-        return self.primal, self.tangent, self.cotangent
+    def origin(self) -> Any:
+        """What it shares with the rules that are made of it: if one is linear, so are all."""
+        return self.contract or self
 
     def fills(self, which: str) -> bool:
         """Whether the "tangent" or "cotangent" map is handed zeros, and not None."""
@@ -188,6 +185,26 @@ class Rule:
         return [everything[i] for i in self.saves]
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class JvpRule(Rule):
+    """A rule whose author gave a forward rule: outputs and tangents in one.
+
+    Attributes:
+        jvp: `jvp(xs, dxs)` gives outputs and tangents of one evaluation; `tangent`, if there is
+            one, is its second half.
+    """
+
+    jvp: Jvp
+
+
+def closed_over_error(name: str) -> GradtoolsError:
+    """The error of a rule that closes over an array that is differentiated."""
+    return GradtoolsError(
+        f"rule {name!r} closes over an array with respect to which you differentiate; its "
+        "derivative would be lost. Pass that array to the function as an argument."
+    )
+
+
 def reverse_only_text(caller: str, name: str) -> str:
     """Why a rule with a reverse rule that is not linear cannot be entered."""
     return (
@@ -199,18 +216,11 @@ def reverse_only_text(caller: str, name: str) -> str:
 def closes_over(
     rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
 ) -> bool:
-    """Whether what the author of a rule wrote holds a certain array."""
-    return next(captured(rule, wanted, array, attributes), None) is not None
-
-
-def captured(
-    rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
-) -> Iterator[Any]:
-    """The arrays of a kind that what the author of a rule wrote holds.
+    """Whether what the author of a rule wrote holds a certain array.
 
     To trace a rule's maps whenever it is applied would never end, for a rule may use itself.
     """
-    return held_by(rule.user_functions or rule.maps, wanted, array, attributes)
+    return next(held_by(rule.user_functions, wanted, array, attributes), None) is not None
 
 
 def held_by(
@@ -322,34 +332,33 @@ def batched(
             cotangent=cotangent_of(result.cotangent, axes),
         )
 
-    def joint_of(one: Callable[..., Any]) -> Callable[..., Any]:
-        def joint(xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
-            counts: list[int] = []
+    def jvp(xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
+        assert isinstance(rule, JvpRule)
+        one, counts = rule.jvp, list[int]()
 
-            def example(x: Entries, dx: Entries) -> list[Any]:
-                ys, dys = one(x, dx)
-                counts[:] = [len(ys)]
-                return [*ys, *dys]
+        def example(x: Entries, dx: Entries) -> list[Any]:
+            ys, dys = one(x, dx)
+            counts[:] = [len(ys)]
+            return [*ys, *dys]
 
-            out = _mapped(example, backend, x_axes, x_axes, size)(xs, dxs)
-            return out[: counts[0]], out[counts[0] :]
+        out = _mapped(example, backend, x_axes, x_axes, size)(xs, dxs)
+        return out[: counts[0]], out[counts[0] :]
 
-        return joint
-
-    def reaches(*specs: Spec) -> Sequence[Sequence[bool]] | None:
-        assert rule.reaches is not None
+    def reaches(*specs: Spec) -> Matrix | None:
+        assert callable(rule.reaches)
         pairs = zip(specs, x_axes, strict=True)
         return rule.reaches(*[s if a is None else replace(s, shape=s.shape[1:]) for s, a in pairs])
 
+    if isinstance(rule, JvpRule):
+        more["jvp"] = jvp
     axes = tuple(saved_from(rule.saves, x_axes) if saved_axes is None else saved_axes)
     return replace(
         rule,
         primal=lambda *xs: backend.vmap_list(lambda *x: rule.primal(*x), x_axes, size)(*xs),
-        reaches=rule.reaches and reaches,
         tangent=tangent_of(rule.tangent, axes),
         cotangent=cotangent_of(rule.cotangent, axes),
         linearize=None if rule.linearize is None else linearize,
-        joint=None if rule.joint is None else joint_of(rule.joint),
+        reaches=reaches if callable(rule.reaches) else rule.reaches,
         **more,
     )
 

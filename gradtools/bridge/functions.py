@@ -122,7 +122,7 @@ class Foreign:
         def reaches(*specs: Spec) -> Sequence[Mask] | None:
             return self.known_of(specs).reach if self.base is self else None
 
-        return Rule(self.name, self.value, tangent, cotangent, captures=False, reaches=reaches)
+        return Rule(self.name, self.value, tangent, cotangent, reaches=reaches)
 
     def jvp(self, moving: Mask) -> Foreign:
         """Tangents of the floating outputs, of all inputs and the tangents of those that move."""
@@ -437,7 +437,7 @@ class Bridged(CustomRule):
             xs = [x for x, a in zip(leaves, arrays, strict=True) if a]
             others = tuple([x for x, a in zip(leaves, arrays, strict=True) if not a])
             if xs and (not others or self.guest.are_plain(xs)):
-                flat = self._flat[self._shape((), treedef, arrays, others).rule.key]
+                flat = self._flat[self._shape((), treedef, arrays, others)]
                 if not others and not kwargs:
                     _kept(self._calls, by_position, flat)
                 return self._at(flat, xs)
@@ -458,7 +458,7 @@ class Bridged(CustomRule):
                 )
 
     def _begin(self) -> None:
-        self._flat: dict[str, FlatBridged] = {}
+        self._flat: dict[Shaped, FlatBridged] = {}
         self._calls: dict[Any, FlatBridged] = {}
         super()._begin()
 
@@ -467,9 +467,8 @@ class Bridged(CustomRule):
 
     def _rule(self, shape: Shaped) -> Rule:
         flat = FlatBridged(self, shape)
-        rule = replace(flat.foreign.rule, primal=flat.primal)
-        self._flat[rule.key] = flat
-        return rule
+        self._flat[shape] = flat
+        return replace(flat.foreign.rule, primal=flat.primal)
 
 
 def _of_trees(args: Any, kwargs: Any) -> Any:

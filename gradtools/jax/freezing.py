@@ -28,7 +28,7 @@ from gradtools.jax.jaxprs import uses_primitive
 from gradtools.jax.known_errors import explained
 from gradtools.jax.nnx_state import stateful
 from gradtools.jax.rules.installing import apply_rule
-from gradtools.jax.rules.primitives import FlowRule
+from gradtools.jax.rules.primitives import TracedRule
 from gradtools.jax.rules.transposing import transpose
 from gradtools.jax.trees import conj, filled, is_inexact
 from gradtools.rules import Linearized, Rule, replaced_at, replaced_where, spread
@@ -117,7 +117,7 @@ class _Use:
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else values may decide what G does
             self.fun = _TracedOnce(fun, xs)
             self.user_functions = (list(self.fun.closed.consts),)
-        self.rule = FlowRule(
+        self.rule = TracedRule(
             "frozen",
             self.fun,
             linearize=self.linearize,
@@ -361,14 +361,13 @@ def _pullback(use: _Use, graph: _KeptLinearMap, mask: list[bool]) -> Rule:
         second = _along(lambda *moved: anew(xs)(*moved, *cts), use.chosen(xs), us)
         return second, [dy for dy, t in zip(forward, mask, strict=True) if t]
 
-    rule = FlowRule(
+    rule = TracedRule(
         "frozen's pullback",
         primal,
         tangent,
         cotangent,
         saves=graph.reads(sum(mask)),
         nondifferentiable=graph.nondifferentiable(use.moving),
-        captures=True,
         user_functions=use.user_functions,
         flow=lambda *operands: use.pulled(mask, operands[:count], operands[graph.stop :]),
     )
@@ -399,7 +398,7 @@ def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entr
         at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(mask) :]]
         return _along(anew, at, along)
 
-    rule = FlowRule(
+    rule = TracedRule(
         "frozen's pushforward",
         primal,
         tangent,

@@ -125,7 +125,7 @@ def nondifferentiable(eqn: Eqn) -> set[int]:
 
 def reaches(eqn: Eqn) -> Sequence[Sequence[bool]] | None:
     """Which input of a rule of ours reaches which output, where the rule says so."""
-    if eqn.primitive.name != "gradtools_primal" or eqn.params["rule"].reaches is None:
+    if eqn.primitive.name != "gradtools_primal" or not callable(eqn.params["rule"].reaches):
         return None
     from gradtools.host_kernels import Spec
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtools.backend import Array, Backend
 from gradtools.calls import as_array
-from gradtools.rules import Linearized, Rule, replaced_at
+from gradtools.rules import Linearized, Rule, closed_over_error, replaced_at
 from gradtools.tiles.tile_reductions import Reduction, wide
 
 if TYPE_CHECKING:
@@ -104,8 +104,6 @@ def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[
         linearize=of.linearize,
         user_functions=of.call.user_functions,
         symbolic_zeros=frozenset({"cotangent"}),
-        closed_over=of.call.captured,
-        captures=of.call.may_capture,
     )
     return backend.apply_rule(rule, *xs)
 
@@ -154,7 +152,7 @@ class SumOverTiles:
 
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """The sums, and both maps, which are sums over tiles again."""
-        ys, moving = self.primal(*xs), moving_inputs(self.call, xs, perturbed)
+        moving, ys = moving_inputs(self.call, self.name, xs, perturbed), self.primal(*xs)
         saves = tuple(range(len(xs)))
         return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
 
@@ -195,8 +193,11 @@ def _given(entries: Sequence[Any]) -> list[int]:
 
 
 def moving_inputs(
-    call: TiledCall, xs: Sequence[Array], perturbed: tuple[bool, ...] | None
+    call: TiledCall, name: str, xs: Sequence[Array], perturbed: tuple[bool, ...] | None = None
 ) -> list[int]:
+    """The inputs that are differentiated, of which none may be an array that f closes over."""
+    if perturbed is not None and any(perturbed[i] for i in call.captured):
+        raise closed_over_error(name)
     inexact = [i for i, x in enumerate(xs) if call.backend.is_inexact(x) and i not in call.captured]
     return [i for i in inexact if perturbed is None or perturbed[i]]
 
@@ -242,7 +243,7 @@ class Reduced:
 
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """The results, and both maps, which are sums over tiles."""
-        ys, moving = self.primal(*xs), moving_inputs(self.call, xs, perturbed)
+        moving, ys = moving_inputs(self.call, self.name, xs, perturbed), self.primal(*xs)
         saves = tuple(range(len(xs) + len(ys)))
         return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
 

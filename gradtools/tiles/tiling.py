@@ -256,7 +256,7 @@ class TiledCall:
         self.watch: Callable[[Arrays], None] | None = None  # a wing's, of f's output at a tile
         self.sweeping = False  # whether a sweep over its tiles is under way
         self.watched: Any = None  # what a wing knows of tiles that f has seen
-        self.may_capture = True  # others than these
+        self.user_functions: tuple[Any, ...] = (f, *(options.reduce if options.own else ()))
 
     @classmethod
     def of(
@@ -280,7 +280,8 @@ class TiledCall:
         call.call, captured = backend.tiles.explicit(
             options.caller, fun, call.user_functions[1:], xs, call._tiles()
         )
-        call.may_capture = call.call is fun
+        if call.call is not fun:  # then it closes over nothing
+            call.user_functions = ()
         call.captured = tuple(range(len(xs), len(xs) + len(captured)))
         xs += captured
         call.roles += [SHARED] * len(captured)
@@ -344,10 +345,6 @@ class TiledCall:
                 "axis they are."
             )
         return next(iter(result))
-
-    @property
-    def user_functions(self) -> tuple[Any, ...]:
-        return (self.f, *(self.options.reduce if self.options.own else ()))
 
     def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
         """A program over the tiles of this call."""
@@ -486,7 +483,7 @@ class TiledCall:
         """What the gradient of one tile of so many rows and columns takes at most."""
         backend = self.backend
         sides = [None if role == SHARED else side for role in self.roles]
-        moving = moving_inputs(self, xs, None)
+        moving = moving_inputs(self, self.caller, xs)
 
         def gradient(*tile: Array) -> Arrays:
             def scores(*changed: Array) -> tuple[Arrays, Arrays]:

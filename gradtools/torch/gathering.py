@@ -95,7 +95,6 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
         partial(along, forth),
         partial(along, back),
         saves=(),
-        captures=False,
         batching_rule=batching_rule,
     )
     return apply_rule(rule, x)[0]

@@ -87,8 +87,7 @@ def _scaling(factor: str) -> Rule:
         tangent=scale,
         cotangent=scale,
         saves=(),
-        captures=False,
-        identity=True,
+        reaches="identity",
     )
 
 

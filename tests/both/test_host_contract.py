@@ -215,6 +215,23 @@ def test_the_first_use_of_a_kernel_may_be_in_a_hessian(gt, x):
     np.testing.assert_allclose(found, 8 * np.eye(2))
 
 
+def test_a_backward_kernel_is_asked_once_whether_it_is_linear_whatever_fwd_saves(gt, x):
+    calls = []
+    cube, twice = gt.host_function(lambda x: x**3), lambda x, c: (calls.append(1), 3 * x**2 * c)[1]
+    back = gt.host_function(twice)
+    further = gt.host_function(
+        lambda x, c, v: (6 * x * c * v, 3 * x**2 * v), out=lambda x, c, v: (x, c)
+    )
+    cube.defvjp(lambda x: (cube(x), (x, np.ones(2))), lambda r, c: (back(r[0], c),))
+    back.defvjp(lambda x, c: (back(x, c), (x, c)), lambda r, v: further(*r, v))
+    counts = []
+    for _ in range(3):
+        calls.clear()
+        gt.jvp(cube, (x,), (x,))
+        counts.append(len(calls))
+    assert counts[0] > counts[1] == counts[2] == 2
+
+
 def test_a_backward_kernel_that_clips_serves_reverse_mode(gt, x):
     f = host_sin(gt, lambda x, c: np.clip(c, -0.5, 0.5))
     assert plain(gt.grad(lambda x: f(x).sum())(x)).tolist() == [0.5, 0.5]

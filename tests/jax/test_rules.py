@@ -92,7 +92,8 @@ def test_a_scan_over_reversals_keeps_no_x():
 @pytest.mark.parametrize("transform", [jax.grad, lambda f: lambda c: jax.jvp(f, (c,), (c,))[1]])
 def test_differentiating_what_a_rule_closes_over_raises(transform):
     def f(c):
-        rule = Rule("times c", lambda x: [c * x], tangent=lambda xs, dxs: [c * dxs[0]])
+        tangent = lambda xs, dxs: [c * dxs[0]]
+        rule = Rule("times c", lambda x: [c * x], tangent=tangent, user_functions=(tangent,))
         return apply_rule(rule, X)[0].sum()
 
     with pytest.raises(GradtoolsError, match="rule 'times c' closes over"):

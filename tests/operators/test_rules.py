@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -109,6 +110,11 @@ def pair(gt, given):
 X = np.array([0.5, -1.5, 2.0])
 V = np.array([1.0, 0.3, -0.7])
 W = np.array([-0.2, 1.1, 0.9])
+
+
+def test_a_rule_is_described_by_twelve_fields():
+    """What one wing alone knows of a rule stands in that wing, in a class of its own."""
+    assert len(dataclasses.fields(Rule)) <= 12
 
 
 def test_first_order_in_both_modes(cube, gt, native):

@@ -19,7 +19,7 @@ from gradtools.jax.rules import linearity
 from gradtools.jax.rules.primitives import READS_A_VALUE, Mask, eval_cotangent
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
 from gradtools.linearity import is_linear
-from gradtools.rules import Linearized, Rule, saved_from, spread
+from gradtools.rules import JvpRule, Linearized, Rule, saved_from, spread
 
 if TYPE_CHECKING:
     from gradtools.rule_contract import Contract
@@ -64,7 +64,7 @@ def hold_maps(rule: Rule, xs: Sequence[Any], given: Mask | None) -> bool:
     contract = rule.contract
     if contract is None:
         return True
-    if rule.joint is not None:
+    if isinstance(rule, JvpRule):
         avals = (avals_of(xs), given)
         contract.ask("tangent", avals, of=lambda: _hold_tangent(contract, rule, xs, given))
     if rule.linearize is not None and rule.fills("cotangent"):
@@ -92,14 +92,13 @@ def hold_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequenc
     contract.ask("cotangent", avals_of(xs), of=check)
 
 
-def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask | None) -> bool:
+def _hold_tangent(contract: Contract, rule: JvpRule, xs: Sequence[Any], given: Mask | None) -> bool:
     """Returns False where it cannot be told yet, for a kernel has no numbers."""
     full_like, places = likes_of(xs), list[int]()
 
     def push(xs: Any, dxs: Any) -> list[Any]:
-        assert rule.joint is not None
         full = spread(dxs, moving)
-        dys = rule.joint(xs, filled(full, full_like) if rule.fills("tangent") else full)[1]
+        dys = rule.jvp(xs, filled(full, full_like) if rule.fills("tangent") else full)[1]
         places[:] = [i for i, dy in enumerate(dys) if dy is not None]
         return without_none(dys)
 
@@ -191,7 +190,7 @@ def would_lose(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) -
     return lost is not None or not all(linearity.proved_zero(closed, zero))
 
 
-_LINEAR: weakref.WeakSet[Rule] = weakref.WeakSet()
+_LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
@@ -200,8 +199,7 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
     A rule's value may be a kernel that nobody can transpose, so only numbers can tell. They are
     those at hand, or while a program is traced made-up ones.
     """
-    source = rule.source or rule
-    if source in _LINEAR:
+    if rule.origin in _LINEAR:
         return
     made_up = any(isinstance(x, jax.core.Tracer) for x in xs)
     try:
@@ -217,7 +215,7 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
         same = True
     if not same:
         raise ValueError(f"{rule.name} is not linear in what it is to be transposed in")
-    _LINEAR.add(source)
+    _LINEAR.add(rule.origin)
 
 
 def _goes_through(rule: Rule, xs: Sequence[Any], moving: Mask, made_up: bool) -> bool:

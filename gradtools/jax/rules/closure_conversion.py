@@ -10,30 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradtools.errors import GradtoolsError
 from gradtools.jax import reachability
 from gradtools.jax.rules.linearizing import hoist, linearized_rule, local_list, pushed_on
-from gradtools.jax.rules.primitives import FlowRule, LinearizedRule, flow_of
+from gradtools.jax.rules.primitives import LinearizedRule, TracedRule, flow_of
 from gradtools.jax.trees import all_known, is_inexact, struct_of
-from gradtools.rules import Rule, closes_over
+from gradtools.rules import Rule, closed_over_error, closes_over
 
 
 def closes_over_tracer(rule: Rule) -> bool:
-    """Whether what the author of a rule wrote holds an array of a running trace.
-
-    A rule may use itself, so to trace its maps whenever it is applied would never end.
-    """
+    """Whether what the author of a rule wrote holds an array of a running trace."""
     if not reachability.within_a_trace():
         return False
     return closes_over(rule, lambda x: isinstance(x, jax.core.Tracer), jax.Array)
-
-
-def closed_over_error(rule: Rule) -> GradtoolsError:
-    """The error of a rule that closes over an array that is differentiated."""
-    return GradtoolsError(
-        f"rule {rule.name!r} closes over an array with respect to which you differentiate; its "
-        "derivative would be lost. Pass that array to the function as an argument."
-    )
 
 
 def lift_captured(
@@ -51,7 +39,7 @@ def lift_captured(
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ValueLiftedRule(FlowRule):
+class ValueLiftedRule(TracedRule):
     """A rule of whose functions the value alone was lifted.
 
     Attributes:
@@ -69,7 +57,7 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     lifted = ValueLiftedRule.of(
         rule,
         primal=lambda *a: hoisted(a[n:], *a[:n]),
-        captures=False,
+        user_functions=(),
         closed_over=tuple(range(n, n + len(consts))),
         flow=None,
         lift=partial(_lift_rest, rule, n, consts),
@@ -139,7 +127,7 @@ def _lifted(
     dxs, cts = ([None if x is None else struct_of(x) for x in xs] for xs in (dxs, cts))
 
     def unmoved(_: Any, __: Any) -> list[Any]:
-        raise closed_over_error(rule)
+        raise closed_over_error(rule.name)
 
     def run_tangent(a: Any, v: Any) -> list[Any]:
         return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
@@ -153,14 +141,12 @@ def _lifted(
     if flow_of(rule) is not None:
         more["flow"] = lambda *a: flow(a[n:], *a[:n])
     lifted = replace(
-        rule,
+        rule if isinstance(rule, TracedRule) else TracedRule.of(rule),
         primal=lambda *a: primal(a[n:], *a[:n]),
         tangent=run_tangent if tangent else None if cotangent else unmoved,
         cotangent=cotangent and run_cotangent,
         linearize=None if cotangent else rule.linearize,
-        joint=None if cotangent else rule.joint,
         saves=(*saves, *range(n, n + count)),
-        captures=False,
         closed_over=tuple(range(n, n + count)),
         user_functions=(),
         **more,

@@ -38,7 +38,6 @@ from gradtools.jax.rules import linearity
 from gradtools.jax.rules.checking import check_linear, hold_symbolic
 from gradtools.jax.rules.closure_conversion import (
     ValueLiftedRule,
-    closed_over_error,
     closes_over_tracer,
     lift_captured,
     lift_value,
@@ -49,6 +48,7 @@ from gradtools.jax.rules.primitives import (
     LinearizedRule,
     Mask,
     PartialRule,
+    TracedRule,
     as_arrays,
     cotangent_p,
     eval_cotangent,
@@ -75,7 +75,7 @@ from gradtools.jax.trees import (
     without_none,
     zeros_of,
 )
-from gradtools.rules import Rule, batched, saved_from, spread
+from gradtools.rules import JvpRule, Rule, batched, closed_over_error, saved_from, spread
 
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
@@ -83,7 +83,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     xs = varying_alike([_as_array(x) for x in xs])
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
-    if rule.captures and closes_over_tracer(rule):
+    if rule.user_functions and closes_over_tracer(rule):
         rule, captured = (
             lift_value(rule, xs) if rule in local_list("lifting") else lift_captured(rule, xs)
         )
@@ -105,10 +105,8 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
 
 def _check_runs(closed: Any) -> None:
     def expand(eqn: Any) -> bool:
-        derived = eqn.primitive is not primal_p or eqn.params["rule"].source is not None
-        if eqn.primitive in (tangent_p, cotangent_p, primal_p) and derived:
-            avals = [v.aval for v in eqn.invars]
-            _check_runs(jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals))
+        if eqn.primitive in (tangent_p, cotangent_p, primal_p):
+            _check_runs(eqn.primitive.gradtools_program(eqn))
         return False
 
     jaxprs.uses_primitive(closed, expand)
@@ -134,7 +132,7 @@ def _part(rule: Rule, used: Mask) -> PartialRule:
     """A rule that gives these outputs alone."""
 
     def reaches(*specs: Any) -> Any:
-        assert rule.reaches is not None
+        assert callable(rule.reaches)
         result = rule.reaches(*specs)
         return result and part.pick(result)
 
@@ -143,7 +141,7 @@ def _part(rule: Rule, used: Mask) -> PartialRule:
         rule,
         primal=lambda *xs: without_the_rest(lambda *xs: part.pick(rule.primal(*xs)), xs),
         flow=None if flow is None else lambda *xs: part.pick(flow(*xs)),
-        reaches=rule.reaches and reaches,
+        reaches=reaches if callable(rule.reaches) else rule.reaches,
         used=used,
         whole=rule,
     )
@@ -210,8 +208,8 @@ def _value_jvp(operands: Any, tangents: Any, *, rule: LinearizedRule, xs: int) -
 
 def _given(rule: Rule, dxs: Any) -> Mask:
     given = tuple([_carries(dx) and i not in rule.nondifferentiable for i, dx in enumerate(dxs)])
-    if any(given[i] for i in rule.closed_over):
-        raise closed_over_error(rule)
+    if isinstance(rule, TracedRule) and any(given[i] for i in rule.closed_over):
+        raise closed_over_error(rule.name)
     return given
 
 
@@ -240,12 +238,11 @@ def _evaluated(rule: Rule, xs: Any, given: Mask | None = None) -> tuple[list[Any
     changes once, and extras are differentiated like anything else. Its outputs are handed on by
     a primitive, for their derivative is the rule.
     """
-    is_linearized = isinstance(rule, LinearizedRule)
-    if rule.linearize is None and rule.joint is None and not is_linearized:
+    if rule.linearize is None and not isinstance(rule, JvpRule | LinearizedRule):
         ys = primal_p.bind(*xs, rule=rule)
         maps = plain_maps(rule, xs, ys)
         return ys, maps, maps.saved(xs, ys)
-    if not is_linearized and all_known(xs):
+    if not isinstance(rule, LinearizedRule) and all_known(xs):
         out, maps = evaluated_now(rule, xs, given)
     else:
         maps = linearized_rule(rule, xs, given)
@@ -299,8 +296,9 @@ def _cotangent_jvp(operands: Any, tangents: Any, **params: Any) -> Any:
 def _python_jvp(run: Any, operands: Any, tangents: Any, params: Any) -> tuple[Any, Any]:
     rule, n = params["rule"], len(operands) - sum(params["given"])
     sources = range(n) if rule.saves is None else rule.saves
-    if any(_carries(dx) and sources[i] in rule.closed_over for i, dx in enumerate(tangents[:n])):
-        raise closed_over_error(rule)
+    moved = [i for i, dx in zip(sources, tangents[:n], strict=False) if _carries(dx)]
+    if isinstance(rule, TracedRule) and not set(moved).isdisjoint(rule.closed_over):
+        raise closed_over_error(rule.name)
     return _moved(run, operands, tangents, params)
 
 
@@ -573,7 +571,7 @@ for _p in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
 
 def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
     """A plain `custom_vjp`. Its fwd applies the edit again, so that second order sees it too."""
-    rule, captured = lift_captured(rule, xs) if rule.captures else (rule, [])
+    rule, captured = lift_captured(rule, xs) if rule.user_functions else (rule, [])
 
     @jax.custom_vjp
     def edited(*operands: Any) -> list[Any]:

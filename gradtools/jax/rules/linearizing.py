@@ -30,7 +30,7 @@ from gradtools.jax.rules.primitives import READS_A_VALUE, LinearizedRule, Mask, 
 from gradtools.jax.rules.transposing import NOT_LINEAR, transpose_map
 from gradtools.jax.shardings import varies
 from gradtools.jax.trees import conj, filled, likes_of, struct_of, without_none, zeros_of
-from gradtools.rules import Entries, Linearized, Rule, spread
+from gradtools.rules import Entries, JvpRule, Linearized, Rule, spread
 
 _local = threading.local()
 
@@ -97,9 +97,9 @@ def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
 
 
 def _maps_at(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Linearized:
-    jointly = rule.joint is not None and rule.linearize is None
-    made = _split(rule, xs, given) if jointly else None
-    return made or _native(rule, rule.at(*xs, perturbed=given), xs, given)
+    if isinstance(rule, JvpRule) and rule.linearize is None and (made := _split(rule, xs, given)):
+        return made
+    return _native(rule, rule.at(*xs, perturbed=given), xs, given)
 
 
 def _native(
@@ -168,7 +168,7 @@ def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRu
     return remembered(rule, ("maps", avals), make)
 
 
-def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Linearized | None:
+def _split(rule: JvpRule, xs: Sequence[Any], given: Mask | None = None) -> Linearized | None:
     """A rule that gives values and tangents at once, parted into what x decides and the rest.
 
     The first part is the forward pass, and what it leaves for the second are the extras.
@@ -181,9 +181,8 @@ def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Lineariz
     staged: list[bool] = []
 
     def push(*dxs: Any) -> list[Any]:
-        assert rule.joint is not None
         full = spread(dxs, mask)
-        ys[:], dys = rule.joint(xs, filled(full, full_like) if rule.fills("tangent") else full)
+        ys[:], dys = rule.jvp(xs, filled(full, full_like) if rule.fills("tangent") else full)
         kinds = {type(dx) for dx in dxs if isinstance(dx, jax.core.Tracer)}
         staged[:] = [type(y) in kinds for y in ys]  # a value in the program of its tangent
         pairs = zip(dys, likes_of(ys), strict=True)

@@ -47,25 +47,27 @@ def in_words(rule: Rule) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class FlowRule(Rule):
-    """A rule whose derivative is that of a whole function, whose data flow counts.
+class TracedRule(Rule):
+    """A rule with what tracing has to know of it.
 
     Attributes:
-        flow: The function whose data flow says which input reaches which output; the cotangent
-            map is then computed for those inputs alone that are asked for. None: each input
-            reaches each output.
+        closed_over: Positions of inputs that were closed over; to differentiate them raises.
+        flow: Of a rule whose derivative is that of a whole function, that function: its data flow
+            says which input reaches which output, and the cotangent map is computed for those
+            inputs alone that are asked for. None: each input reaches each output.
     """
 
+    closed_over: tuple[int, ...] = ()
     flow: Callable[..., list[Any]] | None = None
 
 
 def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
     """The function whose data flow is the rule's; None: each input reaches each output."""
-    return rule.flow if isinstance(rule, FlowRule) else None
+    return rule.flow if isinstance(rule, TracedRule) else None
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class LinearizedRule(FlowRule):
+class LinearizedRule(TracedRule):
     """A rule with both maps, and with what they read made explicit.
 
     Attributes:
@@ -96,7 +98,6 @@ class LinearizedRule(FlowRule):
             cotangent=made.cotangent,
             saves=made.saves,
             linearize=None,
-            joint=None,
             forward=forward,
             extras=len(made.extras),
             perturbed=given,
@@ -105,7 +106,7 @@ class LinearizedRule(FlowRule):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class PartialRule(FlowRule):
+class PartialRule(TracedRule):
     """A rule that gives the outputs that are `used` alone; its derivative is that of `whole`."""
 
     used: Mask
@@ -123,7 +124,7 @@ def as_arrays(xs: Sequence[Any]) -> list[Any]:
 
 def promoting(rule: Rule) -> Any:
     """An edit's own arithmetic, a real scale times a complex cotangent, however strict JAX is."""
-    return jax.numpy_dtype_promotion("standard") if rule.identity else nullcontext()
+    return jax.numpy_dtype_promotion("standard") if rule.reaches == "identity" else nullcontext()
 
 
 def eval_primal(*xs: Any, rule: Rule) -> list[Any]:

@@ -58,10 +58,13 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
 
 
 def _is_one_kernel(linear: Any, zeros: Sequence[Any]) -> bool:
-    """Whether the map is the backward pass of a host function: numbers say if it is linear."""
+    """Whether the map is a rule of gradtools' own, as the backward pass of a host function is.
+
+    What it saves need not be read: numbers say if it is linear.
+    """
     closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
-    if [e.primitive for e in eqns] != [primal_p] or eqns[0].params["rule"].source is None:
+    if [e.primitive for e in eqns] != [primal_p] or eqns[0].params["rule"].contract:
         return False
     moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
     likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]

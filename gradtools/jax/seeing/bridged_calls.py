@@ -28,7 +28,7 @@ def crossing(eqn: Any) -> Crossed | None:
     """
     places: Sequence[int] = range(len(eqn.invars))
     while eqn.primitive.name != "gradtools_kernel":
-        if getattr(eqn.params.get("rule"), "reaches", None) is None:
+        if not callable(getattr(eqn.params.get("rule"), "reaches", None)):
             return None
         (body,) = flops.bodies(eqn)
         jaxpr, known = body.jaxpr, dict(zip(body.jaxpr.invars, places, strict=True))

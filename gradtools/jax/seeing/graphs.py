@@ -346,7 +346,7 @@ def _function(eqn: Eqn) -> str:
 def _mark(eqn: Eqn) -> str:
     if _is_ours(eqn):
         rule = eqn.params["rule"]
-        edited = "edited gradient" if rule.identity else "custom rule"
+        edited = "edited gradient" if rule.reaches == "identity" else "custom rule"
         return "frozen" if rule.name.startswith("frozen") else edited
     if any(is_chunk(jaxpr) for jaxpr in jaxprs.sub_jaxprs(eqn.params)):
         return "chunked"

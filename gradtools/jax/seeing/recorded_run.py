@@ -91,7 +91,7 @@ def crosses(run: Run, leaves: Sequence[Any]) -> bool:
     """Whether a run calls a function of another framework."""
     return jaxprs.uses_primitive(
         trace(run, leaves).closed,
-        lambda eqn: getattr(eqn.params.get("rule"), "reaches", None) is not None,
+        lambda eqn: callable(getattr(eqn.params.get("rule"), "reaches", None)),
     )
 
 

@@ -74,8 +74,8 @@ def rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
 
     maps = name, primal, tangent, cotangent
     if not opaque:
-        return Rule(*maps, captures=False)
-    return BatchedRule(*maps, captures=False, batching_rule=batching_rule)
+        return Rule(*maps)
+    return BatchedRule(*maps, batching_rule=batching_rule)
 
 
 def _looped(fun: Flat, size: int, axes: Entries, *xs: Tensor) -> list[Tensor]:

@@ -562,9 +562,7 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
         return batch, [*front, *xs[count:]], axes_of
 
     caller = program.caller
-    return BatchedRule(
-        caller, primal, maps.tangent, maps.cotangent, captures=False, batching_rule=batching_rule
-    )
+    return BatchedRule(caller, primal, maps.tangent, maps.cotangent, batching_rule=batching_rule)
 
 
 def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:

@@ -29,7 +29,7 @@ from gradtools.torch.rules.transposing import in_eager
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-_LINEAR: weakref.WeakSet[Rule] = weakref.WeakSet()
+_LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -167,8 +167,7 @@ def hold_linear(question: Question) -> None:
     """
     rule, which = question.rule, question.which
     hold_zero(question)
-    source = rule.source or rule
-    if source in _LINEAR or (rule.contract is not None and rule.contract.check == "never"):
+    if rule.origin in _LINEAR or (rule.contract is not None and rule.contract.check == "never"):
         return
     there = [like is not None for like in question.likes]
 
@@ -197,7 +196,7 @@ def hold_linear(question: Question) -> None:
             "this one linear."
         )
     if rule.contract is None or rule.contract.check == "first":
-        _LINEAR.add(source)
+        _LINEAR.add(rule.origin)
 
 
 # --- what does it return? ----------------------------------------------------------------

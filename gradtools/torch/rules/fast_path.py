@@ -72,7 +72,7 @@ class _Signature:
         self.fwd: Any = self.shaped.of.fwd
         self.bwd: Any = self.shaped.of.bwd
         self.jvp: Any = self.shaped.of.jvp
-        self.apply = _apply_of(self)
+        self.apply = _apply_to_any(self)
         self.attach: Any = None
         self.attached: Any = None  # what that leaves
         self.own = Transposing(self.shaped.rule, EAGER)
@@ -289,54 +289,54 @@ def _is_partial(x: Any) -> bool:
 # `torch.func` and what is left of them, as was done before.
 
 
-def _apply_of(signature: _Signature) -> Callable[..., Any]:
-    """`apply(plan, outs, *inputs)` of the Function of calls of one signature."""
+def _apply_of(run: Callable[..., Any], pull: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply` of a Function with this forward and this backward pass."""
 
     class Direct(torch.autograd.Function):
         """A rule, for autograd alone."""
 
-        forward = staticmethod(_attached)
+        forward, backward = staticmethod(run), staticmethod(pull)
 
-        @staticmethod
-        def backward(ctx: Any, *cts: Any) -> Any:
-            return None, None, *_backward(signature, ctx, cts)
-
+    upstream.backward_class(Direct).apply = pull
     return super(torch.autograd.Function, Direct).apply
 
 
+def _apply_to_any(signature: _Signature) -> Callable[..., Any]:
+    """`apply(plan, outs, *inputs)`, of calls of one signature."""
+
+    def backward(ctx: Any, *cts: Any) -> Any:
+        return None, None, *_backward(signature, ctx, cts)
+
+    return _apply_of(_attached, backward)
+
+
 def _apply_at(signature: _Signature, plan: _Saved) -> Callable[..., Any]:
-    """The same as `apply(outs, *inputs)`, where one output comes and arrays alone are saved."""
+    """`apply(outs, *inputs)`, where one output comes and arrays alone are saved."""
     pulling, alone = plan.pulling, plan.kept is Tensor
     bwd, saves = signature.bwd, len(plan.places)
     avals = signature.avals
 
-    class Direct(torch.autograd.Function):
-        """A rule, for autograd alone."""
+    def forward(ctx: Any, outs: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*map((inputs + outs).__getitem__, pulling))
+        return outs[0]
 
-        @staticmethod
-        def forward(ctx: Any, outs: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
-            ctx.save_for_backward(*map((inputs + outs).__getitem__, pulling))
-            return outs[0]
+    def backward(ctx: Any, ct: Any) -> Any:
+        if not signature.pulled or _graphs() or type(ct) is not Tensor:
+            ctx.plan = plan
+            return None, *_the_long_way(ctx, signature, (ct,))
+        saved = ctx.saved_tensors
+        cotangents = bwd(saved[0] if alone else saved[:saves], ct)
+        if type(cotangents) is tuple and len(cotangents) == len(avals):
+            left = iter(avals)
+            for g in cotangents:
+                shape, dtype, _ = next(left)
+                if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
+                    break
+            else:
+                return _NO + cotangents
+        return None, *_checked(signature, cotangents)
 
-        @staticmethod
-        def backward(ctx: Any, ct: Any) -> Any:
-            if not signature.pulled or _graphs() or type(ct) is not Tensor:
-                ctx.plan = plan
-                return None, *_the_long_way(ctx, signature, (ct,))
-            saved = ctx.saved_tensors
-            cotangents = bwd(saved[0] if alone else saved[:saves], ct)
-            if type(cotangents) is tuple and len(cotangents) == len(avals):
-                left = iter(avals)
-                for g in cotangents:
-                    shape, dtype, _ = next(left)
-                    if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
-                        break
-                else:
-                    return _NO + cotangents
-            return None, *_checked(signature, cotangents)
-
-    upstream.backward_class(Direct).apply = Direct.backward
-    return super(torch.autograd.Function, Direct).apply
+    return _apply_of(forward, backward)
 
 
 @dataclass(slots=True)

@@ -30,11 +30,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import (
+    JvpRule,
     Linearized,
     Rule,
     batched,
     by_key,
     closes_over,
+    key_of,
     reverse_only_text,
     spread,
     total,
@@ -65,17 +67,32 @@ Tensor = torch.Tensor
 
 def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
-    # Dynamo does not say of an input whether it is differentiated; there it counts as if it were.
-    if rule.reverse_only and _pushing() and any(is_compiling() or x.requires_grad for x in xs):
-        raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
     if is_compiling():
-        return list(_apply_by_key(rule.key, *xs))
+        return apply_rule_by_key(_key_of(rule), *xs)
+    if rule.reverse_only and _pushing() and any(x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
     return list(_apply(rule, xs))
 
 
 def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
-    """`apply_rule` of a rule in both modes, which compiled code knows by its key alone."""
-    return list(_apply_by_key(key, *xs) if is_compiling() else _apply(by_key(key), xs))
+    """`apply_rule` of a rule that compiled code knows by its key alone."""
+    if not is_compiling():
+        return apply_rule(by_key(key), *xs)
+    # Dynamo does not say of an input whether it is differentiated; here it counts as if it were.
+    if _pushing() and _reverse_only(key):
+        raise GradtoolsError(reverse_only_text(_pushing()[-1], _reverse_only(key)))
+    return list(_apply_by_key(key, *xs))
+
+
+@upstream.marked_constant
+def _key_of(rule: Rule) -> str:
+    return key_of(rule)
+
+
+@upstream.marked_constant
+def _reverse_only(key: str) -> str:
+    """The name of the rule, if it has no forward mode."""
+    return by_key(key).name if by_key(key).reverse_only else ""
 
 
 _eager = threading.local()
@@ -139,13 +156,14 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             )
     if torch.compiler.is_exporting() and upstream.peek_interpreter_stack() is None:
         return _exported(rule, xs)
+    plain = rule.reaches is None and not isinstance(rule, BatchedRule)
+    if plain and not _differentiated(xs):
+        return _undifferentiated(rule, xs)
     if rule.user_functions:
-        if not _differentiated(xs):
-            return _undifferentiated(rule, xs)
         if in_own_transpose(rule, xs):
             return rule.primal(*xs)
-    if rule.captures and _closes_over_tracked(rule):
-        raise closed_over_error(rule)
+        if _closes_over_tracked(rule):
+            raise closed_over_error(rule)
     if not rule.reverse_only and _forward_mode_alone(xs) and not are_watched():
         return _pushed(rule, xs)
     point = _point(rule, xs)
@@ -195,13 +213,12 @@ def _pushed(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     if all(dx is None for dx in dxs) or any(dx is not None and dx.requires_grad for dx in dxs):
         return list(_apply_at(point, xs)[: point.count])  # nothing to push, or along a graph
     xs = [x for x, _ in duals]
-    joint = rule.joint
-    if joint is not None:
+    if isinstance(rule, JvpRule):
         likes = [like(x) for x in xs]
         if rule.fills("tangent"):
             dxs = filled(dxs, likes)
-        hold_zero(Question(rule, "tangent", lambda xs, dxs: joint(xs, dxs)[1], xs, likes))
-        return as_duals(rule, xs, dxs, *joint(xs, dxs))
+        hold_zero(Question(rule, "tangent", lambda xs, dxs: rule.jvp(xs, dxs)[1], xs, likes))
+        return as_duals(rule, xs, dxs, *rule.jvp(xs, dxs))
     out = _evaluate(point, xs)
     assert point.linearized is not None
     ctx = SimpleNamespace(point=point, unusual=unusual((*xs, *out)))
@@ -224,20 +241,18 @@ def as_duals(rule: Rule, xs: Any, dxs: Any, ys: Any, dys: Any) -> list[Tensor]:
 
 def _closes_over_tracked(rule: Rule) -> bool:
     """Whether a rule holds a tensor whose derivative its forward pass would strip."""
-    if _is_derived(rule) or not rule.user_functions:
+    if _is_derived(rule):
         return False
     if closes_over(rule, lambda x: isinstance(x, Tensor) and x.requires_grad, Tensor, False):
         return True
     if upstream.peek_interpreter_stack() is not None:
         return closes_over(rule, lambda x: isinstance(x, Tensor) and is_wrapped(x), Tensor)
-    if upstream.forward_level() >= 0:
-        return closes_over(rule, is_dual, Tensor)
-    return False
+    return upstream.forward_level() >= 0 and closes_over(rule, is_dual, Tensor)
 
 
 def _is_derived(rule: Rule) -> bool:
-    """Whether the rule's value is itself a derivative, whose graph is not wanted."""
-    return bool(rule.user_functions) and rule.linearize is None and rule.joint is None
+    """Whether gradtools made the rule's value, as a derivative, whose graph is not wanted."""
+    return rule.contract is None and rule.linearize is None
 
 
 def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -271,12 +286,12 @@ def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
 def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs and extras at plain tensors. What else than these requires grad was captured."""
     rule = point.rule
-    if not rule.captures:
+    if not rule.user_functions:
         result = rule.at(*xs)
     elif _is_derived(rule):
         result = rule.reading(xs, _undifferentiated(rule, xs))
     else:
-        twice = rule.joint is not None  # the value by f, and a tangent by the forward rule
+        twice = isinstance(rule, JvpRule)  # the value by f, and a tangent by the forward rule
         unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
         before = Randomness.now(xs) if unsure else None
         versions = versions_of(xs)
@@ -421,9 +436,7 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
     plain = [unwrapped(x) for x in xs] if levels else xs
     if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
         return True
-    if upstream.forward_level() < 0:
-        return False
-    return any(is_dual(x) for x in plain)
+    return upstream.forward_level() >= 0 and any(map(is_dual, plain))
 
 
 _DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
@@ -483,7 +496,7 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: RuleApplication, *xs: Tensor) -> Any:
         """The rule of a batch under whatever transform comes next, the maps of one example."""
-        one = replace(point.rule, source=point.rule.source or point.rule)
+        one = point.rule
         if one.linearize is None:
             point.linearized = one.reading(xs, [])
         else:
@@ -633,7 +646,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         pulled = list(result.cotangent(saved, cts))
         if rule.contract is not None:
             pulled = filled(pulled, ctx.like_xs)
-        if rule.captures and torch.is_grad_enabled() and in_eager():
+        if rule.user_functions and torch.is_grad_enabled() and in_eager():
             refuse_captured(rule, pulled, (*tensors, *saved, *cts))
         return pulled
     mask = [

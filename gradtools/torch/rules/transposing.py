@@ -157,15 +157,15 @@ class Transposing:
     """While one of the rule's maps is transposed.
 
     Attributes:
-        source: The rule, or the one that it was made for.
+        rule: The rule.
         level: That of the vectors while the map is traced, on torch.func's levels or `EAGER`.
         by_code: Whether the rule's own code is transposed.
     """
 
-    __slots__ = ("by_code", "level", "rule", "source", "stack")
+    __slots__ = ("by_code", "level", "rule", "stack")
 
     def __init__(self, rule: Rule, level: int | None = None) -> None:
-        self.rule, self.source, self.level = rule, rule.source or rule, level
+        self.rule, self.level = rule, level
         self.by_code = False
 
     def __enter__(self) -> Transposing:
@@ -207,11 +207,10 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     stack = HERE.running
     if not stack or rule.cotangent is not None or rule.linearize is not None:
         return False
-    sources = [t.source for t in stack]
-    source = rule.source or rule
-    if source not in sources:
+    origins = [t.rule.origin for t in stack]
+    if rule.origin not in origins:
         return False
-    first = sources.index(source)
+    first = origins.index(rule.origin)
     levels = {t.level for t in stack[first:]}
     if not any(_is_tracked_at(levels, x) for x in xs):
         return False

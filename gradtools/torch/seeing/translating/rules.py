@@ -65,7 +65,7 @@ class _Applied:
     def _crosses(self) -> bool:
         """Whether it calls another framework's function, whose derivative is that of its body."""
         rule = getattr(self.args[0], "rule", None) if self.args else None
-        return isinstance(rule, Rule) and rule.reaches is not None
+        return isinstance(rule, Rule) and callable(rule.reaches)
 
     def _stop(self, outs: Sequence[Tensor], refs: Sequence[Ref]) -> None:
         for y, ref in zip(outs, refs, strict=True):

@@ -130,7 +130,7 @@ def _add_why_zero(commands: Commands) -> None:
     command = _add(
         commands,
         "why-zero",
-        "seeing.commands:why_zero",
+        "seeing.commands:print_why_zero",
         "say where the gradient of a function's output to an argument is lost, and the mend",
         "Exit status 0 if nothing is lost, 1 if something is, 2 if it cannot be told.",
     )
@@ -142,7 +142,7 @@ def _add_graph(commands: Commands) -> None:
     command = _add(
         commands,
         "graph",
-        "seeing.commands:graph",
+        "seeing.commands:print_graph",
         "show a function with its backward passes as a graph: text, or a file to look at",
         "Exit status 0 if the graph was made, 2 if it could not be.",
     )
@@ -155,7 +155,7 @@ def _add_formula(commands: Commands) -> None:
     command = _add(
         commands,
         "formula",
-        "seeing.commands:formula",
+        "seeing.commands:print_formula",
         "write a function and its gradient as mathematics, compared with the framework's",
         "Exit status 0 if the formula was found and agrees with automatic differentiation, 1 if "
         "parts of it could not be compared, 2 if it could not be found.",
@@ -202,7 +202,7 @@ def _add_demo(commands: Commands) -> None:
     demo = _add(
         commands,
         "demo",
-        "cli:demo",
+        "cli:demo_command",
         "domain-adversarial training on real digits, by one program on both frameworks",
         "Trains a digit classifier on clean images so that it also reads images of another "
         "domain, whose labels it never sees, by reversing one gradient.",
@@ -218,7 +218,7 @@ def _add_measure(commands: Commands) -> None:
     command = _add(
         commands,
         "measure",
-        "seeing.commands:measure",
+        "seeing.commands:print_measure",
         "say what a call of a function costs: flops, bytes, bytes kept for backward, time",
         "Exit status 0 if it could be measured, 2 if not.",
     )
@@ -263,7 +263,7 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def demo(args: argparse.Namespace) -> int:
+def demo_command(args: argparse.Namespace) -> int:
     """Domain-adversarial training on both frameworks."""
     backends = ("torch", "jax") if args.backend == "both" else (args.backend,)
     _require(_DEMO_NEEDS["both"] + sum((_DEMO_NEEDS[name] for name in backends), ()))

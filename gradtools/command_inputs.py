@@ -62,7 +62,7 @@ class Given:
                 f'{backend} is not installed. Mend: pip install "gradtools[{backend}]"'
             )
         gt = import_module(f"gradtools.{backend}")
-        result = arrays(options.args, options.shapes, options.seed, "float32")
+        result = arrays_given(options.args, options.shapes, options.seed, "float32")
         _taken(f, options.function, result)
         return cls(f, tuple(gt.asarray(x) for x in result), gt)
 
@@ -149,7 +149,7 @@ def _backend_of(module: str) -> str | None:
 # --- arrays ------------------------------------------------------------------------------
 
 
-def arrays(
+def arrays_given(
     file: str | None, shapes: str | None, seed: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, ...]:
     """The arrays of a file, or draws of shapes; none where neither is given.

@@ -29,11 +29,11 @@ from gradtools.conformance.matrix import (
     TRANSFORMS,
     Cell,
     cells,
-    programs,
+    smooth_programs,
 )
 from gradtools.testing.cross_checking.devices import described, placed
 from gradtools.testing.cross_checking.precision import described_precision, highest_precision
-from gradtools.testing.cross_checking.sides import double_precision
+from gradtools.testing.cross_checking.sides import in_double_precision
 
 BACKENDS = ("torch", "jax")
 _QUICK, _QUICK_MORE = 9, 3  # of every ninth program each third cell
@@ -86,7 +86,7 @@ def chosen(backend: str, quick: bool = False, containing: str = "") -> list[Cell
     """
     result = [cell for cell in cells(backend) if containing in str(cell)]
     if quick:
-        few = {p.name for p in programs()[::_QUICK]}  # what JAX compiled serves again
+        few = {p.name for p in smooth_programs()[::_QUICK]}  # what JAX compiled serves again
         result = [c for c in result if c.program.name in few and c.transform != "compile"]
         result = result[::_QUICK_MORE]
     return sorted(result, key=lambda cell: cell.program.name)  # what JAX compiled serves again
@@ -190,7 +190,7 @@ def check(options: argparse.Namespace) -> int:
         _compile_quickly()
     with ExitStack() as inside:
         if "jax" in here:
-            inside.enter_context(double_precision(True))
+            inside.enter_context(in_double_precision(True))
             inside.enter_context(programs_kept(inside.enter_context(TemporaryDirectory())))
         for name in here:
             inside.enter_context(placed(name, options.device))

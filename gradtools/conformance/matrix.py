@@ -124,7 +124,7 @@ class Cell:
 
 
 @lru_cache
-def programs() -> tuple[Scenario, ...]:
+def smooth_programs() -> tuple[Scenario, ...]:
     """The records that are smooth and of ordinary size where they are tried, in 64 bits."""
     special = {"kink", "large", "tiny", "cancels"}
     return tuple(
@@ -151,11 +151,11 @@ def _chosen() -> Iterator[Cell]:
     yield from _every_program_with_every_family()
     yield from _every_operator_with_every_choice()
     yield from _every_choice_with_every_other()
-    yield Cell(GATHER, programs()[0])
+    yield Cell(GATHER, smooth_programs()[0])
 
 
 def _every_program_with_every_family() -> Iterator[Cell]:
-    for i, program in enumerate(programs()):
+    for i, program in enumerate(smooth_programs()):
         for j, members in enumerate(families().values()):
             yield Cell(members[(i + j) % len(members)], program, program.dtype)
 
@@ -170,7 +170,7 @@ def _every_operator_with_every_choice() -> Iterator[Cell]:
                 yield _cell(operator, next(turns), dtype)
                 dtype = ""
             yield _cell(operator, next(turns), dtype, arguments=arguments)
-    for program in programs():
+    for program in smooth_programs():
         if "linear algebra" in program.tags:
             yield Cell(OPERATORS[0], program, "bfloat16")
 
@@ -209,7 +209,7 @@ def _fitting(dtype: str) -> tuple[Scenario, ...]:
     """Programs that can be cast to the dtype: complex ones stay complex, real ones real."""
     wanted = "complex128" if dtype.startswith("complex") else "float64"
     able = lambda p: dtype != "bfloat16" or "linear algebra" not in p.tags
-    return tuple(p for p in programs() if not dtype or (p.dtype == wanted and able(p)))
+    return tuple(p for p in smooth_programs() if not dtype or (p.dtype == wanted and able(p)))
 
 
 # --- what cannot be ----------------------------------------------------------------------

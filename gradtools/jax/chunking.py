@@ -28,11 +28,11 @@ from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
 from gradtools.jax.nnx_state import (
-    again,
     explained,
     explained_again,
     owning,
     refuse_to_repeat,
+    rematerialized,
     stateful,
 )
 from gradtools.jax.operation_marks import chunk
@@ -257,7 +257,7 @@ class _Steps:
         """The function of a kind of chunk, computed again in the backward pass."""
         step = self.traced(kind, carry)
         refuse_to_repeat("chunked", step.closed)
-        return again(step, prevent_cse=prevent_cse)
+        return rematerialized(step, prevent_cse=prevent_cse)
 
     def inputs(self, number: int) -> tuple[Any, ...]:
         size = len(self.chunks.cut.rows[number])

@@ -151,7 +151,7 @@ class HeldJaxpr:
         return cls(open_jaxpr(found), tuple(getattr(found, "consts", ())))
 
 
-def programs(eqn: Eqn) -> list[HeldJaxpr]:
+def programs_of(eqn: Eqn) -> list[HeldJaxpr]:
     """What an equation runs: of a while its condition and body, of a cond its branches."""
     name, params = eqn.primitive.name, eqn.params
     if name == "while":
@@ -250,7 +250,7 @@ def _own_body(eqn: Eqn) -> list[InnerJaxpr]:
 
 
 def _call_body(eqn: Eqn) -> list[InnerJaxpr]:
-    inner = [program.jaxpr for program in programs(eqn)]
+    inner = [program.jaxpr for program in programs_of(eqn)]
     return [InnerJaxpr(jaxpr, range(len(eqn.invars))) for jaxpr in inner if _fits(jaxpr, eqn)]
 
 
@@ -260,13 +260,13 @@ def _fits(jaxpr: Jaxpr, eqn: Eqn) -> bool:
 
 def _cond_bodies(eqn: Eqn) -> list[InnerJaxpr]:
     inputs = range(1, len(eqn.invars))
-    return [InnerJaxpr(branch.jaxpr, inputs) for branch in programs(eqn)]
+    return [InnerJaxpr(branch.jaxpr, inputs) for branch in programs_of(eqn)]
 
 
 def _scan_body(eqn: Eqn) -> list[InnerJaxpr]:
     consts, carried = scan_counts(eqn)
     carries = tuple((k, consts + k) for k in range(carried))
-    return [InnerJaxpr(programs(eqn)[0].jaxpr, range(len(eqn.invars)), carries)]
+    return [InnerJaxpr(programs_of(eqn)[0].jaxpr, range(len(eqn.invars)), carries)]
 
 
 def _while_bodies(eqn: Eqn) -> list[InnerJaxpr]:
@@ -280,7 +280,7 @@ def _while_bodies(eqn: Eqn) -> list[InnerJaxpr]:
         carries = tuple((k, len(own) + k) for k in range(len(carry)))
         return InnerJaxpr(program.jaxpr, [*own, *carry], carries, gate)
 
-    return list(map(body, programs(eqn), owned, (True, False)))
+    return list(map(body, programs_of(eqn), owned, (True, False)))
 
 
 _STRUCTURED: dict[str, Callable[[Eqn], list[InnerJaxpr]]] = {

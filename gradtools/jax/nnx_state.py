@@ -43,7 +43,7 @@ def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
     return Stateful(caller, nnx, f, own, given) if own or given else None
 
 
-def again(f: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]:
+def rematerialized(f: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]:
     """`jax.checkpoint(f)` which keeps what the host gave to callbacks and does not ask again.
 
     All else that is computed again is the same program over the same arrays, so it is the same.
@@ -92,7 +92,7 @@ def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fresh, return_shape=True)(*xs.values())
         closed = owning(closed)
         refuse_to_repeat("checkpoint", closed)
-        result = derived(closed, again)(closed.consts, list(xs.values()))
+        result = derived(closed, rematerialized)(closed.consts, list(xs.values()))
         return jax.tree.unflatten(jax.tree.structure(shapes), result)
 
 

@@ -116,7 +116,7 @@ def _any(bits: Sequence[int]) -> int:
 # --- what rules say of an equation -------------------------------------------------------
 
 
-def nondifferentiable(eqn: Eqn) -> set[int]:
+def nondifferentiable_inputs(eqn: Eqn) -> set[int]:
     """The inputs of a rule of ours of which its value is never differentiated."""
     if eqn.primitive.name not in ("gradtools_primal", "gradtools_value"):
         return set()
@@ -173,8 +173,8 @@ def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
         return [0]
     if not raw and (matrix := reaches(eqn)) is not None:
         return [_mask(row) for row in matrix]
-    if not raw and nondifferentiable(eqn):
-        active = [i not in nondifferentiable(eqn) for i in range(len(eqn.invars))]
+    if not raw and nondifferentiable_inputs(eqn):
+        active = [i not in nondifferentiable_inputs(eqn) for i in range(len(eqn.invars))]
         return [_mask(active)] * len(eqn.outvars)
     if name == "sort":
         keys = (1 << eqn.params["num_keys"]) - 1 if raw else 0

@@ -112,7 +112,7 @@ def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) 
     which, name = entry
     new = [*result[:at], *[None] * count, *(result[-behind:] if behind else ())]
     mesh = jax.typeof(x).sharding.mesh
-    if name is not None and shape[at + which] % devices(mesh, name) == 0:
+    if name is not None and shape[at + which] % device_count(mesh, name) == 0:
         new[at + which] = name
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*new)))
 
@@ -150,10 +150,10 @@ def _with_axes(aval: Any, change: Any, size: int = 0) -> Any:
 
 def _fits(x: Array, axis: int, entry: Any, found: list[Any], mesh: Any) -> bool:
     others = {name for i, e in enumerate(found) if i != axis for name in names(e)}
-    return x.shape[axis] % devices(mesh, entry) == 0 and not others & set(names(entry))
+    return x.shape[axis] % device_count(mesh, entry) == 0 and not others & set(names(entry))
 
 
-def devices(mesh: Any, entry: Any) -> int:
+def device_count(mesh: Any, entry: Any) -> int:
     """Over how many devices an entry shards."""
     return prod(mesh.shape[name] for name in names(entry))
 

@@ -49,7 +49,7 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
     if side is None:
         return whole.run()
     entry, mesh = whole.entries[side], whole.mesh(side)
-    count = getattr(program.cut, side) // shardings.devices(mesh, entry)
+    count = getattr(program.cut, side) // shardings.device_count(mesh, entry)
     part = replace(program, cut=replace(program.cut, **{side: count}))
     groups = whole.seen()
 
@@ -125,7 +125,7 @@ class _SweepRun:
         entry = self.entries[side]
         if entry is None or any(name for x in self.xs for name in shardings.entries(x)):
             return False
-        count = shardings.devices(self.mesh(side), entry)
+        count = shardings.device_count(self.mesh(side), entry)
         return bool(getattr(self.program.cut, side) % count == 0)
 
     def mesh(self, side: str) -> Any:

@@ -15,7 +15,7 @@ from gradtools.seeing.graphs.graph import FORMS, Graph
 from gradtools.seeing.measures import Measurement
 
 
-def why_zero(options: argparse.Namespace) -> int:
+def print_why_zero(options: argparse.Namespace) -> int:
     """Prints where gradients are lost; 0 if nowhere, 1 if somewhere."""
     given = Given.by(options)
     report = given.gt.why_zero(given.f, *given.args, wrt=tuple(options.wrt))
@@ -23,7 +23,7 @@ def why_zero(options: argparse.Namespace) -> int:
     return 1 if report else 0
 
 
-def graph(options: argparse.Namespace) -> int:
+def print_graph(options: argparse.Namespace) -> int:
     """Prints or writes the graph of a function with its gradients."""
     _known(options.out or "graph.txt", tuple(FORMS))
     given, wrt = Given.by(options), tuple(options.wrt)
@@ -43,7 +43,7 @@ def _put(found: Graph | Formula, out: str | None) -> None:
     print(f"wrote {out}")
 
 
-def formula(options: argparse.Namespace) -> int:
+def print_formula(options: argparse.Namespace) -> int:
     """Prints or writes a function's formula; 0 if it was compared, 1 if not."""
     _known(options.out or "formula.txt", tuple(files.FORMS))
     given, wrt = Given.by(options), tuple(options.wrt)
@@ -62,7 +62,7 @@ def _known(out: str, suffixes: tuple[str, ...]) -> None:
         raise GradtoolsError(f"-o {out}: there is no folder {Path(out).parent}. Make it first.")
 
 
-def measure(options: argparse.Namespace) -> int:
+def print_measure(options: argparse.Namespace) -> int:
     """Prints what a call costs."""
     try:
         result = _measured(options)

@@ -253,7 +253,7 @@ def convolution(meeting: Sequence[int], batch: int, ins: int, outs: int, is_comp
     return product(math.prod(meeting) * batch * outs, ins, is_complex)
 
 
-def fourier(elements: int, length: int, real: bool) -> int:
+def fourier_flops(elements: int, length: int, real: bool) -> int:
     """Fast transforms of this length over so many elements, the usual 5 n log2 n each."""
     return round(elements * math.log2(max(length, 1)) * (2.5 if real else 5))
 

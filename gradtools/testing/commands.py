@@ -6,7 +6,7 @@ import argparse
 import sys
 
 import gradtools
-from gradtools.command_inputs import arrays, named
+from gradtools.command_inputs import arrays_given, named
 from gradtools.errors import GradtoolsError
 
 
@@ -23,7 +23,7 @@ def crosscheck(options: argparse.Namespace) -> int:
     report = cross_check(
         torch=named(options.torch),
         jax=named(options.jax),
-        args=arrays(options.args, options.shapes, options.seed),
+        args=arrays_given(options.args, options.shapes, options.seed),
         order=options.order,
         dtype=options.dtype,
         seed=options.seed,

@@ -128,7 +128,7 @@ def compare_arrays(
             *(quantity, path, order, math.inf, allowed, None),
             *(f"shape {first.shape}", f"shape {second.shape}", first.shape, dtype, DIFFERS),
         )
-    units = errors(first, second, allowed, noise)
+    units = entry_errors(first, second, allowed, noise)
     place = np.unravel_index(int(np.argmax(units)), units.shape) if units.size else None
     error = float(units[place]) if place is not None else 0.0
     return Comparison(
@@ -155,7 +155,9 @@ def mismatch(
     )
 
 
-def errors(first: np.ndarray, second: np.ndarray, tolerance: float, noise: float) -> np.ndarray:
+def entry_errors(
+    first: np.ndarray, second: np.ndarray, tolerance: float, noise: float
+) -> np.ndarray:
     """The error of each entry, in units of the tolerance; inf where one alone is not finite."""
     a, b = widened(first), widened(second)
     with np.errstate(all="ignore"):

@@ -33,7 +33,7 @@ from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
 from gradtools.torch.modes import NOTHING, LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import CHUNK, detached
-from gradtools.torch.replaying.again import replaying, without_hooks
+from gradtools.torch.replaying.again import as_it_began, without_hooks
 from gradtools.torch.replaying.guards import bytes_saved, is_plain, marked, own_wrapper
 from gradtools.torch.replaying.nodes import (
     Backward,
@@ -283,7 +283,7 @@ class _Use(Forward):
         use = self.with_modes(self.modes)
         fixed = self.start.reached.tensors
         use.within = lambda: OneTangent(fixed)
-        with replaying(use), dual_level():  # where nothing is differentiated
+        with as_it_began(use), dual_level():  # where nothing is differentiated
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             ys, _ = use.one(0, [], duals)
             return [_tangent(y) for y in ys]
@@ -303,7 +303,7 @@ class _Use(Forward):
         use = self.with_modes(self.modes)
         use.within = stops = lambda: Stops(hidden=False)
         level, graph = dual_level(), torch.enable_grad()
-        with without_hooks(use.leaves), replaying(use), own, level, graph, products:
+        with without_hooks(use.leaves), as_it_began(use), own, level, graph, products:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
             with gated_calls("frozen", duals):

@@ -62,7 +62,7 @@ def test_the_nuclear_norm_has_the_gradient_u_v_transposed(gt):
 
 
 def test_what_the_formula_cannot_do_is_not_blamed_on_f(gt, monkeypatch):
-    from gradtools.seeing.formulas.operation import OPERATIONS
+    from gradtools.seeing.formulas.operation_record import OPERATIONS
 
     broken = replace(OPERATIONS["exp"], lower=lambda x: 1 / 0)
     monkeypatch.setitem(OPERATIONS, "exp", broken)

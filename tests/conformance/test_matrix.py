@@ -15,7 +15,7 @@ from gradtools.conformance.matrix import (
     TRANSFORMS,
     cells,
     families,
-    programs,
+    smooth_programs,
 )
 
 pytest_plugins = ["compiled_programs"]
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 BATCHES = [
     pytest.param(p.name, compiled, id=f"{p.name}{', compiled' * compiled}", marks=marks)
     for compiled in (False, True)
-    for k, p in enumerate(programs())
+    for k, p in enumerate(smooth_programs())
     for marks in [
         [pytest.mark.slow, *in_turn(k - 1, 3)] if compiled or k % 3 else [],
     ]
@@ -63,13 +63,13 @@ def taken(backend, name, compiled):
     mine = [c for c in mine if (c.transform == "compile") == compiled]
     if backend == "torch":
         return mine
-    turn = [p.name for p in programs()].index(name)
+    turn = [p.name for p in smooth_programs()].index(name)
     return [c for k, c in enumerate(mine) if not is_ordinary(c) or (k + turn) % 5 not in (0, 2)]
 
 
 def all_taken(backend):
     """The cells of every program that run here, in the sweep too."""
-    batches = [(p.name, compiled) for p in programs() for compiled in (False, True)]
+    batches = [(p.name, compiled) for p in smooth_programs() for compiled in (False, True)]
     return [cell for batch in batches for cell in taken(backend, *batch)]
 
 
@@ -77,7 +77,9 @@ def all_taken(backend):
 def test_every_cell_of_a_program_holds(backend_name, name, compiled):
     mine = taken(backend_name, name, compiled)
     verdicts = [judged(cell, backend_name) for cell in mine]
-    if [p.name for p in programs()].index(name) % 12 == 11:  # others of these shapes are done
+    if [p.name for p in smooth_programs()].index(
+        name
+    ) % 12 == 11:  # others of these shapes are done
         forget_compiled(backend_name)
     failed = [f"{v.cell}: {v.failure}" for v in verdicts if v.failure]
     assert not failed, "\n".join(failed)
@@ -121,7 +123,7 @@ def test_each_two_choices_meet_in_a_cell():
     names = [o.name for o in OPERATORS]
     wanted = [(DTYPES, TRANSFORMS), (DTYPES, ARGUMENTS), (TRANSFORMS, ARGUMENTS)]
     wanted += [(names, kinds) for kinds in (DTYPES, TRANSFORMS, ARGUMENTS)]
-    wanted += [([p.name for p in programs()], families())]
+    wanted += [([p.name for p in smooth_programs()], families())]
     missing = [(a, b) for left, right in wanted for a in left for b in right if (a, b) not in pairs]
     assert not missing
 

@@ -61,7 +61,7 @@ def test_the_least_seed_is_zero_and_the_least_number_of_seeds_one():
 
 
 def test_random_complex_arguments_have_both_parts():
-    (z,) = command_inputs.arrays(None, "3:complex64", 0)
+    (z,) = command_inputs.arrays_given(None, "3:complex64", 0)
     assert z.dtype == "complex64"
     assert (z.real != 0).all()
     assert (z.imag != 0).all()
@@ -93,7 +93,7 @@ def test_a_module_that_raises_is_told_with_its_line(tmp_path, monkeypatch, code,
 )
 def test_shapes_that_cannot_be_drawn_are_told(shapes, says):
     with pytest.raises(GradtoolsError, match=f"^--shapes: {says}"):
-        command_inputs.arrays(None, shapes, 0)
+        command_inputs.arrays_given(None, shapes, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"def f(x): return x", b"PK\x03\x04 no archive"])
@@ -101,7 +101,7 @@ def test_a_file_without_arrays_is_told(tmp_path, content):
     path = tmp_path / "x.npz"
     path.write_bytes(content)
     with pytest.raises(GradtoolsError, match="NumPy cannot read it as arrays of numbers"):
-        command_inputs.arrays(str(path), None, 0)
+        command_inputs.arrays_given(str(path), None, 0)
 
 
 def test_a_check_that_cannot_be_run_is_status_2(capsys, monkeypatch):

@@ -246,3 +246,12 @@ def test_a_class_has_its_name_to_itself_or_shares_it_with_its_twin_in_the_other_
     shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
     wings = [[file.partition("/")[0] for file in files] for files in shared.values()]
     assert all(wing == ["jax", "torch"] for wing in wings), shared
+
+
+def test_no_module_shares_its_name_with_a_function():
+    modules, functions = {path.parent.name for path in ROOT.rglob("__init__.py")}, set[str]()
+    for path in ROOT.rglob("*.py"):
+        modules.add(path.stem)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert not modules & (functions | set(FUNCTIONS))

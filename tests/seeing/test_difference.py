@@ -302,7 +302,7 @@ def test_what_is_no_graph_is_refused():
 
 
 def test_the_parts_of_operations_are_names_of_the_vocabulary():
-    from gradtools.seeing.formulas.operation import OPERATIONS, of_vocabulary
+    from gradtools.seeing.formulas.operation_record import OPERATIONS, of_vocabulary
 
     known = {alignment.NAMES.get(name, name) for name in OPERATIONS if of_vocabulary(name)} | {
         "random_bits",

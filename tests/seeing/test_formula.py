@@ -8,7 +8,7 @@ from formula_builder import Builder
 from formula_programs import PROGRAMS
 
 from gradtools import GradtoolsError
-from gradtools.seeing.formulas.formula import Check, derive
+from gradtools.seeing.formulas.derivation import Check, derive
 from gradtools.seeing.graphs.graph import Graph
 
 RNG = np.random.default_rng(11)

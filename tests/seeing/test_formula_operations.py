@@ -8,8 +8,8 @@ from formula_builder import Builder
 from formula_table import CASES, ELSEWHERE, cplx, definite, real
 
 from gradtools import GradtoolsError
-from gradtools.seeing.formulas.formula import derive
-from gradtools.seeing.formulas.operation import OPERATIONS, of_vocabulary
+from gradtools.seeing.formulas.derivation import derive
+from gradtools.seeing.formulas.operation_record import OPERATIONS, of_vocabulary
 from gradtools.seeing.formulas.typesetting import number
 
 DEFINITIONS = {name: o.definition for name, o in OPERATIONS.items() if o.definition}

@@ -8,7 +8,7 @@ import pytest
 from formula_programs import LARGER, PROGRAMS, READING, block
 from formula_reading import check_page, undefined
 
-from gradtools.seeing.formulas.formula import derive
+from gradtools.seeing.formulas.derivation import derive
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from formula_builder import Builder
 
+from gradtools.seeing.formulas.derivation import derive
 from gradtools.seeing.formulas.expressions import placeholder
-from gradtools.seeing.formulas.formula import derive
 
 RNG = np.random.default_rng(5)
 

@@ -14,7 +14,7 @@ import pytest
 
 from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import kind_of, placeholder
-from gradtools.seeing.formulas.operation import OPERATIONS
+from gradtools.seeing.formulas.operation_record import OPERATIONS
 from gradtools.seeing.graphs.attributes import is_number
 
 # The operation, a program in PyTorch and one in JAX (empty where JAX has no such operation).

@@ -12,7 +12,7 @@ import pytest
 
 import gradtools
 from gradtools.cli import main
-from gradtools.command_inputs import arrays
+from gradtools.command_inputs import arrays_given
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
@@ -88,11 +88,11 @@ def test_a_terminal_gets_colours(programs, monkeypatch):
     [("2x3:float32,5", ["float32 (2, 3)", "float64 (5,)"]), ("():complex64", ["complex64 ()"])],
 )
 def test_shapes_are_drawn_with_their_dtypes(shapes, kinds):
-    assert [f"{x.dtype} {x.shape}" for x in arrays(None, shapes, 0)] == kinds
+    assert [f"{x.dtype} {x.shape}" for x in arrays_given(None, shapes, 0)] == kinds
 
 
 def test_integers_are_small():
-    (drawn,) = arrays(None, "100:int32", 0)
+    (drawn,) = arrays_given(None, "100:int32", 0)
     assert set(drawn.tolist()) == {0, 1, 2}
 
 

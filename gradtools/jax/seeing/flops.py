@@ -28,7 +28,7 @@ from gradtools.jax.jaxprs import (
     bound,
     interpreted,
     live,
-    programs,
+    programs_of,
     scan_counts,
 )
 from gradtools.jax.rules.kept_alive import LIFE, remembered
@@ -65,7 +65,7 @@ def bodies(eqn: Eqn) -> list[HeldJaxpr]:
     name = eqn.primitive.name
     if name in _OPAQUE:
         return []
-    return [_own(eqn)] if name.startswith("gradtools_") else programs(eqn)
+    return [_own(eqn)] if name.startswith("gradtools_") else programs_of(eqn)
 
 
 def is_call(name: str) -> bool:
@@ -382,7 +382,7 @@ def _fft(eqn: Eqn) -> int:
     lengths = eqn.params["fft_lengths"]
     elements = max(eqn.invars[0].aval.size, eqn.outvars[0].aval.size)
     real = any(not _complex(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-    return costs.fourier(elements, math.prod(lengths), real)
+    return costs.fourier_flops(elements, math.prod(lengths), real)
 
 
 def _by_matrix(cost: Callable[[int], int], eqn: Eqn) -> int:

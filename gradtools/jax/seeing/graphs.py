@@ -205,7 +205,7 @@ class _JaxprReader:
         if jaxprs.overwrites(eqn):
             first = [[i > 0 for i in range(len(eqn.invars))]]
             return _rows(eqn, first, _FULL, _NONE)
-        nondifferentiable = reachability.nondifferentiable(eqn)
+        nondifferentiable = reachability.nondifferentiable_inputs(eqn)
         flat = {i for i, atom in enumerate(eqn.invars) if values.is_flat(atom)}
         if not nondifferentiable and not flat:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gradtools.seeing.formulas.expressions import Expr
-from gradtools.seeing.formulas.operation import OPERATIONS
+from gradtools.seeing.formulas.operation_record import OPERATIONS
 
 Axis = tuple[Expr, int]
 _LETTERS = "ijklmnprsuvaeh"  # those that exist as small letters in Unicode

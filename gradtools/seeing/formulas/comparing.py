@@ -12,7 +12,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas.expressions import BOOLEAN, COMPLEX, INTEGER, Expr
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formulas.formula import Formula, Values
+    from gradtools.seeing.formulas.derivation import Formula, Values
 
 Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
 
@@ -131,7 +131,7 @@ def verify(
     return worst
 
 
-def compare(
+def compared_at(
     formula: Formula,
     derivation: Callable[..., Any],
     points: Sequence[Point],

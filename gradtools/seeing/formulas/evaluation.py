@@ -9,7 +9,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas.expressions import BOOLEAN, COMPLEX, INTEGER, Expr, order
-from gradtools.seeing.formulas.operation import OPERATIONS
+from gradtools.seeing.formulas.operation_record import OPERATIONS
 
 DTYPES = {"real": np.float64, COMPLEX: np.complex128, INTEGER: np.int64, BOOLEAN: np.bool_}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formulas.formula import Formula
+    from gradtools.seeing.formulas.derivation import Formula
     from gradtools.seeing.pictures.saving import Forms
 
 

@@ -1,6 +1,6 @@
 """The public operator that writes derivatives as mathematics: `formula`.
 
-The wing records one run of f in the vocabulary of `operation.py`; `derive` makes the
+The wing records one run of f in the vocabulary of `operation_record.py`; `derive` makes the
 adjoint program of it, in which no framework takes part. Before it is returned it is computed in
 NumPy at random points near the arguments, and held against the framework's own automatic
 differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. All of this is

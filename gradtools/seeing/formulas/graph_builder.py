@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
-from gradtools.seeing.formulas.operation import OPERATIONS
+from gradtools.seeing.formulas.operation_record import OPERATIONS
 from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value
 
 _DTYPES = {"real": "float64", "complex": "complex128", "integer": "int64", "boolean": "bool"}

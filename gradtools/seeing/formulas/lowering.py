@@ -14,7 +14,7 @@ from typing import Any
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas.algebra import apply, constant_of
 from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, Program, kind_of, placeholder
-from gradtools.seeing.formulas.operation import Operation, of_vocabulary
+from gradtools.seeing.formulas.operation_record import Operation, of_vocabulary
 from gradtools.seeing.formulas.operations import control
 from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from gradtools.seeing.formulas.algebra import add, is_zero, real, unbroadcast, zeros
 from gradtools.seeing.formulas.expressions import Expr, order, siblings
-from gradtools.seeing.formulas.operation import OPERATIONS
+from gradtools.seeing.formulas.operation_record import OPERATIONS
 
 
 def adjoint(

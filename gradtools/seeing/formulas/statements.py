@@ -15,7 +15,7 @@ from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import constant_of, contracts, drop_axes, parts
 from gradtools.seeing.formulas.axes import Axes
 from gradtools.seeing.formulas.expressions import Expr, Program, order
-from gradtools.seeing.formulas.operation import is_elementwise
+from gradtools.seeing.formulas.operation_record import is_elementwise
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.formulas.writing import ExpressionWriter, NeedsIndices
 

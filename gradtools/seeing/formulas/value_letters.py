@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from gradtools.seeing.graphs.flatten import BlockGroup, FlatGraph, Operand, Unit, units_of, ways_to
+from gradtools.seeing.graphs.flat_graph import (
+    BlockGroup,
+    FlatGraph,
+    Operand,
+    Unit,
+    units_of,
+    ways_to,
+)
 from gradtools.seeing.graphs.nodes import Dependence
 
 

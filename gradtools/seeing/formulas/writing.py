@@ -18,7 +18,7 @@ from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import constant_of, contracts
 from gradtools.seeing.formulas.axes import Axes, primed
 from gradtools.seeing.formulas.expressions import Expr
-from gradtools.seeing.formulas.operation import OPERATIONS, is_elementwise
+from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
 from gradtools.seeing.formulas.product_layout import (
     Defined,
     Factors,

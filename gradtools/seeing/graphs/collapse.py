@@ -1,6 +1,6 @@
 """From a graph to its outline: bodies opened up, runs of one scope made blocks, repeats found.
 
-Three steps, each in a room of its own: `flatten.py` opens bodies, `nesting.py` makes blocks,
+Three steps, each in a room of its own: `flat_graph.py` opens bodies, `nesting.py` makes blocks,
 `repeats.py` folds what is repeated. Here they are put together, and the links between units become
 arrows between boxes; what joins one copy of a repeated part to another is left out.
 """
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from gradtools.seeing.formulas.value_letters import Letters, stand_in
 from gradtools.seeing.graphs.attributes import call_text, mark_text
-from gradtools.seeing.graphs.flatten import BlockGroup, FlatGraph, Link, Notes, Unit
+from gradtools.seeing.graphs.flat_graph import BlockGroup, FlatGraph, Link, Notes, Unit
 from gradtools.seeing.graphs.nesting import in_parts, nested
 from gradtools.seeing.graphs.nodes import Node, PlainGraph
 from gradtools.seeing.graphs.outline import Arrow, Block, Box, Outline, value_text

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradtools.seeing.graphs.flatten import BlockGroup, Entry, FlatGraph, Unit, units_of, ways_to
+from gradtools.seeing.graphs.flat_graph import BlockGroup, Entry, FlatGraph, Unit, units_of, ways_to
 from gradtools.seeing.graphs.outline import PHASES
 
 _MOST_CHILDREN = 60  # more are cut into stretches

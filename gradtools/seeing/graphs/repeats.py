@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.graphs.flatten import BlockGroup, Entry, FlatGraph, Operand, Unit, units_of
+from gradtools.seeing.graphs.flat_graph import BlockGroup, Entry, FlatGraph, Operand, Unit, units_of
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.outline import matches
 

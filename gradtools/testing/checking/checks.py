@@ -39,7 +39,7 @@ from gradtools.testing.checking.probe import (
 )
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.precision import at_precision
-from gradtools.testing.cross_checking.sides import double_precision
+from gradtools.testing.cross_checking.sides import in_double_precision
 from gradtools.testing.diverging.patterns import ArrayPair
 from gradtools.testing.flat import Arrays
 from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, compare_arrays
@@ -116,7 +116,7 @@ def check_derivatives(
     """
     check_settings(order, modes)
     at = at_precision(CALLER, precision, [backend_name(CALLER, backend)])
-    with double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
+    with in_double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
         probe = Probe(CALLER, f, args, backend)
         check = DerivativeCheck(probe, modes, numeric, allow_jumps, seed)
         check.report.notes += notes

@@ -18,7 +18,7 @@ import numpy as np
 
 import gradtools
 from gradtools import notebook_html
-from gradtools.testing.cross_checking.sides import double_precision
+from gradtools.testing.cross_checking.sides import in_double_precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,7 +282,7 @@ def _measure_jax(kink: Kink) -> tuple[Derivative, Derivative | None]:
         out, pullback = jax.vjp(lambda x: eval(kink.jax, {**names, "x": x}), x)
         return pullback(ones(out))[0]
 
-    with double_precision(True):
+    with in_double_precision(True):
         x = jax.numpy.asarray(kink.point, _dtype(jax.numpy, kink))
         g, pullback = jax.vjp(gradient, x)
         twice = None if np.iscomplexobj(g) else pullback(ones(g))[0]

@@ -41,7 +41,7 @@ from gradtools.testing.checking.rule_parts import CALLER, taken_apart
 from gradtools.testing.checking.rule_side_effects import Habits
 from gradtools.testing.checking.rule_vmap import check_batch
 from gradtools.testing.cross_checking.precision import at_precision
-from gradtools.testing.cross_checking.sides import double_precision
+from gradtools.testing.cross_checking.sides import in_double_precision
 from gradtools.testing.report import DIFFERS, Comparison, Report, compare_arrays, mismatch
 
 
@@ -98,7 +98,7 @@ def check_rule(
     """
     check_settings(order, None)
     at = at_precision(CALLER, precision, [backend_name(CALLER, backend)])
-    with double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
+    with in_double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
         check = RuleCheck(rule, args, backend, seed)
         check.report.notes += notes
         check.parts(order)

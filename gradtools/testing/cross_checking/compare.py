@@ -19,7 +19,7 @@ from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.mismatch_causes import explain
 from gradtools.testing.cross_checking.precision import at_precision
 from gradtools.testing.cross_checking.questions import CrossCheck
-from gradtools.testing.cross_checking.sides import Inputs, Side, double_precision
+from gradtools.testing.cross_checking.sides import Inputs, Side, in_double_precision
 from gradtools.testing.report import Report
 
 
@@ -105,7 +105,7 @@ def cross_check(
     first = Side("torch", torch, dtype)
     wide = wide or (dtype is None and first.has_64_bits())
     at = at_precision("cross_check", precision, ("torch", "jax"))
-    with double_precision(wide), at as notes:
+    with in_double_precision(wide), at as notes:
         second = Side("jax", jax, dtype)
         check = CrossCheck(first, second, inputs, dict(kwargs or {}), mapping, seed, tolerance)
         report = Report(title, notes=notes)

@@ -12,7 +12,7 @@ from gradtools.testing.checking.finite_differences import Differences
 from gradtools.testing.checking.kinks import Convention, explaining
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.questions import CrossCheck
-from gradtools.testing.report import errors
+from gradtools.testing.report import entry_errors
 
 REVERSE, FORWARD = ("gradient", "vjp"), ("jvp",)
 
@@ -72,7 +72,7 @@ class Scope:
                 return True
             if x is not None and y is not None:
                 allowed = tolerances.tolerance(x.dtype, probe.order) or 1e-300
-                if not (errors(x, y, allowed, 0.0) <= 1).all():
+                if not (entry_errors(x, y, allowed, 0.0) <= 1).all():
                     return True
         return False
 

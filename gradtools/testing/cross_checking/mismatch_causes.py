@@ -24,7 +24,7 @@ from gradtools.testing.diverging.patterns import (
     equal,
     shape_cause,
 )
-from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, errors, widened
+from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, entry_errors, widened
 
 _COPY = (
     "The two models hold different numbers. Copy them: "
@@ -261,7 +261,7 @@ class CauseSearch:
 
     def _precision(self) -> Found | None:
         a, b = widened(self.a), widened(self.b)
-        error = float(errors(a, b, 1.0, 0.0).max(initial=0.0))
+        error = float(entry_errors(a, b, 1.0, 0.0).max(initial=0.0))
         moved = self.check.moved(self.probe, self.i, a, b)
         if not (np.abs(a - b) > 10 * moved).any():
             return (

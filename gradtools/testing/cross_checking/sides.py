@@ -244,7 +244,7 @@ def library(x: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def double_precision(wanted: bool) -> Iterator[None]:
+def in_double_precision(wanted: bool) -> Iterator[None]:
     """JAX with 64-bit types inside the block, as it was afterwards; nothing if not wanted."""
     if not wanted:
         yield

@@ -18,7 +18,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking.checks import pattern
 from gradtools.testing.cross_checking import tolerances
-from gradtools.testing.cross_checking.sides import double_precision, nested
+from gradtools.testing.cross_checking.sides import in_double_precision, nested
 from gradtools.testing.diverging.layer_guesses import told_apart
 from gradtools.testing.diverging.layouts import _joined, _key, match_parameters
 from gradtools.testing.diverging.traces import CALLER, Layer, Name, Trace, check_asked, jax_trace
@@ -93,7 +93,7 @@ def first_divergence(
     if dtype not in ("float64", "float32"):
         raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
     cotangents = _Cotangents(seed)
-    with double_precision(dtype == "float64"):  # PyTorch's model may hold parts in JAX
+    with in_double_precision(dtype == "float64"):  # PyTorch's model may hold parts in JAX
         mine = trace_torch(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
         theirs = jax_trace(jax_model, inputs, jax_kwargs, dtype, cotangents.same)
     if mapping is None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.testing.diverging.factor_names import name_factor
-from gradtools.testing.report import errors
+from gradtools.testing.report import entry_errors
 
 Found = tuple[str, str]  # the cause and its detail
 
@@ -190,7 +190,7 @@ def constant_ratio(a: np.ndarray, b: np.ndarray, near: float) -> complex | None:
 def equal(a: Any, b: Any, near: float) -> bool:
     """Whether two arrays have one shape and agree to a relative error."""
     a, b = np.asarray(a), np.asarray(b)
-    return a.shape == b.shape and bool((errors(a, b, max(near, 1e-300), 0.0) <= 1).all())
+    return a.shape == b.shape and bool((entry_errors(a, b, max(near, 1e-300), 0.0) <= 1).all())
 
 
 def _ratio_text(ratio: complex) -> str:

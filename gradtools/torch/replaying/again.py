@@ -39,7 +39,7 @@ def check_storages(forward: Forward) -> None:
 
 
 @contextmanager
-def replaying(forward: Forward) -> Iterator[None]:
+def as_it_began(forward: Forward) -> Iterator[None]:
     """Inside, f runs from where it began; outside, everything is as it stands now."""
     check_storages(forward)
     changed = [name for x, version, name in forward.versions if upstream.version_of(x) != version]

@@ -26,7 +26,7 @@ from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING
-from gradtools.torch.replaying.again import check_storages, going_back, replaying, without_hooks
+from gradtools.torch.replaying.again import as_it_began, check_storages, going_back, without_hooks
 from gradtools.torch.replaying.guards import here, marked, steps
 from gradtools.torch.replaying.slicing import (
     Entries,
@@ -208,7 +208,7 @@ class _Derived(ChunkProgram):
             if again:
                 self.sums = None if self.forward.beneath else sums
                 try:
-                    with replaying(self.forward):
+                    with as_it_began(self.forward):
                         self._run(again, result, sums, rows, shared)
                 finally:
                     self.sums = None

@@ -395,7 +395,7 @@ def _lstm_layer_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 def _fourier(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     x, real = args[0], _name(func) != "_fft_c2c"
     lengths = [max(x.shape[d], out.shape[d]) for d in args[1]]
-    return costs.fourier(max(x.numel(), out.numel()), math.prod(lengths), real)
+    return costs.fourier_flops(max(x.numel(), out.numel()), math.prod(lengths), real)
 
 
 def _by_matrix(cost: Callable[[int], int]) -> Rule:

@@ -49,7 +49,7 @@ from gradtools.torch.seeing.live_graph import graph_behind
 from gradtools.torch.seeing.operands import SAME, AtenCall
 from gradtools.torch.seeing.recording import operations
 from gradtools.torch.seeing.recording.autograd_functions import name_and_mark
-from gradtools.torch.seeing.recording.observation import copied, recording
+from gradtools.torch.seeing.recording.observation import copied, recording_run
 from gradtools.torch.seeing.recording.recorder import Origin, Recorder
 from gradtools.torch.seeing.recording.undo import Undo
 from gradtools.torch.seeing.recording.values import Write, numbers_in, shows_all_of, slice_of
@@ -112,7 +112,7 @@ def _observed(request: Differentiated, hooked: bool) -> PlainGraph:
     hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
     """
     program = request.program
-    with recording(f"{program.caller}: a program", program.run, program.leaves) as undo:
+    with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
         return _recorded(request, _PassRecorder(undo, hooked))
 
 

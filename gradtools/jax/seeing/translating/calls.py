@@ -66,7 +66,7 @@ def _platform(platforms: Sequence[Any]) -> int:
 
 
 def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-    (program,) = jaxprs.programs(eqn)
+    (program,) = jaxprs.programs_of(eqn)
     jaxpr = program.jaxpr
     own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)
     if own:
@@ -378,7 +378,7 @@ def _made(eqn: Any, extra: int = 0) -> list[Any]:
 
 
 def _scan(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-    jaxpr, held = _program(w, *jaxprs.programs(eqn))
+    jaxpr, held = _program(w, *jaxprs.programs_of(eqn))
     consts, carried = jaxprs.scan_counts(eqn)
     length, reverse = int(eqn.params["length"]), bool(eqn.params["reverse"])
     fixed = [*held, *entries[:consts]]
@@ -442,7 +442,7 @@ def _while(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     carry: list[Entry] = [w.number(e) for e in entries[first + second :]]
     parts, bodies, numbers = [], [], []
     owned = entries[:first], entries[first : first + second]
-    for program, own in zip(jaxprs.programs(eqn), owned, strict=True):
+    for program, own in zip(jaxprs.programs_of(eqn), owned, strict=True):
         jaxpr, held = _program(w, program)
         fixed = [*held, *own]
         run = lambda inner, given, jaxpr=jaxpr: inner.run(jaxpr, given)
@@ -461,7 +461,7 @@ def _while(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _cond(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-    branches = [_program(w, branch) for branch in jaxprs.programs(eqn)]
+    branches = [_program(w, branch) for branch in jaxprs.programs_of(eqn)]
     index, operands = entries[0], entries[1:]
     if isinstance(index, Known):
         k = min(max(int(index.value), 0), len(branches) - 1)

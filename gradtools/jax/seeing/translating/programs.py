@@ -37,7 +37,7 @@ _LEAVES = {**TABLE, **INDEXING}
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """One run of a program, forward only, in the vocabulary of `seeing/formulas/operation.py`.
+    """One run of a program, forward only, in the words of `seeing/formulas/operation_record.py`.
 
     Args:
         program: A call of f. Its leaves are the graph's inputs, and give the values at which

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.jax.seeing import operands
-from gradtools.seeing.formulas.operation import of_vocabulary
+from gradtools.seeing.formulas.operation_record import of_vocabulary
 
 Params = Mapping[str, Any]
 Translation = Callable[..., Any]

@@ -10,7 +10,7 @@ from gradtools.seeing.formulas.algebra.constants import constant_of, full, lifte
 from gradtools.seeing.formulas.algebra.products import contracts, parts, product
 from gradtools.seeing.formulas.algebra.reshapes import is_reshape, reshape
 from gradtools.seeing.formulas.expressions import REAL, Expr, expr, several, widest
-from gradtools.seeing.formulas.operation import OPERATIONS
+from gradtools.seeing.formulas.operation_record import OPERATIONS
 
 
 def apply(name: str, /, *of: Any, **attributes: Any) -> Any:

@@ -8,7 +8,7 @@ from gradtools.seeing.formulas.algebra.products import product
 from gradtools.seeing.formulas.algebra.reshapes import reshape
 from gradtools.seeing.formulas.algebra.sums import add
 from gradtools.seeing.formulas.expressions import Expr, expr
-from gradtools.seeing.formulas.operation import is_elementwise
+from gradtools.seeing.formulas.operation_record import is_elementwise
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:

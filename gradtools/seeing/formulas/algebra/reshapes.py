@@ -8,7 +8,7 @@ from gradtools.seeing.formulas import algebra  # its rooms use each other
 from gradtools.seeing.formulas.algebra.constants import array, constant_of, full
 from gradtools.seeing.formulas.algebra.products import contracts, product
 from gradtools.seeing.formulas.expressions import Expr, expr
-from gradtools.seeing.formulas.operation import is_elementwise
+from gradtools.seeing.formulas.operation_record import is_elementwise
 
 
 def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:

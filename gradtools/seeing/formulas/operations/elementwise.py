@@ -38,10 +38,10 @@ from gradtools.seeing.formulas.expressions import (
     kind_of,
     widest,
 )
-from gradtools.seeing.formulas.operation import EntryForm
+from gradtools.seeing.formulas.operation_record import EntryForm
 from gradtools.seeing.formulas.operations.entering import (
     Lowering,
-    elementwise,
+    entrywise,
     lowers,
     operation,
     tie_same,
@@ -95,7 +95,7 @@ def _is_whole(x: Expr) -> bool:
 word("identity", lambda x: x)
 
 
-@lowers("stop", elementwise, lambda x: x, kind=lambda x: x.kind)
+@lowers("stop", entrywise, lambda x: x, kind=lambda x: x.kind)
 def _stop(x: Expr) -> Expr:
     """X, with no derivative."""
     if x.op in ("number", "stop") or constant_of(x) is not None:
@@ -103,7 +103,7 @@ def _stop(x: Expr) -> Expr:
     return apply("stop", x)
 
 
-elementwise(
+entrywise(
     "scale_gradient(x; scale)",
     lambda x, scale: x,
     pullback=lambda y, g, x: [y["scale"] * g],
@@ -126,7 +126,7 @@ def _cast_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
 
 @lowers(
     "cast",
-    elementwise,
+    entrywise,
     _cast_value,
     pullback=lambda y, g, x: [g if y.is_complex else None],
     kind=lambda x, to: to,
@@ -215,7 +215,7 @@ def _raised(base: ts.Written, exponent: Any, matrix: bool) -> ts.Written:
 
 @lowers(
     "power",
-    elementwise,
+    entrywise,
     lambda x, exponent: np.power(x + 0.0, exponent),
     lambda y, x: [y["exponent"] * x ** (y["exponent"] - 1)],
     kind=lambda x, exponent: widest(x.kind, COMPLEX if isinstance(exponent, complex) else REAL),
@@ -240,7 +240,7 @@ def _pow_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     )
 
 
-elementwise(
+entrywise(
     "pow",
     lambda a, b: np.power(a + 0.0, b),
     lambda y, a, b: [b * apply("pow", a, b - 1), y * apply("log", a)],
@@ -263,7 +263,7 @@ def named(text: str, latex: str = "") -> EntryForm:
 
 @lowers(
     "abs",
-    elementwise,
+    entrywise,
     np.abs,
     pullback=lambda y, g, x: [real(g) * apply("sign", x)],
     kind=REAL,
@@ -291,15 +291,15 @@ def _sign_pullback(y, g, x):
     return [(g - along) * apply("abs", x) ** -1]
 
 
-elementwise("sign(x)", _sign, pullback=_sign_pullback, entry=named("sgn"))
-elementwise(
+entrywise("sign(x)", _sign, pullback=_sign_pullback, entry=named("sgn"))
+entrywise(
     "angle(x)",
     np.angle,
     pullback=lambda y, g, x: [1j * (real(g) * conj(x) ** -1) if x.is_complex else None],
     kind=REAL,
     entry=named("arg", r"\arg"),
 )
-elementwise(
+entrywise(
     "real(x)",
     np.real,
     pullback=lambda y, g, x: [real(g)],
@@ -307,7 +307,7 @@ elementwise(
     entry=named("Re"),
     lower=real,
 )
-elementwise(
+entrywise(
     "imag(x)",
     np.imag,
     pullback=lambda y, g, x: [1j * real(g)],
@@ -315,7 +315,7 @@ elementwise(
     entry=named("Im"),
     lower=imag,
 )
-elementwise(
+entrywise(
     "conj(x)",
     np.conj,
     pullback=lambda y, g, x: [conj(g)],
@@ -346,13 +346,13 @@ def _floor_form(left: str, right: str, name: str) -> EntryForm:
     )
 
 
-elementwise("floor", np.floor, entry=_floor_form("⌊", "⌋", "floor"), lower=_flat("floor"))
-elementwise("ceil", np.ceil, entry=_floor_form("⌈", "⌉", "ceil"), lower=_flat("ceil"))
-elementwise("trunc", np.trunc, lower=_flat("trunc"))
+entrywise("floor", np.floor, entry=_floor_form("⌊", "⌋", "floor"), lower=_flat("floor"))
+entrywise("ceil", np.ceil, entry=_floor_form("⌈", "⌉", "ceil"), lower=_flat("ceil"))
+entrywise("trunc", np.trunc, lower=_flat("trunc"))
 word("frac", lambda x: x - _flat("trunc")(x))
 
 
-@lowers("round", elementwise, np.round)
+@lowers("round", entrywise, np.round)
 def _round(x: Expr, *, decimals: int = 0, rounding_method: str = "to_nearest_even") -> Expr:
     """To the nearest integer, ties to even, or "away_from_zero"; of 10**decimals x."""
     if rounding_method == "away_from_zero":
@@ -386,14 +386,14 @@ def _compare_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     )
 
 
-elementwise(
+entrywise(
     "compare(a, b; relation)",
     lambda a, b, relation: _RELATIONS[relation][0](a, b),
     kind=BOOLEAN,
     entry=_compare_form,
 )
-elementwise("is_finite(x)", np.isfinite, kind=BOOLEAN)
-elementwise("is_nan(x)", np.isnan, kind=BOOLEAN)
+entrywise("is_finite(x)", np.isfinite, kind=BOOLEAN)
+entrywise("is_nan(x)", np.isnan, kind=BOOLEAN)
 
 
 def _truth(x: Expr) -> Expr:
@@ -401,7 +401,7 @@ def _truth(x: Expr) -> Expr:
     return x if x.kind == BOOLEAN else indicator(x, "!=", 0)
 
 
-elementwise(
+entrywise(
     "logical_not",
     np.logical_not,
     kind=BOOLEAN,
@@ -413,7 +413,7 @@ elementwise(
 
 
 def _logical(name: str, evaluate: Any, text: str, latex: str) -> None:
-    elementwise(
+    entrywise(
         f"logical_{name}(a, b)",
         evaluate,
         kind=BOOLEAN,
@@ -433,7 +433,7 @@ _logical("xor", np.logical_xor, "⊕", r"\oplus")
 
 @lowers(
     "maximum",
-    elementwise,
+    entrywise,
     np.maximum,
     lambda y, a, b: [indicator(a, ">", b), indicator(a, "<=", b)],
     entry=named("max", r"\max"),
@@ -446,7 +446,7 @@ def _maximum(a: Expr, b: Expr) -> Expr:
     return apply("relu", broadcast(a, broadcast_shape(a.shape, b.shape)))
 
 
-elementwise(
+entrywise(
     "minimum(a, b)",
     np.minimum,
     lambda y, a, b: [indicator(a, "<", b), indicator(a, ">=", b)],
@@ -467,7 +467,7 @@ def _clip_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
 
 @lowers(
     "clip",
-    elementwise,
+    entrywise,
     lambda x, low, high: np.clip(x, low, high),
     _clip_derivative,
     entry=_clip_form,
@@ -500,7 +500,7 @@ def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
 
 @lowers(
     "where",
-    elementwise,
+    entrywise,
     np.where,
     pullback=lambda y, g, c, a, b: [None, c * g, negation(c) * g],
     entry=_where_form,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import apply, broadcast_shape, conj, times
 from gradtools.seeing.formulas.expressions import REAL, Expr, widest
-from gradtools.seeing.formulas.operation import OPERATIONS, Form, Operation
+from gradtools.seeing.formulas.operation_record import OPERATIONS, Form, Operation
 
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.axes import Axes
@@ -78,7 +78,7 @@ def operation(
     word(said, lower, evaluate=evaluate, pullback=pullback, **known)
 
 
-def elementwise(
+def entrywise(
     said: str,
     evaluate: Lowering,
     derivatives: Derivatives | None = None,

@@ -18,15 +18,15 @@ from gradtools.seeing.formulas.operations.elementwise import (
     scaled,
     where,
 )
-from gradtools.seeing.formulas.operations.entering import Derivatives, elementwise, lowers, word
+from gradtools.seeing.formulas.operations.entering import Derivatives, entrywise, lowers, word
 from gradtools.seeing.formulas.operations.slicing import split
 
 # Exponentials and logarithms.
 
-elementwise("exp(x)", np.exp, lambda y, x: [y])
+entrywise("exp(x)", np.exp, lambda y, x: [y])
 word("exp2", lambda x: apply("exp", math.log(2) * x))
 word("expm1", lambda x: apply("exp", x) - 1)
-elementwise("log(x)", np.log, lambda y, x: [x**-1])
+entrywise("log(x)", np.log, lambda y, x: [x**-1])
 word("log2", lambda x: 1 / math.log(2) * apply("log", x))
 word("log10", lambda x: 1 / math.log(10) * apply("log", x))
 word("log1p", lambda x: apply("log", 1 + x))
@@ -52,12 +52,12 @@ word("xlogy", lambda a, b: where(indicator(a, "==", 0), 0, a * apply("log", b)))
 
 # Trigonometric functions and their inverses.
 
-elementwise("sin(x)", np.sin, lambda y, x: [apply("cos", x)])
-elementwise("cos(x)", np.cos, lambda y, x: [-apply("sin", x)])
-elementwise("tan(x)", np.tan, lambda y, x: [1 + y**2])
-elementwise("sinh(x)", np.sinh, lambda y, x: [apply("cosh", x)])
-elementwise("cosh(x)", np.cosh, lambda y, x: [apply("sinh", x)])
-elementwise("tanh(x)", np.tanh, lambda y, x: [1 - y**2])
+entrywise("sin(x)", np.sin, lambda y, x: [apply("cos", x)])
+entrywise("cos(x)", np.cos, lambda y, x: [-apply("sin", x)])
+entrywise("tan(x)", np.tan, lambda y, x: [1 + y**2])
+entrywise("sinh(x)", np.sinh, lambda y, x: [apply("cosh", x)])
+entrywise("cosh(x)", np.cosh, lambda y, x: [apply("sinh", x)])
+entrywise("tanh(x)", np.tanh, lambda y, x: [1 - y**2])
 word("tanh_backward", lambda g, y: g * (1 - conj(y) ** 2))
 
 
@@ -66,12 +66,12 @@ def _inverse_trigonometric(sign: float, inner: float) -> Derivatives:
     return lambda y, x: [sign * (1 - inner * x**2) ** -0.5]
 
 
-elementwise("arcsin(x)", np.arcsin, _inverse_trigonometric(1.0, 1.0))
-elementwise("arccos(x)", np.arccos, _inverse_trigonometric(-1.0, 1.0))
-elementwise("arctan(x)", np.arctan, lambda y, x: [(1 + x**2) ** -1])
-elementwise("arcsinh(x)", np.arcsinh, _inverse_trigonometric(1.0, -1.0))
-elementwise("arccosh(x)", np.arccosh, lambda y, x: [(x - 1) ** -0.5 * (x + 1) ** -0.5])
-elementwise("arctanh(x)", np.arctanh, lambda y, x: [(1 - x**2) ** -1])
+entrywise("arcsin(x)", np.arcsin, _inverse_trigonometric(1.0, 1.0))
+entrywise("arccos(x)", np.arccos, _inverse_trigonometric(-1.0, 1.0))
+entrywise("arctan(x)", np.arctan, lambda y, x: [(1 + x**2) ** -1])
+entrywise("arcsinh(x)", np.arcsinh, _inverse_trigonometric(1.0, -1.0))
+entrywise("arccosh(x)", np.arccosh, lambda y, x: [(x - 1) ** -0.5 * (x + 1) ** -0.5])
+entrywise("arctanh(x)", np.arctanh, lambda y, x: [(1 - x**2) ** -1])
 
 
 def _arctan2_derivatives(y, a, b):
@@ -79,7 +79,7 @@ def _arctan2_derivatives(y, a, b):
     return [b * under, -(a * under)]
 
 
-elementwise("arctan2(a, b)", np.arctan2, _arctan2_derivatives, entry=named("atan2"))
+entrywise("arctan2(a, b)", np.arctan2, _arctan2_derivatives, entry=named("atan2"))
 
 
 @lowers("sinc")
@@ -96,16 +96,16 @@ word("rad2deg", lambda x: 180 / math.pi * x)
 
 # Special functions.
 
-elementwise(
+entrywise(
     "erf(x)", special_functions.erf, lambda y, x: [2 / math.sqrt(math.pi) * apply("exp", -(x**2))]
 )
 word("erfc", lambda x: 1 - apply("erf", x))
-elementwise(
+entrywise(
     "erfinv(x)",
     special_functions.erfinv,
     lambda y, x: [math.sqrt(math.pi) / 2 * apply("exp", y**2)],
 )
-elementwise(
+entrywise(
     "lgamma(x)",
     special_functions.lgamma,
     lambda y, x: [apply("polygamma", x, order=0)],
@@ -120,7 +120,7 @@ def _polygamma_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written
     return ts.function(name, args, latex=r"\psi" + (f"^{{({order})}}" if order else ""))
 
 
-elementwise(
+entrywise(
     "polygamma(x; order)",
     lambda x, order: special_functions.polygamma(order, x),
     lambda y, x: [apply("polygamma", x, order=y["order"] + 1)],
@@ -132,7 +132,7 @@ elementwise(
 
 @lowers(
     "softplus",
-    elementwise,
+    entrywise,
     lambda x: np.logaddexp(x, 0),
     lambda y, x: [apply("sigmoid", x)],
     definition=ts.Written(
@@ -156,7 +156,7 @@ def _any_sigmoid(x):
     return 1 / (1 + np.exp(-x)) if np.iscomplexobj(x) else _sigmoid(x)
 
 
-elementwise(
+entrywise(
     "sigmoid(x)",
     _any_sigmoid,
     lambda y, x: [y * (1 - y)],
@@ -166,7 +166,7 @@ elementwise(
 )
 word("sigmoid_backward", lambda g, y: g * ((1 - conj(y)) * conj(y)))
 word("log_sigmoid", lambda x: -apply("softplus", -x))
-elementwise(
+entrywise(
     "relu(x)",
     lambda x: np.maximum(x, 0),
     lambda y, x: [indicator(x, ">", 0)],
@@ -202,7 +202,7 @@ def _celu(x: Expr, *, alpha: float = 1.0) -> Expr:
 
 # Activations by the normal distribution.
 
-elementwise(
+entrywise(
     "normal_cdf",
     lambda x: (1 + special_functions.erf(x / math.sqrt(2))) / 2,
     lambda y, x: [apply("normal_density", x)],
@@ -211,7 +211,7 @@ elementwise(
         "Φ(x) := (1 + erf(x / √2)) / 2", r"\Phi(x) := (1 + \operatorname{erf}(x / \sqrt{2})) / 2"
     ),
 )
-elementwise(
+entrywise(
     "normal_density",
     lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi),
     lambda y, x: [-(x * y)],

@@ -20,7 +20,7 @@ from gradtools.seeing.formulas.algebra import (
     unsqueeze,
 )
 from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr
-from gradtools.seeing.formulas.operation import Form
+from gradtools.seeing.formulas.operation_record import Form
 from gradtools.seeing.formulas.operations.elementwise import indicator
 from gradtools.seeing.formulas.operations.entering import (
     Lowering,

@@ -30,7 +30,7 @@ from gradtools.seeing.formulas.algebra import (
     zeros,
 )
 from gradtools.seeing.formulas.expressions import Expr, expr, widest
-from gradtools.seeing.formulas.operation import Form
+from gradtools.seeing.formulas.operation_record import Form
 from gradtools.seeing.formulas.operations.arrays import permuted
 from gradtools.seeing.formulas.operations.entering import (
     linear,

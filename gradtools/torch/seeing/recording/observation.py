@@ -112,12 +112,12 @@ def observed(
     run: Run, leaves: Sequence[Any], names: Sequence[str], replace: Replace | None = None
 ) -> Iterator[Seen]:
     """A recorded run, and afterwards everything as it was."""
-    with recording("a run", run, leaves) as undo:
+    with recording_run("a run", run, leaves) as undo:
         yield _run(CallRecorder(undo, replace), run, leaves, names)
 
 
 @contextmanager
-def recording(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
+def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
     """Inside, this thread records one run, whatever modes are around; then all is as it was.
 
     what: In the refusal where none can be recorded.

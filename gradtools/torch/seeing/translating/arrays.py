@@ -16,11 +16,11 @@ from gradtools.torch.seeing.translating.writer import (
     Writer,
     as_said,
     axes_of,
-    entering,
+    enters,
 )
 
 ARRAYS: dict[str, Translation] = {}
-operation = entering(ARRAYS)
+operation = enters(ARRAYS)
 
 
 # --- where numbers come from -------------------------------------------------------------

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.torch.seeing.translating.writer import Ref, Translation, Writer, as_said, entering
+from gradtools.torch.seeing.translating.writer import Ref, Translation, Writer, as_said, enters
 
 LAYERS: dict[str, Translation] = {}
-operation = entering(LAYERS)
+operation = enters(LAYERS)
 
 
 # --- linear algebra ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import Modes
 from gradtools.torch.replaying.guards import plainly
-from gradtools.torch.seeing.recording.observation import copied, put_back, recording
+from gradtools.torch.seeing.recording.observation import copied, put_back, recording_run
 from gradtools.torch.seeing.translating.arrays import ARRAYS
 from gradtools.torch.seeing.translating.composites import FUNCTIONS, PLAIN
 from gradtools.torch.seeing.translating.control import followed
@@ -43,7 +43,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 
 def _recorded(program: LeafProgram, functions: Mapping[Any, Any]) -> tuple[Recorded, bool]:
     """One run, and whether a derivative inside of f was lost."""
-    with recording(f"{program.caller}: a program", program.run, program.leaves) as undo:
+    with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
         recorder = FormulaRecorder(undo, OPERATIONS, functions, write_rule, origin_of)
         return _written(program, recorder), recorder.lost
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.operation import of_vocabulary
+from gradtools.seeing.formulas.operation_record import of_vocabulary
 from gradtools.seeing.graphs.nodes import Body, Node, PlainGraph, Value
 from gradtools.torch.seeing.recording.values import Like as Like
 from gradtools.torch.seeing.recording.values import like as like
@@ -241,7 +241,7 @@ class Writer:
 Translation = Callable[[Writer, Any], Any]
 
 
-def entering(table: dict[str, Translation]) -> Callable[..., Callable[[Translation], Translation]]:
+def enters(table: dict[str, Translation]) -> Callable[..., Callable[[Translation], Translation]]:
     """A decorator that enters a translation in a table under aten's names."""
 
     def operation(*names: str) -> Callable[[Translation], Translation]:

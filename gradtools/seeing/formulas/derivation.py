@@ -18,13 +18,13 @@ from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas import algebra, files
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.comparing import Agreement, compare, draw, near, verify
+from gradtools.seeing.formulas.comparing import Agreement, compared_at, draw, near, verify
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
 from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import Expr, order, placeholder, substitute
 from gradtools.seeing.formulas.lowering import Lowered, lower
 from gradtools.seeing.formulas.naming import leaf_names
-from gradtools.seeing.formulas.operation import OPERATIONS
+from gradtools.seeing.formulas.operation_record import OPERATIONS
 from gradtools.seeing.formulas.operations import control
 from gradtools.seeing.formulas.recognition import recognise
 from gradtools.seeing.formulas.reverse import adjoint
@@ -299,7 +299,7 @@ class Formula:
         chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
         arrays = lambda xs: [np.asarray(x) for x in xs]
         plain = [(arrays(xs), arrays(gs), arrays(us)) for xs, gs, us in chosen]
-        return compare(self, derivation, plain, tolerance, captured, convert)
+        return compared_at(self, derivation, plain, tolerance, captured, convert)
 
     @property
     def has_free_signs(self) -> bool:

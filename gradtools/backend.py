@@ -157,6 +157,9 @@ class Arrays(ABC):
         return self.unflatten(structure, leaves)
 
     # Arrays.
+    array_type: type | None = None
+    """The class whose very instances are arrays, mostly: these need no further look."""
+
     @abstractmethod
     def is_array(self, x: Any, /) -> bool: ...
     @abstractmethod

@@ -62,7 +62,7 @@ class Batch:
         self.treedefs, self.leaves, self.is_array = [], [], []
         for x in self.args:
             leaves, treedef, kinds = [x], None, ["array"]  # mostly
-            if not backend.is_array(x):
+            if type(x) is not backend.array_type and not backend.is_array(x):
                 leaves, treedef, kinds = backend.flatten_arrays(x)
             self.treedefs.append(treedef)
             self.leaves.append(leaves)

@@ -334,7 +334,7 @@ class Outputs:
     def _flattened(self, number: int, out: Any) -> tuple[list[Any], list[Any]]:
         """The leaves of an output, and of which kind each is."""
         leaves, treedef, kinds = [out], None, ["array"]  # mostly
-        if not self.backend.is_array(out):
+        if type(out) is not self.backend.array_type and not self.backend.is_array(out):
             leaves, treedef, kinds = self.backend.flatten_arrays(out)
         if self._treedef is _UNKNOWN:
             self._treedef = treedef

@@ -267,3 +267,25 @@ def test_a_derivative_within_f_of_a_forward_rule_has_its_tangent_each_time():
     x = torch.tensor([1.0, 2.0], dtype=torch.float64)
     for _ in range(3):
         torch.testing.assert_close(gt.jvp(slope, (x,), (torch.ones_like(x),))[1], 6 * x)
+
+
+@pytest.mark.parametrize("place", ["function", "module", "inside"])
+def test_what_is_compiled_keeps_its_tangent(place):
+    """Compiled code drops it in silence; so it runs as it was written, and compiled afterwards."""
+    calls = []
+
+    def backend(graph, example_inputs):
+        compiled = lambda *args: calls.append(1) or graph(*[x.detach() for x in args])
+        return compiled
+
+    class Square(torch.nn.Module):
+        def forward(self, x):
+            return x**2
+
+    square = torch.compile(Square() if place == "module" else lambda x: x**2, backend=backend)
+    square(X)
+    f = (lambda x: square(x) + 0 * x) if place == "inside" else square
+    torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], 2 * X * T)
+    ran = len(calls)
+    square(X)
+    assert len(calls) == ran + 1

@@ -13,6 +13,7 @@ function that asks goes the same way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -59,12 +60,15 @@ class Stops(TorchFunctionMode):
 
     def __enter__(self) -> Stops:
         super().__enter__()
+        self._compiled = as_written()
+        self._compiled.__enter__()
         if self._asked is not None:
             self._hooks = PassedBy(self._asked, self._moves)
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._compiled.__exit__(*error)
         if self._stopped is not None:  # f has left gradients off
             _tangents(True)
         hooks, self._hooks = self._hooks, None  # which hold this mode
@@ -164,6 +168,16 @@ class Stops(TorchFunctionMode):
         if self._stopped is None and not self._hidden:
             x.requires_grad_()
         return True
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """Inside, functions that `torch.compile` compiled run as they were written.
+
+    Compiled code drops tangents in silence. Threads beside this one run so meanwhile, too.
+    """
+    if not upstream.dynamo_is_loaded() or torch.compiler.is_dynamo_compiling():
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _is_plain(kind: Any) -> bool:

@@ -42,11 +42,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What the list of slow tests names is marked."""
-    listed = tiers.read()
+    """What the lists of slow and of rare tests name is marked."""
+    lists = ((tiers.read(), pytest.mark.slow), (tiers.read(tiers.RARE), pytest.mark.sweep))
     for item in items:
-        if not listed.isdisjoint((item.nodeid, tiers.function_of(item.nodeid))):
-            item.add_marker(pytest.mark.slow)
+        for listed, mark in lists:
+            if not listed.isdisjoint((item.nodeid, tiers.function_of(item.nodeid))):
+                item.add_marker(mark)
 
 
 @pytest.hookimpl(wrapper=True)

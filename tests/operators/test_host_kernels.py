@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from native import NATIVE
 
-from gradtools import GradtoolsError
+from gradtools import GradtoolsError, host_functions
 from gradtools.host_kernels import Kernel, Spec
 
 
@@ -441,3 +441,21 @@ def test_a_kernel_without_a_rule_has_no_derivative(host, native, which):
     f = host(lambda x: 2 * x)
     with pytest.raises(GradtoolsError, match="'<lambda>': it has no derivative of its own"):
         DERIVATIVES[which](native, f, native.array(X))
+
+
+def test_the_maps_of_a_host_rule_are_made_once_for_calls_that_differ_in_their_arrays(
+    gt, monkeypatch
+):
+    made, original = [], host_functions._KernelMaps.__post_init__
+    monkeypatch.setattr(
+        host_functions._KernelMaps,
+        "__post_init__",
+        lambda self: made.append(self) or original(self),
+    )
+    cube = gt.host_function(lambda x: x**3)
+    back = gt.host_function(lambda x, c: 3 * x**2 * c)
+    cube.defvjp(lambda x: (cube(x), x), lambda x, c: (back(x, c),))
+    for k in range(4):
+        x = gt.asarray(np.float32([1.0, k]))
+        same(gt.grad(lambda x: cube(x).sum())(x), np.float32([3.0, 3.0 * k**2]))
+    assert len(made) == 1

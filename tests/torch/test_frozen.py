@@ -991,3 +991,20 @@ def test_an_argument_of_G_that_is_changed_before_the_second_derivative_is_told()
         z.add_(1)
     with pytest.raises(GradtoolsError, match="frozen: an argument or a parameter was changed"):
         slope.square().sum().backward(inputs=[y])
+
+
+def test_a_pullback_that_is_changed_afterwards_is_not_compared_with_the_pushforward():
+    """It was handed out: what its owner writes there says nothing of G."""
+    z = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    g = torch.autograd.grad(gt.frozen(torch.sin)(z).sum(), z, create_graph=True)[0]
+    with torch.no_grad():
+        g.mul_(3)
+    torch.testing.assert_close(torch.autograd.grad(g.sum(), z)[0], -torch.sin(z.detach()))
+
+
+def test_a_softmax_in_another_dtype_is_pushed_in_it():
+    G = lambda z: torch.softmax(z * z, 0, dtype=torch.float64)
+    loss = lambda f: lambda z: (f(z) ** 3).sum()
+    z, v = torch.tensor([0.3, 0.7, -0.2]), torch.tensor([1.0, -2.0, 0.5])
+    found, wanted = (gt.hvp(loss(f), (z,), (v,))[0] for f in (gt.frozen(G), G))
+    torch.testing.assert_close(found, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from tiers import in_turn
@@ -152,3 +153,13 @@ def test_every_oracle_is_used(backend_name):
         for name in names
     ]
     assert {outcome.oracle for cell in some for outcome in compared(cell, backend_name)} == wanted
+
+
+def test_second_differences_are_allowed_ten_times_what_first_ones_are():
+    from gradtools.conformance import problem
+
+    cell = next(c for c in cells("jax") if c.dtype == "float64")
+    allowed = lambda order: problem.Problem._allowed(
+        SimpleNamespace(cell=cell), problem.DIFFERENCES, order
+    )
+    assert allowed(2) == 10 * allowed(1) < 1e-3

@@ -272,3 +272,28 @@ def test_one_graph_in_two_threads_at_once_gives_each_its_own_sums():
     assert len(found) == 2
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_no_sums_are_shared_where_cotangents_come_in_a_batch():
+    """What one node adds in place would be of another batch."""
+
+    class Node:
+        def __init__(self):
+            self.joints = {}
+
+    seen, node = [], Node()
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, ct):
+            seen.append(summing.joint_of(node))
+            return ct
+
+    summing._NODES.add(node)
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(Asks.apply(x), x, torch.ones(3, 2), is_grads_batched=True)
+    assert seen == [None]

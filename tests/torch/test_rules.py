@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch_functions import MappedCube
@@ -210,3 +212,17 @@ def test_a_tangent_along_a_graph_keeps_it(name):
         w = torch.linspace(0.5, 2.0, y.numel(), dtype=torch.float64).reshape(y.shape)
         (found,) = torch.autograd.grad((w * dy).sum(), v)
         torch.testing.assert_close(found, gt.vjp(f, x)[1](w)[0])
+
+
+def test_a_first_derivative_runs_fwd_once_whatever_it_saves():
+    """What is no array may depend on x: a derivative of the derivative runs it again."""
+    runs = []
+
+    def fwd(x):
+        runs.append(1)
+        return x**3, SimpleNamespace(x=x)
+
+    cube = gt.custom_rule(lambda x: x**3, check="never")
+    cube.defvjp(fwd, lambda saved, ct: (3 * saved.x**2 * ct,))
+    gt.grad(lambda x: cube(x).sum())(torch.ones(2))
+    assert len(runs) == 1

@@ -544,7 +544,7 @@ def test_f_is_traced_once_for_each_shape_and_never_again(chunk_size, options, tr
     step(W, X)
     assert f.calls == traces
     step(2 * W, X + 1)
-    assert f.calls == traces and step._cache_size() == 1
+    assert f.calls == traces  # a second entry in jit's cache would be a second trace
 
 
 def test_a_batch_may_be_donated():

@@ -145,11 +145,11 @@ class Stops(TorchFunctionMode):
         off what autograd switched off itself, as it does around the forward of a Function.
         """
         depth = len(upstream.get_interpreter_stack() or ())
-        leaving = upstream.is_leaving_a_block(1)
-        if on and not leaving and not torch.is_grad_enabled():
+        leaving, were_on = upstream.is_leaving_a_block(1), torch.is_grad_enabled()
+        if on and not leaving and not were_on:
             self._around.append(self._stopped)
         graphs(on)
-        if not on and leaving and self._around:
+        if were_on and not on and leaving and self._around:
             self._stopped = self._around.pop()
         elif not on:
             self._stopped = depth if self._stopped is None else self._stopped

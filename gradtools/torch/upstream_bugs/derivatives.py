@@ -10,7 +10,8 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import (
@@ -31,6 +32,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.forward_mode.by_transposing import NoTranspose, by_reverse_mode
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, unwrapped
+from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.upstream_bugs import formulas
 from gradtools.torch.upstream_bugs.gradients import GRADIENT_AGAIN
 
@@ -383,6 +385,7 @@ def _never(args: Args, kwargs: Kwargs) -> bool:
 def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     """`fun(*args, **kwargs)` by reverse mode alone; what writes in place, by a copy of its own."""
     leaves, treedef = upstream.tree_flatten((args, kwargs))
+    drawn = _OneDraw(_named(fun), leaves, opaque and upstream.peek_interpreter_stack() is not None)
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
     in_place = _is_in_place(fun)
     if in_place:  # what a rule saves may not change
@@ -391,7 +394,9 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
 
     def flat(*xs: Tensor) -> list[Tensor]:
         again, named = upstream.tree_unflatten(replaced_at(leaves, places, xs), treedef)
-        result = fun(again[0].clone(), *again[1:], **named) if in_place else fun(*again, **named)
+        again = (again[0].clone(), *again[1:]) if in_place else again
+        with drawn.evaluating():
+            result = fun(*again, **named)
         outs, outdef = upstream.tree_flatten(result)
         shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
         return [y for y in outs if isinstance(y, Tensor)]
@@ -401,6 +406,33 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
         return args[0].copy_(result[0])
     left = iter(result)
     return upstream.tree_unflatten([next(left) if y is None else y for y in shape[1]], shape[0])
+
+
+class _OneDraw:
+    """Evaluations of a function that may draw: the first goes on, others draw what it drew.
+
+    one_by_one: Whether vmap's examples are evaluated one by one, of which each has its own draw.
+    """
+
+    def __init__(self, name: str, leaves: Sequence[Any], one_by_one: bool) -> None:
+        self._name, self._one_by_one = name, one_by_one
+        self._kinds = {x.device.type for x in leaves if isinstance(x, Tensor)}
+        self._start: Randomness | None = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        if self._start is not None:
+            with restored(self._start):
+                yield
+            return
+        self._start = Randomness.everywhere(self._kinds)
+        yield
+        if self._one_by_one and self._start.used():
+            raise GradtoolsError(
+                f"jvp: {self._name} draws random numbers and is pushed by transposing its backward "
+                "pass, which evaluates it again; inside of torch.func's transforms the draws of "
+                "single examples cannot be repeated. Use reverse mode there."
+            )
 
 
 def _is_in_place(fun: Any) -> bool:

@@ -134,6 +134,44 @@ def test_an_operation_without_forward_mode_is_pushed_by_its_backward():
     torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
 
 
+@torch.library.custom_op("gradtools_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    noise = torch.rand_like(x)
+    return x.sin() * noise, noise
+
+
+noisy.register_autograd(
+    lambda ctx, g, _: g * ctx.saved_tensors[0].cos() * ctx.saved_tensors[1],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[1]),
+)
+
+
+@pytest.mark.parametrize("draws", [torch._standard_gamma, lambda x: noisy(x)[0]])
+def test_what_draws_and_is_pushed_by_its_backward_draws_once(draws):
+    positive = X.abs()
+
+    def seeded(run):
+        torch.manual_seed(0)
+        return run(), torch.rand(2)
+
+    expected, after = seeded(lambda: gt.jacobian(draws, mode="reverse")(positive))
+    forward = [
+        lambda: gt.jvp(draws, (positive,), (T,))[1],
+        lambda: gt.jacobian(draws, mode="forward", chunk_size=1)(positive) @ T,
+    ]
+    if draws is torch._standard_gamma:
+        forward.append(lambda: gt.jacobian(draws, mode="forward")(positive) @ T)
+    for run in forward:
+        found, then = seeded(run)
+        torch.testing.assert_close(found, expected @ T)
+        assert torch.equal(then, after)
+
+
+def test_draws_of_examples_that_cannot_be_repeated_are_refused():
+    with pytest.raises(GradtoolsError, match="noisy.default draws random numbers and is pushed"):
+        gt.vmap(lambda x: gt.jvp(lambda x: noisy(x)[0], (x,), (T,))[1])(X[None])
+
+
 def test_linearize_pushes_where_backward_has_no_derivative_or_none_at_zero():
     wide = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
     for f in (F.hardsigmoid, lambda x: torch.logcumsumexp(x, 0)[-1], lambda x: F.pdist(x[:, None])):

@@ -167,6 +167,28 @@ def test_what_draws_and_is_pushed_by_its_backward_draws_once(draws):
         assert torch.equal(then, after)
 
 
+NORMS = {
+    "layer_norm": lambda x, w: F.layer_norm(x, (4,), w, w),
+    "batch_norm": lambda x, w: F.batch_norm(x, None, None, w, w, True),
+    "batch_norm, eval": lambda x, w: F.batch_norm(x, w.detach(), w.detach() ** 2, w, w),
+    "instance_norm": lambda x, w: F.instance_norm(x[None], None, None, w[:3], w[:3]),
+    "group_norm": lambda x, w: F.group_norm(x, 2, w, w),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_a_normalisation_of_16_bits_with_weights_of_32_keeps_its_dtype(norm, trained):
+    weight = torch.tensor([1.0, 2.0, -1.0, 0.5], requires_grad=trained)
+    x = torch.linspace(-1, 2, 12).reshape(3, 4).sin()
+    wide, expected = gt.jvp(lambda x: norm(x, weight), (x,), (x.cos(),))
+    narrow = [x.bfloat16(), x.cos().bfloat16()]
+    y, pushed = gt.jvp(lambda x: norm(x, weight), narrow[:1], narrow[1:])
+    assert y.dtype == pushed.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), wide, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(pushed.float(), expected, rtol=0.05, atol=0.05)
+
+
 def test_draws_of_examples_that_cannot_be_repeated_are_refused():
     with pytest.raises(GradtoolsError, match="noisy.default draws random numbers and is pushed"):
         gt.vmap(lambda x: gt.jvp(lambda x: noisy(x)[0], (x,), (T,))[1])(X[None])

@@ -262,6 +262,9 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
     if bug is not None and bug.wrong != TANGENT:
         again = again and not _is_in_place(fun)
         is_moved = _is_moved_again if again or bug.wrong != TANGENT_AGAIN else _never
+    if bug is not None and bug.name in _NORMS and _is_narrow(args, kwargs) and _is_moved(args, kwargs):
+        wide = [x.to(torch.float32) if k == 0 else x for k, x in enumerate(args)]
+        return _called_otherwise(bug, fun, tuple(wide), kwargs, again).to(args[0].dtype)
     if "out" in kwargs or not _is_differentiated_here() or not is_moved(args, kwargs):
         return pushed_by_pytorch(fun, args, kwargs)
     if bug is None:
@@ -271,6 +274,18 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
     if bug.instead is None:
         return _transposed(fun, args, kwargs, opaque=fun is _LINEAR_CROSS_ENTROPY)
     return bug.instead(*args, **kwargs)
+
+
+# Of a 16-bit input with 32-bit weights, as under autocast, PyTorch's tangent has the weights' dtype
+# (no report was found), which the next layer refuses.
+_NORMS = ("layer_norm", "batch_norm", "instance_norm", "group_norm")
+
+
+def _is_narrow(args: Args, kwargs: Kwargs) -> bool:
+    if not args or args[0].dtype not in (torch.bfloat16, torch.float16):
+        return False
+    others = (*args[1:], *kwargs.values())
+    return any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in others)
 
 
 def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:

@@ -110,8 +110,8 @@ def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
 
 
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * _moved(weight)
-    return x if bias is None else x + _moved(bias)
+    y = x if weight is None else x * _moved(weight)
+    return (y if bias is None else y + _moved(bias)).to(x.dtype)
 
 
 def _moved(x: Tensor) -> Tensor:

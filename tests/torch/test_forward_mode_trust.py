@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -360,3 +362,13 @@ def test_blocks_that_stop_inside_of_a_block_that_autograd_has_around_it_stop_not
             pass
         assert mode._stopped is None
         torch.set_grad_enabled(True)
+
+
+def test_nested_checkpoints_have_their_tangent():
+    """What the outer one packs for the inner one is packed while autograd has gradients off."""
+    inner = partial(checkpoint, torch.sin, use_reentrant=False)
+    f = lambda x: checkpoint(lambda x: inner(x) * x, x, use_reentrant=False) * x
+    expected = (2 * X * X.sin() + X**2 * X.cos()) * T
+    torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
+    with torch.no_grad():
+        torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)

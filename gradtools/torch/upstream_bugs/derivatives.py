@@ -262,7 +262,12 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
     if bug is not None and bug.wrong != TANGENT:
         again = again and not _is_in_place(fun)
         is_moved = _is_moved_again if again or bug.wrong != TANGENT_AGAIN else _never
-    if bug is not None and bug.name in _NORMS and _is_narrow(args, kwargs) and _is_moved(args, kwargs):
+    if (
+        bug is not None
+        and bug.name in _NORMS
+        and _is_narrow(args, kwargs)
+        and _is_moved(args, kwargs)
+    ):
         wide = [x.to(torch.float32) if k == 0 else x for k, x in enumerate(args)]
         return _called_otherwise(bug, fun, tuple(wide), kwargs, again).to(args[0].dtype)
     if "out" in kwargs or not _is_differentiated_here() or not is_moved(args, kwargs):

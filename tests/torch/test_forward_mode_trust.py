@@ -372,3 +372,29 @@ def test_nested_checkpoints_have_their_tangent():
     torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
     with torch.no_grad():
         torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
+
+
+def test_the_method_norm_is_pushed_in_compiled_code():
+    f = lambda x: x.norm() ** 3
+    found = gt.compile(lambda x: gt.jvp(f, (x,), (T,))[1], backend="eager")(X)
+    torch.testing.assert_close(found, gt.jvp(f, (X,), (T,))[1])
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_weight_norm_has_its_second_derivative_in_each_mode(dim):
+    v = torch.stack((X, T, X * T))
+    at = lambda norm: norm.reshape(()) if dim == -1 else norm
+    g = at((v**2).sum([k for k in range(2) if k != dim], keepdim=True) + 1)
+    plain = lambda v, g: (v * g / (v**2).sum([k for k in range(2) if k != dim], True).sqrt()).sin()
+    fused = lambda v, g: torch._weight_norm(v, g, dim).sin()
+    tangents = v.cos(), g.cos()
+    (_, expected), *others = [
+        gt.hvp(lambda v, g, f=f: f(v, g).sum(), (v, g), tangents, mode=mode)
+        for f in (plain, fused)
+        for mode in ("reverse_over_reverse", "forward_over_reverse")
+    ]
+    for _, found in others:
+        torch.testing.assert_close(found, expected)
+    slope = lambda v: gt.grad(lambda v: fused(v, g).sum())(v)
+    found = gt.vmap(lambda v: gt.jvp(slope, (v,), (v,))[1])(torch.stack((v, 2 * v)))
+    torch.testing.assert_close(found[0], gt.jvp(slope, (v,), (v,))[1])

@@ -128,6 +128,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
         (name, TANGENT, _OTHER, "", formulas.in_place(getattr(torch, name[:-1])))
         for name in _LOGICAL
     ],
+    ("_weight_norm", TANGENT, "an error", "", formulas.weight_norm),
     (f"{_F}linear_cross_entropy", TANGENT, "zero", "", None, _OF_OPTIONS),
     ("linalg.det", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
     ("logdet", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
@@ -174,6 +175,7 @@ _EXAMPLES = {
     "logical_and_": "(1 * x).logical_and_(x).sum()",
     "logical_or_": "(1 * x).logical_or_(x).sum()",
     "logical_xor_": "(1 * x).logical_xor_(x).sum()",
+    "_weight_norm": "torch._weight_norm(x, x[:, :1], 0).sum()",
     "linalg.det": "torch.linalg.det(x)",
     "logdet": f"torch.logdet({_SPD})",
     "linalg.slogdet": "torch.linalg.slogdet(x)[1]",
@@ -352,7 +354,10 @@ class TwiceByPlainOperations(TorchFunctionMode):
 
 # What is no operator of functions; to be asked of that class itself costs four times as much.
 _ORDINARY = (BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType)
-_WRONG_IN_REVERSE_TOO = ("logcumsumexp", "ldexp", "ldexp_", "silu", "silu_", *_LOGICAL)
+_WRONG_IN_REVERSE_TOO = (
+    *("logcumsumexp", "ldexp", "ldexp_", "silu", "silu_", "_weight_norm"),
+    *_LOGICAL,
+)
 _BY_FORMULA = {
     name: bug
     for name, bug in _BY_NAME.items()
@@ -483,6 +488,8 @@ class RightTangents(TorchFunctionMode):
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if fun is Tensor.norm:  # which dynamo does not find in a dictionary, and its guards do
+            fun = torch.norm
         if fun in _TRACED:
             return _traced(_TRACED[fun], fun, args, kwargs)
         if isinstance(fun, _OPERATORS) and fun.__module__.rpartition(".")[2] not in _OWN:

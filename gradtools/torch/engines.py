@@ -42,7 +42,13 @@ from gradtools.torch.autograd_graph import (
     scripts_refused,
     surveyed,
 )
-from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo, uncompiled
+from gradtools.torch.compiling import (
+    is_compiling,
+    refuse_exported,
+    refuse_lost,
+    skipped_by_dynamo,
+    uncompiled,
+)
 from gradtools.torch.forward_mode.no_grad import Stops
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.known_errors import explain, explained
@@ -73,6 +79,7 @@ _is_tracked = attrgetter("requires_grad")
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback, by the engine that fits."""
+    refuse_exported(caller_of(fun))
     compiling = torch.compiler.is_dynamo_compiling()
     for flag in _compiled if compiling else _eager.open:
         flag[0] = True
@@ -86,6 +93,7 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
 
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, by the engine that fits."""
+    refuse_exported(caller_of(fun))
     _note_derivative(_open_derivatives())
     with explained(caller_of(fun)):
         if _in_functorch():
@@ -102,6 +110,7 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
+    refuse_exported(caller_of(fun))
     _note_derivative(_open_derivatives())
     with explained(caller_of(fun)):
         if _in_functorch():

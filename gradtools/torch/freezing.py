@@ -208,10 +208,10 @@ class _Use(Forward):
         return self.may_use_graph() and self.shows_numbers()
 
     def shows_numbers(self) -> bool:
-        """Whether no transform is under way."""
+        """Whether no transform is under way, and nothing traces."""
         batched = batchings() > 0  # of is_grads_batched
         beneath = upstream.peek_interpreter_stack() is not None
-        return not (beneath or batched or self.batches)
+        return not (beneath or batched or self.batches or upstream.is_traced_by_make_fx())
 
     def by_any_kernel(self, caller: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
         """The result of forward mode, else of double backward; by other kernels where one fails.

@@ -146,14 +146,13 @@ def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
         raise GradtoolsError(f"{caller}: {_NO_DOUBLE_BACKWARD}")
 
 
-def refuse_exported(caller: str) -> None:
-    """Raises while torch.export traces, which takes no derivative of any kind (torch#125984)."""
-    if torch.compiler.is_exporting():
-        raise GradtoolsError(
-            f"{caller}: torch.export cannot trace a derivative that the program takes, PyTorch's "
-            "own neither. Trace it first, as in torch.fx.experimental.proxy_tensor."
-            "make_fx(model)(x), whose graph of plain operations can be exported."
-        )
+def not_exported(caller: str) -> GradtoolsError:
+    """torch.export, which traces, takes no derivative of any kind (torch#125984)."""
+    return GradtoolsError(
+        f"{caller}: torch.export cannot trace a derivative that the program takes, PyTorch's own "
+        "neither. Trace it first, as in torch.fx.experimental.proxy_tensor.make_fx(model)(x), "
+        "whose graph of plain operations can be exported."
+    )
 
 
 def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> list[Any]:

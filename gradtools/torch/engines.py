@@ -44,7 +44,7 @@ from gradtools.torch.autograd_graph import (
 )
 from gradtools.torch.compiling import (
     is_compiling,
-    refuse_exported,
+    not_exported,
     refuse_lost,
     skipped_by_dynamo,
     uncompiled,
@@ -79,7 +79,8 @@ _is_tracked = attrgetter("requires_grad")
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback, by the engine that fits."""
-    refuse_exported(caller_of(fun))
+    if torch.compiler.is_exporting():
+        raise not_exported(caller_of(fun))
     compiling = torch.compiler.is_dynamo_compiling()
     for flag in _compiled if compiling else _eager.open:
         flag[0] = True
@@ -93,7 +94,8 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
 
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, by the engine that fits."""
-    refuse_exported(caller_of(fun))
+    if torch.compiler.is_exporting():
+        raise not_exported(caller_of(fun))
     _note_derivative(_open_derivatives())
     with explained(caller_of(fun)):
         if _in_functorch():
@@ -110,7 +112,8 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
-    refuse_exported(caller_of(fun))
+    if torch.compiler.is_exporting():
+        raise not_exported(caller_of(fun))
     _note_derivative(_open_derivatives())
     with explained(caller_of(fun)):
         if _in_functorch():

@@ -30,7 +30,7 @@ from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
 from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
-from gradtools.torch.modes import NOTHING, LevelTaken, Modes, batchings, dual_level
+from gradtools.torch.modes import NOTHING, Modes, NoForwardMode, batchings, dual_level, dual_of
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import CHUNK, detached
 from gradtools.torch.replaying.again import as_it_began, without_hooks
@@ -231,7 +231,7 @@ class _Use(Forward):
                 self.refuse_once("give it a jvp, or ")
             try:
                 result = way(self.with_modes(self.modes.by_other_kernels()) if other else self)
-            except LevelTaken:
+            except NoForwardMode:
                 return self.by_any_kernel(caller, None, slow)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = lacks_derivative(error)
@@ -544,8 +544,7 @@ def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
     z = detached(z, CHUNK)
     if dz is None:
         return z
-    level = upstream.forward_level()
-    return upstream.make_dual(_unshared(z), detached(dz, CHUNK), level=level)
+    return dual_of(_unshared(z), detached(dz, CHUNK))
 
 
 def _tangent(y: Any) -> Tensor | None:

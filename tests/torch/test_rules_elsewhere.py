@@ -362,6 +362,24 @@ def test_a_rule_takes_dtensors(kind, mesh):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_mode_of_dtensors_is_reverse_mode_transposed(kind, mesh):
+    """PyTorch has no dual numbers of them."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    f, e = expm1(kind), torch.exp(X)
+    x = distribute_tensor(X.clone(), mesh, [Shard(0)])
+    total = lambda x: (f(x) ** 2).sum()
+    slope, second = 2 * (e - 1) * e, 2 * (2 * e - 1) * e
+    torch.testing.assert_close(gt.jvp(total, (x,), (x,))[1].full_tensor(), slope @ X)
+    torch.testing.assert_close(gt.linearize(total, x)[1](x).full_tensor(), slope @ X)
+    for g in (total, lambda x: (gt.frozen(f)(x) ** 2).sum()):
+        for mode in ("forward_over_reverse", "reverse_over_reverse"):
+            ((h,),) = gt.hvp(g, (x,), (x,), mode=mode)[1:]
+            torch.testing.assert_close(h.full_tensor(), second * X)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 def test_a_host_function_refuses_a_dtensor_in_words(mesh):
     from torch.distributed.tensor import Replicate, distribute_tensor
 

@@ -189,7 +189,10 @@ class TorchBackend(Wing):
         with explained(caller_of(f)):
             mapped = torch.vmap(
                 lambda *xs: tuple(f(*xs)),
-                randomness="same" if one_draw else "different",
+                # In compiled code chunks cannot go back to where the random streams stood.
+                randomness="same"
+                if one_draw and not (chunk_size and is_compiling())
+                else "different",
                 chunk_size=chunk_size,
             )
             return list(mapped(*batch))

@@ -75,6 +75,15 @@ def test_the_columns_of_a_jacobian_have_one_draw_and_one_effect(chunk_size):
     torch.testing.assert_close(found, expected)
 
 
+def test_the_columns_of_a_compiled_jacobian_come_in_chunks():
+    f = lambda x: x * x.sum()
+    found = torch.compile(gt.jacobian(f, mode="forward", chunk_size=1), backend="eager")(_x())
+    in_chunks = gt.jacobian(f, mode="forward", chunk_size=2)
+    compiled = torch.compile(in_chunks, backend="eager", fullgraph=True)(_x(1.0, 2.0, 3.0))
+    torch.testing.assert_close(found, gt.jacobian(f)(_x()))
+    torch.testing.assert_close(compiled, gt.jacobian(f)(_x(1.0, 2.0, 3.0)))
+
+
 def test_the_columns_of_a_jacobian_update_a_batch_normalisation_once():
     norm = torch.nn.BatchNorm1d(2).double()
     x = torch.tensor([[1.0, 2.0], [0.5, -1.0], [3.0, 0.0]], dtype=F64)

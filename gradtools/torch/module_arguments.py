@@ -36,8 +36,8 @@ def opened(
     for i in argnums:
         if is_compiling() and isinstance(args[i], nn.Module):
             raise GradtoolsError(
-                f"{caller}: argument {i} is a module, {type(args[i]).__name__}, which compiled code "
-                "cannot copy. Call gt.functionalize(module) outside, and differentiate apply to "
+                f"{caller}: argument {i} is a module, {type(args[i]).__name__}, which compiled "
+                "code cannot copy. Call gt.functionalize(module) outside, and differentiate apply to "
                 "params; or leave this derivative out of what is compiled."
             )
         if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):

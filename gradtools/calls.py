@@ -223,7 +223,8 @@ class Call:
         out = outs[0] if single and outs else None
         if out is not None and tuple(out.shape) == () and self._kinds[0] == "real":
             return out
-        came = describe(self.backend, self.output(outs, extras)[0])
+        output = self.output(outs, extras)[0]
+        came = describe(self.backend, output)
         mend = "Reduce it, for instance with .sum() or .mean()"
         if out is not None and self._kinds[0] == "complex":
             mend = "Take its real part, or a norm"
@@ -231,9 +232,10 @@ class Call:
             mend = "Keep it floating: a cast to integer or boolean has no derivative"
         if not self.has_aux and not single:
             mend += ", or return (loss, aux) with has_aux=True"
+        mend = "Is a return statement missing?" if output is None else f"{mend}."
         raise GradtoolsError(
             f"{self.caller}: f must return one real number, an array of shape (); got {came}. "
-            f"{mend}."
+            f"{mend}"
         )
 
 
@@ -310,6 +312,8 @@ def as_array(
     try:
         return backend.asarray(x, beside)
     except GradtoolsError as error:
+        if is_numeric(backend, x):  # of a dtype that the framework does not hold
+            raise GradtoolsError(f"{caller}: {name}: {error}") from error
         came = describe(backend, x)
         raise GradtoolsError(
             f"{caller}: {name} is {came}; expected an array of numbers."

@@ -203,7 +203,7 @@ class Edits(Operators):
             turned = factor if sign > 0 or is_number else -factor
             return backend.apply_rule(SCALE, leaf, turned)[0]
 
-        return _map_inexact(backend, one, x)
+        return _map_inexact(backend, name, one, x)
 
     def stop_gradient(self, x: T) -> T:
         """The identity without a derivative: y = x, dy = 0, in both modes.
@@ -219,7 +219,8 @@ class Edits(Operators):
             >>> float(gt.grad(lambda x: x * gt.stop_gradient(x))(x))
             3.0
         """
-        return _map_inexact(self._backend, lambda leaf, path: self._backend.stop_gradient(leaf), x)
+        stopped = lambda leaf, path: self._backend.stop_gradient(leaf)
+        return _map_inexact(self._backend, "stop_gradient", stopped, x)
 
     def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
         """The identity whose cotangent is clipped: by modulus first, then by the global norm.
@@ -270,7 +271,7 @@ class Edits(Operators):
             limits = [backend.real_scalar(bound, leaves[0]) for bound in given.values()]
             return backend.apply_rule_by_key(key, *leaves, *limits)
 
-        return _edit_jointly(backend, edit, x)
+        return _edit_jointly(backend, "clip_gradient", edit, x)
 
     def transform_gradient(self, x: T, fn: Callable[[Any], Any]) -> T:
         """The identity whose cotangent becomes `fn(cotangent)`. Reverse mode only.
@@ -320,7 +321,7 @@ class Edits(Operators):
             reverse_only=True,
             user_functions=(fn,),
         )
-        return _edit_jointly(backend, lambda found: backend.apply_rule(rule, *found), x)
+        return _edit_jointly(backend, rule.name, lambda found: backend.apply_rule(rule, *found), x)
 
     def known_gradient(self, x: T, dx: Any) -> T:
         """The identity whose cotangent becomes `dx`, whatever comes in (Theano's known_grads).
@@ -356,6 +357,8 @@ class Edits(Operators):
                 "Give one array for each of x's."
             )
         paths = backend.leaf_paths(x)
+        if not any(_edited(backend, leaf) for leaf in leaves):
+            _check_editable(backend, "known_gradient", x, leaves)
         edited = [
             _known(backend, *leaf) if _edited(backend, leaf[0]) else leaf[0]
             for leaf in zip(leaves, given, paths, strict=True)
@@ -406,11 +409,23 @@ def _edited(backend: Backend, leaf: Any) -> bool:
     return backend.is_array(leaf) and backend.is_inexact(leaf)
 
 
-def _map_inexact(backend: Backend, one: Callable[[Array, str], Array], x: Any) -> Any:
+def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
+    """Refuses an object that is no pytree: its arrays are not found, and would stay unedited."""
+    plain = isinstance(x, str | int | float | complex) or hasattr(x, "dtype")
+    if not plain and len(leaves) == 1 and leaves[0] is x:
+        raise GradtoolsError(
+            f"{name}: x is {describe(backend, x)}, in which no array is found; expected an array "
+            "or a pytree of arrays. Of a function or a module edit what it takes or returns, of "
+            "another object its arrays."
+        )
+
+
+def _map_inexact(backend: Backend, name: str, one: Callable[[Array, str], Array], x: Any) -> Any:
     """`one` at every leaf of x that is a floating or complex array."""
     if _edited(backend, x):
         return one(x, "")
     leaves, treedef = backend.flatten(x)
+    _check_editable(backend, name, x, leaves)
     paths = backend.leaf_paths(x)
     return backend.unflatten(
         treedef,
@@ -421,11 +436,14 @@ def _map_inexact(backend: Backend, one: Callable[[Array, str], Array], x: Any) -
     )
 
 
-def _edit_jointly(backend: Backend, edit: Callable[[list[Array]], list[Array]], x: Any) -> Any:
+def _edit_jointly(
+    backend: Backend, name: str, edit: Callable[[list[Array]], list[Array]], x: Any
+) -> Any:
     """One edit of all floating and complex leaves of x together."""
     leaves, treedef = backend.flatten(x)
     places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
     if not places:
+        _check_editable(backend, name, x, leaves)
         return x
     edited = edit([leaves[i] for i in places])
     return backend.unflatten(treedef, replaced_at(leaves, places, edited))
@@ -485,6 +503,7 @@ def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[
     found = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
     for i, (new, ct) in enumerate(zip(found, cts, strict=True)):
         _check_array(backend, "transform_gradient: fn", i, new)
+        new = found[i] = as_array(backend, "transform_gradient", new, f"fn's leaf {i}", beside=ct)
         came = (tuple(new.shape), backend.dtype_name(new))
         wanted = (tuple(ct.shape), backend.dtype_name(ct))
         if came != wanted:
@@ -518,7 +537,7 @@ class _StraightThrough:
         backend = self._backend
         through = self._through(args, kwargs)
         leaves, treedef = backend.flatten(through)
-        stopped = _map_inexact(backend, lambda leaf, _: backend.stop_gradient(leaf), (args, kwargs))
+        stopped = Edits(backend).stop_gradient((args, kwargs))
         value = backend.call_on_host(partial(_call, self._f), stopped, through)
         values, value_def = backend.flatten(value)
         if value_def != treedef:

@@ -159,10 +159,10 @@ class Call:
             if leaves is None:
                 leaves = _leaves_like(treedef, self.backend.part_of(tree))
             if leaves is None:
+                came = in_words(self.backend.flatten(tree)[1])
                 raise GradtoolsError(
-                    f"{self.caller}: {what} {i} has the structure {self.backend.flatten(tree)[1]}, "
-                    f"expected that of argument {i}, {treedef}. Give one leaf for each of its "
-                    "leaves."
+                    f"{self.caller}: {what} {i} has the structure {came}, expected that of "
+                    f"argument {i}, {in_words(treedef)}. Give one leaf for each of its leaves."
                 )
             result += leaves
         return [
@@ -202,10 +202,10 @@ class Call:
         """The leaves of a cotangent tree that belong to `outs`, checked against them."""
         leaves = _leaves_like(self._out_def, tree)
         if leaves is None:
+            came = in_words(self.backend.flatten(tree)[1])
             raise GradtoolsError(
-                f"{self.caller}: the cotangent has the structure {self.backend.flatten(tree)[1]}, "
-                f"expected that of f's output, {self._out_def}. Give one leaf for each of its "
-                "leaves."
+                f"{self.caller}: the cotangent has the structure {came}, expected that of f's "
+                f"output, {in_words(self._out_def)}. Give one leaf for each of its leaves."
             )
         places = [k for k, kind in enumerate(self._kinds) if kind in _INEXACT]
         return [
@@ -423,6 +423,13 @@ def describe(backend: Backend, x: Any) -> str:
     return "None" if x is None else with_article(type(x).__name__)
 
 
+def in_words(treedef: Any) -> str:
+    """A structure for messages: in brackets as a program writes it, * for an array."""
+    text = " ".join(str(treedef).split())
+    text = text.removeprefix("PyTreeDef(").removesuffix(")") if text[:9] == "PyTreeDef" else text
+    return "one array" if text == "*" else text
+
+
 def is_numeric(backend: Backend, x: Any) -> bool:
     """Whether x is an array of the framework, a number, or NumPy's array of numbers."""
     if backend.is_array(x) or isinstance(x, bool | int | float | complex):
@@ -441,7 +448,9 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
 
 
 def with_article(name: str) -> str:
-    """The name of a type after "a" or "an"."""
+    """The name of a type after "a" or "an"; None as it is written."""
+    if name == "NoneType":
+        return "None"
     return f"{'an' if name[0].lower() in 'aeio' or name == 'ndarray' else 'a'} {name}"
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from gradtools.backend import Array, Backend
 from gradtools.batches import Batch
-from gradtools.calls import describe, is_numeric, whole_number, whole_or_none, with_article
+from gradtools.calls import (
+    describe,
+    in_words,
+    is_numeric,
+    whole_number,
+    whole_or_none,
+    with_article,
+)
 from gradtools.errors import GradtoolsError, warn_once
 
 SUMMED = object()  # in place of the axes of outputs that are added up and not joined
@@ -279,8 +286,8 @@ class ChunkFunction:
 
 def _other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
     return GradtoolsError(
-        f"chunked: f's {what} at chunk {number} has the structure {treedef}; expected "
-        f"{known}, as before. It must be the same for all chunks."
+        f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "
+        f"{in_words(known)}, as before. It must be the same for all chunks."
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradtools.backend import Array, Backend
-from gradtools.calls import describe
+from gradtools.calls import describe, in_words
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import told_apart
 from gradtools.rule_contract import Aval, Primal
@@ -237,8 +237,8 @@ class Shaped:
         except (ValueError, TypeError):
             leaves = self._bare(tree, treedef)
         if leaves is None or any(isinstance(x, tuple | list | dict) for x in leaves):
-            came = self.backend.flatten(tree)[1]
-            raise self._error(f"{who} has the structure {came}, expected {treedef}.")
+            came = in_words(self.backend.flatten(tree)[1])
+            raise self._error(f"{who} has the structure {came}, expected {in_words(treedef)}.")
         return list(leaves)
 
     def _bare(self, tree: Any, treedef: Any) -> list[Any] | None:

@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from gradtools.backend import Array, Backend, Operators, P, R, T
-from gradtools.calls import as_array, describe, is_numeric
+from gradtools.calls import as_array, describe, in_words, is_numeric
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, key_of, replaced_at
 
@@ -353,8 +353,8 @@ class Edits(Operators):
         given, given_def = backend.flatten(dx)
         if treedef != given_def:
             raise GradtoolsError(
-                f"known_gradient: dx has the structure {given_def}, expected that of x, {treedef}. "
-                "Give one array for each of x's."
+                f"known_gradient: dx has the structure {in_words(given_def)}, expected that of x, "
+                f"{in_words(treedef)}. Give one array for each of x's."
             )
         paths = backend.leaf_paths(x)
         if not any(_edited(backend, leaf) for leaf in leaves):
@@ -497,8 +497,9 @@ def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[
     given, expected = backend.flatten(like)
     if treedef != expected:
         raise GradtoolsError(
-            f"transform_gradient: fn returned the structure {treedef}, expected {expected}, "
-            "that of the cotangent. Return one array for each that fn is given."
+            f"transform_gradient: fn returned the structure {in_words(treedef)}, expected "
+            f"{in_words(expected)}, that of the cotangent. Return one array for each that fn is "
+            "given."
         )
     found = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
     for i, (new, ct) in enumerate(zip(found, cts, strict=True)):
@@ -542,8 +543,8 @@ class _StraightThrough:
         values, value_def = backend.flatten(value)
         if value_def != treedef:
             raise GradtoolsError(
-                f"straight_through: {_name(self._f)} returned the structure {value_def}, its "
-                f"surrogate {treedef}; they must be the same."
+                f"straight_through: {_name(self._f)} returned the structure {in_words(value_def)}, "
+                f"its surrogate {in_words(treedef)}; they must be the same."
             )
         return backend.unflatten(
             treedef,

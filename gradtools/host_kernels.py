@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtools.calls import in_words, with_article
 from gradtools.code_origin import definition_of
 from gradtools.containers import whole
 from gradtools.errors import GradtoolsError
@@ -403,10 +404,11 @@ class KernelCall:
         if any(x is None or isinstance(x, tuple | list | dict) for x in leaves):
             if tree is None:
                 raise self.error(
-                    f"it returned None, expected {wanted}, the structure of out. A kernel returns "
-                    "its result; a routine that fills an array must return that array."
+                    f"it returned None, expected {in_words(wanted)}, the structure of out. A "
+                    "kernel returns its result; a routine that fills an array must return that "
+                    "array."
                 )
-            came = self.trees.flatten(tree)[1]
+            came, wanted = in_words(self.trees.flatten(tree)[1]), in_words(wanted)
             raise self.error(f"it returned the structure {came}, expected {wanted}, that of out.")
         return leaves
 
@@ -495,4 +497,4 @@ def _described(y: Any) -> str:
             return f"a {framework}"
     if isinstance(y, bool | int | float | complex):
         return f"the Python {type(y).__name__} {y!r}"
-    return f"a {type(y).__name__}"
+    return with_article(type(y).__name__)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradtools.calls import in_words
 from gradtools.errors import GradtoolsError
 
 CHECKS = ("first", "always", "never")
@@ -107,8 +108,8 @@ class Contract:
         )
         if came != expected:
             raise self.refusal(
-                f"{who} returned an output of the structure {came}, but the function returns "
-                f"{expected}. {mend}"
+                f"{who} returned an output of the structure {in_words(came)}, but the function "
+                f"returns {in_words(expected)}. {mend}"
             )
         for i, (aval, want) in enumerate(zip(avals, wanted, strict=True)):
             if aval != want:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradtools.backend import Array, Lazily, Wing
+from gradtools.calls import in_words
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
@@ -166,8 +167,8 @@ class TorchBackend(Wing):
                 result, came = trees.flatten(f(trees.unflatten(argdef, values)))
                 if came != treedef:
                     raise GradtoolsError(
-                        f"straight_through: the function returned the structure {came}, its "
-                        f"surrogate {treedef}; they must be the same."
+                        f"straight_through: the function returned the structure {in_words(came)}, "
+                        f"its surrogate {in_words(treedef)}; they must be the same."
                     ) from None
                 return [self.cast(y, s) for y, s in zip(result, shapes, strict=True)]
 

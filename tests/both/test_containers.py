@@ -175,6 +175,29 @@ def test_none_and_constants_pass(gt):
     np.testing.assert_allclose(gt.to_numpy(back), 8 * X)
 
 
+def test_what_checkpoint_computes_again_may_return_containers_and_texts(gt):
+    x = gt.asarray(X)
+    f = gt.checkpoint(lambda x: {"out": Output(x**2, x.sum()), "name": "f", "none": None})
+    out, pullback = gt.vjp(lambda x: (lambda y: y["out"].x * y["out"].mask)(f(x)), x)
+    assert f(x)["name"] == "f" and f(x)["none"] is None and f(x)["out"].name == "encoder"
+    whole = lambda x: x**2 * x.sum()
+    expected, plain = gt.vjp(whole, x)
+    np.testing.assert_allclose(gt.to_numpy(out), gt.to_numpy(expected))
+    np.testing.assert_allclose(gt.to_numpy(pullback(out)[0]), gt.to_numpy(plain(expected)[0]))
+
+
+def test_what_is_measured_may_return_a_container(gt):
+    x = gt.asarray(X)
+    alone = gt.measure(lambda x: gt.xp.sum(x**3), x)
+    assert gt.measure(lambda x: Output(gt.xp.sum(x**3)), x).flops == alone.flops > 0
+
+
+def test_in_jax_what_returns_no_array_is_not_measured_as_costing_nothing():
+    x = gj.asarray(np.float32(X))
+    with pytest.raises(GradtoolsError, match=r"measure: f returned None, and in JAX what no resul"):
+        gj.measure(lambda x: None, x)
+
+
 def test_nan_is_the_same_constant_in_all_chunks(gt):
     out, limit = gt.chunked(lambda x: (x * 2, float("nan")), 2)(gt.asarray(X))
     np.testing.assert_allclose(gt.to_numpy(out), 2 * X)

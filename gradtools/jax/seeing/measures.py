@@ -103,7 +103,7 @@ class _Compiled:
             inner_args, inner_kwargs = jax.tree.unflatten(treedef, full)
             out = f(*inner_args, **inner_kwargs)
             arrays = [x for x in trees.flatten(out)[0] if _is_array(x)]
-            if not arrays:
+            if leaves and not arrays:
                 came = "None" if out is None else with_article(type(out).__name__)
                 raise GradtoolsError(
                     f"measure: f returned {came}, and in JAX what no result needs "

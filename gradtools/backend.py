@@ -598,17 +598,17 @@ class Seeing(Recomputation):
         return run(leaves)
 
     gradient_graph = Lazily("seeing.passes")
-    """The passes of a program as one graph; or what is held of results."""
+    """The passes of a program as one graph, or the graph behind results that exist already."""
 
     formula_graph = Lazily("seeing.translating.programs", lacking="formula")
-    """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
+    """One run of a program, forward only, in the operations of `seeing/formulas/operations/`.
 
-    ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What has no
-    word in the vocabulary keeps its native name."""
+    ``graph.inputs`` are the program's leaves; a `Recorded` holds the arrays that it captures. An
+    operation that is not among these keeps the framework's name."""
 
     trying = Lazily("seeing.translating.programs", lacking="formula")
-    """`(program, wide)`: a block in which f runs as if it had never run. wide: Arrays of 64 bits
-    may be made, and what f holds is read in float64 and complex128."""
+    """`(program, wide)`: a block after which all that a run of f changed is put back. wide: Arrays
+    of 64 bits may be made, and f's parameters and captured arrays are read in 64 bits."""
 
     measure = Lazily("seeing.measures")
     """What one call costs, a `seeing.measures.Measurement`."""

@@ -359,7 +359,7 @@ class GradientAccumulator:
     # --- one addition
 
     def _term(self, grads: Any, weight: Any) -> _State:
-        """What an accumulator holds after grads alone; it may share the caller's memory."""
+        """The state after a first `add` of grads; it may share the caller's memory."""
         leaves, treedef = self._backend.flatten(grads)
         paths = tuple(self._backend.leaf_paths(grads))
         arrays = [self._array(path, x) for path, x in zip(paths, leaves, strict=True)]

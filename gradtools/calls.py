@@ -53,7 +53,7 @@ class Call:
                 self.leaves[k] = differentiable_leaf(backend, caller, self.leaves[k], self.paths[k])
 
     def _flatten(self) -> list[str | None]:
-        """Sets the leaves of the differentiated arguments apart; the kind of each."""
+        """Flattens the differentiated arguments into `leaves`; returns the kind of each leaf."""
         self.leaves: list[Array] = []
         self.treedefs: list[Any] = []
         self.counts: list[int] = []
@@ -78,7 +78,7 @@ class Call:
         ]
 
     def without_values(self, aval: Callable[[Array], Any]) -> Call:
-        """What is known of the call when it is over: names, structures, looks; no array."""
+        """A copy for pullbacks, without arrays: names, structures, shapes and dtypes."""
         bare = copy(self)
         bare.leaves = [aval(x) for x in self.leaves]
         bare.args = tuple([self._numbered(tree) for tree in self.args])
@@ -188,7 +188,7 @@ class Call:
             self.opened.settle(extras)
 
     def refuse_changes(self) -> None:
-        """Raises if f changes a module that it is given, and nothing can hand that on here."""
+        """Raises if f changed a module among its arguments: here the change would be lost."""
         if self.opened is not None:
             self.opened.refuse_changes()
 
@@ -240,7 +240,7 @@ class Call:
 
 
 def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
-    """A count that came in, of any kind that has `__index__`, as an integer of Python."""
+    """An argument that is a count (anything with `__index__`) as an integer, or an error."""
     try:
         result = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -253,12 +253,12 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
 
 
 def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:
-    """The same of a count that may be left open."""
+    """The same; None stays None."""
     return None if value is None else whole_number(caller, name, value, least, unit)
 
 
 def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
-    """An order of derivatives that came in, as one of those that are known."""
+    """The argument `order` as an integer, or an error."""
     whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
     if not whole or operator.index(order) not in known:
         raise GradtoolsError(f"{caller}: order is {order!r}; expected {expected}.")
@@ -306,7 +306,7 @@ def _by_position(name: str) -> str:
 def as_array(
     backend: Backend, caller: str, x: Any, name: str, beside: Array | None = None
 ) -> Array:
-    """x as an array of the framework, if it is none yet beside another, or an error naming it."""
+    """x as an array of the framework, on the device of `beside`, or an error that names it."""
     if backend.is_array(x):
         return x
     try:

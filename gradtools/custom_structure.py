@@ -23,7 +23,7 @@ class _Array:
 
 
 ARRAY = _Array()
-"""Stands where an array is."""
+"""A placeholder for an array in a tree."""
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Shaped:
         return [Aval(n, self.backend.dtype_name(y)) for n, y in zip(lengths, ys, strict=True)]
 
     def _hold(self, xs: Sequence[Array], avals: Any, out_def: Any, ys: Any, who: str) -> bool:
-        """Holds what the forward pass returned to what the function returns, once that is known."""
+        """Checks fwd's output against the function's own, once that is known."""
         if avals not in self.values:
             self.backend.abstract_eval(self.primal, *xs)
         if avals not in self.values:
@@ -274,7 +274,7 @@ class Shaped:
 
 
 def avals_of(xs: Sequence[Array]) -> Any:
-    """Shapes and dtypes, by which what was asked of a rule is remembered."""
+    """Shapes and dtypes: a key for what was found out about a rule."""
     return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
 
 
@@ -288,7 +288,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _length(n: Any) -> Any:
-    """The length of an axis; those that PyTorch's compiler keeps open look alike, unhashable."""
+    """The length of an axis; None for a symbolic size of PyTorch, which has no hash."""
     return n if isinstance(n, int) else None
 
 
@@ -304,7 +304,7 @@ class FwdMaps(Linearized):
 
     @property
     def key(self) -> Any:
-        """What tells the maps, as functions of what they are handed, from another run's."""
+        """Runs of fwd with equal keys have the same maps, as functions of the residuals."""
         return *self.made_of, told_apart(self.made_of[2].others)
 
 

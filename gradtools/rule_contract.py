@@ -27,7 +27,7 @@ _MOST = 1024
 
 
 def checked_word(caller: str, check: Any) -> str:
-    """`check`, refused where it is none of the words that say when a rule is checked."""
+    """`check` itself, or an error if it is none of the known words."""
     if check not in CHECKS:
         raise GradtoolsError(
             f"{caller}: check is {check!r}; expected 'first' (once for each signature), 'always' "

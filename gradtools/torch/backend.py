@@ -154,7 +154,7 @@ class TorchBackend(Wing):
         return x.detach()
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """`f(args)`; inside functorch's levels, if f wants NumPy arrays, under all of them."""
+        """`f(args)`; an f that needs NumPy arrays runs on unwrapped tensors under functorch."""
         try:
             return f(args)
         except RuntimeError as error:
@@ -231,7 +231,7 @@ def _checkpointed(
 
 
 class _Constant(torch.autograd.Function):
-    """The identity; whoever asks for a derivative through it is told that there is none."""
+    """The identity; differentiating it raises."""
 
     @staticmethod
     def forward(message: str, x: Tensor, *sources: Tensor) -> Tensor:

@@ -269,18 +269,12 @@ def normalized_argnums(
     caller: str, argnums: Any, count: int, name: str = "argnums"
 ) -> tuple[int, ...]:
     """argnums as a tuple of positions from 0, each checked against the number of arguments."""
-    if argnums == 0 and type(argnums) is int and count:
+    if type(argnums) is int and argnums == 0 and count:
         return (0,)
     given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     positions = []
     for i in given:
-        # Dynamo makes integers symbolic, and asks none of these for its methods.
-        if isinstance(i, bool | type) or not (isinstance(i, int) or hasattr(i, "__index__")):
-            raise GradtoolsError(
-                f"{caller}: {name} must hold integers, got {i!r}. Give the position of an "
-                "argument, counted from 0, or a tuple of positions."
-            )
-        i = operator.index(i)
+        i = _as_position(caller, i, name)
         if not -count <= i < count:
             many = f"{count} positional argument{'s' * (count > 1)}"
             called = f"{many} (0 to {count - 1})" if count else "no positional argument"
@@ -293,6 +287,30 @@ def normalized_argnums(
     if not positions:
         raise GradtoolsError(f"{caller}: {name} is empty; name at least one argument.")
     return tuple(positions)
+
+
+def _as_position(caller: str, i: Any, name: str) -> int:
+    # Dynamo makes integers symbolic, and asks none of these for its methods.
+    if not isinstance(i, bool | type) and (isinstance(i, int) or hasattr(i, "__index__")):
+        try:
+            return operator.index(i)
+        except TypeError:  # of an array that is no integer
+            pass
+    came = repr(i) if not hasattr(i, "dtype") else f"an array of dtype {i.dtype}"
+    raise GradtoolsError(
+        f"{caller}: {name} must hold integers, got {came}. Give the position of an argument, "
+        "counted from 0, or a tuple of positions."
+    )
+
+
+def refuse_arguments(caller: str, argnums: Any) -> None:
+    """Raises for f's arguments in the place of argnums, before anybody uses what comes back."""
+    for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
+        if getattr(i, "shape", ()) != ():
+            raise GradtoolsError(
+                f"{caller}: argnums holds an array of shape {tuple(i.shape)}; expected positions. "
+                f"{caller} returns a function, which takes f's arguments: {caller}(f)(x)."
+            )
 
 
 def _by_position(name: str) -> str:

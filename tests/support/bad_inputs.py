@@ -228,6 +228,11 @@ BAD: dict[str, Call] = {
     "jvp of None": lambda gt, a: gt.jvp(None, (a(S),), (a(S),)),
     "vmap of a number": lambda gt, a: gt.vmap(3.0)(a(V)),
     "checkpoint, verified always": lambda gt, a: gt.checkpoint(total(gt), verify="always"),
+    "arguments in the place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
+    "arguments of microbatched in the place of argnums": lambda gt, a: gt.microbatched(
+        mean, 2, (a(V), a(ROWS))
+    ),
+    "a number of floats as argnums": lambda gt, a: gt.grad(total(gt), a(S))(a(V)),
     "checkpoint of a number": lambda gt, a: gt.checkpoint(3.0)(a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
     "chunked of a number": lambda gt, a: gt.chunked(3.0, 2),

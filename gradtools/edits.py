@@ -538,7 +538,8 @@ class _StraightThrough:
         backend = self._backend
         through = self._through(args, kwargs)
         leaves, treedef = backend.flatten(through)
-        stopped = Edits(backend).stop_gradient((args, kwargs))
+        stop = lambda leaf, _: backend.stop_gradient(leaf)
+        stopped = _map_inexact(backend, "straight_through", stop, (args, kwargs))
         value = backend.call_on_host(partial(_call, self._f), stopped, through)
         values, value_def = backend.flatten(value)
         if value_def != treedef:

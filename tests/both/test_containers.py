@@ -209,10 +209,10 @@ COMPILED = {
     "a stopped dataclass": lambda gt, x, m: (gt.stop_gradient(Output(x**2)).x + x).sum(),
     "a clipped dataclass": lambda gt, x, m: gt.clip_gradient(Output(x**2), 0.1).x.sum(),
     "a gradient in a dataclass": lambda gt, x, m: gt.grad(lambda out: (out.x**3).sum())(
-        Output(x)
+        Frozen(x, None)
     ).x.sum(),
     "a tangent in a dataclass": lambda gt, x, m: gt.jvp(
-        lambda x: Output(x**3), (x,), (torch.ones(3),)
+        lambda x: Frozen(x**3, None), (x,), (torch.ones(3),)
     )[1].x.sum(),
     "gradients of examples in a dataclass": lambda gt, x, m: gt.per_example_grad(
         lambda w, out: (w**2 * out.x).sum()

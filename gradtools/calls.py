@@ -296,7 +296,8 @@ def _as_position(caller: str, i: Any, name: str) -> int:
             return operator.index(i)
         except TypeError:  # of an array that is no integer
             pass
-    came = repr(i) if not hasattr(i, "dtype") else f"an array of dtype {i.dtype}"
+    is_array = hasattr(i, "dtype") and not isinstance(i, type)
+    came = f"an array of dtype {i.dtype}" if is_array else repr(i)
     raise GradtoolsError(
         f"{caller}: {name} must hold integers, got {came}. Give the position of an argument, "
         "counted from 0, or a tuple of positions."
@@ -306,7 +307,7 @@ def _as_position(caller: str, i: Any, name: str) -> int:
 def refuse_arguments(caller: str, argnums: Any) -> None:
     """Raises for f's arguments in the place of argnums, before anybody uses what comes back."""
     for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
-        if getattr(i, "shape", ()) != ():
+        if not isinstance(i, type) and getattr(i, "shape", ()) != ():
             raise GradtoolsError(
                 f"{caller}: argnums holds an array of shape {tuple(i.shape)}; expected positions. "
                 f"{caller} returns a function, which takes f's arguments: {caller}(f)(x)."

@@ -159,7 +159,8 @@ class Edits(Operators):
             x, bit for bit.
 
         Raises:
-            GradtoolsError: scale is complex or does not broadcast.
+            GradtoolsError: scale is complex or does not broadcast; x is an object in which no array
+                is found, such as a function.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -182,7 +183,8 @@ class Edits(Operators):
             x, bit for bit.
 
         Raises:
-            GradtoolsError: scale is complex or does not broadcast.
+            GradtoolsError: scale is complex or does not broadcast; x is an object in which no array
+                is found, such as a function.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -213,6 +215,9 @@ class Edits(Operators):
 
         Returns:
             x, bit for bit, cut from what it was computed from.
+
+        Raises:
+            GradtoolsError: x is an object in which no array is found, such as a function.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))

@@ -14,11 +14,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
@@ -39,8 +40,10 @@ from gradtools.torch.autograd_graph import (
     node_of,
     surveyed,
 )
-from gradtools.torch.double_backward_trials import Trial, Untried, standing_in, told
+from gradtools.torch.double_backward_trials import TangentTrial, Trial, Untried, standing_in, told
+from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.nondifferentiable import beside
+from gradtools.torch.patches import functions_applied
 from gradtools.torch.rules.checking import value_of
 from gradtools.torch.upstream_bugs.gradients import rightly
 
@@ -151,15 +154,19 @@ class _Gating(NamedTuple):
             # A gate would make of a constant something that leads on.
             if constant and (behind or inputs) and not self._may_lose():
                 return None
-            for which, sources in (("cotangents", behind), ("inputs", inputs)):
-                if sources:
-                    there = list(
-                        beside(there, sources, partial(self.ask, which), which == "inputs")
-                    )
-            left = iter(there)
+            left = iter(self.beside(there, inputs, behind))
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 
         return hook
+
+    def beside(
+        self, there: Sequence[Tensor], inputs: Sequence[Tensor], behind: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """What the node gives, with gates to its inputs, and to what its gradient is linear in."""
+        for which, sources in (("cotangents", behind), ("inputs", inputs)):
+            if sources:
+                there = beside(there, sources, partial(self.ask, which), which == "inputs")
+        return there
 
     def _may_lose(self) -> bool:
         fine = self.key.fine(False)
@@ -180,9 +187,10 @@ class _Gating(NamedTuple):
             lost = which in self.tried(forward)
         except Untried as why:
             raise LostDerivativeError(
-                f"{self.caller}: f holds {self.key.name}, whose gradient is to be differentiated "
-                f"with respect to its {which}. PyTorch may lose that in silence, so a class is "
-                f"tried once, by finite differences, and this one could not be: {why}. Use "
+                f"{self.caller}: f holds {self.key.name}, whose {self.key.gives} is to be "
+                f"differentiated with respect to its {self.key.called(which)}. PyTorch may lose "
+                "that in silence, so a class is tried once, by finite differences, and this one "
+                f"could not be: {why}. Use "
                 "gt.custom_rule; or take a second derivative of it once where it can be tried, by "
                 "a call that may be repeated and near arguments that it takes, which gradtools "
                 "remembers."
@@ -256,13 +264,90 @@ def gate_compiled(caller: str, outs: Sequence[Tensor], aliases: Sequence[Tensor]
 
 
 def _message(caller: str, key: _Key, which: str) -> str:
+    method = "jvp" if key.pushed else "backward"
     return (
-        f"{caller}: f holds {key.name}, whose backward gives a gradient that autograd cannot "
-        f"differentiate with respect to its {which} (it is marked once_differentiable, computes "
-        "under no_grad or outside of PyTorch, or uses a detached tensor or a saved intermediate, "
-        "torch#76185), so that a second derivative is lost. Write backward of PyTorch's operations "
-        "on saved inputs and outputs, or use gt.custom_rule."
+        f"{caller}: f holds {key.name}, whose {method} gives a {key.gives} that autograd cannot "
+        f"differentiate with respect to its {key.called(which)} (it is marked once_differentiable, "
+        "computes under no_grad or outside of PyTorch, or uses a detached tensor or a saved "
+        f"intermediate, torch#76185), so that a second derivative is lost. Write {method} of "
+        "PyTorch's operations on saved inputs and outputs, or use gt.custom_rule."
     )
+
+
+# --- gates at tangents --------------------------------------------------------------------
+
+
+def gated_tangents(
+    caller: str,
+    fun: Fun,
+    xs: Sequence[Tensor],
+    ts: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    pushed: list[Tensor],
+) -> list[Tensor]:
+    """The tangents of ys = f(xs) along ts, with gates at custom code in the graph of ys."""
+    keys = {node: replace(_key_of(node), pushed=True) for node in surveyed(ys).custom}
+    asked = [(n, key) for n, key in keys.items() if _pushes(key.kind) and not key.fine(False)]
+    for node, key in asked:
+        behind = all_behind([node])
+        moved = [(x, t) for x, t in zip(xs, ts, strict=True) if node_of(x) in behind]
+        inputs = [*_tracked_in(behind, ()), *[x for x, _ in moved if x.requires_grad]]
+        # What comes before it may make its tangents of the inputs as well.
+        along = [*inputs, *[t for _, t in moved if t.requires_grad]]
+        gating = _Gating(caller, key, partial(_tried, fun, xs, key), ())
+        for i, y in enumerate(ys):
+            if node in graph_of([y]):
+                (pushed[i],) = gating.beside([pushed[i]], inputs, along)
+    return pushed
+
+
+def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
+    """A call of a Function at dual numbers, with gates at the tangents of its outputs.
+
+    For what is seen of no graph: inside of functorch, or where tangents alone are tracked.
+    """
+    out = beneath(*args)
+    duals = [_unpacked(x) for x in args]
+    inputs = [x for x, _ in duals if x is not None and _is_tracked(x)]
+    along = [t for _, t in duals if t is not None and _is_tracked(t)]
+    key = _Key(kind, tuple([_is_tracked(x) or t is not None for x, t in duals]), True)
+    if not (inputs or along) or not _pushes(kind) or key.fine(False):
+        return out
+    gating = _Gating(caller, key, partial(_lost_by, key, _values(args)), ())
+
+    def gated(y: Any) -> Any:
+        primal, t = _unpacked(y)
+        if primal is None or t is None:
+            return y
+        if any(y is x for x in args):  # changed in place, it is used under its old name
+            gating.ask("inputs")
+            gating.ask("cotangents")
+            return y
+        return forward_ad.make_dual(primal, gating.beside([t], inputs, along)[0])
+
+    return tuple(map(gated, out)) if isinstance(out, tuple) else gated(out)
+
+
+def calls_gated(caller: str) -> AbstractContextManager[None]:
+    """Around what is called at dual numbers and shows no graph: Functions get their gates there."""
+
+    def around(kind: Any, beneath: Any, args: Args, kwargs: Any) -> Any:
+        pushed = not kwargs and upstream.peek_interpreter_stack() is None
+        return gated_call(caller, kind, beneath, args) if pushed else beneath(*args, **kwargs)
+
+    return functions_applied(around, of_rules=False)
+
+
+def _unpacked(x: Any) -> tuple[Tensor | None, Tensor | None]:
+    if not isinstance(x, Tensor) or not is_inexact(x):
+        return None, None
+    return forward_ad.unpack_dual(x)
+
+
+def _pushes(kind: Any) -> bool:
+    """Whether a class has a jvp, which is not ours."""
+    is_function = isinstance(kind, type) and not kind.__module__.startswith(OWN[0])
+    return is_function and kind.jvp is not torch.autograd.Function.jvp
 
 
 class _Calls(TorchFunctionMode):
@@ -285,11 +370,10 @@ class _Calls(TorchFunctionMode):
         if not nodes or key.fine(False):
             return
         again = any(_is_tracked_beneath(x) for x, n in zip(args, key.needs, strict=True) if n)
-        call = tuple([value_of(x) if isinstance(x, Tensor) else x for x in args])
         if any(isinstance(x, Tensor) and x.is_meta for x in args):
             return  # which has no numbers
 
-        gating = _Gating(self.caller, key, partial(self._lost, key, call), ())
+        gating = _Gating(self.caller, key, partial(_lost_by, key, _values(args)), ())
 
         def hook(given: Any, cts: Any) -> None:
             behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
@@ -299,13 +383,19 @@ class _Calls(TorchFunctionMode):
 
         nodes[0].register_hook(hook)
 
-    def _lost(self, key: _Key, call: Args, forward: bool) -> set[str]:
-        if any(x is None and needed for x, needed in zip(call, key.needs, strict=True)):
-            raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
-        with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
-            pairs = zip(call, key.needs, strict=True)
-            args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
-            return _noted(Trial.of(key.kind.apply, args), key, forward)
+
+def _values(args: Args) -> Args:
+    return tuple([value_of(x) if isinstance(x, Tensor) else x for x in args])
+
+
+def _lost_by(key: _Key, call: Args, forward: bool) -> set[str]:
+    """What a call with these numbers loses."""
+    if any(x is None and needed for x, needed in zip(call, key.needs, strict=True)):
+        raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
+    with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
+        pairs = zip(call, key.needs, strict=True)
+        args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
+        return _noted(key.trial.of(key.kind.apply, args), key, forward)
 
 
 def calls_guarded(caller: str) -> AbstractContextManager[Any]:
@@ -314,16 +404,19 @@ def calls_guarded(caller: str) -> AbstractContextManager[Any]:
     return nullcontext() if any(isinstance(mode, _Calls) for mode in modes) else _Calls(caller)
 
 
+def _is_tracked(x: Tensor | None) -> bool:
+    """Whether a tensor, or what it is made of, requires a gradient."""
+    while x is not None and not x.requires_grad and is_wrapped(x):
+        x = upstream.get_unwrapped(x)
+    return x is not None and x.requires_grad
+
+
 def _is_tracked_beneath(x: Tensor) -> bool:
     """Whether another derivative is being taken with respect to x than the innermost one."""
     levels = upstream.get_interpreter_stack() or ()
     if any(level.key() == upstream.TransformType.Jvp for level in levels[:-1]):
         return True
-    while is_wrapped(x):
-        x = upstream.get_unwrapped(x)
-        if x.requires_grad:
-            return True
-    return False
+    return is_wrapped(x) and _is_tracked(upstream.get_unwrapped(x))
 
 
 # --- is a class's backward differentiable? -----------------------------------------------
@@ -331,10 +424,14 @@ def _is_tracked_beneath(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Key:
-    """A class, and which of its arguments were differentiated."""
+    """A class, and which of its arguments were differentiated.
+
+    pushed: Whether it is its tangent that is differentiated again, and not its gradient.
+    """
 
     kind: Any
     needs: tuple[bool, ...]
+    pushed: bool = False
 
     @property
     def name(self) -> str:
@@ -342,7 +439,7 @@ class _Key:
             return f"the C++ torch::autograd::Function {self.kind.name}"
         name = self.kind.__name__
         if not name.startswith(_GENERATED):
-            return f"the torch.autograd.Function {name}"
+            return f"the torch.autograd.Function {name.removeprefix('Vmapped')}"
         return f"the custom operator {name.removeprefix(_GENERATED).rpartition('_')[0]}"
 
     @property
@@ -359,10 +456,27 @@ class _Key:
         """Whether it was tried, and lost nothing; None if it was not."""
         if self == _TORCHSCRIPT:
             return not forward
-        return _SEEN.get(self.kind, {}).get((self.needs, forward))
+        return _SEEN.get(self.kind, {}).get((self.needs, self.pushed, forward))
+
+    @property
+    def gives(self) -> str:
+        return "tangent" if self.pushed else "gradient"
+
+    def called(self, which: str) -> str:
+        return "tangents" if self.pushed and which == "cotangents" else which
+
+    @property
+    def trial(self) -> type[Trial]:
+        return TangentTrial if self.pushed else Trial
+
+    def like(self, needs: tuple[bool, ...]) -> bool:
+        """Whether a call with arguments that are differentiated says what this one loses."""
+        if self.pushed:  # what is pushed along alone is differentiated when f runs once more
+            return any(needs) and all(a <= b for a, b in zip(self.needs, needs, strict=False))
+        return needs == self.needs[: len(needs)]
 
     def note(self, fine: bool, forward: bool) -> None:
-        _SEEN.setdefault(self.kind, {})[self.needs, forward] = fine
+        _SEEN.setdefault(self.kind, {})[self.needs, self.pushed, forward] = fine
 
 
 @dataclass(frozen=True)
@@ -415,13 +529,13 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     def tried(beneath: Any, args: Args) -> None:
         if torch.is_grad_enabled() and len(result) < _CALLS:
             try:
-                result.append(Trial.of(beneath, args).lost(forward))
+                result.append(key.trial.of(beneath, args).lost(forward))
             except Untried as error:
                 why.append(str(error))
 
     def called(kind: Any, beneath: Any, args: Args) -> Any:
         needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
-        if kind is key.kind and needs == key.needs[: len(needs)]:
+        if kind is key.kind and key.like(needs):
             tried(beneath, args)
         return beneath(*args)
 

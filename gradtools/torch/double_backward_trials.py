@@ -20,6 +20,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd import function
 
 from gradtools.errors import is_of
+from gradtools.torch.modes import dual_level
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.transposing import unpacked
@@ -102,7 +103,7 @@ class Trial:
         raise Untried(f"near its arguments it raises {told(errors[0])}") from errors[0]
 
     def _lost_at(self, xs: list[Tensor], forward: bool) -> set[str]:
-        cts = [_wave(y, 2.0) for y in self._called(xs)[1]]
+        cts = self._vectors(xs)
         result = set()
         for k in range(len(xs)):
             if self._loses([*xs, *cts], k, len(xs), forward):
@@ -111,6 +112,10 @@ class Trial:
             if self._loses([*xs, *cts], k, len(xs), forward):
                 result.add("cotangents")
         return result
+
+    def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
+        """What g is linear in: cotangents."""
+        return [_wave(y, 2.0) for y in self._called(xs)[1]]
 
     def _loses(self, point: list[Tensor], k: int, count: int, forward: bool) -> bool:
         """Whether the derivative along entry k is another than finite differences say."""
@@ -187,9 +192,30 @@ class Trial:
 
     def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
         terms = [
-            (g.conj() * w).real.sum() for g, w in zip(grads, self.ws, strict=True) if g is not None
+            (g.conj() * w).real.sum()
+            for g, w in zip(grads, self._weights(grads), strict=True)
+            if g is not None
         ]
         return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+    def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        return self.ws
+
+
+class TangentTrial(Trial):
+    """The same of the tangent that a class's own jvp gives: g of xs and of their tangents."""
+
+    def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
+        return [_wave(x, 2.0) for x in xs]
+
+    def _gradient(self, xs: Any, cts: Any, again: bool) -> Any:
+        with dual_level():
+            pairs = zip(xs, cts, strict=True)
+            outs = self._called([forward_ad.make_dual(x, t) for x, t in pairs])[1]
+            return [forward_ad.unpack_dual(y).tangent for y in outs]
+
+    def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        return [None if g is None else _wave(torch.ones_like(g), 3.0) for g in grads]
 
 
 def told(error: BaseException) -> str:

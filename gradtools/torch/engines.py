@@ -388,7 +388,9 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         pairs = zip(leaves, tangents, strict=True)
         duals = [dual_of(_unshared(_normal(x)), _normal(t)) for x, t in pairs]
         recorded = nodes_made()
-        with torch.enable_grad(), Stops(not keep, keep, caller_of(fun)):
+        moving = keep and any(map(_is_tracked, tangents))
+        gates = _calls_gated(caller_of(fun)) if moving else nullcontext()
+        with torch.enable_grad(), Stops(not keep, keep, caller_of(fun)), gates:
             outs, extras, nested = _watched(fun, duals)
         unseen = not (keep or nested or seen) and nodes_made() != recorded
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
@@ -398,7 +400,8 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             torch.zeros_like(y) if t is None or upstream.is_zero(t) else t for y, t in unpacked
         ]
         if keep:
-            pushed = guarded_tangents(caller_of(fun), primals, pushed)
+            caller = caller_of(fun)
+            pushed = guarded_tangents(caller, fun, leaves, tangents, primals, pushed)
     if unseen:
         _refuse_unseen(fun, leaves, tangents)
     if nested and all(t is None for _, t in unpacked):
@@ -407,6 +410,12 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
     if torch.is_grad_enabled():
         return primals, extras, pushed
     return [_freed(xs) for xs in (primals, extras, pushed)]
+
+
+def _calls_gated(caller: str) -> AbstractContextManager[None]:
+    from gradtools.torch.double_backward import calls_gated
+
+    return calls_gated(caller)
 
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:

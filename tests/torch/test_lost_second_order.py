@@ -688,3 +688,156 @@ def test_what_says_that_it_is_constant_cuts_no_derivative_inside():
     zero = torch.zeros_like(x)
     torch.testing.assert_close(gt.grad(f)(x), zero)
     torch.testing.assert_close(gt.linearize(f, x)[1](x), zero.sum())
+
+
+# --- tangents that a class pushes by itself ------------------------------------------------
+
+
+class PushesDetached(Right):
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0].detach() ** 2 * t
+
+
+class PushesIntermediate(Right):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        Right.setup_context(ctx, inputs, output)
+        ctx.slope = 3 * inputs[0].detach() ** 2
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return ctx.slope * t
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return PushesIntermediate.apply(x), in_dims[0]
+
+
+class PushesUnderNoGrad(Right):
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        with torch.no_grad():
+            return Right.jvp(ctx, t)
+
+
+class PushesDetachedTangents(Right):
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return Right.jvp(ctx, t.detach())
+
+
+PUSHING = [Right, PushesDetached, PushesIntermediate, PushesUnderNoGrad]
+
+
+def _pushed_twice(f: Callable[..., Any], x: Tensor) -> dict[str, Callable[[], Any]]:
+    """The derivative of x -> f'(x), of which f' is pushed along."""
+    pushed = lambda x: gt.jvp(f, (x,), (torch.ones_like(x),))[1]
+    slope = lambda f: gt.jacobian(f, mode="forward")
+
+    def natively(pushed: Callable[[Tensor], Tensor]) -> Tensor:
+        tracked = x.clone().requires_grad_()
+        return torch.autograd.grad(pushed(tracked), tracked)[0]
+
+    return {
+        "grad of jvp": lambda: gt.grad(pushed)(x),
+        "torch.autograd.grad of jvp": lambda: natively(pushed),
+        "of what is captured": lambda: gt.grad(
+            lambda a: gt.jvp(lambda x: f(x + a), (x,), (torch.ones_like(x),))[1]
+        )(0 * x),
+        "grad of forward jacobian": lambda: gt.grad(slope(f))(x),
+        "jacobian of forward jacobian": lambda: gt.jacobian(slope(f))(x),
+        "through vmap": lambda: gt.grad(lambda x: torch.vmap(pushed)(x[None]).sum())(x),
+        "of vmap": lambda: gt.grad(
+            lambda x: gt.jvp(lambda x: torch.vmap(f)(x[None])[0], (x,), (torch.ones_like(x),))[1]
+        )(x),
+    }
+
+
+def _transposed_twice(f: Callable[..., Any], x: Tensor) -> dict[str, Callable[[], Any]]:
+    """The same, where nothing is pushed along that is differentiated again."""
+    pushed = lambda x: gt.jvp(f, (x,), (torch.ones_like(x),))[1]
+    return {
+        "jvp of jvp": lambda: gt.jvp(pushed, (x,), (torch.ones_like(x),))[1],
+        "torch.func.grad of jvp": lambda: torch.func.grad(pushed)(x),
+        "torch.func.jvp of jvp": lambda: torch.func.jvp(pushed, (x,), (torch.ones_like(x),))[1],
+        "grad of linearize": lambda: gt.grad(lambda x: gt.linearize(f, x)[1](torch.ones_like(x)))(x),
+        "hvp": lambda: gt.hvp(f, (x,), (torch.ones_like(x),))[1][0],
+    }
+
+
+@pytest.mark.parametrize("kind", PUSHING)
+def test_a_tangent_that_loses_its_derivative_is_refused_where_it_is_differentiated(kind):
+    f = lambda x: kind.apply(x) ** 2
+    for _ in range(2):
+        for name, way in _pushed_twice(f, _x()).items():
+            if kind is Right:
+                assert float(way()) == pytest.approx(30 * X**4, rel=1e-12), name
+                continue
+            said = f"Function {kind.__name__}, whose jvp gives a tangent .* respect to its inputs"
+            with pytest.raises(GradtoolsError, match=said):
+                raise AssertionError(f"{name}: {way()}")
+    for name, way in _transposed_twice(f, _x()).items():
+        assert float(way()) == pytest.approx(30 * X**4, rel=1e-12), name
+
+
+def test_a_third_derivative_by_a_tangent_that_loses_it_is_refused():
+    def third(kind: Any) -> Tensor:
+        f = lambda x: kind.apply(x) ** 2
+        second = lambda x: gt.hvp(f, (x,), (torch.ones_like(x),), mode="forward_over_reverse")
+        return gt.grad(lambda x: second(x)[1][0])(_x())
+
+    assert float(third(Right)) == pytest.approx(120 * X**3)
+    with pytest.raises(GradtoolsError, match="Function PushesDetached, whose jvp"):
+        third(PushesDetached)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_tangent_that_loses_its_derivative_along_the_tangent_is_refused(mapped):
+    def along(kind: Any) -> Tensor:
+        f = (lambda x: torch.vmap(kind.apply)(x[None])[0]) if mapped else kind.apply
+        return gt.grad(lambda t: gt.jvp(lambda x: f(x) + x, (_x(),), (t,))[1])(_x())
+
+    assert float(along(PushesDetached)) == pytest.approx(3 * X**2 + 1)
+    with pytest.raises(GradtoolsError, match="respect to its tangents"):
+        along(PushesDetachedTangents)
+
+
+def test_what_is_not_asked_of_a_tangent_is_not_refused():
+    f = lambda x, w: (torch.sin(x) * w, PushesDetached.apply(x))
+    x, one = _x(), torch.ones_like(_x())
+    tangent = lambda x, w, k: gt.jvp(lambda x: f(x, w), (x,), (one,))[1][k]
+    assert float(gt.grad(tangent, 0)(x, x, 0)) == pytest.approx(-np.sin(X) * X)
+    assert float(gt.grad(tangent, 1)(x, x, 0)) == pytest.approx(np.cos(X))
+    with pytest.raises(GradtoolsError, match="Function PushesDetached"):
+        gt.grad(tangent, 0)(x, x, 1)
+
+
+def test_a_tangent_alone_tries_nothing():
+    calls: list[int] = []
+
+    class Seen(PushesDetached):
+        @staticmethod
+        def jvp(ctx: Any, t: Tensor) -> Tensor:
+            calls.append(1)
+            return PushesDetached.jvp(ctx, t)
+
+    w = torch.ones((), dtype=torch.float64, requires_grad=True)
+    assert float(gt.jvp(lambda x: Seen.apply(w * x), (_x(),), (_x(),))[1]) == pytest.approx(
+        3 * X**3
+    )
+    assert len(calls) == 1
+
+
+def test_a_class_whose_tangent_cannot_be_tried_is_refused():
+    class Gridded(PushesDetached):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            if not torch.equal(8 * x, (8 * x).round()):
+                raise ValueError("off the grid")
+            return x**3
+
+    with pytest.raises(GradtoolsError, match=r"Gridded, whose tangent .* off the grid"):
+        gt.grad(lambda x: gt.jvp(Gridded.apply, (x,), (x.detach(),))[1])(_x())

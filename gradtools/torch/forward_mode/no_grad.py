@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -106,7 +107,19 @@ class Stops(TorchFunctionMode):
         """The function, in the caller's modes; of one in Python, its operations are seen."""
         if self._may_enter(fun, types, args, kwargs):
             return self._within(fun, args, kwargs)
+        if fun is upstream.custom_function_call and self._again:
+            return self._gated(fun, args, kwargs)
         return pushed_rightly(fun, args, kwargs, self._again)
+
+    def _gated(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A call of a torch.autograd.Function inside of functorch, at whose tangent are gates."""
+        from gradtools.torch.double_backward import calls_gated, gated_call
+
+        level, caller = upstream.peek_interpreter_stack(), self._asked or "jvp"
+        if level is not None and level.key() == upstream.TransformType.Jvp:
+            return gated_call(caller, args[0], partial(fun, args[0]), args[1:])
+        with calls_gated(caller):  # a vmap inside of f calls a class of its own beneath
+            return self._within(fun, args, kwargs)
 
     def ruled(self, fun: Any) -> bool:
         """Whether `flowing` has a rule of its own for a function."""

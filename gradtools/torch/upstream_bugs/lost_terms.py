@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import refuse_torchscript
+from gradtools.torch.autograd_graph import refuse_torchscript, surveyed
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.functorch_wrappers import is_mapped
 from gradtools.torch.nondifferentiable import gated
@@ -46,8 +47,15 @@ WRONG_IN_BATCHES = {"CdistBackward0": "cdist"}
 NORMALISATIONS = {k: v for k, v in _TANGENT_IS_A_CONSTANT.items() if "norm (" in v or "mode" in v}
 
 
-def guarded_tangents(caller: str, primals: list[Tensor], pushed: list[Tensor]) -> list[Tensor]:
-    """The tangents; those that PyTorch would differentiate wrongly refuse it.
+def guarded_tangents(
+    caller: str,
+    fun: Fun,
+    xs: Sequence[Tensor],
+    ts: Sequence[Tensor],
+    primals: list[Tensor],
+    pushed: list[Tensor],
+) -> list[Tensor]:
+    """The tangents of f at xs along ts; those that would be differentiated wrongly refuse it.
 
     While a function is pushed along, what is called from Python goes another way
     (`derivatives.py`); this is for what no mode sees, such as TorchScript. It is asked within
@@ -55,7 +63,11 @@ def guarded_tangents(caller: str, primals: list[Tensor], pushed: list[Tensor]) -
     """
     if not _tracked(primals):
         return pushed
-    refuse_torchscript(caller, primals)
+    if surveyed(primals).custom:
+        from gradtools.torch.double_backward import gated_tangents
+
+        refuse_torchscript(caller, primals)
+        pushed = gated_tangents(caller, fun, xs, ts, primals, pushed)
     for node, wrong in _held(_TANGENT_IS_A_CONSTANT, primals):
         x = _input_of(node)
         if x is not None and x.requires_grad and _has_tangent(x):

@@ -6,7 +6,8 @@ gradient is right then, and its own derivative is zero or lacks a term, in silen
 never trusted: it is tried (double_backward_trials.py), once, when a derivative of its gradient may
 be asked for. What it loses, and what cannot be tried, is refused by a node beside the gradient, a
 gate, that the engine enters only on its way to what is lost. A constant gradient (of a linear map,
-a mask, a straight-through estimator) loses nothing.
+a mask, a straight-through estimator) loses nothing. The same holds of the tangent that a class
+pushes by a jvp of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -283,12 +284,16 @@ def gated_tangents(
     xs: Sequence[Tensor],
     ts: Sequence[Tensor],
     ys: Sequence[Tensor],
+    custom: Sequence[Any],
     pushed: list[Tensor],
 ) -> list[Tensor]:
     """The tangents of ys = f(xs) along ts, with gates at custom code in the graph of ys."""
-    keys = {node: replace(_key_of(node), pushed=True) for node in surveyed(ys).custom}
-    asked = [(n, key) for n, key in keys.items() if _pushes(key.kind) and not key.fine(False)]
-    for node, key in asked:
+    for node in custom:
+        key = _key_of(node, True)
+        if key == _TORCHSCRIPT:
+            raise LostDerivativeError(f"{caller}: {TORCHSCRIPT_LOSES}")
+        if key.fine(False) or not _pushes(key.kind):
+            continue
         behind = all_behind([node])
         moved = [(x, t) for x, t in zip(xs, ts, strict=True) if node_of(x) in behind]
         inputs = [*_tracked_in(behind, ()), *[x for x, _ in moved if x.requires_grad]]
@@ -494,12 +499,12 @@ _GENERATED = "GeneratedBackwardFor_"
 _SEEN: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 
 
-def _key_of(node: Any) -> _Key:
+def _key_of(node: Any, pushed: bool = False) -> _Key:
     if is_torchscript(node):
         return _TORCHSCRIPT
     if type(node).__name__ == CPP_NODE:
         return _Key(_cpp_function(node.name().removeprefix(CPP_FUNCTION)[:-1]), ())
-    return _Key(upstream.forward_class(type(node)), tuple(node.needs_input_grad))
+    return _Key(upstream.forward_class(type(node)), tuple(node.needs_input_grad), pushed)
 
 
 def _is_fine(node: Any) -> bool:

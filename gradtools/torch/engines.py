@@ -388,10 +388,9 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         pairs = zip(leaves, tangents, strict=True)
         duals = [dual_of(_unshared(_normal(x)), _normal(t)) for x, t in pairs]
         recorded = nodes_made()
-        moving = keep and any(map(_is_tracked, tangents))
-        gates = _calls_gated(caller_of(fun)) if moving else nullcontext()
-        with torch.enable_grad(), Stops(not keep, keep, caller_of(fun)), gates:
-            outs, extras, nested = _watched(fun, duals)
+        run = _with_gates(fun) if keep and any(map(_is_tracked, tangents)) else fun
+        with torch.enable_grad(), Stops(not keep, keep, caller_of(fun)):
+            outs, extras, nested = _watched(run, duals)
         unseen = not (keep or nested or seen) and nodes_made() != recorded
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
@@ -412,10 +411,15 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
     return [_freed(xs) for xs in (primals, extras, pushed)]
 
 
-def _calls_gated(caller: str) -> AbstractContextManager[None]:
+def _with_gates(fun: Fun) -> Fun:
+    """f at dual numbers whose tangents are tracked, which its own graph does not show."""
     from gradtools.torch.double_backward import calls_gated
 
-    return calls_gated(caller)
+    def gated(*duals: Tensor) -> Any:
+        with calls_gated(caller_of(fun)):
+            return fun(*duals)
+
+    return gated
 
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:

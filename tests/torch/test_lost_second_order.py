@@ -763,7 +763,9 @@ def _transposed_twice(f: Callable[..., Any], x: Tensor) -> dict[str, Callable[[]
         "jvp of jvp": lambda: gt.jvp(pushed, (x,), (torch.ones_like(x),))[1],
         "torch.func.grad of jvp": lambda: torch.func.grad(pushed)(x),
         "torch.func.jvp of jvp": lambda: torch.func.jvp(pushed, (x,), (torch.ones_like(x),))[1],
-        "grad of linearize": lambda: gt.grad(lambda x: gt.linearize(f, x)[1](torch.ones_like(x)))(x),
+        "grad of linearize": lambda: gt.grad(lambda x: gt.linearize(f, x)[1](torch.ones_like(x)))(
+            x
+        ),
         "hvp": lambda: gt.hvp(f, (x,), (torch.ones_like(x),))[1][0],
     }
 
@@ -803,6 +805,36 @@ def test_a_tangent_that_loses_its_derivative_along_the_tangent_is_refused(mapped
     assert float(along(PushesDetached)) == pytest.approx(3 * X**2 + 1)
     with pytest.raises(GradtoolsError, match="respect to its tangents"):
         along(PushesDetachedTangents)
+
+
+def test_a_tangent_that_moves_with_what_is_before_the_class_is_refused():
+    pushed = lambda w: gt.jvp(lambda x: PushesDetachedTangents.apply(w * x), (_x(),), (_x(),))[1]
+    with pytest.raises(GradtoolsError, match="respect to its tangents"):
+        gt.grad(pushed)(_x())
+
+
+def test_a_tangent_is_tried_along_all_that_is_differentiated():
+    class Product(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            ctx.save_for_forward(x, w)
+            return x**2 * w
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            return 2 * x * w * g, x**2 * g
+
+        @staticmethod
+        def jvp(ctx: Any, tx: Tensor, tw: Tensor | None) -> Tensor:
+            x, w = ctx.saved_tensors
+            return 2 * x * w.detach() * tx + (0 if tw is None else x**2 * tw)
+
+    pushed = lambda x, w: gt.jvp(lambda x: Product.apply(x, w), (x,), (torch.ones_like(x),))[1]
+    assert float(gt.grad(pushed)(_x(), _W)) == pytest.approx(2 * float(_W))
+    with pytest.raises(GradtoolsError, match="Function Product, whose jvp"):
+        gt.grad(pushed, 1)(_x(), _W)
 
 
 def test_what_is_not_asked_of_a_tangent_is_not_refused():

@@ -15,7 +15,7 @@ import torch.autograd.forward_ad as forward_ad
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import refuse_torchscript, surveyed
+from gradtools.torch.autograd_graph import surveyed
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.functorch_wrappers import is_mapped
 from gradtools.torch.nondifferentiable import gated
@@ -63,11 +63,11 @@ def guarded_tangents(
     """
     if not _tracked(primals):
         return pushed
-    if surveyed(primals).custom:
+    custom = surveyed(primals).custom
+    if custom:
         from gradtools.torch.double_backward import gated_tangents
 
-        refuse_torchscript(caller, primals)
-        pushed = gated_tangents(caller, fun, xs, ts, primals, pushed)
+        pushed = gated_tangents(caller, fun, xs, ts, primals, custom, pushed)
     for node, wrong in _held(_TANGENT_IS_A_CONSTANT, primals):
         x = _input_of(node)
         if x is not None and x.requires_grad and _has_tangent(x):

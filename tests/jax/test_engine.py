@@ -139,6 +139,19 @@ def test_a_checkpointed_derivative_is_differentiated(operator):
     _same(jax.grad(jax.checkpoint(total))(X), jax.grad(total)(X))
 
 
+def test_a_jacobian_in_reverse_mode_of_what_varies_under_shard_map():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def found(x, b):
+        rows = gt.jacobian(lambda x: jnp.tanh(b * x), mode="reverse")(x)
+        return jax.lax.psum(rows, "i")
+
+    axes = {"in_specs": (spec(), spec("i")), "out_specs": spec()}
+    mapped = jax.shard_map(found, mesh=mesh, **axes)
+    _same(mapped(X, X), jnp.diag(X * (1 - jnp.tanh(X * X) ** 2)))
+
+
 @operators
 def test_shard_map_on_one_device_gives_the_same_numbers(operator):
     if operator in ("per_example_grad", "jacobian", "hessian"):
@@ -270,6 +283,26 @@ def test_weak_types_are_those_of_plain_jax(operator):
     plain_value, plain = jax.value_and_grad(lambda x: x * 2.0)(1.5)
     value, g = gt.value_and_grad(lambda x: x * 2.0)(1.5)
     assert (value.dtype, g.dtype) == (plain_value.dtype, plain.dtype)
+
+
+@operators
+def test_a_python_number_takes_the_dtype_of_what_it_meets(operator):
+    seen = []
+    f = lambda x: seen.append((x * jnp.bfloat16(2)).dtype) or jnp.float32(x * 2)
+    if operator == "mixed_partial":
+        gt.mixed_partial(lambda y, g: f(y) * g, jnp.sin, 1.5, jnp.ones(()), jnp.ones(()))
+    else:
+        x, step = 1.5, 1.0
+        {
+            "vjp": lambda: gt.vjp(f, x),
+            "jvp": lambda: gt.jvp(f, (x,), (step,)),
+            "linearize": lambda: gt.linearize(f, x),
+            "hvp": lambda: gt.hvp(f, (x,), (step,)),
+            "hvp, reverse": lambda: gt.hvp(f, (x,), (step,), "reverse_over_reverse"),
+            "minimax": lambda: gt.minimax_value_and_grad(lambda x, y: f(x) * y, 0, 1)(x, x),
+            "per_example_grad": lambda: gt.per_example_grad(lambda w, t: f(w) * t)(x, X),
+        }.get(operator, lambda: getattr(gt, operator)(f)(x))()
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

@@ -101,6 +101,15 @@ def test_a_rule_closes_over_what_varies_under_shard_map(mode, derivative):
     np.testing.assert_allclose(found(lambda f: _ruled(f, mode)), found(lambda f: f), rtol=1e-12)
 
 
+@modes
+def test_a_rule_is_traced_anew_where_x64_is_switched(mode):
+    rule = _ruled(lambda x: x.astype(float) / 3, mode)
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            found = jax.jit(rule)(jnp.float32(3.0))
+            assert (found, found.dtype) == (1.0, jax.dtypes.canonicalize_dtype(float))
+
+
 @derivatives
 @modes
 def test_a_rule_reduces_over_the_axis_that_vmap_names(mode, derivative):

@@ -595,7 +595,7 @@ def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
         with promoting(rule):
             result = rule.cotangent(rule.saved(operands, []), [conj(ct) for ct in cts])
         return tuple(
-            jnp.zeros_like(x) if ct is None else conj(jnp.asarray(ct, x.dtype))
+            jnp.zeros_like(x) if ct is None else shardings.like(conj(jnp.asarray(ct, x.dtype)), x)
             for ct, x in zip(result, operands, strict=True)
         )
 

@@ -156,7 +156,7 @@ class _TracedFunction:
     out_avals: list[Any]
 
     def run(self, *leaves: Array) -> Any:
-        flat = jax.core.eval_jaxpr(self.jaxpr, self.closed.consts, *leaves)
+        flat = jaxprs.evaluated(self.jaxpr, self.closed.consts, *leaves)
         return jax.tree.unflatten(self.treedef, flat)
 
     def vjp(self, leaves: list[Array]) -> Any:

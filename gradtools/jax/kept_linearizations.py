@@ -21,7 +21,7 @@ import jax
 from jax.tree_util import Partial
 
 from gradtools.jax.jaxpr_equality import derived
-from gradtools.jax.jaxprs import Jaxpr, open_jaxpr
+from gradtools.jax.jaxprs import Jaxpr, evaluated, open_jaxpr
 from gradtools.jax.reachability import within_a_trace
 
 
@@ -77,7 +77,7 @@ class LinearizedProgram:
 
 def _evaluation(closed: Jaxpr) -> Callable[..., list[Any]]:
     """A jaxpr as a function that evaluates it, operation by operation."""
-    return partial(jax.core.eval_jaxpr, open_jaxpr(closed), closed.consts)
+    return partial(evaluated, open_jaxpr(closed), closed.consts)
 
 
 class _Recurring:

@@ -322,6 +322,21 @@ def test_keys_in_other_arguments_are_welcome():
     _same(found[2], jax.random.normal(keys[2], (2,)))
 
 
+CONSTANTS = {"weak": lambda: jnp.asarray(2.0), "strong": lambda: jnp.float32(2)}
+
+
+@pytest.mark.parametrize("constant", CONSTANTS.values(), ids=CONSTANTS)
+def test_a_constant_that_f_makes_is_an_array_as_in_plain_jax(constant):
+    f = lambda x: (CUBE(x), {"scale": constant()})
+    for _ in range(3):  # what comes again is linearized once
+        aux, plain = (d(f, has_aux=True)(X)[1]["scale"] for d in (gt.grad, jax.grad))
+        assert isinstance(aux, jax.Array)
+        assert jax.typeof(aux) == jax.typeof(plain)
+    assert gt.jacobian(lambda x: constant())(X).tolist() == [0.0, 0.0]
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(lambda x: constant())(X)
+
+
 def test_a_key_as_a_differentiated_argument_is_refused():
     with pytest.raises(GradtoolsError, match=r"argument 0 is an array of dtype key<fry>"):
         gt.grad(lambda k: jnp.ones(()))(jax.random.key(0))

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradtools.backend import Array, Lazily, Wing
+from gradtools.calls import in_words
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
 from gradtools.torch.engines import caller_of
-from gradtools.torch.forward_mode.plain_kernels import jvps
+from gradtools.torch.forward_mode.plain_kernels import jvps, restarting
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
@@ -153,7 +154,7 @@ class TorchBackend(Wing):
         return x.detach()
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """`f(args)`; inside functorch's levels, if f wants NumPy arrays, under all of them."""
+        """`f(args)`; an f that needs NumPy arrays runs on unwrapped tensors under functorch."""
         try:
             return f(args)
         except RuntimeError as error:
@@ -166,8 +167,8 @@ class TorchBackend(Wing):
                 result, came = trees.flatten(f(trees.unflatten(argdef, values)))
                 if came != treedef:
                     raise GradtoolsError(
-                        f"straight_through: the function returned the structure {came}, its "
-                        f"surrogate {treedef}; they must be the same."
+                        f"straight_through: the function returned the structure {in_words(came)}, "
+                        f"its surrogate {in_words(treedef)}; they must be the same."
                     ) from None
                 return [self.cast(y, s) for y, s in zip(result, shapes, strict=True)]
 
@@ -178,13 +179,22 @@ class TorchBackend(Wing):
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return torch.vmap(f, in_axes, out_axes, randomness="different")
 
-    def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]:
+    restarting = staticmethod(restarting)
+
+    def map_batches(
+        self, f: Any, batch: list[Array], chunk_size: int | None, one_draw: bool = False
+    ) -> list[Array]:
         if chunk_size == 1:
             rows = [f(*example) for example in zip(*batch, strict=True)]
             return [torch.stack(column) for column in zip(*rows, strict=True)]
         with explained(caller_of(f)):
             mapped = torch.vmap(
-                lambda *xs: tuple(f(*xs)), randomness="different", chunk_size=chunk_size
+                lambda *xs: tuple(f(*xs)),
+                # In compiled code chunks cannot go back to where the random streams stood.
+                randomness="same"
+                if one_draw and not (chunk_size and is_compiling())
+                else "different",
+                chunk_size=chunk_size,
             )
             return list(mapped(*batch))
 
@@ -230,7 +240,7 @@ def _checkpointed(
 
 
 class _Constant(torch.autograd.Function):
-    """The identity; whoever asks for a derivative through it is told that there is none."""
+    """The identity; differentiating it raises."""
 
     @staticmethod
     def forward(message: str, x: Tensor, *sources: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
@@ -80,12 +79,6 @@ def equations(closed_jaxpr: Jaxpr) -> list[Eqn]:
             for eqn in jaxpr.eqns:
                 pending += sub_jaxprs(eqn.params)
     return result
-
-
-def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], *xs: Any) -> list[Any]:
-    """The results of a jaxpr as arrays; JAX gives a constant among them as a literal."""
-    ys = jax.core.eval_jaxpr(jaxpr, consts, *xs)
-    return [y if isinstance(y, jax.Array) else jnp.asarray(y) for y in ys]
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:

@@ -18,10 +18,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gradtools.jax.jaxpr_equality import derived
-from gradtools.jax.jaxprs import Jaxpr, evaluated, open_jaxpr
+from gradtools.jax.jaxprs import Jaxpr, open_jaxpr
 from gradtools.jax.reachability import within_a_trace
 
 
@@ -73,6 +74,12 @@ class LinearizedProgram:
 
     def _pulled(self, residuals: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
         return self.backward(*residuals, *cts)
+
+
+def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], *xs: Any) -> list[Any]:
+    """The results of a jaxpr as arrays; JAX gives a constant among them as a literal."""
+    ys = jax.core.eval_jaxpr(jaxpr, consts, *xs)
+    return [y if isinstance(y, jax.Array) else jnp.asarray(y) for y in ys]
 
 
 def _evaluation(closed: Jaxpr) -> Callable[..., list[Any]]:

@@ -150,13 +150,24 @@ def _seeded_call(plan: ModulePlan, params: Mapping, state: Mapping, args, kwargs
 
 
 def _plan(module: nn.Module) -> ModulePlan:
-    modules = list(module.modules())
+    modules = _tree(module)
     parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
     places: dict[int, tuple[str, Any]] = {id(m): ("modules", i) for i, m in enumerate(modules)}
     places |= {id(p): ("parameters", name) for name, p in parameters}
     places |= {id(b): ("buffers", name) for name, b in buffers}
-    nodes = tuple(_node(m, places) for m in modules)
+    slots: dict[int, dict[str, Any]] = {}  # the same dictionary for modules that share theirs
+    nodes = tuple(_node(m, places, slots) for m in modules)
     return ModulePlan(nodes, places, Alive((modules, parameters, buffers)))
+
+
+def _tree(module: nn.Module) -> list[nn.Module]:
+    """The modules, and those that a transformed one (`chunked(module)`) stands for."""
+    result = dict.fromkeys(module.modules())
+    for part in list(result):
+        while isinstance(part, upstream.ModuleLike):
+            part = part._own
+            result[part] = None
+    return list(result)
 
 
 def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
@@ -166,13 +177,15 @@ def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
     return replace(plan, nodes=tuple(nodes))
 
 
-def _node(module: nn.Module, places: dict) -> ModuleNode:
+def _node(module: nn.Module, places: dict, slots: dict) -> ModuleNode:
     shared = {k: v for k, v in dict(vars(module)).items() if k not in upstream.SLOTS}
     shared |= upstream.uncompiled_call(shared)
     relinked = tuple(k for k, v in shared.items() if _refers(v, places))
     _check_closures(module, shared, places)
     own = upstream.slots_of(module)
-    parameters, buffers, children = (_slots(fields, places) for fields in own)
+    parameters, buffers, children = (
+        slots.setdefault(id(fields), _slots(fields, places)) for fields in own
+    )
     return ModuleNode(type(module), shared, parameters, buffers, children, relinked)
 
 
@@ -229,13 +242,14 @@ def _copies(plan: ModulePlan, params: Mapping, buffers: Mapping) -> list[nn.Modu
         place = plan.places.get(id(value))
         return None if place is None else slots[place[0]][place[1]]
 
+    filled: dict[int, dict[str, Any]] = {}
     for copy, node in zip(copies, plan.nodes, strict=True):
         fields = dict(node.shared)
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
-        fields[_PARAMETERS] = _filled(node.parameters, params)
-        fields[_BUFFERS] = _filled(node.buffers, buffers)
-        fields[_MODULES] = _filled(node.children, copies)
+        own = (node.parameters, params), (node.buffers, buffers), (node.children, copies)
+        for name, (slots_, source) in zip(upstream.SLOTS, own, strict=True):
+            fields[name] = filled.setdefault(id(slots_), _filled(slots_, source))
         copy.__dict__.update(fields)
     return copies
 
@@ -248,7 +262,7 @@ class Copy:
     """
 
     def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
-        self._plan, self._originals = _plan(module), list(module.modules())
+        self._plan, self._originals = _plan(module), _tree(module)
         own, self._buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self._copies = _copies(self._plan, {**own, **params}, self._buffers)
         self.root = self._copies[0]

@@ -211,12 +211,13 @@ def _relink(value: Any, resolve: Callable, depth: int = DEPTH) -> Any:
 def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
     """A function that closes over the tree uses the original's tensors: refused, not silent."""
     kind = type(module).__name__
-    for name, value in shared.items():
+    own = {name: value for name, value in shared.items() if name not in vars(nn.Module())}
+    for name, value in own.items():
         if _closes_over(value, places):
             raise GradtoolsError(
-                f"functionalize: attribute {name!r} of {kind} is a function that closes over the "
-                "module or its tensors, so it would not see the given parameters. Make it a "
-                "method, or pass what it needs as an argument."
+                f"functionalize: attribute {name!r} of {kind} is or holds a function that closes "
+                "over the module or its tensors, so it would not see the given parameters. Make it "
+                "a method, or pass what it needs as an argument."
             )
     hooks = upstream.forward_hooks_of(module)
     if any(_closes_over(hook, places) for hook in hooks):
@@ -226,9 +227,14 @@ def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
         )
 
 
-def _closes_over(function: Any, places: dict) -> bool:
-    cells = function.__closure__ if type(function) is types.FunctionType else None
-    return any(_refers(contents_of(cell), places, 1) for cell in cells or ())
+def _closes_over(value: Any, places: dict, depth: int = DEPTH) -> bool:
+    """Whether a function, one that it calls, or one among the parts of a value closes over it."""
+    held = parts_of(value)
+    if type(value) is types.FunctionType:
+        held = [*map(contents_of, value.__closure__ or ()), *(value.__defaults__ or ())]
+        if any(_refers(x, places, 1) for x in held):
+            return True
+    return depth > 0 and any(_closes_over(x, places, depth - 1) for x in held)
 
 
 # Building a copy

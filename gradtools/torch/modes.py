@@ -18,6 +18,8 @@ import torch
 
 from gradtools.torch import _upstream as upstream
 
+Tensor = torch.Tensor
+
 
 def batchings() -> int:
     """How many levels of autograd's own vmap, that of ``is_grads_batched``, are open.
@@ -31,40 +33,48 @@ def batchings() -> int:
     return upstream.leave_vmap()
 
 
-class LevelTaken(Exception):
-    """Someone is in forward mode already: the caller's caller, or another thread."""
+class NoForwardMode(Exception):
+    """PyTorch's one level of forward mode is taken (by an outer call, a thread), or x has none."""
 
 
 _FORWARD_MODE = threading.Lock()
 
 
+def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
+    """A dual number of the open level. Raises `NoForwardMode` for a DTensor, which has none."""
+    try:
+        return upstream.make_dual(x, tangent, level=upstream.forward_level())
+    except NotImplementedError as error:
+        raise NoForwardMode from error
+
+
 class forward_mode:
     """The right to enter forward mode, of which PyTorch has one level for all threads.
 
-    Raises `LevelTaken`, upon which a derivative goes by reverse mode twice. Waiting would not do:
-    who is in the level may himself be waiting for this thread.
+    Raises `NoForwardMode`, upon which a derivative goes by reverse mode twice. Waiting would not
+    do: who is in the level may himself be waiting for this thread.
     """
 
     def __enter__(self) -> None:
         if not _FORWARD_MODE.acquire(blocking=False):
-            raise LevelTaken
+            raise NoForwardMode
         if upstream.forward_level() >= 0:
             _FORWARD_MODE.release()
-            raise LevelTaken
+            raise NoForwardMode
 
     def __exit__(self, *error: Any) -> None:
         _FORWARD_MODE.release()
 
 
 class dual_level(forward_mode):
-    """The level of forward mode. Raises `LevelTaken`."""
+    """The level of forward mode. Raises `NoForwardMode`."""
 
     def __enter__(self) -> None:
         super().__enter__()
         level = upstream.enter_forward_level()
         if level is None:  # another thread is about to enter or leave torch.func.jvp
             _FORWARD_MODE.release()
-            raise LevelTaken
+            raise NoForwardMode
         self._level = level
 
     def __exit__(self, *error: Any) -> None:
@@ -136,11 +146,11 @@ class Modes:
                 upstream.enter_vmap()
 
     def again(self) -> AbstractContextManager[None]:
-        """Inside, all is as it stood; outside, as it was."""
+        """A block in which the recorded modes and flags are set."""
         return _Restored(self.flags, self.grad, self._others())
 
     def _others(self) -> AbstractContextManager[Any]:
-        """What is entered and left besides, which mostly is nothing."""
+        """The contexts of autocast, device and inference mode, where they are others now."""
         casts = _casts([kind for kind, _, _ in self.autocast])
         cast_as_here = casts == self.autocast and not any(on for _, on, _ in casts)
         device_as_here = default_device() == self.device
@@ -164,7 +174,7 @@ class Modes:
 
 
 class _Restored:
-    """Inside, flags and grad mode stand so; outside, as they did. others: Is entered besides."""
+    """A block with these flags and this grad mode. others: A context entered as well."""
 
     def __init__(self, flags: list[Any], grad: bool, others: AbstractContextManager[Any]) -> None:
         self._flags, self._wanted, self._others = flags, grad, others

@@ -42,8 +42,6 @@ DEPTH = 4  # how deep lists and dictionaries are searched for references into th
 SCALARS = (bool, int, float, str, type(None))
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
 
-_PARAMETERS, _BUFFERS, _MODULES = upstream.SLOTS
-
 
 @dataclass(frozen=True)
 class ModuleNode:
@@ -267,7 +265,7 @@ def _closes_over(value: Any, places: dict, depth: int = DEPTH) -> bool:
 
 def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Module]:
     copies: list[Any] = [object.__new__(node.kind) for node in plan.nodes]
-    slots: dict[str, Any] = {"modules": copies, "parameters": params, "buffers": buffers}
+    slots: dict[str, Any] = {"parameters": params, "buffers": buffers, "modules": copies}
 
     def resolve(value: Any) -> Any:
         place = plan.places.get(id(value))
@@ -278,9 +276,9 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
         fields = dict(node.shared)
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
-        own = (node.parameters, params), (node.buffers, buffers), (node.children, copies)
-        for name, (slots_, source) in zip(upstream.SLOTS, own, strict=True):
-            fields[name] = filled.setdefault(id(slots_), _filled(slots_, source))
+        own: list[dict[str, Any]] = [node.parameters, node.buffers, node.children]
+        for name, own_slots, source in zip(upstream.SLOTS, own, slots.values(), strict=True):
+            fields[name] = filled.setdefault(id(own_slots), _filled(own_slots, source))
         copy.__dict__.update(fields)
     return copies
 

@@ -336,8 +336,17 @@ class Differentiation(Arrays):
         """The tree with the part that is differentiated in the place of each module."""
         return tree
 
-    def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]:
-        """f at each row of the batch, its outputs stacked."""
+    def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
+        """What to call before each of many evaluations: all start from what stood before them."""
+        return lambda: None
+
+    def map_batches(
+        self, f: Any, batch: list[Array], chunk_size: int | None, one_draw: bool = False
+    ) -> list[Array]:
+        """f at each row of the batch, its outputs stacked.
+
+        one_draw: Whether the rows share the random numbers that f draws, as one evaluation would.
+        """
         rows = [f(*example) for example in zip(*batch, strict=True)]
         return [self.xp.stack(column) for column in zip(*rows, strict=True)]
 

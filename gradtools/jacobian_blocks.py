@@ -60,17 +60,21 @@ def _rows(
 def _columns(
     backend: Backend, fun: Fun, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
+    count = sum([-(-math.prod(x.shape) // chunk_size) if chunk_size else 1 for x in leaves])
+    restart = backend.restarting(fun, leaves, count)
     columns = []
     for k, x in enumerate(leaves):
         # An empty leaf has no unit tangents; one empty tangent tells the outputs' shapes.
         basis = x.reshape((1, *x.shape)) if _is_empty(x) else backend.unit_basis(x)
 
         def push(unit: Array, k: int = k) -> list[Array]:
+            restart()
             zeros = backend.zeros_like
             moving = [unit if i == k else zeros(leaf) for i, leaf in enumerate(leaves)]
             return backend.jvp(fun, leaves, moving)[2]
 
-        pushed = [c[: math.prod(x.shape)] for c in backend.map_batches(push, [basis], chunk_size)]
+        mapped = backend.map_batches(push, [basis], chunk_size, one_draw=True)
+        pushed = [c[: math.prod(x.shape)] for c in mapped]
         last = [axis_moved(backend, column, 0, -1) for column in pushed]
         columns.append([c.reshape((*c.shape[:-1], *x.shape)) for c in last])
     return [list(row) for row in zip(*columns, strict=True)]

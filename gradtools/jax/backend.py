@@ -157,7 +157,9 @@ class JaxBackend(Wing):
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)
 
-    def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]:
+    def map_batches(
+        self, f: Any, batch: list[Array], chunk_size: int | None, one_draw: bool = False
+    ) -> list[Array]:
         from gradtools.jax.loops import map_batch
 
         with explained("per_example_grad"):

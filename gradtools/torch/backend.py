@@ -14,7 +14,7 @@ from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
 from gradtools.torch.engines import caller_of
-from gradtools.torch.forward_mode.plain_kernels import jvps
+from gradtools.torch.forward_mode.plain_kernels import jvps, restarting
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
@@ -179,13 +179,22 @@ class TorchBackend(Wing):
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return torch.vmap(f, in_axes, out_axes, randomness="different")
 
-    def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]:
+    restarting = staticmethod(restarting)
+
+    def map_batches(
+        self, f: Any, batch: list[Array], chunk_size: int | None, one_draw: bool = False
+    ) -> list[Array]:
         if chunk_size == 1:
             rows = [f(*example) for example in zip(*batch, strict=True)]
             return [torch.stack(column) for column in zip(*rows, strict=True)]
         with explained(caller_of(f)):
             mapped = torch.vmap(
-                lambda *xs: tuple(f(*xs)), randomness="different", chunk_size=chunk_size
+                lambda *xs: tuple(f(*xs)),
+                # In compiled code chunks cannot go back to where the random streams stood.
+                randomness="same"
+                if one_draw and not (chunk_size and is_compiling())
+                else "different",
+                chunk_size=chunk_size,
             )
             return list(mapped(*batch))
 

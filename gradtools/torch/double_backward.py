@@ -153,7 +153,9 @@ class _Gating(NamedTuple):
                 return None
             for which, sources in (("cotangents", behind), ("inputs", inputs)):
                 if sources:
-                    there = list(beside(there, sources, partial(self.ask, which)))
+                    there = list(
+                        beside(there, sources, partial(self.ask, which), which == "inputs")
+                    )
             left = iter(there)
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 

@@ -31,9 +31,15 @@ def opened(
 ) -> Opened | None:
     """The call as one of dictionaries of tensors; None if no differentiated argument is a module.
 
-    Compiled code cannot build copies of modules: there they are refused as what is no array.
+    Compiled code cannot build copies of modules: there they are refused.
     """
     for i in argnums:
+        if is_compiling() and isinstance(args[i], nn.Module):
+            raise GradtoolsError(
+                f"{caller}: argument {i} is a module, {type(args[i]).__name__}, which compiled "
+                "code cannot copy. Call gt.functionalize(module) outside, and differentiate apply "
+                "to params; or leave this derivative out of what is compiled."
+            )
         if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):
             return Opened(caller, f, args, argnums)
     return None

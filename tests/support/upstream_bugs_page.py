@@ -209,6 +209,10 @@ found): that is refused, as in `jacobian` with more than one row at a time.
 **Complex numbers under a dispatch mode.** Forward over reverse mode of `linalg.pinv` gives another
 number while any `TorchDispatchMode` is active (no report was found); `frozen` keeps clear of that.
 
+**Weight normalisation** (`nn.utils.parametrizations.weight_norm`, no report was found): compiled
+code shows its operation, `torch._weight_norm`, to no mode, so there the derivative of its gradient
+is PyTorch's number. Take that derivative outside of what is compiled.
+
 **Logical operations in place** (`x.logical_not_()` and its like, of a floating tensor) pass the
 gradient of the numbers that they overwrite, as if these were still there (no report was found). No
 graph shows that: `grad` and `vjp` in eager code, and `dependence`, give what PyTorch gives. What

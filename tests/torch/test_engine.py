@@ -56,6 +56,41 @@ def _run(operator: str, f: Any, x: torch.Tensor) -> Any:
 # --- one evaluation ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("chunk_size", [None, 1, 3])
+def test_the_columns_of_a_jacobian_have_one_draw_and_one_effect(chunk_size):
+    net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(), torch.nn.Linear(4, 2))
+    net, calls = net.double(), []
+
+    def f(x, y):
+        calls.append(None)
+        return net(x * y) + torch.randn(2, dtype=F64) * y.sum()
+
+    def seeded(**options):
+        calls.clear()
+        torch.manual_seed(0)
+        blocks = gt.jacobian(f, (0, 1), **options)(_x(), _x(0.4, 2.0))
+        return blocks, torch.rand(2), len(calls)
+
+    expected, found = seeded(mode="reverse"), seeded(mode="forward", chunk_size=chunk_size)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_the_columns_of_a_compiled_jacobian_come_in_chunks(chunk_size):
+    jacobian = gt.jacobian(lambda x: x * x.sum(), mode="forward", chunk_size=chunk_size)
+    found = torch.compile(jacobian, backend="eager", fullgraph=True, dynamic=False)(_x())
+    torch.testing.assert_close(found, jacobian(_x()))
+
+
+def test_the_columns_of_a_jacobian_update_a_batch_normalisation_once():
+    norm = torch.nn.BatchNorm1d(2).double()
+    x = torch.tensor([[1.0, 2.0], [0.5, -1.0], [3.0, 0.0]], dtype=F64)
+    for f, args in ((norm, (x,)), (lambda norm, x: norm(x).sum(0), (norm, x))):
+        norm.reset_running_stats()
+        gt.jacobian(f, mode="forward", chunk_size=1)(*args)
+        assert int(norm.num_batches_tracked) == 1
+
+
 @operators
 def test_f_is_evaluated_once(operator):
     calls = []

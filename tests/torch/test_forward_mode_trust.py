@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -132,6 +134,66 @@ def test_an_operation_without_forward_mode_is_pushed_by_its_backward():
         torch.func.jvp(f, (X,), (T,))
     expected = gt.jacobian(f, mode="reverse")(X) @ T
     torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
+
+
+@torch.library.custom_op("gradtools_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    noise = torch.rand_like(x)
+    return x.sin() * noise, noise
+
+
+noisy.register_autograd(
+    lambda ctx, g, _: g * ctx.saved_tensors[0].cos() * ctx.saved_tensors[1],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[1]),
+)
+
+
+@pytest.mark.parametrize("draws", [torch._standard_gamma, lambda x: noisy(x)[0]])
+def test_what_draws_and_is_pushed_by_its_backward_draws_once(draws):
+    positive = X.abs()
+
+    def seeded(run):
+        torch.manual_seed(0)
+        return run(), torch.rand(2)
+
+    expected, after = seeded(lambda: gt.jacobian(draws, mode="reverse")(positive))
+    forward = [
+        lambda: gt.jvp(draws, (positive,), (T,))[1],
+        lambda: gt.jacobian(draws, mode="forward", chunk_size=1)(positive) @ T,
+    ]
+    if draws is torch._standard_gamma:
+        forward.append(lambda: gt.jacobian(draws, mode="forward")(positive) @ T)
+    for run in forward:
+        found, then = seeded(run)
+        torch.testing.assert_close(found, expected @ T)
+        assert torch.equal(then, after)
+
+
+NORMS = {
+    "layer_norm": lambda x, w: F.layer_norm(x, (4,), w, w),
+    "batch_norm": lambda x, w: F.batch_norm(x, None, None, w, w, True),
+    "batch_norm, eval": lambda x, w: F.batch_norm(x, w.detach(), w.detach() ** 2, w, w),
+    "instance_norm": lambda x, w: F.instance_norm(x[None], None, None, w[:3], w[:3]),
+    "group_norm": lambda x, w: F.group_norm(x, 2, w, w),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_a_normalisation_of_16_bits_with_weights_of_32_keeps_its_dtype(norm, trained):
+    weight = torch.tensor([1.0, 2.0, -1.0, 0.5], requires_grad=trained)
+    x = torch.linspace(-1, 2, 12).reshape(3, 4).sin()
+    wide, expected = gt.jvp(lambda x: norm(x, weight), (x,), (x.cos(),))
+    narrow = [x.bfloat16(), x.cos().bfloat16()]
+    y, pushed = gt.jvp(lambda x: norm(x, weight), narrow[:1], narrow[1:])
+    assert y.dtype == pushed.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), wide, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(pushed.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_draws_of_examples_that_cannot_be_repeated_are_refused():
+    with pytest.raises(GradtoolsError, match=r"noisy\.default draws random"):
+        gt.vmap(lambda x: gt.jvp(lambda x: noisy(x)[0], (x,), (T,))[1])(X[None])
 
 
 def test_linearize_pushes_where_backward_has_no_derivative_or_none_at_zero():
@@ -300,3 +362,39 @@ def test_blocks_that_stop_inside_of_a_block_that_autograd_has_around_it_stop_not
             pass
         assert mode._stopped is None
         torch.set_grad_enabled(True)
+
+
+def test_nested_checkpoints_have_their_tangent():
+    """What the outer one packs for the inner one is packed while autograd has gradients off."""
+    inner = partial(checkpoint, torch.sin, use_reentrant=False)
+    f = lambda x: checkpoint(lambda x: inner(x) * x, x, use_reentrant=False) * x
+    expected = (2 * X * X.sin() + X**2 * X.cos()) * T
+    torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
+    with torch.no_grad():
+        torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
+
+
+def test_the_method_norm_is_pushed_in_compiled_code():
+    f = lambda x: x.norm() ** 3
+    found = gt.compile(lambda x: gt.jvp(f, (x,), (T,))[1], backend="eager")(X)
+    torch.testing.assert_close(found, gt.jvp(f, (X,), (T,))[1])
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_weight_norm_has_its_second_derivative_in_each_mode(dim):
+    v = torch.stack((X, T, X * T))
+    at = lambda norm: norm.reshape(()) if dim == -1 else norm
+    g = at((v**2).sum([k for k in range(2) if k != dim], keepdim=True) + 1)
+    plain = lambda v, g: (v * g / (v**2).sum([k for k in range(2) if k != dim], True).sqrt()).sin()
+    fused = lambda v, g: torch._weight_norm(v, g, dim).sin()
+    tangents = v.cos(), g.cos()
+    (_, expected), *others = [
+        gt.hvp(lambda v, g, f=f: f(v, g).sum(), (v, g), tangents, mode=mode)
+        for f in (plain, fused)
+        for mode in ("reverse_over_reverse", "forward_over_reverse")
+    ]
+    for _, found in others:
+        torch.testing.assert_close(found, expected)
+    slope = lambda v: gt.grad(lambda v: fused(v, g).sum())(v)
+    found = gt.vmap(lambda v: gt.jvp(slope, (v,), (v,))[1])(torch.stack((v, 2 * v)))
+    torch.testing.assert_close(found[0], gt.jvp(slope, (v,), (v,))[1])

@@ -290,6 +290,7 @@ def _second(f: Callable[..., Any], x: Tensor) -> dict[str, Callable[[], Tensor]]
         "hessian": lambda: gt.hessian(f)(x),
         "jacobian of grad": lambda: gt.jacobian(gt.grad(f))(x),
         "linearize of grad": lambda: gt.linearize(gt.grad(f), x)[1](one),
+        "grad of linearize": lambda: gt.grad(lambda x: gt.linearize(f, x)[1](one))(x),
         "vjp of vjp": lambda: gt.vjp(lambda x: gt.vjp(f, x)[1](one)[0], x)[1](one)[0],
         "trees": lambda: gt.grad(lambda p: gt.grad(lambda p: f(p["a"]))(p)["a"])({"a": x})["a"],
         "per example": lambda: gt.per_example_grad(lambda x, k: gt.grad(f)(x) * k, chunk_size=1)(

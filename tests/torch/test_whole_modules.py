@@ -190,6 +190,15 @@ def test_a_lost_gradient_of_a_module_that_is_an_argument():
     }
 
 
+def test_a_module_is_refused_by_name_in_compiled_code():
+    net, x = nn.Linear(3, 2), torch.ones(4, 3)
+    step = torch.compile(lambda x: gt.grad(lambda net: net(x).sum())(net), backend="eager")
+    with pytest.raises(
+        GradtoolsError, match="grad: argument 0 is a module, Linear, which compiled"
+    ):
+        step(x)
+
+
 def test_a_module_that_cannot_be_copied_is_refused_by_name():
     net = nn.LazyLinear(2)
     with pytest.raises(GradtoolsError, match=r"grad: .* has no shape yet"):

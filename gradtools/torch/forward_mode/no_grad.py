@@ -144,8 +144,11 @@ class Stops(TorchFunctionMode):
         Transforms of torch.func switch them on inside, whatever was before. A block may also leave
         off what autograd switched off itself, as it does around the forward of a Function.
         """
+        were_on = torch.is_grad_enabled()
+        if not (on or were_on):  # off as f has them, or autograd, which switches them on unseen
+            return
         depth = len(upstream.get_interpreter_stack() or ())
-        leaving, were_on = upstream.is_leaving_a_block(1), torch.is_grad_enabled()
+        leaving = upstream.is_leaving_a_block(1)
         if on and not leaving and not were_on:
             self._around.append(self._stopped)
         graphs(on)

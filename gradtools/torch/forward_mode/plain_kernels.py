@@ -7,7 +7,7 @@ streams as they were before it, everything else as it stands, and the function a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,17 +40,22 @@ def jvps(
     A dual number carries one tangent: each takes an evaluation of its own, and all start from
     what stood behind the function before the first.
     """
-    root = getattr(fun, "f", fun)
-    again = len(many) > 1 and not is_compiling()
-    before = Snapshot.of([root], leaves) if again else None
+    restart = restarting(fun, leaves, len(many))
     result: list[Any] = []
     with torch.no_grad(), by_any_kernel(caller_of(fun)):
         for tangents in many:
-            if result and before is not None:
-                before.restore()
+            restart()
             result.append(jvp(fun, leaves, tangents))
     outs, extras, _ = result[0]
     return outs, extras, [pushed for _, _, pushed in result]
+
+
+def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
+    """What to call before each of `count` evaluations: all start from what stood before them."""
+    if count < 2 or is_compiling():
+        return lambda: None
+    given = getattr(fun, "args", ()), getattr(fun, "kwargs", {})
+    return Snapshot.of([*given, getattr(fun, "f", fun)], leaves).restore
 
 
 @contextmanager

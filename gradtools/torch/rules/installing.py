@@ -515,7 +515,7 @@ class _ReverseOnly(torch.autograd.Function):
             return tuple(out), axes_of(out)
         axes = tuple([None if d is None else 0 for d in in_dims[1:]])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[1:], strict=True)]
-        rule = batched(one, _Lists, axes, None, info.batch_size)
+        rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
         batch = replace(point, rule=rule, linearized=None)
         out = _apply_at(batch, front)
         point.count = batch.count
@@ -746,19 +746,24 @@ def _first_order(xs: Sequence[Tensor]) -> bool:
 # --- vmap and torch.compile --------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class _Lists:
-    """What `rules.batched` asks of a framework."""
+    """What `rules.batched` asks of a framework.
 
-    @staticmethod
-    def vmap_list(fun: Callable[..., Any], axes: tuple[Any, ...], size: int) -> Any:
+    one_draw: Whether the examples share the random numbers that are drawn.
+    """
+
+    one_draw: bool
+
+    def vmap_list(self, fun: Callable[..., Any], axes: tuple[Any, ...], size: int) -> Any:
         if all(a is None for a in axes):
             return lambda *xs: [y.expand(size, *y.shape) for y in fun(*xs)]
-        return torch.vmap(lambda *xs: tuple(fun(*xs)), in_dims=axes, randomness="different")
+        randomness = "same" if self.one_draw else "different"
+        return torch.vmap(lambda *xs: tuple(fun(*xs)), in_dims=axes, randomness=randomness)
 
-    @staticmethod
-    def vmap_extras(fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
+    def vmap_extras(self, fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
         def run(*xs: Tensor) -> tuple[list[Tensor], list[int]]:
-            out = _Lists.vmap_list(fun, axes, size)(*xs)
+            out = self.vmap_list(fun, axes, size)(*xs)
             return out, [0] * len(out)
 
         return run

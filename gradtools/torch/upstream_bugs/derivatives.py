@@ -10,7 +10,8 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import (
@@ -31,6 +32,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.forward_mode.by_transposing import NoTranspose, by_reverse_mode
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, unwrapped
+from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.upstream_bugs import formulas
 from gradtools.torch.upstream_bugs.gradients import GRADIENT_AGAIN
 
@@ -126,6 +128,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
         (name, TANGENT, _OTHER, "", formulas.in_place(getattr(torch, name[:-1])))
         for name in _LOGICAL
     ],
+    ("_weight_norm", TANGENT, "an error", "", formulas.weight_norm),
     (f"{_F}linear_cross_entropy", TANGENT, "zero", "", None, _OF_OPTIONS),
     ("linalg.det", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
     ("logdet", TANGENT_AGAIN, f"{_OTHER}, or zero", "torch#192540"),
@@ -172,6 +175,7 @@ _EXAMPLES = {
     "logical_and_": "(1 * x).logical_and_(x).sum()",
     "logical_or_": "(1 * x).logical_or_(x).sum()",
     "logical_xor_": "(1 * x).logical_xor_(x).sum()",
+    "_weight_norm": "torch._weight_norm(x, x[:, :1], 0).sum()",
     "linalg.det": "torch.linalg.det(x)",
     "logdet": f"torch.logdet({_SPD})",
     "linalg.slogdet": "torch.linalg.slogdet(x)[1]",
@@ -260,6 +264,14 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
     if bug is not None and bug.wrong != TANGENT:
         again = again and not _is_in_place(fun)
         is_moved = _is_moved_again if again or bug.wrong != TANGENT_AGAIN else _never
+    if (
+        bug is not None
+        and bug.name in _NORMS
+        and _is_narrow(args, kwargs)
+        and _is_moved(args, kwargs)
+    ):
+        wide = [x.to(torch.float32) if k == 0 else x for k, x in enumerate(args)]
+        return _called_otherwise(bug, fun, tuple(wide), kwargs, again).to(args[0].dtype)
     if "out" in kwargs or not _is_differentiated_here() or not is_moved(args, kwargs):
         return pushed_by_pytorch(fun, args, kwargs)
     if bug is None:
@@ -269,6 +281,18 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
     if bug.instead is None:
         return _transposed(fun, args, kwargs, opaque=fun is _LINEAR_CROSS_ENTROPY)
     return bug.instead(*args, **kwargs)
+
+
+# Of a 16-bit input with 32-bit weights, as under autocast, PyTorch's tangent has the weights' dtype
+# (no report was found), which the next layer refuses.
+_NORMS = ("layer_norm", "batch_norm", "instance_norm", "group_norm")
+
+
+def _is_narrow(args: Args, kwargs: Kwargs) -> bool:
+    if not args or args[0].dtype not in (torch.bfloat16, torch.float16):
+        return False
+    others = (*args[1:], *kwargs.values())
+    return any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in others)
 
 
 def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
@@ -330,7 +354,10 @@ class TwiceByPlainOperations(TorchFunctionMode):
 
 # What is no operator of functions; to be asked of that class itself costs four times as much.
 _ORDINARY = (BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType)
-_WRONG_IN_REVERSE_TOO = ("logcumsumexp", "ldexp", "ldexp_", "silu", "silu_", *_LOGICAL)
+_WRONG_IN_REVERSE_TOO = (
+    *("logcumsumexp", "ldexp", "ldexp_", "silu", "silu_", "_weight_norm"),
+    *_LOGICAL,
+)
 _BY_FORMULA = {
     name: bug
     for name, bug in _BY_NAME.items()
@@ -383,6 +410,7 @@ def _never(args: Args, kwargs: Kwargs) -> bool:
 def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     """`fun(*args, **kwargs)` by reverse mode alone; what writes in place, by a copy of its own."""
     leaves, treedef = upstream.tree_flatten((args, kwargs))
+    drawn = _OneDraw(_named(fun), leaves, opaque and upstream.peek_interpreter_stack() is not None)
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
     in_place = _is_in_place(fun)
     if in_place:  # what a rule saves may not change
@@ -391,7 +419,9 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
 
     def flat(*xs: Tensor) -> list[Tensor]:
         again, named = upstream.tree_unflatten(replaced_at(leaves, places, xs), treedef)
-        result = fun(again[0].clone(), *again[1:], **named) if in_place else fun(*again, **named)
+        again = (again[0].clone(), *again[1:]) if in_place else again
+        with drawn.evaluating():
+            result = fun(*again, **named)
         outs, outdef = upstream.tree_flatten(result)
         shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
         return [y for y in outs if isinstance(y, Tensor)]
@@ -401,6 +431,33 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
         return args[0].copy_(result[0])
     left = iter(result)
     return upstream.tree_unflatten([next(left) if y is None else y for y in shape[1]], shape[0])
+
+
+class _OneDraw:
+    """Evaluations of a function that may draw: the first goes on, others draw what it drew.
+
+    one_by_one: Whether vmap's examples are evaluated one by one, of which each has its own draw.
+    """
+
+    def __init__(self, name: str, leaves: Sequence[Any], one_by_one: bool) -> None:
+        self._name, self._one_by_one = name, one_by_one
+        self._kinds = {x.device.type for x in leaves if isinstance(x, Tensor)}
+        self._start: Randomness | None = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        if self._start is not None:
+            with restored(self._start):
+                yield
+            return
+        self._start = Randomness.everywhere(self._kinds)
+        yield
+        if self._one_by_one and self._start.used():
+            raise GradtoolsError(
+                f"jvp: {self._name} draws random numbers and is pushed by transposing its backward "
+                "pass, which evaluates it again; inside of torch.func's transforms the draws of "
+                "single examples cannot be repeated. Use reverse mode there."
+            )
 
 
 def _is_in_place(fun: Any) -> bool:
@@ -431,6 +488,8 @@ class RightTangents(TorchFunctionMode):
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if fun is Tensor.norm:  # which dynamo does not find in a dictionary, and its guards do
+            fun = torch.norm
         if fun in _TRACED:
             return _traced(_TRACED[fun], fun, args, kwargs)
         if isinstance(fun, _OPERATORS) and fun.__module__.rpartition(".")[2] not in _OWN:

@@ -58,6 +58,17 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
     return torch.linalg.vector_norm(input[i] - input[j], p, -1)
 
 
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """v / |v| times g, with a norm for each index of one axis, or one for all (-1)."""
+    norm = torch.sqrt(summed_but(v * v, dim))
+    return v * (g.reshape(norm.shape) / norm)
+
+
+def summed_but(x: Tensor, dim: int) -> Tensor:
+    """The sums over all axes but one, which stay; over all of them for -1."""
+    return x.sum([k for k in range(x.dim()) if k != dim], keepdim=True)
+
+
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -110,8 +121,8 @@ def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
 
 
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * _moved(weight)
-    return x if bias is None else x + _moved(bias)
+    y = x if weight is None else x * _moved(weight)
+    return (y if bias is None else y + _moved(bias)).to(x.dtype)
 
 
 def _moved(x: Tensor) -> Tensor:

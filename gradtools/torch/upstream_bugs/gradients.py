@@ -130,6 +130,21 @@ def _statistics(node: Any) -> tuple[Any, Any, Any]:
     return weight, mean, var
 
 
+def _weight_norm(node: Any, given: Given, cts: Given) -> Any:
+    """(c - v <c, v> / |v|^2) g / |v| and <c, v> / |v|; PyTorch's own takes the norms for constants.
+
+    What it gave is right, if nobody differentiates it again.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    v, g, dim = (upstream.saved(node, name) for name in ("v", "g", "dim"))
+    square = formulas.summed_but(v * v, dim)
+    along, norm = formulas.summed_but(cts[0] * v, dim), square.sqrt()
+    dv = (cts[0] - v * (along / square)) * (g.reshape(norm.shape) / norm)
+    result = dv, (along / norm).reshape(g.shape)
+    return tuple([None if old is None else new for old, new in zip(given, result, strict=True)])
+
+
 def _attention(node: Any, given: Given, cts: Given) -> Any:
     """The kernel's own numbers, with the derivative that it lacks."""
     if not torch.is_grad_enabled():
@@ -171,6 +186,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
         *("nn.functional.layer_norm", "NativeLayerNormBackward0", GRADIENT_AGAIN),
         *("zero, or an error", _layer_norm, "", _WITHOUT_WEIGHT),
     ),
+    ("_weight_norm", "WeightNormInterfaceBackward0", GRADIENT_AGAIN, _OTHER, _weight_norm),
     *[
         (
             *("nn.functional.scaled_dot_product_attention", node, GRADIENT_AGAIN, "an error"),
@@ -187,6 +203,7 @@ _EXAMPLES = {
     "[[0, 1, 2], [1, 0, 2]]), x[0] ** 2, (3, 3)).to_dense() ** 2).sum()",
     "NativeBatchNormBackward0": "torch.nn.functional.batch_norm(x**2, None, None, "
     "torch.arange(6).to(x)[::2], None, True).mul(x).sum()",
+    "WeightNormInterfaceBackward0": "torch._weight_norm(x, x[:, :1] ** 2, 0).pow(3).sum()",
     _FUSED[0]: "torch.nn.functional.scaled_dot_product_attention(*[x[None, None] ** 2] * 3).sum()",
 }
 WRONG_GRADIENTS = tuple(

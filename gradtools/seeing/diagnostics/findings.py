@@ -114,8 +114,8 @@ KINDS: dict[str, FindingKind] = {
         numerical=True,
     ),
     "empty": FindingKind(
-        "nothing is selected here: an index, a slice or a mask without an entry",
-        "see why it selects nothing at these values",
+        "nothing of it is selected: by an index, a slice, a mask or a maximum",
+        "see what is selected at these values",
         numerical=True,
     ),
     "not_finite": FindingKind(

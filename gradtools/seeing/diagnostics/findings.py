@@ -54,6 +54,10 @@ KINDS: dict[str, FindingKind] = {
     "no_grad": FindingKind(
         "it runs while gradients are switched off", "move it out of no_grad or inference_mode"
     ),
+    "reentrant": FindingKind(
+        "a reentrant checkpoint of which no input requires grad computes without a graph",
+        "pass use_reentrant=False, or use gradtools' checkpoint; else let an input require grad",
+    ),
     "in_place_data": FindingKind(
         "an array is overwritten behind the back of differentiation",
         "write y = ... instead of changing x.data in place",

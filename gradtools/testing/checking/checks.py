@@ -219,8 +219,8 @@ class DerivativeCheck:
             if unseen.any():
                 self.report.left_out.append(
                     f"{what}: finite differences cannot decide {int(unseen.sum())} of "
-                    f"{unseen.size} entries (f leaves its domain beside them, or rounding hides "
-                    f"the slope); {rest}"
+                    f"{unseen.size} entries (f leaves its domain beside them, rounding hides "
+                    f"the slope, or every step is too large for it); {rest}"
                 )
         self.unseen = {}
 

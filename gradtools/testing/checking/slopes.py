@@ -3,7 +3,8 @@
 A check moves an argument along a line, x + t u, and looks at the values f(t). The slope at 0 comes
 from central differences at many steps, from a tenth of the argument's size downwards, extrapolated
 to step zero (Ridders, 1982): the estimate kept is the one whose neighbours agree best, and how
-well they agree is its error.
+well they agree is its error. Where the smallest step tells another slope, as of a solution of an
+ill-conditioned system, all steps are too large for f, and nothing is decided.
 
 No small step sees a staircase: its slope is zero wherever one looks. But a function that is
 continuous is the integral of its derivative; where the two part, and go on to part on ever
@@ -72,6 +73,7 @@ def slope(f: Line, eps: float) -> Slope:
             plus, minus = f(t), f(-t)
             rounding = np.maximum(eps * np.maximum(np.abs(plus), np.abs(minus)), least) / t
             row = [(plus - minus) / (2 * t)]
+            coarser = previous[0] if previous else row[0]
             for j, before in enumerate(previous[: _COLUMNS - 1]):
                 row.append(row[j] + (row[j] - before) / (4.0 ** (j + 1) - 1))
                 apart = np.maximum(np.abs(row[j + 1] - row[j]), np.abs(row[j + 1] - before))
@@ -79,7 +81,9 @@ def slope(f: Line, eps: float) -> Slope:
                 value = np.where(better, row[j + 1], value)
                 error = np.where(better, apart + rounding, error)
             previous = row
-    return Slope(value, error, at, t)
+        slack = error + np.abs(row[0] - coarser) + 10 * rounding
+        elsewhere = np.abs(value - row[0]) > slack  # f is another one in small steps
+    return Slope(value, np.where(elsewhere, np.inf, error), at, t)
 
 
 def rounding_error(f: Line, at: float, eps: float) -> np.ndarray:

@@ -8,7 +8,7 @@ handed out, and how a key becomes the seeds of Keras' random streams.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +81,20 @@ def functionalize(module: Any, variables: Any, train: bool | None, wing: KerasWi
     return partial(_apply, module, wing, train, layout, tuple(rest), streams), params, state
 
 
-def _apply(module, wing, train, layout, rest, streams, /, params, state, *args, key=None, **kwargs):
+def _apply(
+    module: Any,
+    wing: KerasWing,
+    train: bool | None,
+    layout: Mapping[str, tuple[int, ...]],
+    rest: Sequence[str],
+    streams: Sequence[str],
+    /,
+    params: Mapping[str, Any],
+    state: Mapping[str, Any],
+    *args: Any,
+    key: Any = None,
+    **kwargs: Any,
+) -> tuple[Any, dict[str, Any]]:
     check_names("params", params, layout)
     check_names("state", state, rest)
     for path, shape in layout.items():

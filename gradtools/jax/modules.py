@@ -21,6 +21,7 @@ from gradtools.jax.known_errors import NEEDS_KEY, says
 from gradtools.keras_models import is_keras
 
 Apply = Callable[..., tuple[Any, Any]]
+Layout = dict[str, tuple[int, ...]]  # the shape of each leaf, by its path
 MODES = {
     "train": True,
     "training": True,
@@ -77,7 +78,18 @@ def _from_linen(module: Any, variables: Any, train: bool | None, rng_names: tupl
     return partial(_apply_linen, module, mode, layout, rng_names), params, state
 
 
-def _apply_linen(module, mode, layout, rng_names, /, params, state, *args, key=None, **kwargs):
+def _apply_linen(
+    module: Any,
+    mode: dict[str, bool],
+    layout: Layout,
+    rng_names: tuple[str, ...],
+    /,
+    params: Any,
+    state: Any,
+    *args: Any,
+    key: jax.Array | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
     _check_layout(params, layout)
     rngs = None
     if key is not None:
@@ -129,7 +141,18 @@ def _from_nnx(module: Any, variables: Any, train: bool | None) -> tuple:
     return partial(_apply_nnx, graph, layout, known, train), params, state
 
 
-def _apply_nnx(graph, layout, known, train, /, params, state, *args, key=None, **kwargs):
+def _apply_nnx(
+    graph: Any,
+    layout: Layout,
+    known: set[Any],
+    train: bool | None,
+    /,
+    params: Any,
+    state: Any,
+    *args: Any,
+    key: jax.Array | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
     nnx = sys.modules["flax.nnx"]
     _check_layout(params, layout)
     model = nnx.merge(graph, params, state["rngs"], state["variables"], copy=True)
@@ -174,8 +197,17 @@ def _from_equinox(module: Any, variables: Any, train: bool | None) -> tuple:
 
 
 def _apply_equinox(
-    static, layout, stateful, takes_key, /, params, state, *args, key=None, **kwargs
-):
+    static: Any,
+    layout: Layout,
+    stateful: bool,
+    takes_key: bool,
+    /,
+    params: Any,
+    state: Any,
+    *args: Any,
+    key: jax.Array | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
     _check_layout(params, layout)
     if key is not None:
         check_key("apply", key)
@@ -237,8 +269,18 @@ def _from_haiku(module: Any, variables: Any, train: bool | None) -> tuple:
 
 
 def _apply_haiku(
-    apply, stateful, takes_key, mode, layout, /, params, state, *args, key=None, **kwargs
-):
+    apply: Callable[..., Any],
+    stateful: bool,
+    takes_key: bool,
+    mode: dict[str, bool],
+    layout: Layout,
+    /,
+    params: Any,
+    state: Any,
+    *args: Any,
+    key: jax.Array | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
     _check_layout(params, layout)
     if key is not None:
         check_key("apply", key)
@@ -279,12 +321,12 @@ def _no_key(error: Exception, mend: str = "pass key= to apply") -> GradtoolsErro
     return GradtoolsError(f"apply: the module needs randomness; {mend}. ({error})")
 
 
-def _layout(params: Any) -> dict[str, tuple[int, ...]]:
+def _layout(params: Any) -> Layout:
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     return {jax.tree_util.keystr(path): jax.numpy.shape(leaf) for path, leaf in leaves}
 
 
-def _check_layout(params: Any, expected: dict[str, tuple[int, ...]]) -> None:
+def _check_layout(params: Any, expected: Layout) -> None:
     result = _layout(params)
     if result == expected:
         return

@@ -255,6 +255,12 @@ count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
 """The modes that look on. Gone: assume that some do, and take the slow way."""
 
+
+def is_traced_by_make_fx() -> bool:
+    """Whether `make_fx` traces, which tells no numbers. Gone: assume that it does not."""
+    return _c._get_dispatch_mode(_c._TorchDispatchModeKey.PROXY) is not None
+
+
 is_dispatch_key_excluded: Callable[[Any], bool] = _c._dispatch_tls_is_dispatch_key_excluded
 has_kernel_for: Callable[[str, str], bool] = _c._dispatch_has_kernel_for_dispatch_key
 """Whether we stand beneath autograd, as in a `__torch_dispatch__`; whether an operator has a kernel

@@ -31,7 +31,8 @@ left_to_python(__name__)
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     before, here.mark = here.mark, here.mark or chunks.caller
     try:
-        return plain_loop(chunks) if is_plain() else _run(chunks)
+        exporting = torch.compiler.is_exporting()  # a program in which nothing is run again
+        return plain_loop(chunks) if exporting or is_plain() else _run(chunks)
     finally:
         here.mark = before
 
@@ -61,7 +62,7 @@ def checkpointed(
     """f as a program of one chunk, which is computed again in the backward pass."""
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     leaves = [x for xs in batch.leaves for x in xs if isinstance(x, Tensor)]
-    if not _is_differentiated(leaves):
+    if torch.compiler.is_exporting() or not _is_differentiated(leaves):
         return f(*args, **kwargs)
     whole = Chunks.of(f, batch, Partition(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])

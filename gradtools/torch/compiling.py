@@ -146,6 +146,15 @@ def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
         raise GradtoolsError(f"{caller}: {_NO_DOUBLE_BACKWARD}")
 
 
+def not_exported(caller: str) -> GradtoolsError:
+    """torch.export, which traces, takes no derivative of any kind (torch#125984)."""
+    return GradtoolsError(
+        f"{caller}: torch.export cannot trace a derivative that the program takes, PyTorch's own "
+        "neither. Trace it first, as in torch.fx.experimental.proxy_tensor.make_fx(model)(x), "
+        "whose graph of plain operations can be exported."
+    )
+
+
 def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> list[Any]:
     """The nodes of the autograd graph of outs, leaves' among them, up to those of `stop`."""
     found: list[Any] = []

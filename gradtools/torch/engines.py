@@ -42,11 +42,17 @@ from gradtools.torch.autograd_graph import (
     scripts_refused,
     surveyed,
 )
-from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo, uncompiled
+from gradtools.torch.compiling import (
+    is_compiling,
+    not_exported,
+    refuse_lost,
+    skipped_by_dynamo,
+    uncompiled,
+)
 from gradtools.torch.forward_mode.no_grad import Stops
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.known_errors import explain, explained
-from gradtools.torch.modes import LevelTaken, dual_level, forward_mode
+from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, forward_mode
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import DERIVATIVE, detached
 from gradtools.torch.rules.installing import evaluated_to_push
@@ -73,6 +79,8 @@ _is_tracked = attrgetter("requires_grad")
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback, by the engine that fits."""
+    if torch.compiler.is_exporting():
+        raise not_exported(caller_of(fun))
     compiling = torch.compiler.is_dynamo_compiling()
     for flag in _compiled if compiling else _eager.open:
         flag[0] = True
@@ -86,15 +94,17 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
 
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, by the engine that fits."""
+    if torch.compiler.is_exporting():
+        raise not_exported(caller_of(fun))
     _note_derivative(_open_derivatives())
     with explained(caller_of(fun)):
         if _in_functorch():
             if not _is_differentiated_again():
-                with suppress(LevelTaken):
+                with suppress(NoForwardMode):
                     return _functorch_jvp(fun, leaves, tangents)
             outs, extras, push = _functorch_linearize(fun, leaves)
             return outs, extras, push(tangents)
-        with suppress(LevelTaken):
+        with suppress(NoForwardMode):
             return _dual_jvp(fun, leaves, tangents)
         outs, extras, push = _eager_linearize(fun, leaves)
         return outs, extras, push(tangents)
@@ -102,6 +112,8 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
+    if torch.compiler.is_exporting():
+        raise not_exported(caller_of(fun))
     _note_derivative(_open_derivatives())
     with explained(caller_of(fun)):
         if _in_functorch():
@@ -373,10 +385,8 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool = False) -> Any:
     keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
     with outside_of_inference(), torch.set_grad_enabled(keep), dual_level():
-        duals = [
-            forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
-            for x, t in zip(leaves, tangents, strict=True)
-        ]
+        pairs = zip(leaves, tangents, strict=True)
+        duals = [dual_of(_unshared(_normal(x)), _normal(t)) for x, t in pairs]
         recorded = nodes_made()
         with torch.enable_grad(), Stops(not keep, keep, caller_of(fun)):
             outs, extras, nested = _watched(fun, duals)

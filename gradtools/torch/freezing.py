@@ -30,7 +30,7 @@ from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
 from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
-from gradtools.torch.modes import NOTHING, LevelTaken, Modes, batchings, dual_level
+from gradtools.torch.modes import NOTHING, Modes, NoForwardMode, batchings, dual_level, dual_of
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import CHUNK, detached
 from gradtools.torch.replaying.again import as_it_began, without_hooks
@@ -208,10 +208,10 @@ class _Use(Forward):
         return self.may_use_graph() and self.shows_numbers()
 
     def shows_numbers(self) -> bool:
-        """Whether no transform is under way."""
+        """Whether no transform is under way, and nothing traces."""
         batched = batchings() > 0  # of is_grads_batched
         beneath = upstream.peek_interpreter_stack() is not None
-        return not (beneath or batched or self.batches)
+        return not (beneath or batched or self.batches or upstream.is_traced_by_make_fx())
 
     def by_any_kernel(self, caller: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
         """The result of forward mode, else of double backward; by other kernels where one fails.
@@ -231,7 +231,7 @@ class _Use(Forward):
                 self.refuse_once("give it a jvp, or ")
             try:
                 result = way(self.with_modes(self.modes.by_other_kernels()) if other else self)
-            except LevelTaken:
+            except NoForwardMode:
                 return self.by_any_kernel(caller, None, slow)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = lacks_derivative(error)
@@ -544,8 +544,7 @@ def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
     z = detached(z, CHUNK)
     if dz is None:
         return z
-    level = upstream.forward_level()
-    return upstream.make_dual(_unshared(z), detached(dz, CHUNK), level=level)
+    return dual_of(_unshared(z), detached(dz, CHUNK))
 
 
 def _tangent(y: Any) -> Tensor | None:

@@ -18,6 +18,8 @@ import torch
 
 from gradtools.torch import _upstream as upstream
 
+Tensor = torch.Tensor
+
 
 def batchings() -> int:
     """How many levels of autograd's own vmap, that of ``is_grads_batched``, are open.
@@ -31,40 +33,48 @@ def batchings() -> int:
     return upstream.leave_vmap()
 
 
-class LevelTaken(Exception):
-    """Someone is in forward mode already: the caller's caller, or another thread."""
+class NoForwardMode(Exception):
+    """Someone is in forward mode already, the caller's caller or another thread, or x has none."""
 
 
 _FORWARD_MODE = threading.Lock()
 
 
+def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
+    """A dual number of the open level. Raises `NoForwardMode` for a DTensor, which has none."""
+    try:
+        return upstream.make_dual(x, tangent, level=upstream.forward_level())
+    except NotImplementedError as error:
+        raise NoForwardMode from error
+
+
 class forward_mode:
     """The right to enter forward mode, of which PyTorch has one level for all threads.
 
-    Raises `LevelTaken`, upon which a derivative goes by reverse mode twice. Waiting would not do:
-    who is in the level may himself be waiting for this thread.
+    Raises `NoForwardMode`, upon which a derivative goes by reverse mode twice. Waiting would not
+    do: who is in the level may himself be waiting for this thread.
     """
 
     def __enter__(self) -> None:
         if not _FORWARD_MODE.acquire(blocking=False):
-            raise LevelTaken
+            raise NoForwardMode
         if upstream.forward_level() >= 0:
             _FORWARD_MODE.release()
-            raise LevelTaken
+            raise NoForwardMode
 
     def __exit__(self, *error: Any) -> None:
         _FORWARD_MODE.release()
 
 
 class dual_level(forward_mode):
-    """The level of forward mode. Raises `LevelTaken`."""
+    """The level of forward mode. Raises `NoForwardMode`."""
 
     def __enter__(self) -> None:
         super().__enter__()
         level = upstream.enter_forward_level()
         if level is None:  # another thread is about to enter or leave torch.func.jvp
             _FORWARD_MODE.release()
-            raise LevelTaken
+            raise NoForwardMode
         self._level = level
 
     def __exit__(self, *error: Any) -> None:

@@ -33,7 +33,10 @@ from gradtools.torch.compiling import skipped_by_dynamo
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import contents_of
 
-Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
+Tensors = Mapping[str, Tensor]
+Shapes = Mapping[str, torch.Size]
+Applied = tuple[Any, dict[str, Tensor]]  # the output, and the new state
+Apply = Callable[..., Applied]
 
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
 SCALARS = (bool, int, float, str, type(None))
@@ -107,7 +110,17 @@ def functionalize(
     return partial(_apply, plan, private, (shapes, state_shapes, tuple(frozen))), params, state
 
 
-def _apply(plan, private, shapes, /, params, state, *args, key=None, **kwargs):
+def _apply(
+    plan: ModulePlan,
+    private: nn.Module,
+    shapes: tuple[Shapes, Shapes, tuple[str, ...]],
+    /,
+    params: Tensors,
+    state: Tensors,
+    *args: Any,
+    key: Any = None,
+    **kwargs: Any,
+) -> Applied:
     _check_tensors("params", params, shapes[0])
     _check_tensors("state", state, shapes[1])
     if not shapes[2]:
@@ -118,7 +131,15 @@ def _apply(plan, private, shapes, /, params, state, *args, key=None, **kwargs):
     return out, {**frozen, **after}
 
 
-def _applied(plan, private, params, state, args, kwargs, key):
+def _applied(
+    plan: ModulePlan,
+    private: nn.Module,
+    params: Tensors,
+    state: Tensors,
+    args: tuple,
+    kwargs: dict,
+    key: Any,
+) -> Applied:
     if key is not None:
         return _seeded_call(plan, params, state, args, kwargs, key)
     if torch.compiler.is_compiling():
@@ -126,7 +147,7 @@ def _applied(plan, private, params, state, args, kwargs, key):
     return _call(plan, params, state, args, kwargs)
 
 
-def _call(plan: ModulePlan, params: Mapping, state: Mapping, args: tuple, kwargs: dict) -> tuple:
+def _call(plan: ModulePlan, params: Tensors, state: Tensors, args: tuple, kwargs: dict) -> Applied:
     _refuse_cached_parametrizations()
     clones = {name: buffer.clone() for name, buffer in state.items()}
     copies = _copies(plan, params, clones)
@@ -134,14 +155,18 @@ def _call(plan: ModulePlan, params: Mapping, state: Mapping, args: tuple, kwargs
     return out, _buffers_of(plan, copies, clones)
 
 
-def _traced_call(private: nn.Module, params: Mapping, state: Mapping, args, kwargs) -> tuple:
+def _traced_call(
+    private: nn.Module, params: Tensors, state: Tensors, args: tuple, kwargs: dict
+) -> Applied:
     clones = {name: buffer.clone() for name, buffer in state.items()}
     out = torch.func.functional_call(private, (dict(params), clones), args, kwargs)
     return out, clones
 
 
 @skipped_by_dynamo
-def _seeded_call(plan: ModulePlan, params: Mapping, state: Mapping, args, kwargs, key) -> tuple:
+def _seeded_call(
+    plan: ModulePlan, params: Tensors, state: Tensors, args: tuple, kwargs: dict, key: Any
+) -> Applied:
     with _seeded(_seed(key), _devices((params, state, args, kwargs))):
         return _call(plan, params, state, args, kwargs)
 
@@ -221,11 +246,11 @@ def _closes_over(function: Any, places: dict) -> bool:
 # Building a copy
 
 
-def _copies(plan: ModulePlan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
+def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Module]:
     copies: list[Any] = [object.__new__(node.kind) for node in plan.nodes]
-    slots = {"modules": copies, "parameters": params, "buffers": buffers}
+    slots: dict[str, Any] = {"modules": copies, "parameters": params, "buffers": buffers}
 
-    def resolve(value):
+    def resolve(value: Any) -> Any:
         place = plan.places.get(id(value))
         return None if place is None else slots[place[0]][place[1]]
 
@@ -282,7 +307,7 @@ def _buffers_of(plan: ModulePlan, copies: list[nn.Module], clones: dict) -> dict
     return result
 
 
-def _in_mode(plan: ModulePlan, params: Mapping, state: Mapping, train: bool) -> ModulePlan:
+def _in_mode(plan: ModulePlan, params: Tensors, state: Tensors, train: bool) -> ModulePlan:
     """The plan after ``module.train(train)``, which classes may override, on a scratch copy."""
     scratch = {name: p.clone() for name, p in params.items()}
     copies = _copies(plan, scratch, {name: b.clone() for name, b in state.items()})
@@ -342,7 +367,7 @@ def _check_part(caller: str, name: str, part: nn.Module) -> None:
             )
 
 
-def _check_tensors(what: str, given: Any, shapes: dict[str, torch.Size]) -> None:
+def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
     check_names(what, given, shapes, "name to tensor")
     for name, shape in shapes.items():
         _check_tensor(what, name, given[name], shape)

@@ -48,24 +48,22 @@ class Row:
     ours: str
 
 
-def rows() -> list[Row]:
-    """The bugs that have an example."""
-    found = [*WRONG_GRADIENTS, *BUGS]
-    return [Row(bug, *_given(bug)) for bug in found if bug.example]
+SHOWN = [bug for bug in [*WRONG_GRADIENTS, *BUGS] if bug.example]
 
 
-def _given(bug: Bug | WrongGradient) -> tuple[str, str]:
+def row_of(bug: Bug | WrongGradient) -> Row:
+    """Runs its example, as PyTorch does it and as gradtools does."""
     f = eval(f"lambda x: {bug.example}", {"torch": torch})
     generator = torch.Generator().manual_seed(3)
     x = torch.rand(3, 3, dtype=torch.float64, generator=generator) + 0.3
     t = torch.randn(3, 3, dtype=torch.float64, generator=generator)
     first = bug.wrong in (GRADIENT, TANGENT)
-    expected = _slope(f, x, t) if first else _slope(_along(f, t), x, t)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        expected = _slope(f, x, t) if first else _slope(_along(f, t), x, t)
         wrong = _TWICE if isinstance(bug, WrongGradient) and not first else bug.wrong
         plain, ours = (_told(ways[wrong], f, x, t, expected) for ways in (_PLAIN, _OURS))
-    return plain, ours
+    return Row(bug, plain, ours)
 
 
 def _slope(f, x, t):
@@ -248,7 +246,7 @@ frameworks was found by holding one against the other; the program has its name 
 def page() -> str:
     """The page's text."""
     text = _HEAD.replace("{version}", torch.__version__.partition("+")[0])
-    for row in rows():
+    for row in map(row_of, SHOWN):
         bug = row.bug
         issue = bug.issue or "no report was found"
         example = _cell(bug.example.replace("torch.nn.functional.", "F."))

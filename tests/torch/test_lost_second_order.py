@@ -665,3 +665,25 @@ def test_what_pytorch_computes_wrongly_where_vmap_maps_the_cotangent_alone_is_re
     torch.vmap(refuse)(cts, cts)
     with pytest.raises(GradtoolsError, match="vmap maps the cotangent alone"):
         torch.vmap(lambda ct: refuse(y, ct))(cts)
+
+
+class _Step(torch.autograd.Function):
+    """A function whose backward says None: it is constant between its steps."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+def test_what_says_that_it_is_constant_cuts_no_derivative_inside():
+    def f(x):
+        return _Step.apply(gt.grad(lambda x: (x**3).sum())(x)).sum()
+
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    zero = torch.zeros_like(x)
+    torch.testing.assert_close(gt.grad(f)(x), zero)
+    torch.testing.assert_close(gt.linearize(f, x)[1](x), zero.sum())

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -85,6 +86,50 @@ def test_a_rule_is_exported_with_open_lengths(kind):
     program = torch.export.export(Plain(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
     x = torch.linspace(-1, 1, 7, dtype=D)
     torch.testing.assert_close(program.module()(x), torch.expm1(x))
+
+
+class Tower(torch.nn.Module):
+    def __init__(self, around):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2, dtype=D)
+        self.around = around
+
+    def forward(self, x):
+        return self.around(lambda x: torch.tanh(self.layer(x)))(x)
+
+
+@pytest.mark.parametrize("around", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
+def test_what_is_computed_again_is_exported_as_plain_operations_with_their_derivatives(around):
+    model, x = Tower(around), torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
+    program = torch.export.export(model, (x,)).module()
+    weights = dict(program.named_parameters())
+    torch.testing.assert_close(program(2 * x), model(2 * x))
+    for name, own in model.named_parameters():
+        found, expected = (
+            torch.autograd.grad(f(2 * x).square().sum(), w)
+            for f, w in ((program, weights[name]), (model, own))
+        )
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("operator", ["grad", "jvp", "linearize", "hvp"])
+def test_a_derivative_in_an_exported_program_is_refused_and_make_fx_takes_it(operator):
+    f = lambda x: torch.exp(x).prod()
+    derivative = {
+        "grad": gt.grad(f),
+        "jvp": lambda x: gt.jvp(f, (x,), (x,))[1],
+        "linearize": lambda x: gt.linearize(f, x)[1](x),
+        "hvp": lambda x: gt.hvp(gt.frozen(f), (x,), (x,))[1][0],
+    }[operator]
+
+    class Slope(torch.nn.Module):
+        def forward(self, x):
+            return derivative(x)
+
+    with pytest.raises(GradtoolsError, match=rf"{operator}: torch\.export cannot trace .*make_fx"):
+        torch.export.export(Slope(), (X,))
+    traced = torch.export.export(make_fx(derivative)(X), (X,)).module()
+    torch.testing.assert_close(traced(2 * X), derivative(2 * X))
 
 
 # --- torch.compile with open lengths --------------------------------------------------------
@@ -314,6 +359,24 @@ def test_a_rule_takes_dtensors(kind, mesh):
             assert g.placements == h.placements == x.placements
             torch.testing.assert_close(g.full_tensor(), 2 * (e - 1) * e)
             torch.testing.assert_close(h.full_tensor(), 2 * (2 * e - 1) * e)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_mode_of_dtensors_is_reverse_mode_transposed(kind, mesh):
+    """PyTorch has no dual numbers of them."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    f, e = expm1(kind), torch.exp(X)
+    x = distribute_tensor(X.clone(), mesh, [Shard(0)])
+    total = lambda x: (f(x) ** 2).sum()
+    slope, second = 2 * (e - 1) * e, 2 * (2 * e - 1) * e
+    torch.testing.assert_close(gt.jvp(total, (x,), (x,))[1].full_tensor(), slope @ X)
+    torch.testing.assert_close(gt.linearize(total, x)[1](x).full_tensor(), slope @ X)
+    for g in (total, lambda x: (gt.frozen(f)(x) ** 2).sum()):
+        for mode in ("forward_over_reverse", "reverse_over_reverse"):
+            ((h,),) = gt.hvp(g, (x,), (x,), mode=mode)[1:]
+            torch.testing.assert_close(h.full_tensor(), second * X)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.engines import pulled
@@ -808,3 +809,15 @@ def test_no_line_of_a_skipped_module_is_compiled(tmp_path, monkeypatch):
 
 def _refuse_to_compile(graph, inputs):
     raise AssertionError("it was compiled")
+
+
+def test_make_fx_says_that_it_traces():
+    seen = []
+
+    def f(x):
+        seen.append(upstream.is_traced_by_make_fx())
+        return x + 1
+
+    f(torch.ones(1))
+    make_fx(f)(torch.ones(1))
+    assert seen == [False, True]

@@ -14,6 +14,7 @@ from gradtools.seeing.formulas.expressions import BOOLEAN, COMPLEX, INTEGER, Exp
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.derivation import Formula, Values
 
+Captured = Mapping[int, Any] | Sequence[Any]  # by their numbers, or in order
 Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
 
 
@@ -104,7 +105,7 @@ def verify(
     reference: Callable[[list, list, list], tuple],
     points: Sequence[Point],
     tolerance: float,
-    captured: Mapping[int, Any] | Sequence[Any],
+    captured: Captured,
     finite: bool,
 ) -> float:
     """The greatest relative error against a framework's automatic differentiation.
@@ -136,7 +137,7 @@ def compared_at(
     derivation: Callable[..., Any],
     points: Sequence[Point],
     tolerance: float,
-    captured: Mapping[int, Any] | Sequence[Any],
+    captured: Captured,
     convert: Callable[[np.ndarray], Any] | None,
 ) -> Agreement:
     """The derivation at each point beside the formula's own numbers; see `Formula.agrees_with`."""
@@ -161,7 +162,7 @@ def _held_against(
     formula: Formula,
     points: Sequence[Point],
     tolerance: float,
-    captured: Mapping[int, Any] | Sequence[Any],
+    captured: Captured,
     pairs: Callable[[Values, Point], Iterator[tuple[str, Any, Any]]],
 ) -> tuple[float, Agreement | None, int]:
     """The greatest relative error, the first difference, and at how many points all is finite."""

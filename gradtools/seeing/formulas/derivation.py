@@ -18,7 +18,7 @@ from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas import algebra, files
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.comparing import Agreement, compared_at, draw, near, verify
+from gradtools.seeing.formulas.comparing import Agreement, Captured, compared_at, draw, near, verify
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
 from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import Expr, order, placeholder, substitute
@@ -32,6 +32,9 @@ from gradtools.seeing.formulas.statements import Section, Statement, Statements,
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.pictures import saving
+
+Arrays = Sequence[Any]
+Given = Arrays | None  # None for those of the formula
 
 
 @dataclass(frozen=True)
@@ -430,7 +433,9 @@ class _FormulaPrograms:
         said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*result, *([Written(said, said)] if said else [])]
 
-    def evaluate(self, inputs, cotangents, directions, captured, draws) -> Values:
+    def evaluate(
+        self, inputs: Arrays, cotangents: Given, directions: Given, captured: Captured, draws: Given
+    ) -> Values:
         known = self.known(inputs, cotangents, directions, captured, draws)
         wanted = [*self.outputs, *self.gradients, *self.second]
         real = [x for x in wanted if x is not None]
@@ -438,7 +443,9 @@ class _FormulaPrograms:
         get = lambda xs: tuple(None if x is None else _shaped(x, values[x]) for x in xs)
         return Values(get(self.outputs), get(self.gradients), get(self.second))
 
-    def known(self, inputs, cotangents, directions, captured, draws) -> dict[Expr, Any]:
+    def known(
+        self, inputs: Arrays, cotangents: Given, directions: Given, captured: Captured, draws: Given
+    ) -> dict[Expr, Any]:
         program = self.lowered.program
         known = _matched("inputs", program.inputs, inputs)
         if cotangents is None:
@@ -451,12 +458,12 @@ class _FormulaPrograms:
         known |= self._captured(captured)
         return known | self._draws(draws)
 
-    def _captured(self, captured) -> dict[Expr, Any]:
+    def _captured(self, captured: Captured) -> dict[Expr, Any]:
         if isinstance(captured, Mapping):
             return {p: captured[v] for v, p in self.lowered.captured.items()}
         return _matched("captured", tuple(self.lowered.captured.values()), captured)
 
-    def _draws(self, draws) -> dict[Expr, Any]:
+    def _draws(self, draws: Given) -> dict[Expr, Any]:
         if draws is None:
             return {p: v for p, v in self.lowered.draws.items() if v is not None}
         return _matched("draws", tuple(self.lowered.draws), draws)

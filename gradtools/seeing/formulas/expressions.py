@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 REAL, COMPLEX, INTEGER, BOOLEAN = "real", "complex", "integer", "boolean"
+Shape = tuple[int, ...]
+Attributes = tuple[tuple[str, Any], ...]
 _RANK = {BOOLEAN: 0, INTEGER: 1, REAL: 2, COMPLEX: 3}
 _serial = itertools.count()
 _known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
@@ -53,12 +55,14 @@ class Expr:
     __neg__: ClassVar[Callable[[Expr], Expr]]
     __slots__ = ("__weakref__", "args", "attributes", "kind", "op", "serial", "shape", "turn")
 
-    def __init__(self, op, args, attributes, shape, kind):
-        self.op: str = op
-        self.args: tuple[Expr, ...] = args
-        self.attributes: tuple[tuple[str, Any], ...] = attributes
-        self.shape: tuple[int, ...] = shape
-        self.kind: str = kind
+    def __init__(
+        self, op: str, args: tuple[Expr, ...], attributes: Attributes, shape: Shape, kind: str
+    ) -> None:
+        self.op = op
+        self.args = args
+        self.attributes = attributes
+        self.shape = shape
+        self.kind = kind
         self.serial = next(_serial)
         constant = op != "placeholder" and all(a.turn[0] for a in args)
         self.turn: tuple[bool, int] = (constant, self.serial)
@@ -100,7 +104,7 @@ class Expr:
         return f"<{self.op}{list(self.shape)} {self.serial}>"
 
 
-def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes) -> Expr:
+def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes: Any) -> Expr:
     """The expression with these parts; the same object for the same parts."""
     args, shape = tuple(args), tuple(int(n) for n in shape)
     pairs = tuple(sorted(attributes.items()))
@@ -112,7 +116,9 @@ def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attri
     return result
 
 
-def several(op: str, args: Iterable[Expr], signature: Iterable[tuple], **attributes) -> list[Expr]:
+def several(
+    op: str, args: Iterable[Expr], signature: Iterable[tuple], **attributes: Any
+) -> list[Expr]:
     """The outputs of one operation, by their shapes and kinds."""
     args, signature = tuple(args), tuple((tuple(s), kind) for s, kind in signature)
     return [

@@ -21,7 +21,7 @@ import numpy as np
 
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.formulas.operation_record import OPERATIONS
-from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value
+from gradtools.seeing.graphs.nodes import Body, Node, PlainGraph, Value
 
 _DTYPES = {"real": "float64", "complex": "complex128", "integer": "int64", "boolean": "bool"}
 
@@ -62,7 +62,14 @@ class Builder:
         lower: Any = OPERATIONS[operation].lower
         return self._node(operation, inputs, lower(*args, **attributes), attributes)
 
-    def _node(self, operation, inputs, results, attributes, bodies=()) -> Any:
+    def _node(
+        self,
+        operation: str,
+        inputs: tuple[int, ...],
+        results: Any,
+        attributes: dict[str, Any],
+        bodies: Sequence[Body] = (),
+    ) -> Any:
         many = isinstance(results, (list, tuple))
         outputs = tuple(self._add(r) for r in (results if many else [results]))
         self._nodes.append(

@@ -152,7 +152,7 @@ def _draw(node: Node, value: Value, lowered: Lowered) -> Expr:
     return draw
 
 
-def _marked(node, expected, args, lowered) -> list[Expr]:
+def _marked(node: Node, expected: list[Value], args: list[Expr], lowered: Lowered) -> list[Expr]:
     name = node.native or node.operation
     attributes = dict(node.attributes)
     function, adjoint = attributes.get("function"), attributes.get("adjoint")

@@ -22,7 +22,7 @@ Conventions that hold for what a program says:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Form = Callable[["ExpressionWriter", Expr], Written]
 EntryForm = Callable[[Expr, list[Written], bool], Written]
+Outputs = Sequence[Expr]  # of one operation, or their cotangents
+Cotangents = list[Expr | None]  # of the arguments; None where one has no derivative
 Ties = Callable[["Axes", Expr], None]
 
 

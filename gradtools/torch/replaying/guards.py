@@ -145,7 +145,8 @@ _OWN_WRAPPERS = {
     "FullyShardedDataParallel": "Its parameters are gathered and freed around each call; use "
     "DistributedDataParallel around a module whose forward calls chunked.",
     "FSDPModule": "Its parameters are gathered and freed around each call; put fully_shard, or "
-    "DistributedDataParallel, around the module whose forward calls chunked, and nothing inside.",
+    "DistributedDataParallel, around a module whose forward calls chunked on a plain layer of it, "
+    "as in chunked(self.layers, 8), so that f does not hold the sharded module itself.",
     "DataParallel": "Its replicas are made anew at each call; use DistributedDataParallel around a "
     "module whose forward calls chunked.",
 }

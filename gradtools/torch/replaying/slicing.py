@@ -55,6 +55,8 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
 
 def _apart(x: Any) -> Any:
     """The same memory, whose changes are counted apart: a graph of another piece is untouched."""
+    if torch.compiler.is_exporting():  # which does not see what `.data` gives
+        return x
     plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
     return data_of(x, CHUNK) if plain and not is_dual(x) else x
 

@@ -118,7 +118,7 @@ def diagonal_matrix(x: Expr) -> Expr:
     return product([x, identity(n)], [(*batch, "i"), ("i", "j")], (*batch, "i", "j"), (*x.shape, n))
 
 
-def unbroadcast(g: Expr, shape) -> Expr:
+def unbroadcast(g: Expr, shape: Sequence[int]) -> Expr:
     """The adjoint of broadcasting leading and length-1 axes, as in NumPy."""
     if g.shape == tuple(shape):
         return g

@@ -45,7 +45,7 @@ def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
     return product(factors, labels, kept, [x.shape[a] for a in kept], c)
 
 
-def _outside(op, args, kind, attributes) -> Expr | None:
+def _outside(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr | None:
     """Transposes of one argument and reshapes of all move out of a function."""
     if len(args) == 1:
         c, factors, labels, out = parts(args[0])

@@ -53,7 +53,14 @@ def contracts(x: Expr) -> bool:
 class _Product:
     """A product while it is being simplified."""
 
-    def __init__(self, factors, labels, out, shape, coefficient):
+    def __init__(
+        self,
+        factors: Sequence[Expr],
+        labels: Sequence[Iterable[Any]],
+        out: Iterable[Any],
+        shape: Sequence[int],
+        coefficient: Any,
+    ) -> None:
         self.coefficient = coefficient
         self.factors: list[tuple[Expr, Labels]] = list(
             zip(factors, map(tuple, labels), strict=True)
@@ -321,7 +328,7 @@ def _merged_axes(factor: Expr, axis: int) -> tuple[int, ...] | None:
     return None
 
 
-def _split_label(p: _Product, name: Any, lengths, shape) -> Expr:
+def _split_label(p: _Product, name: Any, lengths: Sequence[int], shape: Sequence[int]) -> Expr:
     new = [p.new_label() for _ in lengths]
     spread = lambda names: tuple(m for n in names for m in (new if n == name else [n]))
     factors = []

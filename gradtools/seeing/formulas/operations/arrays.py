@@ -22,7 +22,7 @@ from gradtools.seeing.formulas.algebra import (
     total,
     transpose,
 )
-from gradtools.seeing.formulas.expressions import INTEGER, Expr, expr
+from gradtools.seeing.formulas.expressions import INTEGER, Expr, Shape, expr
 from gradtools.seeing.formulas.operations.elementwise import scaled
 from gradtools.seeing.formulas.operations.entering import Lowering, lowers, operation, word
 
@@ -48,7 +48,7 @@ operation("array", lambda y: y["value"].array, form=lambda w, x: ts.Written("c",
 operation("unit_matrix", lambda y: np.eye(y.shape[0]), form=lambda w, x: ts.Written("I", "I"))
 
 
-def _iota(y):
+def _iota(y: Expr) -> np.ndarray:
     """Counting along an axis."""
     after = (1,) * (y.rank - y["axis"] - 1)
     return np.broadcast_to(np.arange(y.shape[y["axis"]]).reshape(-1, *after), y.shape)
@@ -69,7 +69,7 @@ operation(
 # Contractions.
 
 
-def _einsum(y: Any, *arrays: np.ndarray) -> np.ndarray:
+def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
     """Coefficient times factors, summed and broadcast."""
     coefficient, labels = y["coefficient"], y["labels"]
     if not arrays:
@@ -86,17 +86,19 @@ def _einsum(y: Any, *arrays: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.asarray(coefficient * value)[place], y.shape)
 
 
-def _aligned_product(arrays, labels, kept):
+def _aligned_product(
+    arrays: Sequence[np.ndarray], labels: Sequence[Shape], kept: Shape
+) -> np.ndarray:
     """Products without sums keep NumPy's own rules for infinities, and its speed."""
     result: Any = 1.0
     for a, names in zip(arrays, labels, strict=True):
         place = tuple(slice(None) if l in names else None for l in kept)
-        factor = np.einsum(a + 0.0, list(names), [l for l in kept if l in names])
-        result = result * factor[place]
+        operands: list[Any] = [a + 0.0, list(names), [l for l in kept if l in names]]
+        result = result * np.einsum(*operands)[place]
     return result
 
 
-def _einsum_cotangent(y, g, k):
+def _einsum_cotangent(y: Expr, g: Expr, k: int) -> Expr:
     """Of the k-th factor; a repeated label is written as a unit matrix between two labels."""
     own = list(y["labels"][k])
     names, extra, factors = list(own), [], []

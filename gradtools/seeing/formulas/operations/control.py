@@ -14,7 +14,7 @@ What lowers the programs inside stands in `lowering.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,12 +32,16 @@ from gradtools.seeing.formulas.expressions import (
     signature,
     substitute,
 )
+from gradtools.seeing.formulas.operation_record import Cotangents, Outputs
 from gradtools.seeing.formulas.operations.entering import operation, word
 from gradtools.seeing.formulas.reverse import adjoint
 
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.axes import Axes
     from gradtools.seeing.formulas.writing import ExpressionWriter
+
+Pruned = tuple[Program, list[Expr], int]  # with what enters it, and how many are constants
+Kernel = Callable[..., Any] | None  # of NumPy arrays
 
 
 def inline(program: Program, args: Sequence[Expr]) -> list[Expr]:
@@ -79,9 +83,7 @@ def _scan_value(y: Expr, *args: np.ndarray) -> list[np.ndarray]:
     return [*carry, *stacked]
 
 
-def _scan_pullback(
-    outputs: Sequence[Expr], cotangents: Sequence[Expr], *args: Expr
-) -> list[Expr | None]:
+def _scan_pullback(outputs: Outputs, cotangents: Outputs, *args: Expr) -> Cotangents:
     """The loop that runs backward."""
     y = outputs[0]
     body, consts, carries = y["body"], y["consts"], y["carries"]
@@ -151,7 +153,7 @@ def _with_history(body: Program, entering: Sequence[Expr]) -> Program:
     return _longer[body]
 
 
-def _pruned(program: Program, args: list[Expr], consts: int, carries: int):
+def _pruned(program: Program, args: list[Expr], consts: int, carries: int) -> Pruned:
     """Without the constants and slices that no output reads."""
     used = set(order(program.outputs))
     keep = [consts <= k < consts + carries or p in used for k, p in enumerate(program.inputs)]
@@ -198,9 +200,7 @@ def _while_value(y: Expr, *args: np.ndarray) -> Sequence[np.ndarray]:
     raise GradtoolsError(f"formula: a while loop did not end within {_MOST_ROUNDS} rounds")
 
 
-def _while_pullback(
-    outputs: Sequence[Expr], cotangents: Sequence[Expr], *args: Expr
-) -> list[Expr | None]:
+def _while_pullback(outputs: Outputs, cotangents: Outputs, *args: Expr) -> Cotangents:
     raise GradtoolsError(
         "formula: a while loop whose number of rounds depends on values has no adjoint program; "
         "give it a fixed number of rounds (scan, or a loop with fixed bounds)"
@@ -225,9 +225,7 @@ def _cond_value(y: Expr, *args: np.ndarray) -> list[np.ndarray]:
     return _run(branches[k], args[1:])
 
 
-def _cond_pullback(
-    outputs: Sequence[Expr], cotangents: Sequence[Expr], *args: Expr
-) -> list[Expr | None]:
+def _cond_pullback(outputs: Outputs, cotangents: Outputs, *args: Expr) -> Cotangents:
     branches, operands = outputs[0]["branches"], args[1:]
     active = [k for k, a in enumerate(operands) if a.is_inexact]
     if not active:
@@ -280,9 +278,7 @@ def without_rules(roots: Sequence[Expr]) -> list[Expr]:
     return substitute(roots, {}, rebuild, program_of)
 
 
-def _ruled_pullback(
-    outputs: Sequence[Expr], cotangents: Sequence[Expr], *args: Expr
-) -> list[Expr | None]:
+def _ruled_pullback(outputs: Outputs, cotangents: Outputs, *args: Expr) -> Cotangents:
     first = len(outputs) + outputs[0]["residuals"]
     kept = args[len(outputs) : first]
     return [None] * first + inline(outputs[0]["backward"], [*kept, *cotangents])
@@ -308,7 +304,11 @@ operation(
 
 
 def opaque(
-    name: str, args: Sequence[Expr], outputs: Sequence[tuple], function=None, adjoint=None
+    name: str,
+    args: Sequence[Expr],
+    outputs: Sequence[tuple],
+    function: Kernel = None,
+    adjoint: Kernel = None,
 ) -> list[Expr]:
     """An operation of which only the name is known, and perhaps how to compute it."""
     return several("opaque", args, outputs, name=name, function=function, adjoint=adjoint)
@@ -325,9 +325,7 @@ def _opaque_value(y: Expr, *args: np.ndarray) -> list[np.ndarray]:
     return [np.asarray(r) for r in found]
 
 
-def _opaque_pullback(
-    outputs: Sequence[Expr], cotangents: Sequence[Expr], *args: Expr
-) -> list[Expr | None]:
+def _opaque_pullback(outputs: Outputs, cotangents: Outputs, *args: Expr) -> Cotangents:
     y = outputs[0]
     result = opaque(y["name"] + "^*", (*args, *cotangents), signature(args), function=y["adjoint"])
     return [f if a.is_inexact else None for f, a in zip(result, args, strict=True)]

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import apply, array, conj, reshape, transpose
-from gradtools.seeing.formulas.expressions import Expr, expr, widest
+from gradtools.seeing.formulas.expressions import Expr, Shape, expr, widest
+from gradtools.seeing.formulas.operation_record import Cotangents
 from gradtools.seeing.formulas.operations.entering import (
     called,
     listed,
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
     from gradtools.seeing.formulas.axes import Axes
     from gradtools.seeing.formulas.writing import ExpressionWriter
 
+Index = tuple[int | slice | EllipsisType, ...]
+Read = tuple[Index, np.ndarray]  # what stands there
 
 # Windows: strides, padding and dilation of each spatial axis.
 
 
-def _each(value: Any, count: int, default: int) -> tuple[int, ...]:
-    """One number for each spatial axis."""
+def _each(value: Any, count: int, default: int) -> tuple[Any, ...]:
+    """One number, or pair, for each spatial axis."""
     if value is None:
         return (default,) * count
     values = (value,) if isinstance(value, int) else tuple(value)
@@ -63,25 +67,26 @@ def _space(
     )
 
 
-def _taps(y, w_space, out_space):
+def _taps(y: Expr, w_space: Shape, out_space: Shape) -> Iterator[tuple[Index, Index]]:
     """For each tap: the window of the padded input that meets the output."""
     for tap in itertools.product(*map(range, w_space)):
         each = zip(tap, y["dilation"], y["stride"], out_space, strict=True)
-        yield tap, tuple(slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, s, n in each)
+        yield (..., *tap), (..., *(slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, s, n in each))
 
 
-def _spatial(y, shape):
+def _spatial(y: Expr, shape: Shape) -> Shape:
     """The axes over which the windows go: the last ones."""
     return tuple(shape[len(shape) - len(y["stride"]) :])
 
 
-def _padded_space(y, shape):
+def _padded_space(y: Expr, shape: Shape) -> list[int]:
     return [n + a + b for n, (a, b) in zip(_spatial(y, shape), y["padding"], strict=True)]
 
 
-def _unpad(y, out, shape):
+def _unpad(y: Expr, out: np.ndarray, shape: Shape) -> np.ndarray:
     each = zip(_spatial(y, shape), y["padding"], strict=True)
-    return out[(..., *(slice(a, a + n) for n, (a, _) in each))]
+    inside: Index = (..., *(slice(a, a + n) for n, (a, _) in each))
+    return out[inside]
 
 
 def _cut_negative(
@@ -116,26 +121,26 @@ def _shifted(y: Expr, b: Expr | None) -> Expr:
     return y if b is None else y + reshape(b, (*b.shape, *(1,) * (y.rank - 2)))
 
 
-def _padded(y, x, fill=0):
+def _padded(y: Expr, x: np.ndarray, fill: float = 0) -> np.ndarray:
     lead = x.ndim - len(y["padding"])
     return np.pad(x, [(0, 0)] * lead + list(y["padding"]), constant_values=fill)
 
 
-def _grouped(y, x, axis=1):
+def _grouped(y: Expr, x: np.ndarray, axis: int = 1) -> np.ndarray:
     """The channel axis as groups and channels of a group."""
     groups = y["groups"]
     return x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
 
 
-def _convolution_value(y, x, w):
+def _convolution_value(y: Expr, x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """Sum over taps."""
     space = y.shape[2:]
     xs, ws = _grouped(y, _padded(y, x)), _grouped(y, w, 0)
     groups = y["groups"]
     out = np.zeros((x.shape[0], groups, w.shape[0] // groups, *space), np.result_type(x, w))
     for tap, window in _taps(y, w.shape[2:], space):
-        part = xs[(..., *window)]
-        out += np.einsum("ngc...,goc->ngo...", part, ws[(..., *tap)])
+        part = xs[window]
+        out += np.einsum("ngc...,goc->ngo...", part, ws[tap])
     return out.reshape(y.shape)
 
 
@@ -149,7 +154,7 @@ def _adjoint(name: str, a: Expr, b: Expr, shape: Sequence[int], windows: dict[st
     return expr(name, (a, b), shape, widest(a.kind, b.kind), **windows)
 
 
-def _convolution_pullback(y, g, x, w):
+def _convolution_pullback(y: Expr, g: Expr, x: Expr, w: Expr) -> Cotangents:
     """The two adjoints of the convolution."""
     of_input = _adjoint("convolution_input", g, conj(w), x.shape, dict(y.attributes))
     return [of_input, _adjoint("convolution_weight", conj(x), g, w.shape, dict(y.attributes))]
@@ -210,18 +215,18 @@ def _convolution(
     return result if layout is None else transpose(result, tuple(map(int, np.argsort(layout[2]))))
 
 
-def _convolution_input_value(y, g, w):
+def _convolution_input_value(y: Expr, g: np.ndarray, w: np.ndarray) -> np.ndarray:
     """Every tap sends the cotangent back to where it read."""
     groups = y["groups"]
     padded = _padded_space(y, y.shape)
     out = np.zeros((y.shape[0], groups, y.shape[1] // groups, *padded), np.result_type(g, w))
     gs, ws = _grouped(y, g), _grouped(y, w, 0)
     for tap, window in _taps(y, w.shape[2:], g.shape[2:]):
-        out[(..., *window)] += np.einsum("ngo...,goc->ngc...", gs, ws[(..., *tap)])
+        out[window] += np.einsum("ngo...,goc->ngc...", gs, ws[tap])
     return _unpad(y, out.reshape(*y.shape[:2], *padded), y.shape)
 
 
-def _convolution_input_pullback(y, u, g, w):
+def _convolution_input_pullback(y: Expr, u: Expr, g: Expr, w: Expr) -> Cotangents:
     """A convolution, and the correlation with what came in."""
     of_cotangent = apply("convolution", u, conj(w), **dict(y.attributes))
     return [of_cotangent, _adjoint("convolution_weight", u, conj(g), w.shape, dict(y.attributes))]
@@ -267,22 +272,20 @@ def _convolution_transposed(
     return _shifted(_adjoint("convolution_input", x, w, shape, windows), b)
 
 
-def _convolution_weight_value(y, x, g):
+def _convolution_weight_value(y: Expr, x: np.ndarray, g: np.ndarray) -> np.ndarray:
     """Every tap meets the cotangent with what it read."""
     groups = y["groups"]
     shape = (groups, y.shape[0] // groups, *y.shape[1:])
     out = np.zeros(shape, np.result_type(x, g))
     xs, gs = _grouped(y, _padded(y, x)), _grouped(y, g)
     for tap, window in _taps(y, y.shape[2:], g.shape[2:]):
-        part = xs[(..., *window)]
+        part = xs[window]
         flat = (*part.shape[:3], -1)
-        out[(..., *tap)] = np.einsum(
-            "ngcs,ngos->goc", part.reshape(flat), gs.reshape(*gs.shape[:3], -1)
-        )
+        out[tap] = np.einsum("ngcs,ngos->goc", part.reshape(flat), gs.reshape(*gs.shape[:3], -1))
     return out.reshape(y.shape)
 
 
-def _convolution_weight_pullback(y, u, x, g):
+def _convolution_weight_pullback(y: Expr, u: Expr, x: Expr, g: Expr) -> Cotangents:
     """A transposed convolution, and a convolution."""
     of_input = _adjoint("convolution_input", conj(g), u, x.shape, dict(y.attributes))
     return [of_input, apply("convolution", conj(x), u, **dict(y.attributes))]
@@ -327,26 +330,28 @@ def _spread_out(x: Expr, dilation: Any, value: float) -> Expr:
     return pad_with(x, low=none, high=none, interior=interior, value=value)
 
 
-def _pool_windows(y, x, fill, space):
+def _pool_windows(y: Expr, x: np.ndarray, fill: float, space: Shape) -> list[Read]:
     """The values that meet each place of the output: one array for each tap, stacked."""
     padded = _padded(y, x, fill)
-    return [(at, padded[(..., *at)]) for _, at in _taps(y, y["window"], space)]
+    return [(at, padded[at]) for _, at in _taps(y, y["window"], space)]
 
 
-def _arg_of_windows(y, x, space):
+def _arg_of_windows(y: Expr, x: np.ndarray, space: Shape) -> tuple[np.ndarray, list[Index]]:
     parts = _pool_windows(y, x, -np.inf, space)
     return np.argmax(np.stack([p for _, p in parts]), 0), [at for at, _ in parts]
 
 
-def _scatter_windows(y, shape, places, values, dtype):
+def _scatter_windows(
+    y: Expr, shape: Shape, places: list[Index], values: list[np.ndarray], dtype: np.dtype
+) -> np.ndarray:
     padded = _padded_space(y, shape)
     out = np.zeros((*shape[: len(shape) - len(padded)], *padded), dtype)
     for at, value in zip(places, values, strict=True):
-        out[(..., *at)] += value
+        out[at] += value
     return _unpad(y, out, shape)
 
 
-def _repooled(name, args, shape, y):
+def _repooled(name: str, args: Sequence[Expr], shape: Shape, y: Expr) -> Expr:
     """Another pooling over the windows of y."""
     return expr(name, args, shape, args[0].kind, **dict(y.attributes))
 
@@ -370,7 +375,7 @@ def _to_the_end(n: int, k: int, s: int, pad: tuple[int, int], d: int) -> tuple[i
     return low, max(high, (count - 1) * s + d * (k - 1) + 1 - n - low)
 
 
-def _max_pool_value(y, x):
+def _max_pool_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """The greatest of each window."""
     parts = _pool_windows(y, x, -np.inf, _spatial(y, y.shape))
     return np.max(np.stack([p for _, p in parts]), 0)
@@ -403,7 +408,7 @@ def _max_pool(
     return apply("max_pool", x, **pooling)
 
 
-def _max_unpool(y, g, x):
+def _max_unpool(y: Expr, g: np.ndarray, x: np.ndarray) -> np.ndarray:
     """G added where x is greatest in each window."""
     best, places = _arg_of_windows(y, x, _spatial(y, g.shape))
     values = [np.where(best == k, g, 0) for k in range(len(places))]
@@ -419,7 +424,7 @@ _pool(
 )
 
 
-def _max_pick(y, u, x):
+def _max_pick(y: Expr, u: np.ndarray, x: np.ndarray) -> np.ndarray:
     """U where x is greatest in each window."""
     space = _spatial(y, y.shape)
     best, _ = _arg_of_windows(y, x, space)
@@ -440,7 +445,7 @@ word(
 )
 
 
-def _sum_unpool(y, g):
+def _sum_unpool(y: Expr, g: np.ndarray) -> np.ndarray:
     """G added all over each window."""
     space = _spatial(y, g.shape)
     places = [at for _, at in _taps(y, y["window"], space)]

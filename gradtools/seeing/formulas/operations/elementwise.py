@@ -38,7 +38,7 @@ from gradtools.seeing.formulas.expressions import (
     kind_of,
     widest,
 )
-from gradtools.seeing.formulas.operation_record import EntryForm
+from gradtools.seeing.formulas.operation_record import Cotangents, EntryForm
 from gradtools.seeing.formulas.operations.entering import (
     Lowering,
     entrywise,
@@ -111,7 +111,7 @@ entrywise(
 )
 
 
-def _cast_value(x, to):
+def _cast_value(x: np.ndarray, to: str) -> np.ndarray:
     if to == BOOLEAN:
         return x != 0
     if to == INTEGER:
@@ -277,14 +277,14 @@ def modulus(x: Expr) -> Expr:
 word("cbrt", lambda x: apply("sign", x) * modulus(x) ** (1 / 3))
 
 
-def _sign(x):
+def _sign(x: np.ndarray) -> np.ndarray:
     size = np.abs(x)
     return (
         np.where(size > 0, x / np.where(size > 0, size, 1), 0) if np.iscomplexobj(x) else np.sign(x)
     )
 
 
-def _sign_pullback(y, g, x):
+def _sign_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     if not x.is_complex:
         return [None]
     along = y * real(conj(y) * g)
@@ -454,7 +454,7 @@ entrywise(
 )
 
 
-def _clip_derivative(y, x):
+def _clip_derivative(y: Expr, x: Expr) -> list[Expr]:
     inside = [(">", y["low"]), ("<", y["high"])]
     return [times(*(indicator(x, relation, n) for relation, n in inside if n is not None))]
 

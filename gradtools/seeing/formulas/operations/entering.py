@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import apply, broadcast_shape, conj, times
 from gradtools.seeing.formulas.expressions import REAL, Expr, widest
-from gradtools.seeing.formulas.operation_record import OPERATIONS, Form, Operation
+from gradtools.seeing.formulas.operation_record import OPERATIONS, Cotangents, Form, Operation
 
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.axes import Axes
@@ -115,14 +115,14 @@ def entrywise(
     )
 
 
-def _chain_rule(derivatives: Derivatives) -> Callable[..., Any]:
-    def pullback(y: Expr, g: Expr, *args: Expr) -> list[Expr | None]:
+def _chain_rule(derivatives: Derivatives) -> Callable[..., Cotangents]:
+    def pullback(y: Expr, g: Expr, *args: Expr) -> Cotangents:
         return [None if d is None else times(conj(d), g) for d in derivatives(y, *args)]
 
     return pullback
 
 
-def linear(back):
+def linear(back: Callable[..., Expr]) -> Callable[..., Cotangents]:
     """The pullback of a linear operation of its first argument, the others being integers."""
     return lambda y, g, x, *rest: [back(y, g, x, *rest)] + [None] * len(rest)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gradtools.seeing.formulas.writing import ExpressionWriter
 
 
-def _fourier_value(y, x):
+def _fourier_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """The sum of x e**(sign 2 pi i jk/n)."""
     axes = y["axes"]
     if y["sign"] < 0:

@@ -74,7 +74,7 @@ entrywise("arccosh(x)", np.arccosh, lambda y, x: [(x - 1) ** -0.5 * (x + 1) ** -
 entrywise("arctanh(x)", np.arctanh, lambda y, x: [(1 - x**2) ** -1])
 
 
-def _arctan2_derivatives(y, a, b):
+def _arctan2_derivatives(y: Expr, a: Expr, b: Expr) -> list[Expr]:
     under = (a**2 + b**2) ** -1
     return [b * under, -(a * under)]
 
@@ -147,12 +147,12 @@ def _softplus(x: Expr, *, beta: float = 1.0, threshold: float | None = None) -> 
     return where(indicator(beta * x, ">", float(threshold)), x, result)
 
 
-def _sigmoid(x):
+def _sigmoid(x: np.ndarray) -> np.ndarray:
     e = np.exp(-np.abs(x))  # far from zero the smaller of both sides keeps its digits
     return np.where(x >= 0, 1.0, e) / (1 + e)
 
 
-def _any_sigmoid(x):
+def _any_sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x)) if np.iscomplexobj(x) else _sigmoid(x)
 
 

@@ -22,6 +22,7 @@ from gradtools.seeing.formulas.algebra import (
     zeros,
 )
 from gradtools.seeing.formulas.expressions import INTEGER, REAL, Expr, expr, widest
+from gradtools.seeing.formulas.operation_record import Cotangents
 from gradtools.seeing.formulas.operations.arrays import permuted
 from gradtools.seeing.formulas.operations.entering import (
     called,
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from gradtools.seeing.formulas.axes import Axes
     from gradtools.seeing.formulas.writing import ExpressionWriter
 
+Places = tuple[list[int], tuple[np.ndarray, ...]]  # axes, and integer arrays at the first of them
+
 
 def _as_wide(x: Expr, u: Expr, *rest: Expr, **attributes: Any) -> tuple[Any, str]:
     return x.shape, widest(x.kind, u.kind)
@@ -61,7 +64,7 @@ def _with_length(x: Expr, axis: int, n: int) -> tuple[int, ...]:
     return (*x.shape[:axis], n, *x.shape[axis + 1 :])
 
 
-def _one_hot_value(y, i):
+def _one_hot_value(y: Expr, i: np.ndarray) -> np.ndarray:
     """A last axis with 1 at i."""
     i = np.asarray(i)
     if y.get("from_the_end"):
@@ -85,13 +88,13 @@ operation(
 # Indices at some axes, whose axes lead.
 
 
-def _places(rank, axes, indices):
+def _places(rank: int, axes: Sequence[int], indices: Sequence[np.ndarray]) -> Places:
     """The _index_value that has the integer arrays at axes; the axes that are left come last."""
     order = [*axes, *(a for a in range(rank) if a not in axes)]
     return order, tuple(np.asarray(i).astype(np.int64, copy=False) for i in indices)
 
 
-def _index_value(y, x, *indices):
+def _index_value(y: Expr, x: np.ndarray, *indices: np.ndarray) -> np.ndarray:
     """X at integer arrays."""
     order, at = _places(x.ndim, y["axes"], indices)
     return np.transpose(x, order)[at]
@@ -168,7 +171,7 @@ word("reflection_pad", lambda x, *, padding: _padded_by_index(x, padding, "refle
 word("replication_pad", lambda x, *, padding: _padded_by_index(x, padding, "edge"))
 
 
-def index_add(u: Expr, indices, axes, shape) -> Expr:
+def index_add(u: Expr, indices: Sequence[Expr], axes: Sequence[int], shape: Sequence[int]) -> Expr:
     """Zeros of this shape, with u added at the integer arrays."""
     return expr("index_add", (u, *indices), shape, u.kind, axes=tuple(axes))
 
@@ -177,7 +180,7 @@ _ADDED = "add_at[i](u): zeros with u added at the places i"
 _SET = "set_at[i](x, u): x with u at the places i"
 
 
-def _index_add_value(y, u, *indices):
+def _index_add_value(y: Expr, u: np.ndarray, *indices: np.ndarray) -> np.ndarray:
     """Zeros with u added."""
     order, at = _places(len(y.shape), y["axes"], indices)
     out = np.zeros(y.shape, u.dtype)
@@ -196,7 +199,7 @@ operation(
 )
 
 
-def _index_set_value(y, x, u, *indices):
+def _index_set_value(y: Expr, x: np.ndarray, u: np.ndarray, *indices: np.ndarray) -> np.ndarray:
     """X with u put in."""
     order, at = _places(x.ndim, y["axes"], indices)
     out = np.array(x, np.result_type(x, u))
@@ -204,7 +207,7 @@ def _index_set_value(y, x, u, *indices):
     return out
 
 
-def _index_set_pullback(y, g, x, u, *indices):
+def _index_set_pullback(y: Expr, g: Expr, x: Expr, u: Expr, *indices: Expr) -> Cotangents:
     """X keeps what was not overwritten; u gets what was."""
     kept = apply("index_set", g, zeros(u.shape), *indices, axes=y["axes"])
     of_u = unbroadcast(apply("index", g, *indices, axes=y["axes"]), u.shape)
@@ -277,10 +280,10 @@ def put_along(u: Expr, i: Expr, axis: int, size: int) -> Expr:
     return expr("put_along", (u, i), _with_length(u, axis, size), u.kind, axis=axis)
 
 
-def _put_along_value(y, u, i):
+def _put_along_value(y: Expr, u: np.ndarray, i: np.ndarray) -> np.ndarray:
     """Zeros with u added along an axis."""
     out = np.zeros(y.shape, u.dtype)
-    at = list(np.indices(i.shape, sparse=True))
+    at: list[np.ndarray] = list(np.indices(i.shape, sparse=True))
     at[y["axis"]] = i.astype(np.int64, copy=False)
     np.add.at(out, tuple(at), np.broadcast_to(u, i.shape))
     return out
@@ -295,14 +298,14 @@ operation(
 )
 
 
-def _along_set_value(y, x, i, u):
+def _along_set_value(y: Expr, x: np.ndarray, i: np.ndarray, u: np.ndarray) -> np.ndarray:
     """X with u put in along an axis."""
     out = np.array(x, np.result_type(x, u))
     np.put_along_axis(out, np.asarray(i).astype(np.int64, copy=False), u, y["axis"])
     return out
 
 
-def _along_set_pullback(y, g, x, i, u):
+def _along_set_pullback(y: Expr, g: Expr, x: Expr, i: Expr, u: Expr) -> Cotangents:
     """X keeps what was not overwritten; u gets what was."""
     kept = apply("along_set", g, i, zeros(u.shape), axis=y["axis"])
     return [kept, None, apply("take_along", g, i, axis=y["axis"])]
@@ -342,7 +345,7 @@ def _scatter_along(x: Expr, i: Expr, u: Expr, *, axis: int, mode: str) -> Expr:
 # Sorting.
 
 
-def _argsort_value(y, x):
+def _argsort_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """The stable order."""
     if y["descending"]:
         x = np.negative(x)

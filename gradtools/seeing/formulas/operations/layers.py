@@ -29,6 +29,7 @@ from gradtools.seeing.formulas.algebra import (
     unsqueeze,
 )
 from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr
+from gradtools.seeing.formulas.operation_record import Cotangents
 from gradtools.seeing.formulas.operations.elementwise import indicator
 from gradtools.seeing.formulas.operations.entering import lowers, operation, tie_same, word
 from gradtools.seeing.formulas.operations.reductions import (
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 # Softmax.
 
 
-def _softmax_value(y, x):
+def _softmax_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """Exponentials over their sum."""
     axis = y["axis"]
     top = np.max(x.real, axis, keepdims=True)
@@ -58,7 +59,7 @@ def _softmax_value(y, x):
     return e / e.sum(axis, keepdims=True)
 
 
-def _softmax_pullback(y, g, x):
+def _softmax_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """y (g - sum y g)."""
     axis = y["axis"]
     return [conj(y) * (g - total(conj(y) * g, [axis], keep=True))]
@@ -76,14 +77,14 @@ operation(
 )
 
 
-def _log_softmax_value(y, x):
+def _log_softmax_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """The logarithm of _softmax_value."""
     axis = y["axis"]
     x = x - np.max(x.real, axis, keepdims=True)
     return x - np.log(np.exp(x).sum(axis, keepdims=True))
 
 
-def _log_softmax_pullback(y, g, x):
+def _log_softmax_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """g - softmax(x) sum g."""
     axis = y["axis"]
     return [g - conj(apply("softmax", x, axis=axis)) * total(g, [axis], keep=True)]
@@ -102,7 +103,7 @@ operation(
 )
 
 
-def _logsumexp_value(y, x):
+def _logsumexp_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """Log of the sum of exponentials."""
     axes = y["axes"]
     top = np.max(x.real, axes, keepdims=True)
@@ -110,7 +111,7 @@ def _logsumexp_value(y, x):
     return np.log(np.exp(x - top).sum(axes)) + top.reshape(y.shape)
 
 
-def _logsumexp_pullback(y, g, x):
+def _logsumexp_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """softmax(x) g."""
     axes = y["axes"]
     one = len(axes) == 1
@@ -149,23 +150,23 @@ word("log_softmax_backward_data", lambda g, y, *, axis: g - apply("exp", y) * _a
 # Variance, and what has mean 0 and variance 1.
 
 
-def _variance_value(y, x):
+def _variance_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """The mean squared modulus of the distance from the mean."""
     return np.var(x, y["axes"], ddof=y["correction"])
 
 
-def _variance_pullback(y, g, x):
+def _variance_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """2 (x - mean x) g / n."""
     axes = y["axes"]
     weight = spread(real(g), axes, x.shape)
     return [2 / (_count(x, axes) - y["correction"]) * (_centred(x, axes) * weight)]
 
 
-def _centred(x, axes):
+def _centred(x: Expr, axes: Iterable[int]) -> Expr:
     return x - mean(x, axes, keep=True)
 
 
-def _count(x, axes):
+def _count(x: Expr, axes: Iterable[int]) -> int:
     return prod(x.shape[a] for a in axes)
 
 
@@ -188,7 +189,7 @@ def variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = F
     return kept(reduced("variance", x, axes, correction=float(correction)), axes, keep)
 
 
-def _deviation_pullback(y, g, x):
+def _deviation_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """standardize(x) g / n."""
     axes, correction = y["axes"], y["correction"]
     n = _count(x, axes)
@@ -223,13 +224,13 @@ def deviation(
     return kept(reduced("deviation", x, axes, **given), axes, keep)
 
 
-def _standardize_value(y, x):
+def _standardize_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """Mean 0 and variance 1."""
     axes = y["axes"]
     return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + y["eps"])
 
 
-def _standardize_pullback(y, g, x):
+def _standardize_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """(g - mean g - y mean(y g)) / deviation."""
     axes = y["axes"]
     inner = plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))

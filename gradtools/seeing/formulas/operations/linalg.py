@@ -32,6 +32,7 @@ from gradtools.seeing.formulas.algebra import (
     zeros,
 )
 from gradtools.seeing.formulas.expressions import REAL, Expr, widest
+from gradtools.seeing.formulas.operation_record import Cotangents, Outputs
 from gradtools.seeing.formulas.operations.entering import called, lowers, operation, tie_same, word
 from gradtools.seeing.formulas.operations.slicing import concatenate, cut, triangle
 
@@ -80,12 +81,12 @@ def inverse(a: Expr) -> Expr:
     return a.args[0] if a.op == "inverse" else apply("inverse", a)
 
 
-def _pseudoinverse(y, a):
+def _pseudoinverse(y: Expr, a: np.ndarray) -> np.ndarray:
     """The Moore-Penrose inverse; singular values at rounding are zero, as in the frameworks."""
     return np.linalg.pinv(a, rcond=max(a.shape[-2:]) * np.finfo(a.dtype).eps)
 
 
-def _pseudoinverse_pullback(y, g, a):
+def _pseudoinverse_pullback(y: Expr, g: Expr, a: Expr) -> Cotangents:
     """-P^H g P^H + (I - A P) g^H P P^H + P^H P g^H (I - P A), of any constant rank.
 
     Golub and Pereyra, The differentiation of pseudo-inverses (1973).
@@ -119,7 +120,7 @@ def _solution(a: Expr, b: Expr) -> tuple[Any, str]:
     return (*batch, *b.shape[-2:]), widest(a.kind, b.kind)
 
 
-def _solve_pullback(y, g, a, b):
+def _solve_pullback(y: Expr, g: Expr, a: Expr, b: Expr) -> Cotangents:
     """b: A^-H g; a: minus that times x^H."""
     right = solve(adjoint_matrix(a), g)
     return [unbroadcast(-(right @ adjoint_matrix(y)), a.shape), unbroadcast(right, b.shape)]
@@ -209,7 +210,7 @@ operation(
 )
 
 
-def _sign_det_pullback(y, g, a):
+def _sign_det_pullback(y: Expr, g: Expr, a: Expr) -> Cotangents:
     """i Im(conj(s) g) A^-H; nothing for real matrices."""
     if not a.is_complex:
         return [None]
@@ -244,7 +245,7 @@ def _matrix_power(a: Expr, *, exponent: int) -> Expr:
     return square @ a if exponent % 2 else square
 
 
-def _expm(a):
+def _expm(a: np.ndarray) -> np.ndarray:
     """The matrix exponential: a Taylor series of the scaled matrix, squared back."""
     size = np.abs(a).sum(-1).max() if a.size else 0.0
     halvings = max(0, int(np.ceil(np.log2(size))) + 3) if size > 0 else 0
@@ -259,7 +260,7 @@ def _expm(a):
     return result
 
 
-def _expm_pullback(y, g, a):
+def _expm_pullback(y: Expr, g: Expr, a: Expr) -> Cotangents:
     """The upper right block of exp [[A^H, g], [0, A^H]]."""
     n, h, axis = a.shape[-1], adjoint_matrix(a), a.rank - 1
     top, bottom = concatenate([h, g], axis), concatenate([zeros(h.shape), h], axis)
@@ -274,7 +275,7 @@ operation("expm(a)", lambda y, a: _expm(a), _expm_pullback, ties=tie_same)
 # Decompositions.
 
 
-def _symmetrised(a):
+def _symmetrised(a: np.ndarray) -> np.ndarray:
     """(a + a^H) / 2."""
     return (a + np.conj(np.swapaxes(a, -1, -2))) / 2
 
@@ -297,7 +298,7 @@ operation(
 )
 
 
-def _cholesky_pullback(y, g, a):
+def _cholesky_pullback(y: Expr, g: Expr, a: Expr) -> Cotangents:
     """L^-H (half of the lower triangle of L^H g, made Hermitian) L^-1."""
     inner = half(adjoint_matrix(y) @ g)
     left = solve(adjoint_matrix(y), _hermitian(inner))
@@ -327,7 +328,7 @@ word("cholesky_solve", lambda b, l, *, upper=False: solve(_product_of(l, upper),
 word("cholesky_inverse", lambda l, *, upper=False: inverse(_product_of(l, upper)))
 
 
-def _gaps_value(y, x, w):
+def _gaps_value(y: Expr, x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """Off the diagonal x_ij / (w_j - w_i)."""
     eye = np.eye(w.shape[-1])
     distance = w[..., None, :] - w[..., :, None]
@@ -339,7 +340,7 @@ def gaps(x: Expr, w: Expr) -> Expr:
     return x if is_zero(x) else apply("gaps", x, w)
 
 
-def _gaps_pullback(y, g, x, w):
+def _gaps_pullback(y: Expr, g: Expr, x: Expr, w: Expr) -> Cotangents:
     """x: the same of g; w: what its columns lack of its rows, of z = Re(y* g) / (w_j - w_i)."""
     z = gaps(real(conj(y) * g), w)
     return [gaps(g, w), total(z, [z.rank - 1]) - total(z, [z.rank - 2])]
@@ -374,7 +375,7 @@ def _values(a: Expr) -> tuple[Any, str]:
     return (*a.shape[:-2], min(a.shape[-2:])), REAL
 
 
-def _eigh_pullback(outputs, cotangents, a):
+def _eigh_pullback(outputs: Outputs, cotangents: Outputs, a: Expr) -> Cotangents:
     """V (diag w_bar + (V^H V_bar) / (w_j - w_i)) V^H, made Hermitian."""
     (w, v), (dw, dv) = outputs, cotangents
     h = adjoint_matrix(v)
@@ -392,22 +393,22 @@ _decomposition(
 )
 
 
-def _svd_value(a):
+def _svd_value(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The thin factors u, s and v, so that a = u diag(s) v^H."""
     u, s, vh = np.linalg.svd(a, full_matrices=False)
     return u, s, vh.conj().swapaxes(-1, -2)
 
 
-def _skew(x):
+def _skew(x: Expr) -> Expr:
     return x - adjoint_matrix(x)
 
 
-def _reject(u, g):
+def _reject(u: Expr, g: Expr) -> Expr:
     """What of g is orthogonal to the columns of u."""
     return g - u @ (adjoint_matrix(u) @ g)
 
 
-def _svd_pullback(outputs, cotangents, a):
+def _svd_pullback(outputs: Outputs, cotangents: Outputs, a: Expr) -> Cotangents:
     """Giles, Collected matrix derivative results (2008); for real, distinct singular values."""
     (u, s, v), (du, ds, dv) = outputs, cotangents
     if a.is_complex and not (is_zero(du) and is_zero(dv)):
@@ -444,7 +445,7 @@ def _svd(a: Expr) -> list[Expr]:
     return [left, values, adjoint_matrix(right)]
 
 
-def _qr_pullback(outputs, cotangents, a):
+def _qr_pullback(outputs: Outputs, cotangents: Outputs, a: Expr) -> Cotangents:
     """(Q_bar + Q (h + h^H)) R^-H, h the lower half of R R_bar^H - Q_bar^H Q."""
     (q, r), (dq, dr) = outputs, cotangents
     m = r @ adjoint_matrix(dr) - adjoint_matrix(dq) @ q

@@ -20,7 +20,7 @@ from gradtools.seeing.formulas.algebra import (
     unsqueeze,
 )
 from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr
-from gradtools.seeing.formulas.operation_record import Form
+from gradtools.seeing.formulas.operation_record import Cotangents, Form
 from gradtools.seeing.formulas.operations.elementwise import indicator
 from gradtools.seeing.formulas.operations.entering import (
     Lowering,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gradtools.seeing.formulas.writing import ExpressionWriter
 
 
-def all_axes(x: Expr, axes: Sequence[int] | None) -> tuple[int, ...]:
+def all_axes(x: Expr, axes: Iterable[int] | None) -> tuple[int, ...]:
     """The axes; all where none are named."""
     return tuple(range(x.rank)) if axes is None else tuple(axes)
 
@@ -121,7 +121,7 @@ def _over_axes(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda y, x: function(x, y["axes"])
 
 
-def _extreme_pullback(y, g, x):
+def _extreme_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """The cotangent where x is the extreme: 1[x = y] g."""
     at = indicator(x, "==", spread(y, y["axes"], x.shape))
     return [at * spread(g, y["axes"], x.shape)]
@@ -229,7 +229,7 @@ def along_form(name: str, latex: str = "") -> Form:
 def _running(run: Callable[..., Any]) -> Callable[..., Any]:
     """What a running function gives along an axis, from either end."""
 
-    def value(y, x):
+    def value(y: Expr, x: np.ndarray) -> np.ndarray:
         axis = y["axis"]
         flip = (lambda v: np.flip(v, axis)) if y["reverse"] else lambda v: v
         return flip(run(flip(x), axis))
@@ -251,12 +251,12 @@ def _cumulative(name: str, evaluate: Any, pullback: Any = None) -> None:
     )
 
 
-def _running_sum(x, axis, reverse):
+def _running_sum(x: Expr, axis: int, reverse: bool) -> Expr:
     """A running sum."""
     return apply("cumsum", x, axis=axis, reverse=reverse)
 
 
-def _logcumsumexp_pullback(y, g, x):
+def _logcumsumexp_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """e**x times the running sum of g e**-y from behind."""
     weights = conj(apply("exp", -y))
     weighted = _running_sum(g * weights, y["axis"], not y["reverse"])
@@ -272,20 +272,15 @@ _cumulative(
 _cumulative("logcumsumexp", np.logaddexp.accumulate, _logcumsumexp_pullback)
 
 
-def _cumargmax(y, x):
+def _cumargmax(y: Expr, x: np.ndarray) -> np.ndarray:
     """Where the running maximum stands."""
     axis, n = y["axis"], x.shape[y["axis"]]
     x = np.moveaxis(x, axis, 0)
-    steps = range(n - 1, -1, -1) if y["reverse"] else range(n)
     out = np.zeros(x.shape, np.int64)
-    best, at = None, None
-    for t in steps:
-        if best is None:
-            best, at = x[t].copy(), np.full(x[t].shape, t)
-        else:
-            better = x[t] >= best
-            best, at = np.where(better, x[t], best), np.where(better, t, at)
-        out[t] = at
+    at = np.full(x.shape[1:], n - 1 if y["reverse"] else 0)
+    for t in range(n)[:: -1 if y["reverse"] else 1]:
+        best = np.take_along_axis(x, at[None], 0)[0]
+        out[t] = at = np.where(x[t] >= best, t, at)
     return np.moveaxis(out, 0, axis)
 
 

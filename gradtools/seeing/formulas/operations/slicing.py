@@ -5,10 +5,10 @@ Linear operations come in adjoint pairs, such as slice and pad.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from gradtools.seeing.formulas.algebra import (
     zeros,
 )
 from gradtools.seeing.formulas.expressions import Expr, expr, widest
-from gradtools.seeing.formulas.operation_record import Form
+from gradtools.seeing.formulas.operation_record import Cotangents, Form
 from gradtools.seeing.formulas.operations.arrays import permuted
 from gradtools.seeing.formulas.operations.entering import (
     linear,
@@ -45,11 +45,12 @@ from gradtools.seeing.formulas.operations.entering import (
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.writing import ExpressionWriter
 
+PerAxis = Sequence[int]  # one number for each axis
 
 # Slices and padding.
 
 
-def cut(x: Expr, start, limit, stride=None) -> Expr:
+def cut(x: Expr, start: PerAxis, limit: PerAxis, stride: PerAxis | None = None) -> Expr:
     """A slice: one start, limit and stride for each axis."""
     stride = tuple(stride or (1,) * x.rank)
     shape = tuple(-(-(b - a) // s) for a, b, s in zip(start, limit, stride, strict=True))
@@ -70,7 +71,7 @@ def span(x: Expr, axis: int, start: int, limit: int) -> Expr:
     return cut(x, low, high)
 
 
-def _seen_through(x: Expr, start, limit) -> tuple[Expr, list[int]] | None:
+def _seen_through(x: Expr, start: PerAxis, limit: PerAxis) -> tuple[Expr, list[int]] | None:
     """What of an update a slice shows, the update alone or nothing of it; and where it begins."""
     if x.op != "dynamic_update":
         return None
@@ -86,13 +87,13 @@ def _seen_through(x: Expr, start, limit) -> tuple[Expr, list[int]] | None:
     return None
 
 
-def _slice_value(y, x):
+def _slice_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """A slice."""
     slices = zip(y["start"], y["limit"], y["stride"], strict=True)
     return x[tuple(slice(a, b, s) for a, b, s in slices)]
 
 
-def _slice_pullback(y, g, x):
+def _slice_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """The slice of zeros becomes the cotangent."""
     interior = tuple(s - 1 for s in y["stride"])
     high = tuple(
@@ -102,7 +103,7 @@ def _slice_pullback(y, g, x):
     return [pad(g, y["start"], high, interior)]
 
 
-def _ranges(x: Expr, lows: Sequence[int], highs: Sequence[int], strides=None) -> str:
+def _ranges(x: Expr, lows: PerAxis, highs: PerAxis, strides: PerAxis | None = None) -> str:
     strides = strides or (1,) * len(lows)
     said = []
     for n, a, b, s in zip(x.shape, lows, highs, strides, strict=True):
@@ -136,7 +137,7 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
     return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
 
 
-def pad(x: Expr, low, high, interior=None) -> Expr:
+def pad(x: Expr, low: PerAxis, high: PerAxis, interior: PerAxis | None = None) -> Expr:
     """Zeros around x and between its entries."""
     interior = tuple(interior or (0,) * x.rank)
     shape = tuple(
@@ -149,20 +150,20 @@ def pad(x: Expr, low, high, interior=None) -> Expr:
     return expr("pad", (x,), shape, x.kind, low=low, high=high, interior=interior)
 
 
-def _inside(low, sizes, interior) -> tuple[slice, ...]:
+def _inside(low: PerAxis, sizes: PerAxis, interior: PerAxis) -> tuple[slice, ...]:
     """Where the entries stand among the padding."""
     each = zip(low, sizes, interior, strict=True)
     return tuple(slice(a, a + n + max(n - 1, 0) * i, i + 1) for a, n, i in each)
 
 
-def _pad_value(y, x):
+def _pad_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """Zeros around and between."""
     out = np.zeros(y.shape, x.dtype)
     out[_inside(y["low"], x.shape, y["interior"])] = x
     return out
 
 
-def _pad_pullback(y, g, x):
+def _pad_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     """The padding is cut off again."""
     stride = tuple(i + 1 for i in y["interior"])
     limit = tuple(n - b for n, b in zip(y.shape, y["high"], strict=True))
@@ -217,17 +218,17 @@ def pad_with(
 # Windows that start at integers.
 
 
-def _begins(starts, sizes, shape) -> list[int]:
+def _begins(starts: Iterable[SupportsInt], sizes: PerAxis, shape: PerAxis) -> list[int]:
     """JAX's and XLA's rule: a window is moved inside."""
     return [min(max(int(s), 0), n - k) for s, k, n in zip(starts, sizes, shape, strict=True)]
 
 
-def _window_of(starts, sizes, shape) -> tuple[slice, ...]:
+def _window_of(starts: Iterable[np.ndarray], sizes: PerAxis, shape: PerAxis) -> tuple[slice, ...]:
     begins = _begins(starts, sizes, shape)
     return tuple(slice(b, b + k) for b, k in zip(begins, sizes, strict=True))
 
 
-def _fixed(starts, sizes, shape) -> list[int] | None:
+def _fixed(starts: Iterable[Expr], sizes: PerAxis, shape: PerAxis) -> list[int] | None:
     """Where a window starts whose place is known."""
     known = [constant_of(start) for start in starts]
     return None if None in known else _begins(known, sizes, shape)
@@ -241,7 +242,7 @@ def _window_form(name: str, arrays: int, note: str) -> Form:
     return form
 
 
-def dynamic_slice(x: Expr, starts, sizes) -> Expr:
+def dynamic_slice(x: Expr, starts: Sequence[Expr], sizes: PerAxis) -> Expr:
     """A window that starts at integers."""
     known = _fixed(starts, sizes, x.shape)
     if known is not None:
@@ -259,7 +260,7 @@ operation(
 )
 
 
-def dynamic_pad(u: Expr, starts, shape) -> Expr:
+def dynamic_pad(u: Expr, starts: Sequence[Expr], shape: PerAxis) -> Expr:
     """Zeros, with u in the window that starts at integers."""
     known = _fixed(starts, u.shape, shape)
     if known is not None:
@@ -268,7 +269,7 @@ def dynamic_pad(u: Expr, starts, shape) -> Expr:
     return expr("dynamic_pad", (u, *starts), shape, u.kind)
 
 
-def _dynamic_pad_value(y, u, *starts):
+def _dynamic_pad_value(y: Expr, u: np.ndarray, *starts: np.ndarray) -> np.ndarray:
     """Zeros with a window."""
     out = np.zeros(y.shape, u.dtype)
     out[_window_of(starts, u.shape, y.shape)] = u
@@ -283,7 +284,7 @@ operation(
 )
 
 
-def dynamic_update(x: Expr, u: Expr, starts) -> Expr:
+def dynamic_update(x: Expr, u: Expr, starts: Sequence[Expr]) -> Expr:
     """X with u in the window; what is overwritten as a whole is not read."""
     kind = widest(x.kind, u.kind)
     if u.shape == x.shape and u.kind == kind:
@@ -293,14 +294,14 @@ def dynamic_update(x: Expr, u: Expr, starts) -> Expr:
     return expr("dynamic_update", (before if same else x, u, *starts), x.shape, kind)
 
 
-def _dynamic_update_value(y, x, u, *starts):
+def _dynamic_update_value(y: Expr, x: np.ndarray, u: np.ndarray, *starts: np.ndarray) -> np.ndarray:
     """X with a window."""
     out = np.array(x, np.result_type(x, u))
     out[_window_of(starts, u.shape, x.shape)] = u
     return out
 
 
-def _dynamic_update_pullback(y, g, x, u, *starts):
+def _dynamic_update_pullback(y: Expr, g: Expr, x: Expr, u: Expr, *starts: Expr) -> Cotangents:
     """X keeps what was not overwritten; u gets the window."""
     kept = dynamic_update(g, zeros(u.shape), starts)
     return [kept, dynamic_slice(g, starts, u.shape)] + [None] * len(starts)
@@ -325,7 +326,7 @@ def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
     return [span(x, axis, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def concatenate(xs, axis: int) -> Expr:
+def concatenate(xs: Iterable[Expr], axis: int) -> Expr:
     """One after the other."""
     xs = tuple(xs)
     if len(xs) == 1:
@@ -383,7 +384,7 @@ def _view_as_complex(x: Expr) -> Expr:
 # Reversed and shifted.
 
 
-def flip(x: Expr, axes) -> Expr:
+def flip(x: Expr, axes: Iterable[int]) -> Expr:
     """Reversed along axes."""
     axes = tuple(a for a in axes if x.shape[a] > 1)
     return expr("flip", (x,), x.shape, x.kind, axes=axes) if axes else x
@@ -401,7 +402,7 @@ operation(
 )
 
 
-def roll(x: Expr, shifts, axes) -> Expr:
+def roll(x: Expr, shifts: Iterable[int], axes: Iterable[int]) -> Expr:
     """numpy.roll."""
     return expr("roll", (x,), x.shape, x.kind, shifts=tuple(shifts), axes=tuple(axes))
 

@@ -9,6 +9,7 @@ Importing ``gradtools`` itself imports neither framework.
 """
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from gradtools.errors import DisconnectedInputError as DisconnectedInputError
 from gradtools.errors import GradtoolsError as GradtoolsError
@@ -30,3 +31,13 @@ def available_backends() -> tuple[str, ...]:
         True
     """
     return tuple(name for name in ("torch", "jax") if find_spec(name) is not None)
+
+
+if not TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
+
+    def __getattr__(name: str) -> object:
+        """Nothing: it says where the operators are, which newcomers look for here."""
+        raise AttributeError(
+            f"module 'gradtools' has no attribute {name!r}. The operators belong to a backend: "
+            "import gradtools.torch as gt, or import gradtools.jax as gt."
+        )

@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any, NoReturn
 
 from gradtools.backend import Operators
+from gradtools.calls import in_words, with_article
 from gradtools.errors import GradtoolsError
 
 PRECISIONS = ("float16", "bfloat16", "float32", "float64")
@@ -228,15 +229,16 @@ class _TargetWalk:
         try:
             given = treedef.flatten_up_to(grads)
         except (ValueError, TypeError):
-            self._refuse(path, grads, f"the target's structure {_one_line(treedef)}")
+            self._refuse(path, grads, f"the target's structure {in_words(treedef)}")
         for i, grad in zip(leaves, given, strict=True):
             if grad is not None:
                 yield from self._leaf(i, grad, path)
 
     def _refuse(self, path: str, grads: Any, expected: str) -> None:
+        came = with_article(type(grads).__name__)
         size = f" of {len(grads)}" if isinstance(grads, (list, tuple)) else ""
         raise GradtoolsError(
-            f"{self.caller}: grads{path} is a {type(grads).__name__}{size}; expected {expected}. "
+            f"{self.caller}: grads{path} is {came}{size}; expected {expected}. "
             "Give the gradients the target's structure."
         )
 
@@ -357,7 +359,7 @@ class GradientAccumulator:
     # --- one addition
 
     def _term(self, grads: Any, weight: Any) -> _State:
-        """What an accumulator holds after grads alone; it may share the caller's memory."""
+        """The state after a first `add` of grads; it may share the caller's memory."""
         leaves, treedef = self._backend.flatten(grads)
         paths = tuple(self._backend.leaf_paths(grads))
         arrays = [self._array(path, x) for path, x in zip(paths, leaves, strict=True)]
@@ -369,7 +371,7 @@ class GradientAccumulator:
         """A leaf of grads, detached."""
         array = self._wing.detached(x)
         if array is None or not self._name(array).startswith(("float", "bfloat", "complex")):
-            result = f"a {type(x).__name__}" if array is None else self._wing.spec(array)
+            result = with_article(type(x).__name__) if array is None else self._wing.spec(array)
             raise GradtoolsError(
                 f"GradientAccumulator.add: grads{path} is {result}; expected a floating or complex "
                 "array. Differentiate with respect to floating arguments only, or put None there."
@@ -508,8 +510,8 @@ def _refuse_structure(state: _State, term: _State) -> None:
     if new or lost:
         what = f"grads{new[0]} is new" if new else f"grads{lost[0]} is missing"
     raise GradtoolsError(
-        f"GradientAccumulator.add: {what}; came {_one_line(term.treedef)}, expected "
-        f"{_one_line(state.treedef)}, as in the first add. Use one accumulator for each model, or "
+        f"GradientAccumulator.add: {what}; came {in_words(term.treedef)}, expected "
+        f"{in_words(state.treedef)}, as in the first add. Use one accumulator for each model, or "
         "call reset() first."
     )
 
@@ -532,11 +534,7 @@ def _dtype_name(dtype: Any) -> str:
     return name.removeprefix("torch.")
 
 
-def _one_line(treedef: Any) -> str:
-    return " ".join(str(treedef).split())
-
-
 def _described(x: Any) -> str:
     shape = getattr(x, "shape", None)
-    kind = f"a {type(x).__name__}"
+    kind = with_article(type(x).__name__)
     return kind if shape is None else f"{kind} of shape {tuple(shape)} and dtype {x.dtype}"

@@ -38,7 +38,8 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=Any)  # so bound, a lambda's own parameter may be anything for a checker
 Fun = Callable[..., tuple[list[Array], list[Array]]]
-_PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)  # who takes a pullback's
+_PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)
+"""The operator that wants forward mode while `linearize` transposes a pullback, for messages."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -48,11 +49,13 @@ class Evaluation:
     Attributes:
         outs: The differentiated outputs.
         extras: The outputs that were only handed through.
-        pullback: Cotangents of outs (None: zero) to cotangents of the leaves (None: not reached).
-            A leaf that reaches a derivative taken inside, which is constant, is reached.
-        cut: Of what a pullback gave, the leaves that reach a derivative taken inside, and whose
-            path is cut after it: these are no constants.
-        checked: Whether None in a pullback's result can be relied on.
+        pullback: Cotangents of outs (None: zero) to cotangents of the leaves (None: the leaf does
+            not reach the outputs). A leaf that only a derivative inside of fun reads, and on which
+            that derivative does not depend, counts as one that reaches them: with a zero.
+        cut: Takes what the pullback gave. The indices of leaves that a derivative inside of fun
+            reads, and whose path is cut after it (detached, no_grad): lost, and not constant.
+        checked: Whether None in a pullback's result means what is said above; False where the
+            framework gives zeros, or None for other reasons.
         where_lost: Where the path from leaf i to the output is cut, for messages.
     """
 
@@ -66,11 +69,12 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Staged:
-    """A function that was looked at before it runs, where the framework can do that.
+    """A function that was traced before it runs, where the framework can trace (JAX).
 
     Attributes:
-        run: Evaluates it; with `run` in its place the user's function runs once.
-        reverse_only: Whether it holds something that forward mode cannot enter.
+        run: Evaluates what was traced. Call it in place of the function, so that the user's code
+            runs once.
+        reverse_only: Whether it holds a rule without forward mode.
         cut: As in `Evaluation`.
         jacobian_mode: Which mode takes fewer passes.
     """
@@ -82,10 +86,11 @@ class Staged:
 
 
 class Lazily:
-    """A member that one of a wing's rooms holds, which is imported when it is first asked for.
+    """A member of a backend that stands in another module of its wing, imported at first use.
 
-    So an import of gradtools stays light. A backend without rooms refuses it by the name of what
-    the user called, `lacking`, by default the member's own. An empty name means the room itself.
+    So an import of gradtools stays light. A backend without such modules refuses it, by the name
+    of the operator that the user called: `lacking`, by default the member's own name. With an
+    empty `name` the member is the module itself.
     """
 
     def __init__(self, room: str, name: str | None = None, *, lacking: str | None = None) -> None:
@@ -132,10 +137,10 @@ class Arrays(ABC):
     def leaf_paths(self, tree: Any) -> list[str]: ...
 
     def flatten_arrays(self, tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-        """The leaves, the structure, and the kind of each leaf, as one look at the tree tells it.
+        """The leaves, the structure, and the kind of each leaf.
 
-        That is "real" or "complex" of what can be differentiated, "exact" of another array, and
-        None of what is no array.
+        "real" or "complex" for floating and complex arrays, "exact" for integers and booleans,
+        None for what is no array.
         """
         leaves, treedef = self.flatten(tree)
         return leaves, treedef, [self._kind(x) if self.is_array(x) else None for x in leaves]
@@ -158,13 +163,13 @@ class Arrays(ABC):
 
     # Arrays.
     array_type: type | None = None
-    """The class whose very instances are arrays, mostly: these need no further look."""
+    """The commonest class of arrays: if `type(x)` is this one, `is_array(x)` need not be called."""
 
     @abstractmethod
     def is_array(self, x: Any, /) -> bool: ...
     @abstractmethod
     def asarray(self, x: Any, beside: Array | None = None) -> Array:
-        """beside: Where to make it, other than by default; JAX's new arrays go with any."""
+        """beside: An array on whose device to make it; JAX's new arrays are not tied to one."""
 
     @abstractmethod
     def to_numpy(self, x: Array) -> Any: ...
@@ -181,7 +186,7 @@ class Arrays(ABC):
         return self.dtype_name(x).startswith("complex")
 
     def as_leaf(self, x: Any) -> Any:
-        """An argument of a rule that is no array, as an array where it is to be one."""
+        """An argument of a rule: floats, complex numbers and NumPy's arrays as arrays."""
         return self.asarray(x) if isinstance(x, float | complex) or hasattr(x, "dtype") else x
 
     def cast(self, x: Any, like: Array | str) -> Array:
@@ -227,8 +232,9 @@ class Differentiation(Arrays):
     ) -> Evaluation:
         """One evaluation, and its pullback.
 
-        groups: Sizes of the groups of leaves of which it is asked whether they reach the output.
-        once: The pullback is called once, and may free what it needs.
+        groups: The sizes of consecutive groups of leaves, one for each argument, if the caller
+            will raise for a group that does not reach the outputs; None if it will not.
+        once: The pullback is called once, and may free the graph.
         """
 
     def jvp(
@@ -292,7 +298,7 @@ class Differentiation(Arrays):
         return outs, pushed
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
-        """`fun(*xs)`, which may raise for a derivative that is missing."""
+        """`fun(*xs)`, which raises at once if a derivative inside of it is missing."""
         return fun(*xs)
 
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
@@ -303,7 +309,7 @@ class Differentiation(Arrays):
         return x
 
     def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
-        """A `Call` and its outputs as a pullback remembers them: without traced arrays."""
+        """What a pullback keeps of a `Call` and its outputs: shapes in place of traced arrays."""
         return call, outs
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
@@ -318,10 +324,11 @@ class Differentiation(Arrays):
         kwargs: dict[str, Any],
         argnums: Sequence[int],
     ) -> Any:
-        """The call as one of pytrees of arrays, if an argument is or holds a module; else None.
+        """If an argument is or holds a module, the call on pytrees of arrays; else None.
 
-        Its `args` take the arguments' place, and it f's; `effects()` are arrays that a call hands
-        out besides f's results, and `settle(extras)` writes them to the caller's modules.
+        The result is called in place of f, with its `args` in place of the arguments. `effects()`
+        gives the arrays that a call changes in the modules, and `settle(extras)` writes them to
+        the caller's modules.
         """
         return None
 
@@ -336,7 +343,7 @@ class Differentiation(Arrays):
 
 
 class Rules(Differentiation):
-    """Rules, values with a derivative of their own: `with_pullback`, or `apply_rule` itself."""
+    """Functions with a derivative of their own. A backend gives `with_pullback` or `apply_rule`."""
 
     def with_pullback(
         self,
@@ -352,7 +359,7 @@ class Rules(Differentiation):
         raise NotImplementedError
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        """The rule's outputs, differentiated by it. What it saves is computed again."""
+        """The rule's outputs, with its derivative; the pullback computes the residuals again."""
         caller = _PUSHING.get()
         if rule.reverse_only and caller is not None:
             raise GradtoolsError(reverse_only_text(caller, rule.name))
@@ -374,7 +381,7 @@ class Rules(Differentiation):
         return spread(self.pull(pushed, zeros, cts), moving)
 
     def scaled(self, x: Any, factor: float) -> Array | None:
-        """x with the derivative times a number, in the framework's own way; None: by a rule."""
+        """x with its derivative times a number, where there is a shorter way than a rule."""
         return None
 
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
@@ -394,21 +401,21 @@ class Rules(Differentiation):
 
 
 class Compiler:
-    """What a compiler that traces Python code itself is told; by default there is none."""
+    """What gradtools asks of a compiler that traces Python itself (dynamo); by default no-ops."""
 
     def is_tracing(self) -> bool:
-        """Whether it traces this very line."""
+        """Whether the compiler traces the line that calls this."""
         return False
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """fun, whose result it takes for a constant."""
+        """fun, whose result becomes a constant of the compiled graph."""
         return fun
 
     def refuse(self, reason: str) -> None:
-        """Has it leave this call to Python."""
+        """Breaks the compiled graph here, for this reason: Python runs the call."""
 
     def uncompiled(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`fun(*args, **kwargs)`, which it does not look into."""
+        """`fun(*args, **kwargs)`, run by Python outside of the compiled graph."""
         return fun(*args, **kwargs)
 
 
@@ -418,20 +425,20 @@ class Programs(Rules):
     compiler = Compiler()
 
     def lets_shapes_pass(self) -> bool:
-        """Whether the framework was told not to look at the shapes of a rule's cotangents."""
+        """Whether the user switched off the framework's check of a rule's cotangent shapes."""
         return False
 
     def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
-        """A shorter way through the commonest calls of a custom rule, where there is one.
+        """A fast path for the commonest calls of a custom rule or host function, or None.
 
-        It takes the positional arguments, and gives NotImplemented for what is not of these. A
-        host function's kernel is called here and now where nothing but arrays with values go in,
-        and no trace, transform, mode or autograd follows what is done.
+        It takes the positional arguments and returns NotImplemented for a call that it does not
+        cover. It calls a host function's kernel at once where the arguments are arrays with values
+        and nothing traces, transforms or differentiates the call.
         """
         return None
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        """Runs fun on what looks like xs, without computing; not at all where that is unsafe."""
+        """Traces fun at the shapes and dtypes of xs; does nothing where that is unsafe."""
 
     compile, vmap = Lazily("", lacking="compile"), Lazily("", lacking="vmap")
 
@@ -558,7 +565,7 @@ class Seeing(Recomputation):
     """
 
     def repeatable(self, caller: str, f: Any) -> Any:
-        """f, which leaves the modules that it holds as they are, where the wing sees to that."""
+        """f, whose runs leave the modules that it holds unchanged, where the wing provides that."""
         return f
 
     def is_model(self, x: Any) -> bool:
@@ -591,17 +598,17 @@ class Seeing(Recomputation):
         return run(leaves)
 
     gradient_graph = Lazily("seeing.passes")
-    """The passes of a program as one graph; or what is held of results."""
+    """The passes of a program as one graph, or the graph behind results that exist already."""
 
     formula_graph = Lazily("seeing.translating.programs", lacking="formula")
-    """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
+    """One run of a program, forward only, in the operations of `seeing/formulas/operations/`.
 
-    ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What has no
-    word in the vocabulary keeps its native name."""
+    ``graph.inputs`` are the program's leaves; a `Recorded` holds the arrays that it captures. An
+    operation that is not among these keeps the framework's name."""
 
     trying = Lazily("seeing.translating.programs", lacking="formula")
-    """`(program, wide)`: a block in which f runs as if it had never run. wide: Arrays of 64 bits
-    may be made, and what f holds is read in float64 and complex128."""
+    """`(program, wide)`: a block after which all that a run of f changed is put back. wide: Arrays
+    of 64 bits may be made, and f's parameters and captured arrays are read in 64 bits."""
 
     measure = Lazily("seeing.measures")
     """What one call costs, a `seeing.measures.Measurement`."""

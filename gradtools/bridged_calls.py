@@ -110,5 +110,5 @@ def noting() -> Iterator[list[Crossing]]:
 
 
 def noted() -> list[Crossing] | None:
-    """Where calls are to be noted; None: nobody asks."""
+    """The list to which this thread's calls are added; None: they are not recorded."""
     return _NOTED.get()

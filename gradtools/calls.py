@@ -53,7 +53,7 @@ class Call:
                 self.leaves[k] = differentiable_leaf(backend, caller, self.leaves[k], self.paths[k])
 
     def _flatten(self) -> list[str | None]:
-        """Sets the leaves of the differentiated arguments apart; the kind of each."""
+        """Flattens the differentiated arguments into `leaves`; returns the kind of each leaf."""
         self.leaves: list[Array] = []
         self.treedefs: list[Any] = []
         self.counts: list[int] = []
@@ -78,7 +78,7 @@ class Call:
         ]
 
     def without_values(self, aval: Callable[[Array], Any]) -> Call:
-        """What is known of the call when it is over: names, structures, looks; no array."""
+        """A copy for pullbacks, without arrays: names, structures, shapes and dtypes."""
         bare = copy(self)
         bare.leaves = [aval(x) for x in self.leaves]
         bare.args = tuple([self._numbered(tree) for tree in self.args])
@@ -159,10 +159,10 @@ class Call:
             if leaves is None:
                 leaves = _leaves_like(treedef, self.backend.part_of(tree))
             if leaves is None:
+                came = in_words(self.backend.flatten(tree)[1])
                 raise GradtoolsError(
-                    f"{self.caller}: {what} {i} has the structure {self.backend.flatten(tree)[1]}, "
-                    f"expected that of argument {i}, {treedef}. Give one leaf for each of its "
-                    "leaves."
+                    f"{self.caller}: {what} {i} has the structure {came}, expected that of "
+                    f"argument {i}, {in_words(treedef)}. Give one leaf for each of its leaves."
                 )
             result += leaves
         return [
@@ -188,7 +188,7 @@ class Call:
             self.opened.settle(extras)
 
     def refuse_changes(self) -> None:
-        """Raises if f changes a module that it is given, and nothing can hand that on here."""
+        """Raises if f changed a module among its arguments: here the change would be lost."""
         if self.opened is not None:
             self.opened.refuse_changes()
 
@@ -202,10 +202,10 @@ class Call:
         """The leaves of a cotangent tree that belong to `outs`, checked against them."""
         leaves = _leaves_like(self._out_def, tree)
         if leaves is None:
+            came = in_words(self.backend.flatten(tree)[1])
             raise GradtoolsError(
-                f"{self.caller}: the cotangent has the structure {self.backend.flatten(tree)[1]}, "
-                f"expected that of f's output, {self._out_def}. Give one leaf for each of its "
-                "leaves."
+                f"{self.caller}: the cotangent has the structure {came}, expected that of f's "
+                f"output, {in_words(self._out_def)}. Give one leaf for each of its leaves."
             )
         places = [k for k, kind in enumerate(self._kinds) if kind in _INEXACT]
         return [
@@ -223,7 +223,8 @@ class Call:
         out = outs[0] if single and outs else None
         if out is not None and tuple(out.shape) == () and self._kinds[0] == "real":
             return out
-        came = describe(self.backend, self.output(outs, extras)[0])
+        output = self.output(outs, extras)[0]
+        came = describe(self.backend, output)
         mend = "Reduce it, for instance with .sum() or .mean()"
         if out is not None and self._kinds[0] == "complex":
             mend = "Take its real part, or a norm"
@@ -231,14 +232,15 @@ class Call:
             mend = "Keep it floating: a cast to integer or boolean has no derivative"
         if not self.has_aux and not single:
             mend += ", or return (loss, aux) with has_aux=True"
+        mend = "Is a return statement missing?" if output is None else f"{mend}."
         raise GradtoolsError(
             f"{self.caller}: f must return one real number, an array of shape (); got {came}. "
-            f"{mend}."
+            f"{mend}"
         )
 
 
 def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
-    """A count that came in, of any kind that has `__index__`, as an integer of Python."""
+    """An argument that is a count (anything with `__index__`) as an integer, or an error."""
     try:
         result = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -251,12 +253,12 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
 
 
 def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:
-    """The same of a count that may be left open."""
+    """The same; None stays None."""
     return None if value is None else whole_number(caller, name, value, least, unit)
 
 
 def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
-    """An order of derivatives that came in, as one of those that are known."""
+    """The argument `order` as an integer, or an error."""
     whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
     if not whole or operator.index(order) not in known:
         raise GradtoolsError(f"{caller}: order is {order!r}; expected {expected}.")
@@ -267,18 +269,12 @@ def normalized_argnums(
     caller: str, argnums: Any, count: int, name: str = "argnums"
 ) -> tuple[int, ...]:
     """argnums as a tuple of positions from 0, each checked against the number of arguments."""
-    if argnums == 0 and type(argnums) is int and count:
+    if type(argnums) is int and argnums == 0 and count:
         return (0,)
     given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     positions = []
     for i in given:
-        # Dynamo makes integers symbolic, and asks none of these for its methods.
-        if isinstance(i, bool | type) or not (isinstance(i, int) or hasattr(i, "__index__")):
-            raise GradtoolsError(
-                f"{caller}: {name} must hold integers, got {i!r}. Give the position of an "
-                "argument, counted from 0, or a tuple of positions."
-            )
-        i = operator.index(i)
+        i = _as_position(caller, i, name)
         if not -count <= i < count:
             many = f"{count} positional argument{'s' * (count > 1)}"
             called = f"{many} (0 to {count - 1})" if count else "no positional argument"
@@ -293,6 +289,31 @@ def normalized_argnums(
     return tuple(positions)
 
 
+def _as_position(caller: str, i: Any, name: str) -> int:
+    # Dynamo makes integers symbolic, and asks none of these for its methods.
+    if not isinstance(i, bool | type) and (isinstance(i, int) or hasattr(i, "__index__")):
+        try:
+            return operator.index(i)
+        except TypeError:  # of an array that is no integer
+            pass
+    is_array = hasattr(i, "dtype") and not isinstance(i, type)
+    came = f"an array of dtype {i.dtype}" if is_array else repr(i)
+    raise GradtoolsError(
+        f"{caller}: {name} must hold integers, got {came}. Give the position of an argument, "
+        "counted from 0, or a tuple of positions."
+    )
+
+
+def refuse_arguments(caller: str, argnums: Any) -> None:
+    """Raises for f's arguments in the place of argnums, before anybody uses what comes back."""
+    for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
+        if not isinstance(i, type) and getattr(i, "shape", ()) != ():
+            raise GradtoolsError(
+                f"{caller}: argnums holds an array of shape {tuple(i.shape)}; expected positions. "
+                f"{caller} returns a function, which takes f's arguments: {caller}(f)(x)."
+            )
+
+
 def _by_position(name: str) -> str:
     if name in ("key_argnums", "carry_argnums"):
         return "Keyword arguments are no such arguments; pass by position what it names."
@@ -304,12 +325,14 @@ def _by_position(name: str) -> str:
 def as_array(
     backend: Backend, caller: str, x: Any, name: str, beside: Array | None = None
 ) -> Array:
-    """x as an array of the framework, if it is none yet beside another, or an error naming it."""
+    """x as an array of the framework, on the device of `beside`, or an error that names it."""
     if backend.is_array(x):
         return x
     try:
         return backend.asarray(x, beside)
     except GradtoolsError as error:
+        if is_numeric(backend, x):  # of a dtype that the framework does not hold
+            raise GradtoolsError(f"{caller}: {name}: {error}") from error
         came = describe(backend, x)
         raise GradtoolsError(
             f"{caller}: {name} is {came}; expected an array of numbers."
@@ -419,6 +442,13 @@ def describe(backend: Backend, x: Any) -> str:
     return "None" if x is None else with_article(type(x).__name__)
 
 
+def in_words(treedef: Any) -> str:
+    """A structure for messages: in brackets as a program writes it, * for an array."""
+    text = " ".join(str(treedef).split())
+    text = text.removeprefix("PyTreeDef(").removesuffix(")") if text[:9] == "PyTreeDef" else text
+    return "one array" if text == "*" else text
+
+
 def is_numeric(backend: Backend, x: Any) -> bool:
     """Whether x is an array of the framework, a number, or NumPy's array of numbers."""
     if backend.is_array(x) or isinstance(x, bool | int | float | complex):
@@ -437,7 +467,9 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
 
 
 def with_article(name: str) -> str:
-    """The name of a type after "a" or "an"."""
+    """The name of a type after "a" or "an"; None as it is written."""
+    if name == "NoneType":
+        return "None"
     return f"{'an' if name[0].lower() in 'aeio' or name == 'ndarray' else 'a'} {name}"
 
 

@@ -24,7 +24,14 @@ from typing import Any, Literal
 from gradtools.arguments import Argument, arguments_of_call, takes
 from gradtools.backend import Array, Backend, F, Operators, P, R
 from gradtools.batches import Batch
-from gradtools.calls import as_array, describe, is_numeric, like_function, normalized_argnums
+from gradtools.calls import (
+    as_array,
+    describe,
+    is_numeric,
+    like_function,
+    normalized_argnums,
+    refuse_arguments,
+)
 from gradtools.chunks import ChunkOptions, Chunks, Partition
 from gradtools.derivatives import Derivatives
 from gradtools.errors import GradtoolsError
@@ -226,6 +233,7 @@ class Chunking(Operators):
                 "multiply by them inside f."
             )
 
+        refuse_arguments("microbatched", argnums)
         call = partial(self._microbatched, f, chunk_size, argnums, in_axes, reduction, weights)
         return like_function("microbatched_", f, call)
 

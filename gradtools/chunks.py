@@ -10,7 +10,14 @@ from typing import Any
 
 from gradtools.backend import Array, Backend
 from gradtools.batches import Batch
-from gradtools.calls import describe, is_numeric, whole_number, whole_or_none, with_article
+from gradtools.calls import (
+    describe,
+    in_words,
+    is_numeric,
+    whole_number,
+    whole_or_none,
+    with_article,
+)
 from gradtools.errors import GradtoolsError, warn_once
 
 SUMMED = object()  # in place of the axes of outputs that are added up and not joined
@@ -23,7 +30,7 @@ _UNKNOWN = object()  # before the first output
 class ChunkOptions:
     """How the chunks are to run.
 
-    latest: What a wing knows of the latest call of the same function.
+    latest: What a wing remembers of the previous call of the same function.
     """
 
     never_changes = True  # for a walk over what f holds: it is no state of the user's
@@ -63,7 +70,7 @@ def check_verify(caller: str, verify: Any) -> None:
 
 @dataclass(frozen=True)
 class Partition:
-    """Where a batch is cut."""
+    """The cut of a batch into chunks: which rows each chunk holds."""
 
     size: int
     chunk_size: int
@@ -87,7 +94,7 @@ class Chunks:
 
     Attributes:
         call: f on one chunk.
-        outputs: What is known of f's output once `call` has run.
+        outputs: The structure, axes and constants of f's output, filled in as `call` runs.
         cut: Where the batch is cut.
         splits: `(leaf, axis)` of every array that is split.
         lists: For each chunk the leaves of its slices of lists.
@@ -145,7 +152,7 @@ class Chunks:
         )  # fmt: skip
 
     def structure_of(self, number: int) -> tuple[Any, ...]:
-        """Equal for chunks that look alike, but for the shapes of what `lists` holds."""
+        """Equal for chunks of the same size and structure; shapes inside `lists` may differ."""
         return self.cut.sizes[number], *[treedef for treedef, _ in self.call.plans[number]]
 
     def result(self, outs: list[Array], carry: list[Array]) -> Any:
@@ -156,8 +163,8 @@ class Chunks:
 
 _PIECES, _SHARED, _CARRY = range(3)
 Plan = list[tuple[Any, list[tuple[int, int]]]]
-"""How each argument is made of a chunk's leaves: its structure, None if it is one array, and for
-each leaf where it stands: among pieces, what is shared or carries, and at which place."""
+"""For each argument its structure (None: one array), and for each of its leaves the pair
+(`_PIECES`, `_SHARED` or `_CARRY`, position in that list of the chunk's leaves)."""
 
 
 def _sorted(batch: Batch, carried: tuple[int, ...]) -> tuple[tuple[list[Any], ...], Plan]:
@@ -279,8 +286,8 @@ class ChunkFunction:
 
 def _other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
     return GradtoolsError(
-        f"chunked: f's {what} at chunk {number} has the structure {treedef}; expected "
-        f"{known}, as before. It must be the same for all chunks."
+        f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "
+        f"{in_words(known)}, as before. It must be the same for all chunks."
     )
 
 
@@ -303,12 +310,12 @@ class Outputs:
         self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's parts of a list
 
     def same_as(self, number: int, others: range) -> None:
-        """Notes that the output of a chunk that was called looks like that of others."""
+        """Chunk `number` was called for all of these: their parts of lists are as its own."""
         for other in others:
             self._lists[other] = self._lists[number]
 
     def noted(self, number: int, out: Any) -> list[Array]:
-        """The arrays in the output of a chunk, which is held to what is known."""
+        """The arrays in a chunk's output, checked against the structure of the chunks before."""
         if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
             flat = [self.backend.flatten(x) for x in out]
             self._lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]

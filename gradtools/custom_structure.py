@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradtools.backend import Array, Backend
-from gradtools.calls import describe
+from gradtools.calls import describe, in_words
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import told_apart
 from gradtools.rule_contract import Aval, Primal
@@ -23,7 +23,7 @@ class _Array:
 
 
 ARRAY = _Array()
-"""Stands where an array is."""
+"""A placeholder for an array in a tree."""
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Shaped:
         return [Aval(n, self.backend.dtype_name(y)) for n, y in zip(lengths, ys, strict=True)]
 
     def _hold(self, xs: Sequence[Array], avals: Any, out_def: Any, ys: Any, who: str) -> bool:
-        """Holds what the forward pass returned to what the function returns, once that is known."""
+        """Checks fwd's output against the function's own, once that is known."""
         if avals not in self.values:
             self.backend.abstract_eval(self.primal, *xs)
         if avals not in self.values:
@@ -237,8 +237,8 @@ class Shaped:
         except (ValueError, TypeError):
             leaves = self._bare(tree, treedef)
         if leaves is None or any(isinstance(x, tuple | list | dict) for x in leaves):
-            came = self.backend.flatten(tree)[1]
-            raise self._error(f"{who} has the structure {came}, expected {treedef}.")
+            came = in_words(self.backend.flatten(tree)[1])
+            raise self._error(f"{who} has the structure {came}, expected {in_words(treedef)}.")
         return list(leaves)
 
     def _bare(self, tree: Any, treedef: Any) -> list[Any] | None:
@@ -274,7 +274,7 @@ class Shaped:
 
 
 def avals_of(xs: Sequence[Array]) -> Any:
-    """Shapes and dtypes, by which what was asked of a rule is remembered."""
+    """Shapes and dtypes: a key for what was found out about a rule."""
     return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
 
 
@@ -288,7 +288,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _length(n: Any) -> Any:
-    """The length of an axis; those that PyTorch's compiler keeps open look alike, unhashable."""
+    """The length of an axis; None for a symbolic size of PyTorch, which has no hash."""
     return n if isinstance(n, int) else None
 
 
@@ -304,7 +304,7 @@ class FwdMaps(Linearized):
 
     @property
     def key(self) -> Any:
-        """What tells the maps, as functions of what they are handed, from another run's."""
+        """Runs of fwd with equal keys have the same maps, as functions of the residuals."""
         return *self.made_of, told_apart(self.made_of[2].others)
 
 

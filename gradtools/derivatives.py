@@ -22,6 +22,7 @@ from gradtools.calls import (
     describe,
     like_function,
     normalized_argnums,
+    refuse_arguments,
     whole_or_none,
     with_article,
 )
@@ -108,7 +109,7 @@ class Derivatives(Operators):
         if disconnected_inputs != "raise":
             _one_of("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
         caller = "grad", f, argnums, has_aux, disconnected_inputs
-        return _named("grad", f, partial(self._gradient_at, caller))
+        return _named("grad", f, argnums, partial(self._gradient_at, caller))
 
     def _gradient_at(self, caller: _Asked, /, *args: Any, **kwargs: Any) -> Any:
         _, aux, grads = self._scalar_gradient(caller, args, kwargs)
@@ -167,7 +168,8 @@ class Derivatives(Operators):
         """
         _one_of("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
         caller = "value_and_grad", f, argnums, has_aux, disconnected_inputs
-        return _named("value_and_grad", f, partial(self._value_and_gradient_at, caller))
+        call = partial(self._value_and_gradient_at, caller)
+        return _named("value_and_grad", f, argnums, call)
 
     def _value_and_gradient_at(self, caller: _Asked, /, *args: Any, **kwargs: Any) -> Any:
         value, aux, grads = self._scalar_gradient(caller, args, kwargs)
@@ -207,7 +209,7 @@ class Derivatives(Operators):
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
         caller = "minimax_value_and_grad", f, (*down, *up), False, "raise"
         call = partial(self._value_and_directions, caller, len(down))
-        return _named("minimax_value_and_grad", f, call)
+        return _named("minimax_value_and_grad", f, caller[2], call)
 
     def _value_and_directions(
         self, caller: _Asked, count: int, /, *args: Any, **kwargs: Any
@@ -402,7 +404,7 @@ class Derivatives(Operators):
         chunk_size = whole_or_none("jacobian", "chunk_size", chunk_size, 1, "unit vectors")
 
         call = partial(self._jacobian_at, f, argnums, mode, chunk_size)
-        return _named("jacobian", f, call)
+        return _named("jacobian", f, argnums, call)
 
     def _jacobian_at(
         self,
@@ -487,7 +489,7 @@ class Derivatives(Operators):
             >>> gt.to_numpy(gt.hessian(lambda x: (x ** 3).sum())(x)).tolist()
             [[6.0, 0.0], [0.0, 12.0]]
         """
-        return _named("hessian", f, partial(self._hessian_at, f, argnums))
+        return _named("hessian", f, argnums, partial(self._hessian_at, f, argnums))
 
     def _hessian_at(self, f: Any, argnums: Argnums, /, *args: Any, **kwargs: Any) -> Any:
         positions = normalized_argnums("hessian", argnums, len(args))
@@ -537,9 +539,8 @@ class Derivatives(Operators):
         """
         chunk_size = whole_or_none("per_example_grad", "chunk_size", chunk_size, 1, "examples")
         caller = "per_example_grad", f, argnums, False, "raise"
-        return _named(
-            "per_example_grad", f, partial(self._per_example, caller, in_axes, chunk_size)
-        )
+        call = partial(self._per_example, caller, in_axes, chunk_size)
+        return _named("per_example_grad", f, argnums, call)
 
     def _per_example(
         self, caller: _Asked, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
@@ -777,9 +778,11 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
             )
 
 
-def _named(operator: str, f: Any, call: partial[Any]) -> Callable[..., Any]:
+def _named(operator: str, f: Any, argnums: Any, call: partial[Any]) -> Callable[..., Any]:
     if not callable(f):
         _callable(operator, f)
+    if type(argnums) is not int:
+        refuse_arguments(operator, argnums)
     return like_function(f"{operator}(", f, call, ")")
 
 

@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from gradtools.backend import Array, Backend, Operators, P, R, T
-from gradtools.calls import as_array, describe, is_numeric
+from gradtools.calls import as_array, describe, in_words, is_numeric
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, key_of, replaced_at
 
@@ -159,7 +159,8 @@ class Edits(Operators):
             x, bit for bit.
 
         Raises:
-            GradtoolsError: scale is complex or does not broadcast.
+            GradtoolsError: scale is complex or does not broadcast; x is an object in which no array
+                is found, such as a function.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -182,7 +183,8 @@ class Edits(Operators):
             x, bit for bit.
 
         Raises:
-            GradtoolsError: scale is complex or does not broadcast.
+            GradtoolsError: scale is complex or does not broadcast; x is an object in which no array
+                is found, such as a function.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -203,7 +205,7 @@ class Edits(Operators):
             turned = factor if sign > 0 or is_number else -factor
             return backend.apply_rule(SCALE, leaf, turned)[0]
 
-        return _map_inexact(backend, one, x)
+        return _map_inexact(backend, name, one, x)
 
     def stop_gradient(self, x: T) -> T:
         """The identity without a derivative: y = x, dy = 0, in both modes.
@@ -214,12 +216,16 @@ class Edits(Operators):
         Returns:
             x, bit for bit, cut from what it was computed from.
 
+        Raises:
+            GradtoolsError: x is an object in which no array is found, such as a function.
+
         Example:
             >>> x = gt.asarray(np.float32(3.0))
             >>> float(gt.grad(lambda x: x * gt.stop_gradient(x))(x))
             3.0
         """
-        return _map_inexact(self._backend, lambda leaf, path: self._backend.stop_gradient(leaf), x)
+        stopped = lambda leaf, path: self._backend.stop_gradient(leaf)
+        return _map_inexact(self._backend, "stop_gradient", stopped, x)
 
     def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
         """The identity whose cotangent is clipped: by modulus first, then by the global norm.
@@ -270,7 +276,7 @@ class Edits(Operators):
             limits = [backend.real_scalar(bound, leaves[0]) for bound in given.values()]
             return backend.apply_rule_by_key(key, *leaves, *limits)
 
-        return _edit_jointly(backend, edit, x)
+        return _edit_jointly(backend, "clip_gradient", edit, x)
 
     def transform_gradient(self, x: T, fn: Callable[[Any], Any]) -> T:
         """The identity whose cotangent becomes `fn(cotangent)`. Reverse mode only.
@@ -320,7 +326,7 @@ class Edits(Operators):
             reverse_only=True,
             user_functions=(fn,),
         )
-        return _edit_jointly(backend, lambda found: backend.apply_rule(rule, *found), x)
+        return _edit_jointly(backend, rule.name, lambda found: backend.apply_rule(rule, *found), x)
 
     def known_gradient(self, x: T, dx: Any) -> T:
         """The identity whose cotangent becomes `dx`, whatever comes in (Theano's known_grads).
@@ -352,10 +358,12 @@ class Edits(Operators):
         given, given_def = backend.flatten(dx)
         if treedef != given_def:
             raise GradtoolsError(
-                f"known_gradient: dx has the structure {given_def}, expected that of x, {treedef}. "
-                "Give one array for each of x's."
+                f"known_gradient: dx has the structure {in_words(given_def)}, expected that of x, "
+                f"{in_words(treedef)}. Give one array for each of x's."
             )
         paths = backend.leaf_paths(x)
+        if not any(_edited(backend, leaf) for leaf in leaves):
+            _check_editable(backend, "known_gradient", x, leaves)
         edited = [
             _known(backend, *leaf) if _edited(backend, leaf[0]) else leaf[0]
             for leaf in zip(leaves, given, paths, strict=True)
@@ -406,11 +414,23 @@ def _edited(backend: Backend, leaf: Any) -> bool:
     return backend.is_array(leaf) and backend.is_inexact(leaf)
 
 
-def _map_inexact(backend: Backend, one: Callable[[Array, str], Array], x: Any) -> Any:
+def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
+    """Refuses an object that is no pytree: its arrays are not found, and would stay unedited."""
+    plain = isinstance(x, str | int | float | complex) or hasattr(x, "dtype")
+    if not plain and len(leaves) == 1 and leaves[0] is x:
+        raise GradtoolsError(
+            f"{name}: x is {describe(backend, x)}, in which no array is found; expected an array "
+            "or a pytree of arrays. Of a function or a module edit what it takes or returns, of "
+            "another object its arrays."
+        )
+
+
+def _map_inexact(backend: Backend, name: str, one: Callable[[Array, str], Array], x: Any) -> Any:
     """`one` at every leaf of x that is a floating or complex array."""
     if _edited(backend, x):
         return one(x, "")
     leaves, treedef = backend.flatten(x)
+    _check_editable(backend, name, x, leaves)
     paths = backend.leaf_paths(x)
     return backend.unflatten(
         treedef,
@@ -421,11 +441,14 @@ def _map_inexact(backend: Backend, one: Callable[[Array, str], Array], x: Any) -
     )
 
 
-def _edit_jointly(backend: Backend, edit: Callable[[list[Array]], list[Array]], x: Any) -> Any:
+def _edit_jointly(
+    backend: Backend, name: str, edit: Callable[[list[Array]], list[Array]], x: Any
+) -> Any:
     """One edit of all floating and complex leaves of x together."""
     leaves, treedef = backend.flatten(x)
     places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
     if not places:
+        _check_editable(backend, name, x, leaves)
         return x
     edited = edit([leaves[i] for i in places])
     return backend.unflatten(treedef, replaced_at(leaves, places, edited))
@@ -479,12 +502,14 @@ def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[
     given, expected = backend.flatten(like)
     if treedef != expected:
         raise GradtoolsError(
-            f"transform_gradient: fn returned the structure {treedef}, expected {expected}, "
-            "that of the cotangent. Return one array for each that fn is given."
+            f"transform_gradient: fn returned the structure {in_words(treedef)}, expected "
+            f"{in_words(expected)}, that of the cotangent. Return one array for each that fn is "
+            "given."
         )
     found = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
     for i, (new, ct) in enumerate(zip(found, cts, strict=True)):
         _check_array(backend, "transform_gradient: fn", i, new)
+        new = found[i] = as_array(backend, "transform_gradient", new, f"fn's leaf {i}", beside=ct)
         came = (tuple(new.shape), backend.dtype_name(new))
         wanted = (tuple(ct.shape), backend.dtype_name(ct))
         if came != wanted:
@@ -518,13 +543,14 @@ class _StraightThrough:
         backend = self._backend
         through = self._through(args, kwargs)
         leaves, treedef = backend.flatten(through)
-        stopped = _map_inexact(backend, lambda leaf, _: backend.stop_gradient(leaf), (args, kwargs))
+        stop = lambda leaf, _: backend.stop_gradient(leaf)
+        stopped = _map_inexact(backend, "straight_through", stop, (args, kwargs))
         value = backend.call_on_host(partial(_call, self._f), stopped, through)
         values, value_def = backend.flatten(value)
         if value_def != treedef:
             raise GradtoolsError(
-                f"straight_through: {_name(self._f)} returned the structure {value_def}, its "
-                f"surrogate {treedef}; they must be the same."
+                f"straight_through: {_name(self._f)} returned the structure {in_words(value_def)}, "
+                f"its surrogate {in_words(treedef)}; they must be the same."
             )
         return backend.unflatten(
             treedef,

@@ -85,12 +85,16 @@ def is_of(package: str, error: BaseException) -> bool:
     return not isinstance(error, GradtoolsError) and raised_by(package, error)
 
 
-def needed(framework: str, title: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """What a wing's import raises: its framework is not installed, and how one gets it."""
-    if (error.name or "").partition(".")[0] not in (framework, f"{framework}lib"):
+_FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "jaxlib": "JAX"}
+
+
+def needed(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """What an import of gradtools raises: a framework is not installed, and how one gets it."""
+    missing = (error.name or "").partition(".")[0]
+    if missing not in _FRAMEWORKS:
         return error
     return ModuleNotFoundError(
-        f"gradtools.{framework} needs {title}, which is not installed. Mend: "
-        f'pip install "gradtools[{framework}]".',
+        f"{module} needs {_FRAMEWORKS[missing]}, which is not installed. Mend: "
+        f'pip install "gradtools[{missing.removesuffix("lib")}]".',
         name=error.name,
     )

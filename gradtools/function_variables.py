@@ -1,4 +1,4 @@
-"""What functions of Python's and containers hold, and the same of other parts."""
+"""What Python functions and containers hold, and copies of them that hold other parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parts_of(x: Any) -> list[Any]:
 
 
 def with_parts(x: Any, of: Callable[[Any], Any]) -> Any:
-    """The same of what `of` gives for each part; x itself where these are its own."""
+    """x with `of(part)` in place of each part; x itself if no part changes."""
     old = parts_of(x)
     new = list(map(of, old))
     if all(a is b for a, b in zip(old, new, strict=True)):

@@ -235,7 +235,7 @@ class _OfKernels:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _MapRule(Rule):
-    """A map of a host function as a rule, which is not asked again what its `host`'s rule was."""
+    """A map of a host function as a rule; it shares `origin`, and so the checks, with `host`."""
 
     host: Rule
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtools.calls import in_words, with_article
 from gradtools.code_origin import definition_of
 from gradtools.containers import whole
 from gradtools.errors import GradtoolsError
@@ -179,7 +180,7 @@ class Kernel:
         return result
 
     def _call(self, *structure: Any) -> KernelCall:
-        """The call of this structure, kept for the programs that know it by its key alone."""
+        """The call of this structure; compiled programs find it by its key."""
         key = (*structure, *told_apart(structure[-1]))
         try:
             result = self.calls.get(key)
@@ -250,7 +251,7 @@ class Results:
         object.__setattr__(self, "widened", any(s.dtype in _CARRIED for s in self.specs))
 
     def are(self, ys: Sequence[Any], batch: Shape) -> bool:
-        """Whether arrays are what was expected, without a word of what is wrong with them."""
+        """Whether arrays have the expected shapes and dtypes; no message is made."""
         for y, (shape, dtype) in zip(ys, self.avals, strict=True):
             if batch:
                 shape = (*batch, *shape)
@@ -295,12 +296,12 @@ class KernelCall:
         self.kernel.traced[self.key] = self
 
     def results_of(self, xs: Sequence[Any], batch_axes: int = 0) -> Results:
-        """What comes out where arrays like these go in, whose first axes are those of batches."""
+        """The results for these arguments, whose first `batch_axes` axes are batches."""
         name = self.trees.dtype_name
         return self.results([Spec(tuple(x.shape[batch_axes:]), name(x)) for x in xs])
 
     def results(self, specs: Sequence[Spec]) -> Results:
-        """What comes out where arrays like `specs` go in, those of one example."""
+        """The results for arguments of these Specs, of one example."""
         out = self._out(specs)
         result, treedef = self.trees.flatten(out)
         for spec, path in zip(result, self.trees.leaf_paths(out), strict=True):
@@ -403,10 +404,11 @@ class KernelCall:
         if any(x is None or isinstance(x, tuple | list | dict) for x in leaves):
             if tree is None:
                 raise self.error(
-                    f"it returned None, expected {wanted}, the structure of out. A kernel returns "
-                    "its result; a routine that fills an array must return that array."
+                    f"it returned None, expected {in_words(wanted)}, the structure of out. A "
+                    "kernel returns its result; a routine that fills an array must return that "
+                    "array."
                 )
-            came = self.trees.flatten(tree)[1]
+            came, wanted = in_words(self.trees.flatten(tree)[1]), in_words(wanted)
             raise self.error(f"it returned the structure {came}, expected {wanted}, that of out.")
         return leaves
 
@@ -469,7 +471,7 @@ def _mend(y: np.ndarray | np.generic, spec: Spec, same_shape: bool) -> str:
 
 
 def carrier(dtype: str) -> str:
-    """The dtype in which NumPy carries one that it lacks."""
+    """The NumPy dtype in which a kernel gets a dtype that NumPy lacks (bfloat16)."""
     return _CARRIED.get(dtype, dtype)
 
 
@@ -495,4 +497,4 @@ def _described(y: Any) -> str:
             return f"a {framework}"
     if isinstance(y, bool | int | float | complex):
         return f"the Python {type(y).__name__} {y!r}"
-    return f"a {type(y).__name__}"
+    return with_article(type(y).__name__)

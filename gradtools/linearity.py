@@ -77,5 +77,5 @@ def _largest(gap: Callable[[Array, Array], float], *ys: Any) -> float:
 
 
 def _distance(gap: Callable[[Array, Array], float], a: Any, b: Any) -> float:
-    """How far two results are apart; None, a zero of the map's own, is like anything."""
+    """The distance of two results; 0 if either is None, which stands for zeros."""
     return 0.0 if a is None or b is None else gap(a, b)

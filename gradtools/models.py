@@ -19,7 +19,7 @@ from gradtools.arguments import arguments_of_call
 from gradtools.backend import Backend, F, Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import like_function, with_article
-from gradtools.chunks import ChunkOptions
+from gradtools.chunks import ChunkOptions, check_verify
 from gradtools.errors import GradtoolsError
 
 Array = Any
@@ -288,8 +288,8 @@ class Models(Operators):
             A function of the same value and derivatives.
 
         Raises:
-            GradtoolsError: f is no function; (on call, on differentiating) as `chunked` does where
-                f changes what cannot be put back, or gives other numbers.
+            GradtoolsError: f is no function, or verify is unknown; (on call, on differentiating)
+                as `chunked` does where f changes what cannot be put back, or gives other numbers.
 
         Example:
             >>> square = gt.checkpoint(lambda x: (x * x).sum())
@@ -297,6 +297,7 @@ class Models(Operators):
             array([2., 2.], dtype=float32)
         """
         _check_function("checkpoint", f)
+        check_verify("checkpoint", verify)
         return self._backend.like_module(
             f, partial(self._checkpoint_of, ChunkOptions(0, verify=verify))
         )

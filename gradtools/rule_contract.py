@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradtools.calls import in_words
 from gradtools.errors import GradtoolsError
 
 CHECKS = ("first", "always", "never")
@@ -26,7 +27,7 @@ _MOST = 1024
 
 
 def checked_word(caller: str, check: Any) -> str:
-    """`check`, refused where it is none of the words that say when a rule is checked."""
+    """`check` itself, or an error if it is none of the known words."""
     if check not in CHECKS:
         raise GradtoolsError(
             f"{caller}: check is {check!r}; expected 'first' (once for each signature), 'always' "
@@ -107,8 +108,8 @@ class Contract:
         )
         if came != expected:
             raise self.refusal(
-                f"{who} returned an output of the structure {came}, but the function returns "
-                f"{expected}. {mend}"
+                f"{who} returned an output of the structure {in_words(came)}, but the function "
+                f"returns {in_words(expected)}. {mend}"
             )
         for i, (aval, want) in enumerate(zip(avals, wanted, strict=True)):
             if aval != want:

@@ -5,10 +5,10 @@ Everything that bends a gradient is one thing, a value with its own tangent and 
     y = f(x)        dy = J(x) dx        x' = J(x)^H y'
 
 Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. One of them
-may be left out: it then is the transpose of the other. What the maps read at x, they are handed:
-inputs, outputs, or *extras*, further results of the evaluation that made the output. Extras are
-outputs like any other, only hidden, and differentiated through the code that made them: so a
-saved intermediate is right at second order.
+may be left out: it then is the transpose of the other. The maps get their residuals as arguments:
+inputs, outputs, or *extras*, which are further results of the evaluation that made the outputs.
+Extras are hidden outputs, differentiated through the code that made them, so a residual that is
+an intermediate result is right at second order.
 
 This module holds what is the same in every framework: the record and the rule under vmap. How
 a rule enters a framework's own differentiation stands in each wing's `rules/installing.py`.
@@ -64,12 +64,12 @@ class Linearized:
     Attributes:
         ys: The outputs.
         extras: Further results that the maps read.
-        saves: What the maps are handed: positions in `[*xs, *ys, *extras]`.
+        saves: The residuals: positions in `[*xs, *ys, *extras]`.
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.
-        tangent_only: How many of the last entries of `saves` the tangent map alone reads.
-        opaque_residuals: Whether something else than arrays was saved that may depend on x, so
-            that a second derivative has to evaluate again.
+        opaque_residuals: Whether the author saved something besides arrays that may depend on x,
+            so that a second derivative has to evaluate the function again.
+        tangent_only: How many of the last residuals only the tangent map reads.
     """
 
     ys: list[Array]
@@ -81,7 +81,7 @@ class Linearized:
     tangent_only: int = 0
 
     def without_arrays(self) -> Linearized:
-        """The maps, and how many extras there are: what may outlive the trace of the arrays."""
+        """The same without arrays, which would not outlive their trace: maps and counts."""
         maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
         return Linearized([], [None] * len(self.extras), *maps)
 
@@ -109,17 +109,17 @@ class Rule:
         nondifferentiable: Positions of inputs that are never differentiated; their derivative is
             zero.
         reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
-        user_functions: The functions of its author, which may close over arrays of a running
-            trace. Without any, no map does.
-        symbolic_zeros: Which maps are handed None for a zero in spite of a contract, and come of
-            an evaluation that knows what is differentiated: any of "tangent", "cotangent".
-        contract: What its author's maps are held to; they are handed zeros for what is floating,
-            and not None. None: they are trusted.
-        reaches: What is known of which input reaches which output. "identity": the outputs are
-            inputs as they came, which pictures tell. A function, of a function of another
-            framework, into which pictures look: `reaches(*specs)` gives, for the Specs of the
-            inputs, matrix[output][input]: whether it does by a differentiable path. None, of the
-            attribute or of what it gives: each may reach all.
+        user_functions: The functions that the rule's author wrote, which may close over arrays
+            of a running trace. If there are none, no map closes over any.
+        symbolic_zeros: Which of the maps "tangent" and "cotangent" get None for a zero although
+            the rule has a contract. With "cotangent", `linearize` is told what is differentiated.
+        contract: The checks that the author's maps must pass; such maps get arrays of zeros, and
+            not None. None: a rule of gradtools' own, which is trusted.
+        reaches: Which inputs reach which outputs by a differentiable path. "identity": the
+            outputs are the inputs unchanged, and pictures say so. A function (for a function of
+            another framework, which pictures show opened): `reaches(*specs)` takes the Specs of
+            the inputs and gives `matrix[output][input]` of booleans. None, as the attribute or as
+            the function's result: every input may reach every output.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Rule:
 
     @property
     def origin(self) -> Any:
-        """What it shares with the rules that are made of it: if one is linear, so are all."""
+        """An object that all rules derived from this one share: if one is linear, all are."""
         return self.contract or self
 
     def fills(self, which: str) -> bool:
@@ -216,9 +216,9 @@ def reverse_only_text(caller: str, name: str) -> str:
 def closes_over(
     rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
 ) -> bool:
-    """Whether what the author of a rule wrote holds a certain array.
+    """Whether a rule's user functions hold such an array, in closures, defaults or attributes.
 
-    To trace a rule's maps whenever it is applied would never end, for a rule may use itself.
+    They are searched and not traced: a rule may use itself, so that tracing would not end.
     """
     return next(held_by(rule.user_functions, wanted, array, attributes), None) is not None
 
@@ -249,7 +249,7 @@ def _holds(f: Any, attributes: bool) -> bool:
 def _held(x: Any, attributes: bool) -> list[Any]:
     """What an object holds: a closure's variables, a container's entries, its attributes.
 
-    Of an object of gradtools' own that says so, what its user wrote, and not what is known of it.
+    An object of gradtools names in `__gradtools_holds__` the attributes that its user gave it.
     """
     names = getattr(type(x), "__gradtools_holds__", None)
     if names is not None:
@@ -364,7 +364,7 @@ def batched(
 
 
 def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries = ()) -> Any:
-    """The axes of what the maps are handed; outputs carry the batch where nothing else is said."""
+    """The batch axes of the residuals. Outputs whose axes are not given carry the batch."""
     everything = [*x_axes, *out_axes]
     if saves is None:
         return tuple(x_axes)

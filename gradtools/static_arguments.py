@@ -14,7 +14,7 @@ from gradtools.errors import GradtoolsError
 
 
 def _signature(fun: Any) -> inspect.Signature | None:
-    """None for what takes its arguments by position: a builtin, one of NumPy's ufuncs."""
+    """The signature; None for builtins and NumPy's ufuncs, which take arguments by position."""
     if isinstance(inspect.unwrap(fun), np.ufunc):
         return None
     try:

@@ -11,13 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from gradtools.bridge.functions import Bridged
-from gradtools.bridge.jax_guest import JaxGuest
-from gradtools.bridge.models import BridgedModule, is_jax_model, model_to_torch, module_to_jax
-from gradtools.bridge.torch_guest import TorchGuest
 from gradtools.errors import GradtoolsError
+from gradtools.errors import needed as _needed
+
+try:
+    import torch
+
+    from gradtools.bridge.functions import Bridged
+    from gradtools.bridge.jax_guest import JaxGuest
+    from gradtools.bridge.models import BridgedModule, is_jax_model, model_to_torch, module_to_jax
+    from gradtools.bridge.torch_guest import TorchGuest
+except ModuleNotFoundError as error:
+    raise _needed(__name__, error) from None
 
 __all__ = ["to_jax", "to_torch"]
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.bridged_calls import Cost, Crossing, noted, noting
+from gradtools.calls import in_words
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Shaped
 from gradtools.disconnected_inputs import refuse_cut
@@ -561,6 +562,7 @@ class FlatBridged:
         if len(found) != len(told):
             wrong = f"it returned {len(found)} arrays, expected {len(told)}, those of out"
         elif came != wanted:
+            came, wanted = in_words(came), in_words(wanted)
             wrong = f"it returned the structure {came}, expected {wanted}, that of out"
         elif found != told:
             k = next(k for k, (a, b) in enumerate(zip(found, told, strict=True)) if a != b)

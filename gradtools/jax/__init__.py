@@ -8,7 +8,7 @@ from gradtools.errors import needed as _needed
 try:
     from gradtools.jax.backend import JaxBackend
 except ModuleNotFoundError as error:
-    raise _needed("jax", "JAX", error) from None
+    raise _needed(__name__, error) from None
 
 _api = Api(JaxBackend())
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.accumulate import TargetLeaf, paired, refuse
+from gradtools.calls import with_article
 from gradtools.jax import trees
 from gradtools.jax._upstream import get_opaque_trace_state
 from gradtools.jax.module_arguments import part_of
@@ -76,7 +77,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
     g: Any = _array(entry.grad)
     for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):
         if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
-            result = f"a {type(given).__name__}" if array is None else spec(array)
+            result = with_article(type(given).__name__) if array is None else spec(array)
             refuse(
                 caller,
                 f"{side}{entry.path} is {result}",

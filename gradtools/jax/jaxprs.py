@@ -89,7 +89,7 @@ def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
 
 
 def read(env: dict[Any, Any], atom: Any) -> Any:
-    """What an atom is where a jaxpr is run."""
+    """The value of an atom, a literal or a variable, while a jaxpr is evaluated."""
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
@@ -131,7 +131,7 @@ def needed(jaxpr: Jaxpr, effects: bool = True) -> list[Eqn]:
 
 
 def live(jaxpr: Jaxpr) -> Jaxpr:
-    """A jaxpr without what no result needs, in what its equations run, too; its inputs stay."""
+    """Dead-code elimination, in inner jaxprs too; the inputs stay."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
@@ -167,10 +167,10 @@ CALLS = (
     *("jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "xla_call"),
     *("remat", "remat2", "remat_call", "checkpoint", "named_call", "composite"),
 )
-"""The primitives that are what they run and nothing else."""
+"""Primitives that only call their inner jaxpr."""
 
 RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-"""Functions with a rule of JAX's."""
+"""Calls of functions with a custom_jvp or custom_vjp rule."""
 
 _OTHERS = ("shard_map", "custom_vmap_call")  # a device runs a part; no reverse mode leads through
 

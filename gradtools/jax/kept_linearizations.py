@@ -43,7 +43,7 @@ class LinearizedProgram:
 
     @classmethod
     def of(cls, run: Callable[..., Any], count: int, consts: Any, leaves: Any) -> LinearizedProgram:
-        """That of `run(consts, xs)`, of which the first `count` outputs are differentiated."""
+        """The linearization of `run(consts, xs)`, in the first `count` outputs."""
         structure: list[Any] = []
 
         def forward(consts: Any, xs: Any) -> Any:

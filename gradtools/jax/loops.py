@@ -70,7 +70,7 @@ def _in_one(x: Array, name: Any) -> Array:
 
 @cache
 def _mapped(size: int | None) -> Callable[..., Any]:
-    """What makes of a program one that runs it over the rows of its arguments, compiled."""
+    """A function from a program to a compiled loop over the rows of its arguments."""
 
     def derive(run: Callable[..., Any]) -> Callable[..., Any]:
         def over(consts: list[Array], batch: tuple[Array, ...]) -> list[Array]:

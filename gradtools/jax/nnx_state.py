@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
+from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import cells_of, globals_of, parts_of, with_parts
-from gradtools.jax import jaxprs, reachability
+from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax._upstream import ClosedJaxpr, with_variables
 from gradtools.jax.jaxpr_equality import derived
 from gradtools.jax.known_errors import NO_EFFECTS, says
@@ -87,13 +88,30 @@ def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             moving = dict(zip(xs, xs_now, strict=True))
             full = [moving.get(i, x) for i, x in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(treedef, full)
-            return f(*args, **kwargs)
+            outs, out_def[:] = _parted(f(*args, **kwargs))
+            return outs
 
+        out_def: list[Any] = []
         closed, shapes = jax.make_jaxpr(fresh, return_shape=True)(*xs.values())
         closed = owning(closed)
         refuse_to_repeat("checkpoint", closed)
         result = derived(closed, rematerialized)(closed.consts, list(xs.values()))
-        return jax.tree.unflatten(jax.tree.structure(shapes), result)
+        outs = jax.tree.unflatten(jax.tree.structure(shapes), result)
+        treedef, texts = out_def
+        full = [y if text is None else text for y, text in zip(outs, texts, strict=True)]
+        return trees.unflatten(treedef, full)
+
+
+def _parted(out: Any) -> tuple[list[Any], tuple[Any, list[str | None]]]:
+    """The arrays of an output; its structure, and at each leaf the text that stands there."""
+    leaves, treedef = trees.flatten(out)
+    for x, path in zip(leaves, trees.leaf_paths(out), strict=True):
+        if not (hasattr(x, "dtype") or isinstance(x, bool | int | float | complex | str)):
+            came = with_article(type(x).__name__)
+            raise GradtoolsError(f"checkpoint: f returned {came} at output{path}; expected arrays.")
+    texts = [x if isinstance(x, str) else None for x in leaves]
+    arrays = [None if isinstance(x, str) else x for x in leaves]
+    return arrays, (treedef, texts)
 
 
 def owning(closed: Any) -> Any:

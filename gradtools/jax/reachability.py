@@ -42,7 +42,7 @@ from gradtools.jax.jaxprs import (
 
 
 def within_a_trace() -> bool:
-    """Whether JAX traces or differentiates the code that asks."""
+    """Whether the caller runs inside of a trace or transform of JAX."""
     return bool(get_opaque_trace_state(convention="flax") != _outside())
 
 

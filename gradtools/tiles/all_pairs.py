@@ -80,8 +80,8 @@ class Pairs(Operators):
             An array without axes.
 
         Raises:
-            GradtoolsError: x and y differ in shape or are no matrices; an option that
-                `sigmoid=True` does not know.
+            GradtoolsError: Shapes that do not fit; a label_smoothing outside of 0 to 1; an option
+                that `sigmoid=True` does not know.
 
         Example:
             >>> x = gt.asarray(np.eye(3, dtype=np.float32))
@@ -104,6 +104,7 @@ class Pairs(Operators):
                 f"{caller}: label_smoothing is {label_smoothing} with sigmoid=True, whose labels "
                 "are those of single pairs; leave one of them out."
             )
+        _check_smoothing(caller, label_smoothing)
         y = backend.tiles.sharded_like(y, x)
         scale, bias = (
             float(z)  # of Python, exact beside any dtype
@@ -115,6 +116,7 @@ class Pairs(Operators):
         logits = _Logits(self._backend, scale, bias, label_smoothing, options)
         apart = gathered or axis_name is not None or group is not None
         own = None if ids is None else as_array(backend, caller, ids, "ids", beside=x)
+        _check_shape(caller, "ids", own, (x.shape[0],), "one for each row of x")
         spread = lambda z: z
         if apart:
             gathered = partial(
@@ -165,7 +167,8 @@ class Pairs(Operators):
             An array without axes, or of target's shape. A target that is no class gives NaN.
 
         Raises:
-            GradtoolsError: Shapes that do not fit; an unknown reduction.
+            GradtoolsError: Shapes that do not fit; a target of floats; an unknown reduction; a
+                label_smoothing outside of 0 to 1.
 
         Example:
             >>> h, t = gt.asarray(np.eye(2, dtype=np.float32)), gt.asarray(np.int32([0, 0]))
@@ -188,9 +191,16 @@ class Pairs(Operators):
                 f"{caller}: input has the shape {tuple(h.shape)}, weight {tuple(w.shape)} and "
                 f"target {tuple(t.shape)}; expected [..., d], [classes, d] and [...]."
             )
+        if backend.is_inexact(t):
+            raise GradtoolsError(
+                f"{caller}: target has the dtype {backend.dtype_name(t)}; expected integers, the "
+                "numbers of classes."
+            )
+        _check_smoothing(caller, label_smoothing)
         xp, shape, classes = backend.xp, tuple(t.shape), w.shape[0]
         h, t = xp.reshape(h, (-1, w.shape[1])), xp.reshape(t, (-1,))
         b = None if bias is None else as_array(backend, caller, bias, "bias", beside=h)
+        _check_shape(caller, "bias", b, (classes,), "one for each class")
         entropy = _tiled(
             backend,
             partial(_class_scores, bool(label_smoothing)),
@@ -288,6 +298,20 @@ class Pairs(Operators):
         return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
 
 
+def _check_smoothing(caller: str, label_smoothing: float) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise GradtoolsError(
+            f"{caller}: label_smoothing is {label_smoothing}; expected a number from 0 to 1."
+        )
+
+
+def _check_shape(caller: str, name: str, x: Any, shape: tuple[int, ...], meaning: str) -> None:
+    if x is not None and tuple(x.shape) != shape:
+        raise GradtoolsError(
+            f"{caller}: {name} has the shape {tuple(x.shape)}; expected {shape}, {meaning}."
+        )
+
+
 def _tiled(backend: Backend, f: Any, reduce: Any, **options: Any) -> Callable[..., Any]:
     """Of a function that stands here, which is known to be the same again."""
     return Tiling(backend).tiled(f, reduce, verify=False, **options)
@@ -317,6 +341,8 @@ class _Logits:
         if negatives is None:
             return {"y": y, "b": ids}
         more = as_array(self.backend, "contrastive_loss", negatives, "negatives", beside=y)
+        wanted = (*more.shape[:1], y.shape[1])
+        _check_shape("contrastive_loss", "negatives", more, wanted, "features like those of y")
         n, k = y.shape[0], more.shape[0]
         if ids is not None:
             ids = self.xp.concat([ids, self.xp.broadcast_to(ids[:1], (k,))])
@@ -448,8 +474,8 @@ class _Heads:
 
     @classmethod
     def of(cls, caller: str, q: Array, k: Array, v: Array) -> _Heads:
-        *qs, n, d = q.shape
-        *ks, m, e = k.shape
+        # A vector, which does not fit, is here a matrix without rows.
+        (*qs, n, d), (*ks, m, e) = ((0,) * (2 - len(z.shape)) + tuple(z.shape) for z in (q, k))
         fits = tuple(v.shape[:-1]) == (*ks, m) and d == e and len(qs) == len(ks)
         groups = qs[-1] // ks[-1] if fits and qs and ks[-1] else 1
         if not fits or qs[:-1] != ks[:-1] or qs[-1:] != [groups * h for h in ks[-1:]]:

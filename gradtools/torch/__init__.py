@@ -9,7 +9,7 @@ from gradtools.errors import needed as _needed
 try:
     from gradtools.torch.backend import TorchBackend
 except ModuleNotFoundError as error:
-    raise _needed("torch", "PyTorch", error) from None
+    raise _needed(__name__, error) from None
 
 _api = Api(TorchBackend())
 

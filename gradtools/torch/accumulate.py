@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gradtools.accumulate import TargetLeaf, paired, refuse
+from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
@@ -139,9 +140,19 @@ def _memory(x: torch.Tensor) -> Any:
 def _check(caller: str, entry: TargetLeaf) -> None:
     p, g, path = entry.target, entry.grad, entry.path
     if not isinstance(p, torch.Tensor):
-        refuse(caller, f"target{path} is a {type(p).__name__}", "a leaf tensor", "Give parameters.")
+        refuse(
+            caller,
+            f"target{path} is {with_article(type(p).__name__)}",
+            "a leaf tensor",
+            "Give parameters.",
+        )
     if not isinstance(g, torch.Tensor):
-        refuse(caller, f"grads{path} is a {type(g).__name__}", "a tensor", "Convert it: asarray.")
+        refuse(
+            caller,
+            f"grads{path} is {with_article(type(g).__name__)}",
+            "a tensor",
+            "Convert it: asarray.",
+        )
     if _is_traced(p) or _is_traced(g):
         raise GradtoolsError(
             f"{caller}: grads{path} belongs to a torch.func transform that is still running; .grad "

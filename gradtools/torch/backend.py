@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradtools.backend import Array, Lazily, Wing
+from gradtools.calls import in_words
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
@@ -153,7 +154,7 @@ class TorchBackend(Wing):
         return x.detach()
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """`f(args)`; inside functorch's levels, if f wants NumPy arrays, under all of them."""
+        """`f(args)`; an f that needs NumPy arrays runs on unwrapped tensors under functorch."""
         try:
             return f(args)
         except RuntimeError as error:
@@ -166,8 +167,8 @@ class TorchBackend(Wing):
                 result, came = trees.flatten(f(trees.unflatten(argdef, values)))
                 if came != treedef:
                     raise GradtoolsError(
-                        f"straight_through: the function returned the structure {came}, its "
-                        f"surrogate {treedef}; they must be the same."
+                        f"straight_through: the function returned the structure {in_words(came)}, "
+                        f"its surrogate {in_words(treedef)}; they must be the same."
                     ) from None
                 return [self.cast(y, s) for y, s in zip(result, shapes, strict=True)]
 
@@ -230,7 +231,7 @@ def _checkpointed(
 
 
 class _Constant(torch.autograd.Function):
-    """The identity; whoever asks for a derivative through it is told that there is none."""
+    """The identity; differentiating it raises."""
 
     @staticmethod
     def forward(message: str, x: Tensor, *sources: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def _pulled(
 def pulled(
     ys: Sequence[Tensor], xs: Sequence[Tensor], cts: Sequence[Tensor], retain: bool, create: bool
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` less its look at the arguments; None at what is not reached."""
+    """`torch.autograd.grad` without its checks of the arguments; None where not reached."""
     if torch.overrides.has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
     run = upstream.engine
@@ -410,7 +410,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
 
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:
-    """Where no graph was wanted and nodes were made, by what no mode sees: f is looked at."""
+    """Runs f again to find what made graph nodes that no mode showed, and refuses it by name."""
     from gradtools.torch.seeing.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -24,7 +24,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def batches_first(x: Tensor) -> Tensor:
-    """The same, where the batches of vmaps are the first axes, in their order."""
+    """x unwrapped, with the batch axes of all vmaps in front, the outermost first."""
     axes: list[int] = []
     while is_wrapped(x):
         axes += [upstream.maybe_get_bdim(x)] if upstream.is_batchedtensor(x) else []

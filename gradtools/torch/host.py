@@ -242,7 +242,7 @@ def _tracked(xs: Sequence[Tensor]) -> bool:
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """The call; whoever asks for a derivative through it is told that there is none."""
+    """The call of a kernel; differentiating it raises."""
 
     @staticmethod
     def forward(key: str, batch: Sequence[int], *xs: Tensor) -> tuple[Tensor, ...]:

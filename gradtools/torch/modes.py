@@ -34,7 +34,7 @@ def batchings() -> int:
 
 
 class NoForwardMode(Exception):
-    """Someone is in forward mode already, the caller's caller or another thread, or x has none."""
+    """PyTorch's one level of forward mode is taken (by an outer call, a thread), or x has none."""
 
 
 _FORWARD_MODE = threading.Lock()
@@ -146,11 +146,11 @@ class Modes:
                 upstream.enter_vmap()
 
     def again(self) -> AbstractContextManager[None]:
-        """Inside, all is as it stood; outside, as it was."""
+        """A block in which the recorded modes and flags are set."""
         return _Restored(self.flags, self.grad, self._others())
 
     def _others(self) -> AbstractContextManager[Any]:
-        """What is entered and left besides, which mostly is nothing."""
+        """The contexts of autocast, device and inference mode, where they are others now."""
         casts = _casts([kind for kind, _, _ in self.autocast])
         cast_as_here = casts == self.autocast and not any(on for _, on, _ in casts)
         device_as_here = default_device() == self.device
@@ -174,7 +174,7 @@ class Modes:
 
 
 class _Restored:
-    """Inside, flags and grad mode stand so; outside, as they did. others: Is entered besides."""
+    """A block with these flags and this grad mode. others: A context entered as well."""
 
     def __init__(self, flags: list[Any], grad: bool, others: AbstractContextManager[Any]) -> None:
         self._flags, self._wanted, self._others = flags, grad, others

@@ -66,7 +66,7 @@ class Alive:
         self.objects = objects
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModulePlan:
     """The module tree, read once. ``places`` maps a tensor's or module's id to its slot."""
 

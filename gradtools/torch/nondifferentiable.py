@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 def gated(
     xs: Sequence[Tensor], sources: Sequence[Tensor], message: str, transposed: bool = False
 ) -> tuple[Tensor, ...]:
-    """xs; who asks for a derivative of any along one of the sources is told why there is none."""
+    """xs; differentiating any of them with respect to one of the sources raises the message."""
 
     def refuse() -> None:
         raise GradtoolsError(message)
@@ -34,7 +34,7 @@ def beside(
     ask: Callable[[], None],
     transposed: bool = False,
 ) -> tuple[Tensor, ...]:
-    """xs; who asks for a derivative of any along one of the sources asks first, which may raise.
+    """xs; differentiating any of them with respect to one of the sources first calls `ask`.
 
     transposed: Whether that holds of xs' own pullback as well, as it does where xs is a linear
         map's value: its transpose depends on the sources as the map does.
@@ -43,7 +43,7 @@ def beside(
 
 
 class _Gate(torch.autograd.Function):
-    """The sources, behind a number that nobody reads."""
+    """A number with a graph to the sources; its backward pass calls `ask`."""
 
     @staticmethod
     def forward(ask: Callable[[], None], *sources: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Beside(torch.autograd.Function):
-    """The first tensors as they are, in a graph that leads to the last as well."""
+    """The identity on all tensors but the last, to which its graph leads as well."""
 
     generate_vmap_rule = True
 

@@ -99,7 +99,7 @@ class Snapshot:
         return cls(Randomness.everywhere(reached.kinds), reached, versions, contents, states)
 
     def now(self) -> Snapshot:
-        """What stands now behind all that was reached; this one where nothing changed."""
+        """A snapshot of the same objects as they are now; this one if nothing changed."""
         start = self if self.reached.stands() else replace(self, reached=self.reached.now())
         return start._taken_again()
 
@@ -123,7 +123,7 @@ class Snapshot:
         return Snapshot(streams, reached, versions, contents, states)
 
     def settled(self) -> Snapshot:
-        """When the function has run first: less the streams that it drew nothing from."""
+        """For after the first run: without the random streams that it drew nothing from."""
         return replace(self, streams=(self.streams and self.streams.used()) or None)
 
     def restore(self) -> None:
@@ -311,7 +311,7 @@ def _refill(x: Any, entries: tuple[Any, ...]) -> None:
 
 
 def _refill_map(x: Any, kept: dict[Any, Any]) -> None:
-    """Writes what differs alone: another thread may read it."""
+    """Writes only the entries that differ: another thread may read the others."""
     own, now = _kind_of(x), _items(x)
     if any(a is not b for a, b in zip(now, kept, strict=False)):
         own.clear(x)  # its order may count, too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,30 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     if type(tree) is dict and not tree:
         return [], _NO_KEYWORDS
     result = _flattened(tree)
-    return result if torch.compiler.is_dynamo_compiling() else _CONTAINERS.opened(*result)
+    if torch.compiler.is_dynamo_compiling() and not any(map(_may_hold_tensors, result[0])):
+        return result
+    return _in_python(_CONTAINERS.opened, *result)
+
+
+def _may_hold_tensors(x: Any) -> bool:
+    """Whether a leaf is a container that may have to be opened, told as dynamo can follow it."""
+    if isinstance(x, Mapping):
+        parts = list(x.values())
+    else:
+        parts = [getattr(x, name, None) for name in getattr(x, "__dataclass_fields__", ())]
+    return not all(part is None or isinstance(part, _CONSTANTS) for part in parts)
+
+
+_CONSTANTS = (str, bool, int, float, complex, torch.dtype, torch.device)
+
+
+def _in_python(fun: Callable[..., Any], *args: Any) -> Any:
+    """`fun(*args)`. Dynamo does not follow it, so that a compiled graph breaks here."""
+    if not torch.compiler.is_dynamo_compiling():
+        return fun(*args)
+    from gradtools.torch.compiling import uncompiled  # which imports this module
+
+    return uncompiled(fun, *args)
 
 
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
@@ -91,7 +114,7 @@ def _flattened(tree: Any) -> tuple[list[Any], TreeDef]:
 
 def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
     if type(treedef) is OpenedTree:
-        return _CONTAINERS.closed(treedef, leaves)
+        return _in_python(_CONTAINERS.closed, treedef, leaves)
     if treedef is _LEAF:
         return leaves[0]
     if treedef is _NONE:
@@ -107,7 +130,11 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 def leaf_paths(tree: Any) -> list[str]:
     """Where each leaf that is not None stands, such as `['w'][0]`."""
-    return _CONTAINERS.paths(tree)
+    if torch.compiler.is_dynamo_compiling() and not any(
+        map(_may_hold_tensors, _flattened(tree)[0])
+    ):
+        return _leaf_paths(tree)
+    return _in_python(_CONTAINERS.paths, tree)
 
 
 def _leaf_paths(tree: Any) -> list[str]:

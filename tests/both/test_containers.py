@@ -175,6 +175,66 @@ def test_none_and_constants_pass(gt):
     np.testing.assert_allclose(gt.to_numpy(back), 8 * X)
 
 
+def test_what_checkpoint_computes_again_may_return_containers_and_texts(gt):
+    x = gt.asarray(X)
+    f = gt.checkpoint(lambda x: {"out": Output(x**2, x.sum()), "name": "f", "none": None})
+    out, pullback = gt.vjp(lambda x: (lambda y: y["out"].x * y["out"].mask)(f(x)), x)
+    assert f(x)["name"] == "f" and f(x)["none"] is None and f(x)["out"].name == "encoder"
+    whole = lambda x: x**2 * x.sum()
+    expected, plain = gt.vjp(whole, x)
+    np.testing.assert_allclose(gt.to_numpy(out), gt.to_numpy(expected))
+    np.testing.assert_allclose(gt.to_numpy(pullback(out)[0]), gt.to_numpy(plain(expected)[0]))
+
+
+def test_what_is_measured_may_return_a_container(gt):
+    x = gt.asarray(X)
+    alone = gt.measure(lambda x: gt.xp.sum(x**3), x)
+    assert gt.measure(lambda x: Output(gt.xp.sum(x**3)), x).flops == alone.flops > 0
+
+
+def test_in_jax_what_returns_no_array_is_not_measured_as_costing_nothing():
+    x = gj.asarray(np.float32(X))
+    with pytest.raises(GradtoolsError, match=r"measure: f returned None, and in JAX what no resul"):
+        gj.measure(lambda x: None, x)
+
+
+COMPILED = {
+    "a reversed dataclass": lambda gt, x, m: gt.reverse_gradient(Output(x**2)).x.sum(),
+    "a reversed UserDict": lambda gt, x, m: gt.reverse_gradient(Encoding({"x": x**2}, []))[
+        "x"
+    ].sum(),
+    "a reversed dataclass in a dict": lambda gt, x, m: gt.reverse_gradient(
+        {"out": Output(x**2), "count": 3}
+    )["out"].x.sum(),
+    "a stopped dataclass": lambda gt, x, m: (gt.stop_gradient(Output(x**2)).x + x).sum(),
+    "a clipped dataclass": lambda gt, x, m: gt.clip_gradient(Output(x**2), 0.1).x.sum(),
+    "a gradient in a dataclass": lambda gt, x, m: gt.grad(lambda out: (out.x**3).sum())(
+        Frozen(x, None)
+    ).x.sum(),
+    "a tangent in a dataclass": lambda gt, x, m: gt.jvp(
+        lambda x: Frozen(x**3, None), (x,), (torch.ones(3),)
+    )[1].x.sum(),
+    "gradients of examples in a dataclass": lambda gt, x, m: gt.per_example_grad(
+        lambda w, out: (w**2 * out.x).sum()
+    )(x, Output(m)).sum(),
+    "a sum over chunks of a dataclass": lambda gt, x, m: gt.microbatched(
+        lambda w, out: (w**2 * out.x).sum(), 1
+    )(x, Output(m))[1].sum(),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_pytorch_opens_containers_as_eager_does(name):
+    x, m = torch.arange(1.0, 4.0), torch.arange(6.0).reshape(2, 3)
+    program = lambda x: COMPILED[name](gt_torch, x, m)
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="eager")
+    mine, plain = (x.clone().requires_grad_() for _ in range(2))
+    compiled(mine).backward()
+    program(plain).backward()
+    torch.testing.assert_close(mine.grad, plain.grad)
+
+
 def test_nan_is_the_same_constant_in_all_chunks(gt):
     out, limit = gt.chunked(lambda x: (x * 2, float("nan")), 2)(gt.asarray(X))
     np.testing.assert_allclose(gt.to_numpy(out), 2 * X)

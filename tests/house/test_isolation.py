@@ -207,6 +207,32 @@ def test_a_wing_without_its_framework_says_what_to_install(backend: str, title: 
     )
 
 
+@needs("torch", "jax")
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import gradtools.bridge",
+        "from gradtools.testing import check_derivatives as c; c(abs, (1.0,), backend='torch')",
+    ],
+)
+def test_what_needs_an_absent_framework_says_what_to_install(program: str) -> None:
+    tried = f"""
+        try:
+            {program}
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    said = run(tried, without=("torch",))
+    assert said.endswith(
+        'needs PyTorch, which is not installed. Mend: pip install "gradtools[torch]".'
+    )
+
+
+def test_an_operator_looked_for_in_gradtools_itself_is_told_where_it_stands() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'grad'\. .* import gradtools\.torch"):
+        gradtools.grad  # noqa: B018 - the look is what is tested
+
+
 @needs("torch")
 def test_a_first_call_of_a_rule_does_not_import_the_compiler() -> None:
     program = """

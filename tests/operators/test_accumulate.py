@@ -322,7 +322,7 @@ BAD_WEIGHTS = {
     "vector": (lambda gt: f32(gt, [1.0, 2.0]), r"of shape \(2,\) and dtype .*float32; expected a"),
     "complex": (lambda gt: 1j, r"weight is 1j; expected a real number"),
     "text": (lambda gt: "2", r"weight is '2'; expected a real number"),
-    "nothing": (lambda gt: None, r"weight is a NoneType; expected a real number"),
+    "nothing": (lambda gt: None, r"weight is None; expected a real number"),
 }
 
 

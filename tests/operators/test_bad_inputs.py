@@ -85,3 +85,11 @@ def test_the_same_bad_call_is_refused_under_vmap(gt, backend_name):
         gt.vmap(gt.grad(lambda x: x * x))(x)
     with pytest.raises(GradtoolsError, match="Keep it floating"):
         gt.vmap(gt.grad(lambda x: gt.xp.argmax(x)))(x)
+
+
+def test_a_numpy_array_that_jax_cannot_hold_is_no_array_without_numbers(gt, default_precision):
+    x = gt.asarray(np.ones(3, np.float32))
+    with pytest.raises(
+        GradtoolsError, match=r"known_gradient: dx(: asarray: JAX cannot hold| has)"
+    ):
+        gt.known_gradient(x, np.ones(3))

@@ -537,6 +537,28 @@ def test_transform_replaces_the_cotangent_of_the_whole_tree(gt):
     assert gt.to_numpy(g["a"]).tolist() == [35.0, 35.0] and number(g["b"]) == 17.0
 
 
+class _Holder:
+    """An object of no class that pytrees know."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("name", [n for n in EDITS if n != "straight_through"])
+def test_an_object_in_which_no_array_is_found_is_refused_and_not_left_unedited(gt, name):
+    x = gt.asarray(np.ones(2))
+    for held in (_Holder(x), {"a": x}.values(), lambda x: x):
+        with pytest.raises(GradtoolsError, match=r"in which no array is found; expected an array"):
+            EDITS[name](gt, held)
+    for plain in (None, [], "mode", 3, 2.0, np.ones(2), [_Holder(x), "mode"]):
+        assert repr(EDITS[name](gt, plain)) == repr(plain)
+
+
+def test_a_transform_may_return_an_array_of_numpy(gt):
+    edited = lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: 2 * np.ones(3)) ** 2)
+    assert gt.to_numpy(gt.grad(edited)(gt.asarray(np.zeros(3)))).tolist() == [2, 2, 2]
+
+
 def test_transform_sees_none_at_leaves_that_are_not_differentiable(gt, native):
     seen = []
 

@@ -227,6 +227,12 @@ BAD: dict[str, Call] = {
     "vjp of a number": lambda gt, a: gt.vjp(3.0, a(S)),
     "jvp of None": lambda gt, a: gt.jvp(None, (a(S),), (a(S),)),
     "vmap of a number": lambda gt, a: gt.vmap(3.0)(a(V)),
+    "checkpoint, verified always": lambda gt, a: gt.checkpoint(total(gt), verify="always"),
+    "arguments in the place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
+    "arguments of microbatched in the place of argnums": lambda gt, a: gt.microbatched(
+        mean, 2, (a(V), a(ROWS))
+    ),
+    "a number of floats as argnums": lambda gt, a: gt.grad(total(gt), a(S))(a(V)),
     "checkpoint of a number": lambda gt, a: gt.checkpoint(3.0)(a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
     "chunked of a number": lambda gt, a: gt.chunked(3.0, 2),
@@ -268,6 +274,25 @@ BAD: dict[str, Call] = {
     "linear_cross_entropy of shapes that do not fit": lambda gt, a: gt.linear_cross_entropy(
         a(V), a(V), a(N)
     ),
+    "linear_cross_entropy of a target of floats": lambda gt, a: gt.linear_cross_entropy(
+        a(ROWS), a(ROWS), a(np.zeros(3))
+    ),
+    "linear_cross_entropy with a long bias": lambda gt, a: gt.linear_cross_entropy(
+        a(ROWS), a(ROWS), a(np.zeros(3, int)), a(np.ones(4))
+    ),
+    "linear_cross_entropy of labels that are too smooth": lambda gt, a: gt.linear_cross_entropy(
+        a(ROWS), a(ROWS), a(np.zeros(3, int)), label_smoothing=-0.1
+    ),
+    "contrastive_loss of labels that are too smooth": lambda gt, a: gt.contrastive_loss(
+        a(ROWS), a(ROWS), label_smoothing=2
+    ),
+    "contrastive_loss with too few ids": lambda gt, a: gt.contrastive_loss(
+        a(ROWS), a(ROWS), ids=a(N)
+    ),
+    "contrastive_loss with a vector of negatives": lambda gt, a: gt.contrastive_loss(
+        a(ROWS), a(ROWS), negatives=a(V)
+    ),
+    "attention of vectors": lambda gt, a: gt.attention(a(V), a(V), a(V), layout="heads_first"),
     "attention of an unknown layout": lambda gt, a: gt.attention(a(V), a(V), a(V), layout="bhnd"),
     "attention of narrow keys": lambda gt, a: gt.attention(
         a(ROWS), a(ROWS[:, :1]), a(ROWS), layout="heads_first"
@@ -285,6 +310,10 @@ BAD: dict[str, Call] = {
     "dependence of a number": lambda gt, a: gt.dependence(3.0, a(V)),
     "gradient_graph of a number": lambda gt, a: gt.gradient_graph(3.0, a(V)),
     "formula of a number": lambda gt, a: gt.formula(3.0, a(V)),
+    "reverse_gradient of a function": lambda gt, a: gt.reverse_gradient(total(gt)),
+    "stop_gradient of the values of a dict": lambda gt, a: gt.stop_gradient({"x": a(V)}.values()),
+    "clip_gradient of a function": lambda gt, a: gt.clip_gradient(total(gt), 1.0),
+    "known_gradient of a function": lambda gt, a: gt.known_gradient(total(gt), a(V)),
     "transform_gradient by a number": lambda gt, a: gt.transform_gradient(a(V), 3.0),
     # --- tangents and cotangents
     "tangents without a tuple": lambda gt, a: gt.jvp(total(gt), (a(V),), a(V)),

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 import gradtools.torch as gt
+
+
+@dataclass
+class Flags:
+    """A configuration: a dataclass without a tensor."""
+
+    train: bool = True
 
 
 def test_backward_writes_the_edited_gradient_into_the_leaf():
@@ -23,6 +32,17 @@ def test_a_compiled_loss_goes_backward_through_the_edits():
     x = torch.tensor([3.0, 0.5], requires_grad=True)
     torch.compile(loss, backend="aot_eager", fullgraph=True)(x).backward()
     assert x.grad.tolist() == [-1.0, -0.5]
+
+
+@pytest.mark.parametrize("constant", [3, "mode", Flags()])
+def test_a_compiled_edit_of_a_tree_with_constants_breaks_no_graph(constant):
+    def loss(x):
+        return (gt.reverse_gradient({"x": x, "constant": constant}, 0.5)["x"] ** 2).sum()
+
+    torch._dynamo.reset()
+    x = torch.tensor([3.0, 0.5], requires_grad=True)
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(x).backward()
+    assert x.grad.tolist() == [-3.0, -0.5]
 
 
 def transformed(x):

@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
+from gradtools.jax import trees
 from gradtools.jax._upstream import Literal
 from gradtools.jax.jaxprs import Jaxpr, live
 from gradtools.jax.seeing.flops import bodies, counted, is_call
-from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
@@ -100,7 +101,15 @@ class _Compiled:
         def run(*xs: Any) -> list[Any]:
             full = replaced_at(given, places, xs)
             inner_args, inner_kwargs = jax.tree.unflatten(treedef, full)
-            return [x for x in jax.tree.leaves(f(*inner_args, **inner_kwargs)) if _is_array(x)]
+            out = f(*inner_args, **inner_kwargs)
+            arrays = [x for x in trees.flatten(out)[0] if _is_array(x)]
+            if leaves and not arrays:
+                came = "None" if out is None else with_article(type(out).__name__)
+                raise GradtoolsError(
+                    f"measure: f returned {came}, and in JAX what no result needs "
+                    "is left out: nothing would be counted. Return arrays."
+                )
+            return arrays
 
         try:
             closed = jax.make_jaxpr(run)(*leaves)
@@ -118,13 +127,13 @@ class _Compiled:
 
     def saved_bytes(self) -> tuple[int | None, list[str]]:
         """What jax.vjp keeps along all inexact leaves, and why it keeps nothing if it cannot."""
-        moving = [i for i, x in enumerate(self.leaves) if is_inexact(x)]
+        moving = [i for i, x in enumerate(self.leaves) if trees.is_inexact(x)]
         if not moving:
             return 0, []
 
         def kept(*xs: Any) -> list[Any]:
             def outs(*moved: Any) -> list[Any]:
-                return [y for y in self.run(*replaced_at(xs, moving, moved)) if is_inexact(y)]
+                return [y for y in self.run(*replaced_at(xs, moving, moved)) if trees.is_inexact(y)]
 
             ys, pull = jax.vjp(outs, *[xs[i] for i in moving])
             pull(ys)  # a loop that cannot be transposed says so now

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,7 @@ def backend_name(caller: str, backend: Any) -> str:
             f'{caller}: backend is {backend!r}; expected "torch", "jax", or one of the modules '
             "gradtools.torch and gradtools.jax."
         )
+    import_module(f"gradtools.{name}")  # which says how to get what is not installed
     return name
 
 

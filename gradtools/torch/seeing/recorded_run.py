@@ -70,7 +70,7 @@ def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
     places = [f"{node.native} at {node.source}" if node.source else node.native for node in lost]
     stand_in = result.stand_ins[index] if result.stand_ins else ""
     if not places and stand_in:
-        places.append(f"reading {stand_in} in its place, which f captured")
+        places.append(f"reading {stand_in} in its place, which is the same tensor")
     return list(dict.fromkeys(places))
 
 

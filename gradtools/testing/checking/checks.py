@@ -445,7 +445,8 @@ class DerivativeCheck:
 
         def sides() -> list[np.ndarray]:
             found = {key: slopes.one_sided(line, self.probe.eps) for key, line in lines.items()}
-            return [gathered(lambda key, k=k: found[key][k]) for k in range(3)]
+            picked = lambda k, key: found[key][k]
+            return [gathered(partial(picked, k)) for k in range(3)]
 
         error = np.abs(gathered(lambda key: result[key].error))
         smallest = min((slope.smallest for slope in result.values()), default=math.nan)
@@ -564,9 +565,10 @@ class DerivativeCheck:
                 f"{name} of -4096 {what}s | -4096 times it", path, thousands, -4096 * one, 1,
                 4096 * noise, cause,
             )  # fmt: skip
+            again = lambda xs, k=k: [apply(xs, a)[k], apply(xs, b)[k]]
             self._compare(
                 f"{name} of a sum of {what}s | sum", path, both, one + other, 1, noise, cause,
-                again=lambda xs, k=k: [apply(xs, a)[k], apply(xs, b)[k]],
+                again=again,
             )  # fmt: skip
 
     # --- jumps
@@ -720,12 +722,12 @@ class DerivativeCheck:
             for i, path in enumerate(self.probe.paths):
                 a, b = products[first][i], products[mode][i]
                 biggest = max(np.max(np.abs(wide(h)), initial=0) for h in products[first])
+                again = lambda xs, i=i, modes=(first, mode): [
+                    self.probe.product(each, xs, d.us, self.vs)[i] for each in modes
+                ]
                 self._compare(
                     f"{self._name(first)} | {self._name(mode)}", path, a, b, 2,
-                    16 * self.probe.eps * float(biggest), "two mixes of modes differ",
-                    again=lambda xs, i=i, modes=(first, mode): [
-                        self.probe.product(each, xs, d.us, self.vs)[i] for each in modes
-                    ],
+                    16 * self.probe.eps * float(biggest), "two mixes of modes differ", again=again,
                 )  # fmt: skip
 
     def _curvature(
@@ -734,13 +736,13 @@ class DerivativeCheck:
         name = self._name("forward_over_forward")
         for mode, product in products.items():
             noise = self._exact(2) * size(e.us, product)
+            again = lambda xs, mode=mode: [
+                self.probe.curvature(xs, d.us, e.us, self.vs),
+                inner(e.us, self.probe.product(mode, xs, d.us, self.vs)),
+            ]
             self._compare(
                 f"{name} | {self._name(mode)}", "all arguments", curved, inner(e.us, product), 2,
-                noise, "two mixes of modes differ",
-                again=lambda xs, mode=mode: [
-                    self.probe.curvature(xs, d.us, e.us, self.vs),
-                    inner(e.us, self.probe.product(mode, xs, d.us, self.vs)),
-                ],
+                noise, "two mixes of modes differ", again=again,
             )  # fmt: skip
         if products or not self.against_values:
             return

@@ -8,8 +8,8 @@ threads may use it on shared parameters; what stands here does the second:
 
 The buffer is `.grad` in PyTorch and a pytree in JAX; how each is written stands in the wings'
 `accumulate.py`. Compensated sums carry each addition's rounding error along, found by Knuth's
-exact two-term sum (The Art of Computer Programming, vol. 2, 4.2.2), and add it at the end, as in
-Neumaier's variant of Kahan's summation (ZAMM 54, 1974).
+exact two-term sum (The Art of Computer Programming, vol. 2, 4.2.2), and move it into the sum once
+it is large enough, by Dekker's (Numerische Mathematik 18, 1971), before it is rounded itself.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Accumulation(Operators):
         Args:
             dtype: The precision to add in, such as "float32" for bfloat16 gradients; complex
                 leaves use the complex dtype of that precision. None: the gradients' own.
-            compensated: Also carry the rounding error of every addition, and add it at the end.
+            compensated: Also carry the rounding error of the additions before, and add it in.
                 The result is then about as good as adding in twice the precision, for one more
-                buffer and six more additions per entry. Rounding in w_i g_i itself stays.
+                buffer and nine more additions per entry. Rounding in w_i g_i itself stays.
 
         Returns:
             An empty `GradientAccumulator`.
@@ -260,7 +260,7 @@ class _State:
         paths: Their leaf paths.
         specs: What each leaf looked like when it came ("float32 of shape (2,) on cpu").
         totals: The weighted sums.
-        errors: The rounding errors of the sums, when compensated.
+        errors: What the sums lack by rounding, when compensated.
         weight: The sum of the weights.
     """
 
@@ -330,8 +330,7 @@ class GradientAccumulator:
             GradtoolsError: Nothing has been added.
         """
         state = self._filled("sum")
-        copied = [self._total(state, i) for i in range(len(state.paths))]
-        return self._backend.unflatten(state.treedef, copied)
+        return self._backend.unflatten(state.treedef, [*map(self._wing.copied, state.totals)])
 
     def mean(self) -> Any:
         """The sum over the sum of the weights.
@@ -346,8 +345,7 @@ class GradientAccumulator:
                 "GradientAccumulator.mean: the weights sum to 0, so there is no mean. Give "
                 "weights with a sum other than 0, or use sum()."
             )
-        totals = [self._total(state, i) for i in range(len(state.paths))]
-        means = [t / self._factor(state.weight, t) for t in totals]
+        means = [t / self._factor(state.weight, t) for t in state.totals]
         return self._backend.unflatten(state.treedef, means)
 
     def reset(self) -> None:
@@ -414,30 +412,25 @@ class GradientAccumulator:
     def _joined(self, state: _State, term: _State) -> _State:
         """The state with the term added."""
         _check_alike(state, term)
-        pairs = [self._sum(a, b) for a, b in zip(state.totals, term.totals, strict=True)]
+        missing = state.errors or (None,) * len(state.totals)
+        pairs = [*map(self._sum, state.totals, missing, term.totals)]
         totals = tuple(total for total, _ in pairs)
-        errors: tuple[Any, ...] = ()
-        if self._compensated:
-            errors = tuple(e + new for e, (_, new) in zip(state.errors, pairs, strict=True))
+        errors = tuple(e for _, e in pairs) if self._compensated else ()
         weight = state.weight + term.weight
         return _State(state.treedef, state.paths, state.specs, totals, errors, weight)
 
-    def _sum(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """(s, e) with s = a + b rounded and, if compensated, e = (a + b) - s exactly."""
+    def _sum(self, a: Any, error: Any, b: Any) -> tuple[Any, Any]:
+        """(s, e) with s = a + error + b rounded and, if compensated, e what s lacks."""
         s = a + b
         if not self._compensated:
             return s, None
         share = s - a
-        return s, (a - (s - share)) + (b - share)
+        error = error + ((a - (s - share)) + (b - share))
+        xp = self._backend.xp  # where a sum is not finite, its error means nothing
+        total = xp.where(xp.isfinite(s), s + error, s)
+        return total, error - (total - s)
 
     # --- what it is made of
-
-    def _total(self, state: _State, i: int) -> Any:
-        total = state.totals[i]
-        if not self._compensated:
-            return self._wing.copied(total)
-        xp = self._backend.xp  # where a total is not finite, its error means nothing
-        return xp.where(xp.isfinite(total), total + state.errors[i], total)
 
     def _no_errors(self, totals: list[Any]) -> tuple[Any, ...]:
         if not self._compensated:

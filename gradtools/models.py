@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments import arguments_of_call
-from gradtools.backend import Backend, F, Operators, P, R
+from gradtools.backend import F, Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import like_function, with_article
 from gradtools.chunks import ChunkOptions, check_verify
@@ -252,14 +252,11 @@ class Models(Operators):
             array([3., 3.], dtype=float32)
         """
         _check_function("vmap", f)
-        native = _Native(self._backend, f, in_axes, out_axes)
-        return like_function("", f, partial(self._mapped, f, in_axes, out_axes, native))
+        return like_function("", f, partial(self._mapped, f, in_axes, out_axes))
 
-    def _mapped(
-        self, f: Any, in_axes: Any, out_axes: Any, native: _Native, /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _mapped(self, f: Any, in_axes: Any, out_axes: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not kwargs and type(in_axes) is not dict:
-            return native.call(*args)
+            return self._backend.vmap(f, in_axes, out_axes)(*args)
         backend = self._backend
         batch = Batch(backend, "vmap", arguments_of_call("vmap", f, args, kwargs, in_axes))
 
@@ -325,17 +322,6 @@ class Models(Operators):
         """
         _check_function("compile", f)
         return self._backend.compile(f, **options)
-
-
-class _Native:
-    """A function that the framework's own vmap made, which is made again after pickling."""
-
-    def __init__(self, backend: Backend, f: Any, in_axes: Any, out_axes: Any) -> None:
-        self._of = backend, f, in_axes, out_axes
-        self.call = f if type(in_axes) is dict else backend.vmap(f, in_axes, out_axes)
-
-    def __reduce__(self) -> Any:
-        return _Native, self._of
 
 
 def _check_function(caller: str, f: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -139,8 +140,9 @@ class BridgedModule(nn.Module):
 
     def forward(self, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
         """The model's output. While training, the buffers become the new state."""
-        ps = [self.get_parameter(name) for name in self._params]
-        ss = [self.get_buffer(name) for name in self._state]
+        ps, ss = (
+            [attrgetter(name)(self) for name in names] for names in (self._params, self._state)
+        )
         now = [x.clone() for x in ss] if self.training else ss  # autograd keeps them
         run = partial(self._bridged[self.training], ps, now, args)
         if key is None and self.training and self._draws:

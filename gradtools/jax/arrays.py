@@ -25,6 +25,8 @@ def asarray(x: Any, beside: Any = None) -> jax.Array:
     """One array as a JAX array of the same dtype; JAX's pass through. See ``gradtools.models``."""
     if isinstance(x, jax.Array):
         return x
+    if type(x) in (float, complex):
+        return jnp.asarray(x)  # weakly typed: it takes the dtype of what it meets
     array = as_numpy(x, "JAX")
     dtype = _default_dtype(array.dtype) if is_plain(x) else array.dtype.newbyteorder("=")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:

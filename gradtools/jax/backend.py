@@ -79,7 +79,7 @@ class JaxBackend(Wing):
 
     def unit_basis(self, x: Array) -> Array:
         basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
-        return shardings.many_like(basis, x)
+        return shardings.varying(shardings.many_like(basis, x), shardings.varies(x))
 
     def is_known_zero(self, x: Array) -> bool:
         return not isinstance(x, jax.core.Tracer) and not bool(jnp.any(x != 0))

@@ -141,8 +141,9 @@ def _run(
         return [x[None] for x in outs], carry
     step = steps.traced(run.kind, carry)
     refuse_to_repeat("chunked", step.closed)  # kept or not: reverse mode of a scan is wrong, too
+    step = step.summing_widely()
     # the bodies of two loops are not merged, so nothing need be put between them
-    many = step if run.kept else steps.again(run.kind, carry, prevent_cse=False)
+    many = step if run.kept else rematerialized(step, prevent_cse=False)
 
     @chunk
     def body(carry: list[Array], inputs: Any) -> tuple[list[Array], list[Array]]:
@@ -158,18 +159,29 @@ def _run(
 
 @dataclass(frozen=True, eq=False)
 class _ChunkProgram:
-    """f on a chunk of some shape, seen once as a jaxpr and then run from it."""
+    """f on a chunk of some shape, seen once as a jaxpr and then run from it.
+
+    Attributes:
+        wide: The constants of the jaxpr, or the same in more bits.
+    """
 
     closed: Any
     treedef: Any
     out_avals: list[Any]
     carry_avals: list[Any]
+    wide: list[Any]
 
     def __call__(self, *args: Any) -> Any:
         *inputs, carry = args
         leaves = jax.tree.leaves((inputs, self.widened(carry)))
-        flat = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+        pairs = zip(self.wide, self.closed.consts, strict=True)
+        consts = [x if x is c else x.astype(c.dtype) for x, c in pairs]
+        flat = jax.core.eval_jaxpr(self.closed.jaxpr, consts, *leaves)
         return jax.tree.unflatten(self.treedef, flat)
+
+    def summing_widely(self) -> _ChunkProgram:
+        """The same: a loop adds up cotangents of what its steps share, of 16 bits in float32."""
+        return replace(self, wide=[*map(_in_32_bits, self.closed.consts)])
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """A carry in the type that it has after a step: a loop keeps its types."""
@@ -247,17 +259,18 @@ class _Steps:
         if jaxprs.uses_primitive(closed, is_batch_statistic):
             warn_of_batch_norm(("jax", self.name), f"{self.chunks.caller}: {self.name} holds")
         outs, count = closed.out_avals, len(result[0])
-        step = _ChunkProgram(owning(closed), jax.tree.structure(result), outs[:count], outs[count:])
+        closed, treedef = owning(closed), jax.tree.structure(result)
+        step = _ChunkProgram(closed, treedef, outs[:count], outs[count:], closed.consts)
         if any(varies(a) - varies(x) for a, x in zip(step.carry_avals, carry, strict=True)):
             step = self.traced(kind, step.widened(carry))
         self._traced[key] = step
         return step
 
-    def again(self, kind: int, carry: list[Array], prevent_cse: bool = True) -> Callable[..., Any]:
+    def again(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
         """The function of a kind of chunk, computed again in the backward pass."""
         step = self.traced(kind, carry)
         refuse_to_repeat("chunked", step.closed)
-        return rematerialized(step, prevent_cse=prevent_cse)
+        return rematerialized(step)
 
     def inputs(self, number: int) -> tuple[Any, ...]:
         size = len(self.chunks.cut.rows[number])
@@ -369,6 +382,12 @@ def _routed(piece: Array, slot: Array) -> Array:
 @_routed.defjvp
 def _routed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
     return _routed(*primals), tangents[1]
+
+
+def _in_32_bits(x: Any) -> Any:
+    """A narrow array that may be differentiated, which only a tracer is."""
+    narrow = isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
+    return x.astype(jnp.float32) if narrow else x
 
 
 def _slice(x: Array, start: Any, size: int, axis: int) -> Array:

@@ -22,7 +22,7 @@ from gradtools.calls import Call
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.jax import complex_sign, jaxprs, reachability
 from gradtools.jax._upstream import is_in_scope
-from gradtools.jax.kept_linearizations import linearized_before
+from gradtools.jax.kept_linearizations import evaluated, linearized_before
 from gradtools.jax.known_errors import REFUSALS, explain, explained
 from gradtools.jax.rules.primitives import reverse_only_p
 from gradtools.jax.trees import LinearMap, zeros_of
@@ -156,7 +156,7 @@ class _TracedFunction:
     out_avals: list[Any]
 
     def run(self, *leaves: Array) -> Any:
-        flat = jax.core.eval_jaxpr(self.jaxpr, self.closed.consts, *leaves)
+        flat = evaluated(self.jaxpr, self.closed.consts, *leaves)
         return jax.tree.unflatten(self.treedef, flat)
 
     def vjp(self, leaves: list[Array]) -> Any:

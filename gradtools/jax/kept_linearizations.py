@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from gradtools.jax.jaxpr_equality import derived
@@ -75,9 +76,15 @@ class LinearizedProgram:
         return self.backward(*residuals, *cts)
 
 
+def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], *xs: Any) -> list[Any]:
+    """The results of a jaxpr as arrays; JAX gives a constant among them as a literal."""
+    ys = jax.core.eval_jaxpr(jaxpr, consts, *xs)
+    return [y if isinstance(y, jax.Array) else jnp.asarray(y) for y in ys]
+
+
 def _evaluation(closed: Jaxpr) -> Callable[..., list[Any]]:
     """A jaxpr as a function that evaluates it, operation by operation."""
-    return partial(jax.core.eval_jaxpr, open_jaxpr(closed), closed.consts)
+    return partial(evaluated, open_jaxpr(closed), closed.consts)
 
 
 class _Recurring:

@@ -21,6 +21,7 @@ import numpy as np
 from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import as_array
 from gradtools.errors import GradtoolsError
+from gradtools.tiles.tile_reductions import NARROW, wide
 from gradtools.tiles.tiling import Tiling
 
 TileSize = int | tuple[int, int] | None
@@ -127,12 +128,13 @@ class Pairs(Operators):
         positive, mean = logits.positive(x, y) if apart else None, backend.xp.mean
         columns = logits.with_negatives(spread(y), spread(own), negatives)
         if sigmoid:
-            return mean(logits.losses(x, own, columns, positive))
+            return _rounded(backend, mean(logits.losses(x, own, columns, positive)), x, y)
         both = symmetric and not apart
         losses = logits.entropies(x, own, columns, positive, both)
         if symmetric and apart:
             losses += logits.entropies(y, own, {"y": spread(x), "b": spread(own)}, positive)
-        return sum(map(mean, losses[1:]), mean(losses[0])) / len(losses)
+        result = sum(map(mean, losses[1:]), mean(losses[0])) / len(losses)
+        return _rounded(backend, result, x, y)
 
     def linear_cross_entropy(
         self,
@@ -203,7 +205,7 @@ class Pairs(Operators):
         _check_shape(caller, "bias", b, (classes,), "one for each class")
         entropy = _tiled(
             backend,
-            partial(_class_scores, bool(label_smoothing)),
+            partial(_class_scores, backend, bool(label_smoothing)),
             {"all": "logsumexp", "own": "take", **({"mean": "mean"} if label_smoothing else {})},
             rows=("h", "t"),
             columns=("w", *(() if b is None else ("b",))),
@@ -220,9 +222,11 @@ class Pairs(Operators):
         loss = xp.where((t >= 0) & (t < classes), loss, zero + float("nan"))
         loss = xp.where(counts, loss, zero)
         if reduction == "none":
-            return xp.reshape(loss, shape)
+            return _rounded(backend, xp.reshape(loss, shape), h, w, b)
         total = xp.sum(loss)
-        return total if reduction == "sum" else total / xp.sum(backend.cast(counts, loss))
+        if reduction == "mean":
+            total = total / xp.sum(backend.cast(counts, loss))
+        return _rounded(backend, total, h, w, b)
 
     def attention(
         self,
@@ -317,6 +321,12 @@ def _tiled(backend: Backend, f: Any, reduce: Any, **options: Any) -> Callable[..
     return Tiling(backend).tiled(f, reduce, verify=False, **options)
 
 
+def _rounded(backend: Backend, loss: Array, *inputs: Any) -> Array:
+    """The loss in 16 bits, if all inputs are: it is a difference of numbers larger than itself."""
+    names = {backend.dtype_name(x) for x in inputs if x is not None}
+    return backend.cast(loss, *names) if len(names) == 1 and names <= {*NARROW} else loss
+
+
 # --- contrastive -------------------------------------------------------------------------
 
 
@@ -334,7 +344,7 @@ class _Logits:
 
     def positive(self, x: Array, y: Array) -> Array:
         """The logits of the pairs themselves."""
-        return self.scale * self.xp.sum(x * y, axis=1) + self.bias
+        return self.scale * wide(self.backend, self.xp.sum(x * y, axis=1)) + self.bias
 
     def with_negatives(self, y: Array, ids: Any, negatives: Any) -> dict[str, Any]:
         """The columns: features, ids, and which have one."""
@@ -412,7 +422,7 @@ def _pair_scores(
     i: Any = None,
     **marks: Any,
 ) -> Any:
-    s = scale * (x @ y.T) + bias
+    s = scale * wide(backend, x @ y.T) + bias
     result = [_where_kept(backend, s, -float("inf"), **marks)]
     if smoothed:
         result += [_where_kept(backend, f, 0.0, **marks) for f in (s, s * 0 + 1)]
@@ -422,7 +432,7 @@ def _pair_scores(
 def _pair_losses(
     backend: Backend, x: Any, y: Any, scale: Any, bias: Any, i: Any = None, **marks: Any
 ) -> Any:
-    s = scale * (x @ y.T) + bias
+    s = scale * wide(backend, x @ y.T) + bias
     return _with_own(_where_kept(backend, _softplus(backend, s), 0.0, **marks), s, i)
 
 
@@ -452,8 +462,8 @@ def _indices(backend: Backend, n: int, beside: Array) -> Array:
     return backend.asarray(np.arange(n, dtype=np.int32), beside=beside)
 
 
-def _class_scores(smoothed: bool, h: Any, t: Any, w: Any, b: Any) -> Any:
-    s = h @ w.T
+def _class_scores(backend: Backend, smoothed: bool, h: Any, t: Any, w: Any, b: Any) -> Any:
+    s = wide(backend, h @ w.T)
     s = s if b is None else s + b
     result = {"all": s, "own": (s, t)}
     return {**result, "mean": s} if smoothed else result

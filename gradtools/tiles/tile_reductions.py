@@ -31,12 +31,12 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
 Arrays = list[Any]
-_NARROW = ("float16", "bfloat16")
+NARROW = ("float16", "bfloat16")
 
 
 def wide(backend: Backend, x: Array) -> Array:
     """x as sums are made: of 16 bits in float32."""
-    return backend.cast(x, "float32") if backend.dtype_name(x) in _NARROW else x
+    return backend.cast(x, "float32") if backend.dtype_name(x) in NARROW else x
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,6 @@ DEPTH = 4  # how deep lists and dictionaries are searched for references into th
 SCALARS = (bool, int, float, str, type(None))
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
 
-_PARAMETERS, _BUFFERS, _MODULES = upstream.SLOTS
-
 
 @dataclass(frozen=True)
 class ModuleNode:
@@ -175,13 +173,24 @@ def _seeded_call(
 
 
 def _plan(module: nn.Module) -> ModulePlan:
-    modules = list(module.modules())
+    modules = _tree(module)
     parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
     places: dict[int, tuple[str, Any]] = {id(m): ("modules", i) for i, m in enumerate(modules)}
     places |= {id(p): ("parameters", name) for name, p in parameters}
     places |= {id(b): ("buffers", name) for name, b in buffers}
-    nodes = tuple(_node(m, places) for m in modules)
+    slots: dict[int, dict[str, Any]] = {}  # the same dictionary for modules that share theirs
+    nodes = tuple(_node(m, places, slots) for m in modules)
     return ModulePlan(nodes, places, Alive((modules, parameters, buffers)))
+
+
+def _tree(module: nn.Module) -> list[nn.Module]:
+    """The modules, and those that a transformed one (`chunked(module)`) stands for."""
+    result = dict.fromkeys(module.modules())
+    for part in list(result):
+        while isinstance(part, upstream.ModuleLike):
+            part = part._own
+            result[part] = None
+    return list(result)
 
 
 def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
@@ -191,13 +200,15 @@ def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
     return replace(plan, nodes=tuple(nodes))
 
 
-def _node(module: nn.Module, places: dict) -> ModuleNode:
+def _node(module: nn.Module, places: dict, slots: dict) -> ModuleNode:
     shared = {k: v for k, v in dict(vars(module)).items() if k not in upstream.SLOTS}
     shared |= upstream.uncompiled_call(shared)
     relinked = tuple(k for k, v in shared.items() if _refers(v, places))
     _check_closures(module, shared, places)
     own = upstream.slots_of(module)
-    parameters, buffers, children = (_slots(fields, places) for fields in own)
+    parameters, buffers, children = (
+        slots.setdefault(id(fields), _slots(fields, places)) for fields in own
+    )
     return ModuleNode(type(module), shared, parameters, buffers, children, relinked)
 
 
@@ -223,12 +234,13 @@ def _relink(value: Any, resolve: Callable, depth: int = DEPTH) -> Any:
 def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
     """A function that closes over the tree uses the original's tensors: refused, not silent."""
     kind = type(module).__name__
-    for name, value in shared.items():
+    own = {name: value for name, value in shared.items() if name not in vars(nn.Module())}
+    for name, value in own.items():
         if _closes_over(value, places):
             raise GradtoolsError(
-                f"functionalize: attribute {name!r} of {kind} is a function that closes over the "
-                "module or its tensors, so it would not see the given parameters. Make it a "
-                "method, or pass what it needs as an argument."
+                f"functionalize: attribute {name!r} of {kind} is or holds a function that closes "
+                "over the module or its tensors, so it would not see the given parameters. Make it "
+                "a method, or pass what it needs as an argument."
             )
     hooks = upstream.forward_hooks_of(module)
     if any(_closes_over(hook, places) for hook in hooks):
@@ -238,9 +250,14 @@ def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
         )
 
 
-def _closes_over(function: Any, places: dict) -> bool:
-    cells = function.__closure__ if type(function) is types.FunctionType else None
-    return any(_refers(contents_of(cell), places, 1) for cell in cells or ())
+def _closes_over(value: Any, places: dict, depth: int = DEPTH) -> bool:
+    """Whether a function, one that it calls, or one among the parts of a value closes over it."""
+    held = parts_of(value)
+    if type(value) is types.FunctionType:
+        held = [*map(contents_of, value.__closure__ or ()), *(value.__defaults__ or ())]
+        if any(_refers(x, places, 1) for x in held):
+            return True
+    return depth > 0 and any(_closes_over(x, places, depth - 1) for x in held)
 
 
 # Building a copy
@@ -248,19 +265,20 @@ def _closes_over(function: Any, places: dict) -> bool:
 
 def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Module]:
     copies: list[Any] = [object.__new__(node.kind) for node in plan.nodes]
-    slots: dict[str, Any] = {"modules": copies, "parameters": params, "buffers": buffers}
+    slots: dict[str, Any] = {"parameters": params, "buffers": buffers, "modules": copies}
 
     def resolve(value: Any) -> Any:
         place = plan.places.get(id(value))
         return None if place is None else slots[place[0]][place[1]]
 
+    filled: dict[int, dict[str, Any]] = {}
     for copy, node in zip(copies, plan.nodes, strict=True):
         fields = dict(node.shared)
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
-        fields[_PARAMETERS] = _filled(node.parameters, params)
-        fields[_BUFFERS] = _filled(node.buffers, buffers)
-        fields[_MODULES] = _filled(node.children, copies)
+        own: list[dict[str, Any]] = [node.parameters, node.buffers, node.children]
+        for name, own_slots, source in zip(upstream.SLOTS, own, slots.values(), strict=True):
+            fields[name] = filled.setdefault(id(own_slots), _filled(own_slots, source))
         copy.__dict__.update(fields)
     return copies
 
@@ -273,7 +291,7 @@ class Copy:
     """
 
     def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
-        self._plan, self._originals = _plan(module), list(module.modules())
+        self._plan, self._originals = _plan(module), _tree(module)
         own, self._buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self._copies = _copies(self._plan, {**own, **params}, self._buffers)
         self.root = self._copies[0]

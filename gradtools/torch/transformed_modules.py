@@ -30,7 +30,8 @@ class Transformed(upstream.ModuleLike):
     def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
         held = {name: module.__dict__[name] for name in _SHARED}
-        self.__dict__.update(held, _own=module, _call=call, __wrapped__=module)
+        name = getattr(call, "__name__", "").partition("_")[0]
+        self.__dict__.update(held, _own=module, _call=call, _name=name, __wrapped__=module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The transformed call; hooks of every module see the user's modules alone."""
@@ -64,7 +65,7 @@ class Transformed(upstream.ModuleLike):
         return name == "forward" or (name[0] == "_" and not hasattr(self._own, name))
 
     def __repr__(self) -> str:
-        return f"{self._call.__name__.partition('_')[0]}({self._own!r})"
+        return f"{self._name}({self._own!r})"
 
     # --- what a module may define for itself
 

@@ -185,6 +185,21 @@ def test_an_equinox_model_is_a_module_under_vmap_and_compile():
     near(module.layers.get_submodule("0").weight.grad, expected.layers[0].weight)
 
 
+def test_other_tensors_stand_in_for_the_parameters_of_a_jax_model():
+    eqx = pytest.importorskip("equinox")
+    module = bridge.to_torch(eqx.nn.Linear(4, 2, key=KEY, dtype=jnp.float64)).eval()
+    x, weight = torch.from_numpy(X[0]), module.weight.detach()
+    loss = lambda ps: (torch.func.functional_call(module, ps, (x,)) ** 2).sum()
+    expected = 2 * torch.outer(module(x), x).detach()
+    near(
+        torch.func.grad(loss)({"weight": weight, "bias": module.bias.detach()})["weight"], expected
+    )
+    apply, params, state = gt.functionalize(module)
+    near(gt.grad(lambda ps: (apply(ps, state, x)[0] ** 2).sum())(params)["weight"], expected)
+    torch.nn.utils.parametrizations.weight_norm(module)
+    near(module(x).detach(), torch.nn.functional.linear(x, weight, module.bias).detach())
+
+
 def test_an_nnx_model_is_a_module_with_its_own_streams():
     nnx = pytest.importorskip("flax.nnx")
 

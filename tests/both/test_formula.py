@@ -405,6 +405,23 @@ def test_double_backward_reads_alike(name):
     assert of_torch.lines(2)
 
 
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_what_second_derivatives_are_of_shares_its_name_with_no_value(backend):
+    loss = lambda gt, X, w: gt.xp.mean(gt.xp.log(1 + gt.xp.exp(X @ w)))
+    found = str(Written(loss, (real(4, 6), real(6))).formula(backend, 2))
+    assert "s₁ = sigmoid(" in found and "∂s/∂w = " in found
+
+
+def test_the_greatest_and_the_least_read_otherwise():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    of_torch, of_jax = (importlib.import_module(f"gradtools.{name}") for name in ("torch", "jax"))
+    least = of_torch.formula(lambda x: x.topk(2, largest=False)[0], torch.tensor(real(5)))
+    most = of_torch.formula(lambda x: x.topk(2)[0], torch.tensor(real(5)))
+    again = of_jax.formula(lambda x: jax.lax.top_k(x, 2)[0], of_jax.asarray(np.float32(real(5))))
+    assert least.lines(0) == ["T = argsort(x)[:2]", "y = x[T]"]
+    assert most.lines(0) == again.lines(0) == ["T = argsort(-x)[:2]", "y = x[T]"]
+
+
 def test_a_function_that_differs_is_seen():
     softplus = Written(lambda gt, x: gt.xp.log(1 + gt.xp.exp(x)), (real(4),)).formula("torch")
     halved = Written(lambda gt, x: gt.xp.log(2 + gt.xp.exp(x)), (real(4),)).formula("jax")

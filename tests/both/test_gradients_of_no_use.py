@@ -32,7 +32,13 @@ def nothing_selected(gt, x):
     return gt.xp.sum(x[2:2] ** 2)  # <- here
 
 
+def another_is_greater(gt, x):
+    hundred = gt.asarray(np.float32([100.0]))
+    return gt.xp.sort(gt.xp.concat([hundred, x]))[-1]  # <- here
+
+
 PLANTED = [
+    (another_is_greater, "empty"),
     (masked_root, "not_finite"),
     (norm_at_zero, "not_finite"),
     (overflowing, "not_finite"),
@@ -188,6 +194,14 @@ def test_a_stopped_target_is_no_finding(gt):
         return gt.xp.mean((values(gt, w, s) - target) ** 2)
 
     assert not gt.why_zero(learning, *of_states(gt))
+
+
+def test_a_stopped_policy_in_a_ratio_is_no_finding(gt):
+    def clipped(w, s, t):
+        ratio = gt.xp.exp(values(gt, w, s) - gt.stop_gradient(values(gt, w, s)))
+        return gt.xp.mean(gt.xp.minimum(2 * ratio, 2 * gt.xp.clip(ratio, 0.8, 1.2)))
+
+    assert not gt.why_zero(clipped, *of_states(gt))
 
 
 LOST = {

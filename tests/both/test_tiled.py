@@ -340,6 +340,23 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(gt, backend_name):
     assert str(g.dtype).endswith("bfloat16")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_losses_of_16_bits_are_made_in_float32_and_rounded_once(gt, backend_name, dtype):
+    framework = importlib.import_module("torch" if backend_name == "torch" else "jax.numpy")
+    cast = lambda z: gt.xp.astype(gt.asarray(np.float32(z)), getattr(framework, dtype))
+    first, other = cast([[1.0]]), cast([[60.0], [59.5]])  # logits that all 16 bits can hold
+    exact = np.log1p(np.exp(-0.5))
+    entropy = gt.linear_cross_entropy(first, other, gt.asarray(np.int32([0])))
+    negative = gt.contrastive_loss(first, other[:1], negatives=other[1:], symmetric=False)
+    for loss in (entropy, negative):
+        assert str(loss.dtype).endswith(dtype)
+        assert np.isclose(float(loss), exact, rtol=2**-8)
+    many = gt.linear_cross_entropy(
+        cast(np.ones((8000, 1))), cast([[0.0], [10.0]]), gt.asarray(np.zeros(8000, np.int32))
+    )
+    assert float(many) == 10  # of which the sum is no number of float16
+
+
 def test_second_derivatives_of_attention_by_finite_differences(gt):
     q, k, v, u = arrays(gt, (5, 3), (6, 3), (6, 2), (5, 3))
     f = lambda q: gt.xp.sum(gt.attention(q, k, v, layout="heads_first", tile_size=(2, 4)) ** 3)

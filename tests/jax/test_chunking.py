@@ -236,6 +236,16 @@ def test_dtypes_are_kept(dtype):
     assert jnp.linalg.norm(gradient - exact) < tolerance * jnp.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_narrow_arrays_that_chunks_share_are_summed_wide(dtype):
+    w, x = jnp.ones((), dtype), jnp.ones(4096, dtype)
+    given = lambda w: gt.chunked(lambda w, x: w * x, 1, (None, 0))(w, x)
+    held = lambda w: gt.chunked(lambda x: w * x, 1)(x)
+    for f in (given, held):
+        slope = jax.grad(lambda w, f=f: jnp.sum(f(w).astype("float32")))
+        assert slope(w) == jax.jit(slope)(w) == 4096  # a sum of narrow ones ends at 2048, or 256
+
+
 # --- lists ---------------------------------------------------------------------------------
 
 

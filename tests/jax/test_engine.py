@@ -139,6 +139,19 @@ def test_a_checkpointed_derivative_is_differentiated(operator):
     _same(jax.grad(jax.checkpoint(total))(X), jax.grad(total)(X))
 
 
+def test_a_jacobian_in_reverse_mode_of_what_varies_under_shard_map():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def found(x, b):
+        rows = gt.jacobian(lambda x: jnp.tanh(b * x), mode="reverse")(x)
+        return jax.lax.psum(rows, "i")
+
+    axes = {"in_specs": (spec(), spec("i")), "out_specs": spec()}
+    mapped = jax.shard_map(found, mesh=mesh, **axes)
+    _same(mapped(X, X), jnp.diag(X * (1 - jnp.tanh(X * X) ** 2)))
+
+
 @operators
 def test_shard_map_on_one_device_gives_the_same_numbers(operator):
     if operator in ("per_example_grad", "jacobian", "hessian"):
@@ -272,6 +285,26 @@ def test_weak_types_are_those_of_plain_jax(operator):
     assert (value.dtype, g.dtype) == (plain_value.dtype, plain.dtype)
 
 
+@operators
+def test_a_python_number_takes_the_dtype_of_what_it_meets(operator):
+    seen = []
+    f = lambda x: seen.append((x * jnp.bfloat16(2)).dtype) or jnp.float32(x * 2)
+    if operator == "mixed_partial":
+        gt.mixed_partial(lambda y, g: f(y) * g, jnp.sin, 1.5, jnp.ones(()), jnp.ones(()))
+    else:
+        x, step = 1.5, 1.0
+        {
+            "vjp": lambda: gt.vjp(f, x),
+            "jvp": lambda: gt.jvp(f, (x,), (step,)),
+            "linearize": lambda: gt.linearize(f, x),
+            "hvp": lambda: gt.hvp(f, (x,), (step,)),
+            "hvp, reverse": lambda: gt.hvp(f, (x,), (step,), "reverse_over_reverse"),
+            "minimax": lambda: gt.minimax_value_and_grad(lambda x, y: f(x) * y, 0, 1)(x, x),
+            "per_example_grad": lambda: gt.per_example_grad(lambda w, t: f(w) * t)(x, X),
+        }.get(operator, lambda: getattr(gt, operator)(f)(x))()
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_dtypes_are_kept(dtype):
     x = X.astype(dtype)
@@ -287,6 +320,21 @@ def test_keys_in_other_arguments_are_welcome():
     keys = jax.random.split(key, 3)
     found = gt.per_example_grad(f)(X, keys)
     _same(found[2], jax.random.normal(keys[2], (2,)))
+
+
+CONSTANTS = {"weak": lambda: jnp.asarray(2.0), "strong": lambda: jnp.float32(2)}
+
+
+@pytest.mark.parametrize("constant", CONSTANTS.values(), ids=CONSTANTS)
+def test_a_constant_that_f_makes_is_an_array_as_in_plain_jax(constant):
+    f = lambda x: (CUBE(x), {"scale": constant()})
+    for _ in range(3):  # what comes again is linearized once
+        aux, plain = (d(f, has_aux=True)(X)[1]["scale"] for d in (gt.grad, jax.grad))
+        assert isinstance(aux, jax.Array)
+        assert jax.typeof(aux) == jax.typeof(plain)
+    assert gt.jacobian(lambda x: constant())(X).tolist() == [0.0, 0.0]
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(lambda x: constant())(X)
 
 
 def test_a_key_as_a_differentiated_argument_is_refused():

@@ -152,6 +152,19 @@ def test_rows_that_are_left_over_have_their_gradients_over_an_explicit_axis(size
         np.testing.assert_allclose(each(jnp.ones(2), x), 2 * XS)
 
 
+@pytest.mark.parametrize("edit", ["known", "transform"])
+def test_a_gradient_that_is_put_in_is_laid_out_as_what_it_is_of(edit) -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    edited = {
+        "known": lambda x: gt.known_gradient(x, jnp.ones((7, 2))),
+        "transform": lambda x: gt.transform_gradient(x, lambda c: jnp.ones((7, 2))),
+    }[edit]
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.asarray(XS), NamedSharding(mesh, P("d")))
+        g = gt.grad(lambda x: (edited(x) ** 2).sum())(x)
+        assert (jax.typeof(g), g.tolist()) == (jax.typeof(x), np.ones((7, 2)).tolist())
+
+
 @pytest.mark.parametrize(("rows", "entry"), [(8, "d"), (7, None)])
 def test_an_axis_is_sharded_by_the_devices_that_divide_it(rows, entry) -> None:
     mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(AxisType.Explicit,))

@@ -66,6 +66,61 @@ def test_a_gradient_inside_shard_map(name, check):
     assert jax.jit(sharded)(X).tolist() == gradient(X).tolist()
 
 
+def _ruled(f, mode):
+    """f by a rule of its own, in one mode or in both, or frozen."""
+    rule = gt.custom_rule(f)
+    if "reverse" in mode:
+        rule.defvjp(lambda x: jax.vjp(f, x), lambda pull, c: pull(c))
+    if "forward" in mode:
+        rule.defjvp(lambda p, t: jax.jvp(f, p, t))
+    return gt.frozen(f) if mode == "frozen" else rule
+
+
+DERIVATIVES = {
+    "reverse": lambda f, x: jax.grad(lambda x: f(x).prod())(x),
+    "forward": lambda f, x: jax.jvp(f, (x,), (jnp.cos(x),))[1],
+    "forward over reverse": lambda f, x: jax.jvp(
+        jax.grad(lambda x: f(x).prod()), (x,), (jnp.cos(x),)
+    )[1],
+}
+modes = pytest.mark.parametrize("mode", ["reverse", "forward", "reverse and forward", "frozen"])
+derivatives = pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+
+
+@derivatives
+@modes
+def test_a_rule_closes_over_what_varies_under_shard_map(mode, derivative):
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    batch, spec = jnp.outer(X, X)[:2], jax.sharding.PartitionSpec
+
+    def found(make):
+        of = lambda w, b: jax.lax.psum(derivative(make(lambda w: jnp.tanh(b @ w)), w), "i")
+        axes = {"in_specs": (spec(), spec("i")), "out_specs": spec()}
+        return jax.jit(jax.shard_map(of, mesh=mesh, **axes))(X, batch)
+
+    np.testing.assert_allclose(found(lambda f: _ruled(f, mode)), found(lambda f: f), rtol=1e-12)
+
+
+@modes
+def test_a_rule_is_traced_anew_where_x64_is_switched(mode):
+    rule = _ruled(lambda x: x.astype(float) / 3, mode)
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            found = jax.jit(rule)(jnp.float32(3.0))
+            assert (found, found.dtype) == (1.0, jax.dtypes.canonicalize_dtype(float))
+
+
+@derivatives
+@modes
+def test_a_rule_reduces_over_the_axis_that_vmap_names(mode, derivative):
+    f = lambda x: x**2 * jax.lax.psum(jnp.sin(x), "i") * (1 + jax.lax.axis_index("i"))
+    over = lambda make: jax.vmap(lambda x: derivative(make(f), x), axis_name="i")
+    found, right = over(lambda f: _ruled(f, mode)), over(lambda f: f)
+    xs = jnp.outer(X, X)
+    np.testing.assert_allclose(found(xs), right(xs), rtol=1e-12)
+    np.testing.assert_allclose(jax.jit(found)(xs), right(xs), rtol=1e-12)
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_linearize_and_forward_mode_of_a_mapped_scan(rule):
     def f(x):

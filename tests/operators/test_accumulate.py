@@ -230,6 +230,14 @@ def test_bfloat16_gradients_are_added_in_float32_when_asked(gt):
     assert gt.to_numpy(wide.mean()).dtype == np.float32
 
 
+def test_a_compensated_sum_of_16_bits_stays_right_over_thousands_of_additions(gt):
+    acc = gt.GradientAccumulator(compensated=True)
+    for _ in range(2000):
+        acc.add(array(gt, [0.1, 1.0], "bfloat16"))
+    exact = 2000 * gt.to_numpy(array(gt, [0.1, 1.0], "bfloat16")).astype(float)
+    np.testing.assert_allclose(gt.to_numpy(acc.sum()).astype(float), exact, rtol=2**-8)
+
+
 def test_dtype_is_a_name_or_a_dtype_of_numpy_or_the_framework(gt):
     framework = pytest.importorskip("torch" if is_torch(gt) else "jax.numpy")
     for dtype in ("float32", np.float32, np.dtype("float32"), framework.float32):

@@ -727,3 +727,23 @@ def test_a_transform_sees_the_gradient_in_gradtools_convention(gt, backend_name,
     found = gt.grad(f, disconnected_inputs="zeros")(lift(backend_name, z))
     close(lower(found), 2j * z, EXACT)
     close(lower(seen[-1]), 2 * z, EXACT)
+
+
+def _with_methods(gt: Any) -> Any:
+    """An object of a class whose methods the operators made, as they may be plain functions."""
+    power = lambda self, x: x**self.exponent
+    methods = {
+        "slope": gt.grad(lambda self, x: power(self, x).sum(), argnums=1),
+        "again": gt.checkpoint(power),
+        "still": gt.frozen(power),
+        "in chunks": gt.chunked(power, 2, in_axes=(None, 0)),
+        "each": gt.vmap(power, in_axes=(None, 0)),
+    }
+    return type("Power", (), {"exponent": 3, **methods})()
+
+
+@pytest.mark.parametrize("method", ["slope", "again", "still", "in chunks", "each"])
+def test_what_an_operator_returns_may_be_a_method(gt, backend_name, method):
+    x = np.array([0.5, -1.0, 2.0])
+    found = getattr(_with_methods(gt), method)(lift(backend_name, x))
+    close(lower(found), 3 * x**2 if method == "slope" else x**3, EXACT)

@@ -11,6 +11,7 @@ from gradtools import GradtoolsError, GradtoolsWarning
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  only where torch is installed
 
+import gradtools.torch as gt  # noqa: E402
 from gradtools.torch.arrays import key, split  # noqa: E402
 from gradtools.torch.modules import functionalize  # noqa: E402
 
@@ -284,7 +285,7 @@ def test_forward_hooks_see_the_copy():
 
 
 class Selfish(nn.Module):
-    """Refers to itself in the ways that modules do: bound method, parent, partial."""
+    """Refers to itself in the ways that modules do: bound method, parent, partial, vmap."""
 
     def __init__(self):
         super().__init__()
@@ -292,12 +293,13 @@ class Selfish(nn.Module):
         self.parents = [self]
         self.route = self.twice
         self.late = partial(Selfish.once, self)
+        self.mapped = gt.vmap(self.inner)
 
     def once(self, x):
         return self.inner(x)
 
     def twice(self, x):
-        return self.parents[0].inner(self.late(x))
+        return self.parents[0].inner(self.late(x)) + self.mapped(x)
 
     def forward(self, x):
         return self.route(x)
@@ -312,10 +314,12 @@ def test_what_the_tree_refers_to_inside_itself_is_the_copy():
 
 
 def test_a_closure_over_the_module_is_refused_and_in_a_hook_it_is_told():
-    net = nn.Linear(4, 4)
-    net.loss = lambda x: net(x).sum()
-    with pytest.raises(GradtoolsError, match=r"'loss' of Linear .* closes over"):
-        functionalize(net)
+    call = lambda f: lambda x: f(x).sum()
+    for made in (call, lambda f: call(call(f)), lambda f: [call(f)], lambda f: partial(call(f))):
+        net = nn.Linear(4, 4)
+        net.loss = made(net)
+        with pytest.raises(GradtoolsError, match=r"'loss' of Linear .* closes over"):
+            functionalize(net)
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda part, args, out: out + hooked.bias)
     with pytest.warns(GradtoolsWarning, match="hook of Linear closes over"):

@@ -102,6 +102,16 @@ def test_what_is_computed_from_the_value_it_is_added_to_is_no_lost_term():
     assert found(graph(nodes, [0], [3])) == []
 
 
+def test_where_all_is_lost_a_shift_is_not_where():
+    shift = [cut("stop", 0, 1), op("subtract", [0, 1], 2)]  # as in softmax
+    assert found(graph([*shift, cut("argmax", 2, 3)], [0], [3])) == [("argmax", True)]
+    back = [op("exp", [2], 4), op("add", [4, 1], 5)]  # as in logsumexp
+    assert found(graph([*shift, *back, zero("round", 5, 3)], [0], [3])) == [("round", True)]
+    beside = [cut("argmax", 2, 3), op("multiply", [1, 3], 4)]
+    losses = [("stop", True), ("argmax", True)]
+    assert found(graph([*shift, *beside], [0], [4])) == losses
+
+
 def test_a_lost_term_whose_sum_does_not_matter_is_none():
     nodes = [op("exp", [0], 1), cut("stop", 0, 2), op("add", [1, 2], 3), op("sin", [1], 4)]
     assert found(graph(nodes, [0], [4])) == []

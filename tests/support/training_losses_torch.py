@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 2, (6,), generator=torch.Generator().manual_seed(1))
@@ -130,6 +131,39 @@ def argmax_of_logits():
         return model(x) * model.gate(x).argmax(1, keepdim=True)
 
     return loop(model, forward=forward)
+
+
+def chosen_by_a_number():
+    model, factors = Net(), (1.0, 2.0)
+    model.gate = nn.Linear(3, 2)
+    return loop(model, forward=lambda x: model(x) * factors[int(model.gate(x).sum(0).argmax())])
+
+
+def branched():
+    model = Net()
+    model.gate = nn.Linear(3, 1)
+    return loop(model, forward=lambda x: model(x) * 2 if model.gate(x).sum() > 0 else model(x))
+
+
+def reentrant_checkpoint():
+    model = Net()
+    body = lambda x: checkpoint(model.body, x, use_reentrant=True)
+    return loop(model, forward=lambda x: model.head(torch.tanh(body(x))))
+
+
+def layer_in_a_function():
+    model = Net()
+
+    class Body(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return model.body(x)
+
+        @staticmethod
+        def backward(ctx, ct):
+            return ct @ model.body.weight
+
+    return loop(model, forward=lambda x: model.head(torch.tanh(Body.apply(x))))
 
 
 def thresholded():
@@ -307,6 +341,10 @@ PLANTED = {
     "an encoder under no_grad": Planted(no_grad_encoder, of("no_grad", "body")),
     "features through NumPy": Planted(through_numpy, of("left_framework", "body")),
     "a gate by argmax": Planted(argmax_of_logits, of("discrete", "gate")),
+    "a factor chosen by a number": Planted(chosen_by_a_number, of("discrete", "gate")),
+    "a branch on a value": Planted(branched, of("discrete", "gate")),
+    "a reentrant checkpoint of data": Planted(reentrant_checkpoint, of("reentrant", "body")),
+    "a layer inside of a Function": Planted(layer_in_a_function, of("rule", "body")),
     "a mask by comparison": Planted(thresholded, {"mask": "discrete"}),
     "a level that is rounded": Planted(rounded, {"level": "zero_derivative"}),
     "the data of a weight": Planted(data_of_weight, {"extra.weight": "detached"}),

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -45,6 +47,18 @@ PAIRS = {
         X,
     ),
 }
+
+
+def centred(x, root):
+    away = x - x.mean(-1, keepdims=True)
+    return (away / root((away**2).mean(-1, keepdims=True))).sum()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_is_zero_but_for_rounding_agrees_in_its_value_too(dtype):
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(dtype)
+    by_torch, by_jax = (partial(centred, root=root) for root in (torch.sqrt, jnp.sqrt))
+    assert cross_check(torch=by_torch, jax=by_jax, args=(x,))
 
 
 @pytest.mark.parametrize("name", PAIRS)

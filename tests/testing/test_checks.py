@@ -73,6 +73,35 @@ def test_right_derivatives_pass(gt, name):
     assert not report.left_out and not report.conventions
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_is_zero_but_for_rounding_passes(gt, dtype):
+    def centred(x):
+        away = x - gt.xp.mean(x, axis=1, keepdims=True)
+        return (away / gt.xp.sqrt(gt.xp.mean(away**2, axis=1, keepdims=True))).sum()
+
+    assert check_derivatives(centred, (X.astype(dtype),), gt)
+
+
+def test_a_rule_that_is_as_small_as_rounding_and_wrong_is_refused(gt):
+    f = gt.custom_rule(lambda x: 1e-15 * (x**2).sum())
+    f.defjvp(lambda p, t: (f(p[0]), 2e-15 * (p[0] * t[0]).sum()))
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (3e-15 * ct * x,))
+    report = refused(check_derivatives, f, (X,), gt, order=1, numeric=False)
+    assert report.first.quantity == "reverse | forward"
+
+
+@pytest.mark.parametrize("factor", [0.0, 4.0])
+def test_rounding_beside_a_large_constant_is_no_kink(gt, factor):
+    f = gt.custom_rule(lambda x: 1e3 + 1e-6 * (x**2).sum())
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (factor * 1e-6 * ct * x,))
+    refused(check_derivatives, f, (X[0],), gt, order=1)
+
+
+def test_a_kink_beside_a_large_constant_passes(gt):
+    f = lambda x: 1e3 + 1e-6 * gt.xp.abs(x).sum()
+    assert check_derivatives(f, (np.array([0.0, 1.0, -2.0]),), gt, order=1)
+
+
 def test_every_mode_and_property_is_compared(gt):
     assert {
         "forward | finite differences",
@@ -379,6 +408,18 @@ def test_a_nan_that_finite_differences_do_not_see_is_refused(gt):
 def test_a_slope_that_drowns_in_rounding_decides_nothing_and_that_is_said(gt):
     report = check_derivatives(lambda x: x.sum() + 1e17, (np.ones(2),), gt, order=1)
     assert len(undecided(report)) == 2
+
+
+def test_a_function_that_is_another_in_smaller_steps_is_left_undecided(gt):
+    hilbert = 1 / (np.arange(6)[:, None] + np.arange(6) + 1.0)
+    f = lambda a, b: gt.xp.linalg.solve(a, b[:, None])
+    assert undecided(check_derivatives(f, (hilbert, X.ravel()[:6]), gt, order=1))
+
+
+def test_a_stopped_gradient_that_drowns_in_rounding_is_not_said_to_be_checked(gt):
+    f = lambda x: 1e3 + gt.stop_gradient(1e-2 * (x**2).sum()) + 0 * x.sum()
+    report = check_derivatives(f, (X[0].astype(np.float32),), gt, order=1)
+    assert undecided(report)
 
 
 def test_two_modes_whose_products_are_nan_are_said_not_to_be_compared(gt):

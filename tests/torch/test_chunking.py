@@ -1231,6 +1231,23 @@ def test_functionalize_and_chunked():
     assert all_same(list(found.values()), list(expected.values()))
 
 
+@pytest.mark.parametrize(
+    "transform", [functools.partial(gt.chunked, chunk_size=CHUNK), gt.checkpoint]
+)
+def test_a_transformed_part_of_a_functionalized_model_has_the_tensors_it_is_given(transform):
+    part = network(nn.BatchNorm1d(4))
+    model, counted = nn.Sequential(transform(part)).eval(), dict(part.named_buffers())
+    for train in (False, True):
+        apply, params, state = gt.functionalize(model, train=train)
+        zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+        out, after = apply(zeros, state, X[:CHUNK], key=gt.key(0))
+        assert out.abs().max() == 0
+        assert any(not same(after[name], state[name], 1e-12) for name in state) is train
+    assert not part.training and all(b is counted[k] for k, b in part.named_buffers())
+    found = gt.grad(lambda params: contrast(apply(params, state, X, key=gt.key(0))[0]))(params)
+    assert all(g.abs().max() > 0 for name, g in found.items() if not name.endswith("0.bias"))
+
+
 # --- other machinery of PyTorch ------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
 from gradtools.errors import GradtoolsError, GradtoolsWarning  # noqa: E402
+from gradtools.seeing.differences.difference import beside  # noqa: E402
+from gradtools.seeing.graphs.collapse import outline_of  # noqa: E402
 
 
 def names(graph, numbers):
@@ -328,3 +330,21 @@ def test_what_a_result_is_written_to_is_no_operand():
     graph = gt.gradient_graph(f, torch.ones(3, 3), torch.ones(3, 3), order=0)
     product = next(node for node in graph.nodes if node.operation == "matmul")
     assert product.inputs == graph.inputs
+
+
+def test_a_view_is_kept_with_the_bytes_of_its_memory_and_with_it_once():
+    def normed(x):
+        return x / x.norm(dim=1, keepdim=True).clamp_min(1e-12).expand_as(x)
+
+    graph = gt.gradient_graph(normed, torch.ones(4, 6))
+    (view,) = [line for line in str(graph).splitlines() if "= broadcast(" in line]
+    assert view.endswith("kept: 16 B")
+    attention = torch.nn.functional.scaled_dot_product_attention
+    for f in (normed, lambda x: attention(x, x, x)):
+        graph = gt.gradient_graph(f, torch.ones(1, 4, 6))
+        outline = outline_of(graph)
+        saved = {value for arrow in outline.arrows if arrow.saved for value in arrow.values}
+        assert outline.bytes_of(saved) == sum(graph.kept.values())
+        two = beside(outline, outline, ("a", "b"), "")
+        of_second = {value + len(outline.values) for value in saved}
+        assert two.bytes_of(of_second) == two.bytes_of(saved) == outline.bytes_of(saved)

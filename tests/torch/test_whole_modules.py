@@ -64,12 +64,19 @@ def recurrent():
     return Last().double()
 
 
+def in_blocks():
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Tanh())
+    return nn.Sequential(gt.checkpoint(block), nn.Linear(4, 1)).double()
+
+
 KINDS = {
     "a multilayer perceptron": mlp,
     "state that changes": lambda: Noisy().double(),
     "tied": tied,
     "partly frozen": partly_frozen,
     "recurrent": recurrent,
+    "blocks that are computed again": in_blocks,
 }
 kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 

@@ -8,20 +8,19 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from gradtools.jax import reachability
 from gradtools.jax.rules.linearizing import hoist, linearized_rule, local_list, pushed_on
 from gradtools.jax.rules.primitives import LinearizedRule, TracedRule, flow_of
-from gradtools.jax.trees import all_known, is_inexact, struct_of
-from gradtools.rules import Rule, closed_over_error, closes_over
+from gradtools.jax.trees import all_known, is_inexact, zeros_of
+from gradtools.rules import Rule, closed_over_error, held_by
 
 
-def closes_over_tracer(rule: Rule) -> bool:
-    """Whether what the author of a rule wrote holds an array of a running trace."""
+def held_tracers(rule: Rule) -> list[Any]:
+    """The arrays of a running trace that what the author of a rule wrote holds."""
     if not reachability.within_a_trace():
-        return False
-    return closes_over(rule, lambda x: isinstance(x, jax.core.Tracer), jax.Array)
+        return []
+    return list(held_by(rule.user_functions, lambda x: isinstance(x, jax.core.Tracer), jax.Array))
 
 
 def lift_captured(
@@ -95,10 +94,10 @@ def _lift_maps(rule: Rule, xs: Sequence[Any], differentiated: bool) -> tuple[Rul
         return (rule, []) if not consts else _lifted(rule, n, consts, primal, flow)
     maps = rule if rule.reverse_only else linearized_rule(rule, xs)
     both, extras = (maps.forward, maps.extras) if isinstance(maps, LinearizedRule) else (None, 0)
-    results = jax.eval_shape(lambda *a: both(*a) if both else primal(consts, *a), *xs)
-    ys = results[: len(results) - extras]
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in [*xs, *results]]
-    saved = [jnp.zeros(s.shape, s.dtype) for s in maps.saved(xs, ys, results[len(ys) :])]
+    results = jax.make_jaxpr(both or partial(primal, consts))(*xs).out_avals
+    ys, avals = results[: len(results) - extras], [*map(jax.typeof, xs), *results]
+    zeros = [zeros_of(aval) for aval in avals]
+    saved = [zeros_of(aval) for aval in maps.saved(avals[:n], ys, results[len(ys) :])]
     dxs = [z if m else None for z, m in zip(zeros, moving, strict=False)]
     cts = [z for z in zeros[n : n + len(ys)] if is_inexact(z) or rule.reverse_only]
     forward = lift(both, *xs)
@@ -124,7 +123,7 @@ def _lifted(
     count, more = len(consts), dict[str, Any]()
     positions = range(n) if rule.saves is None else rule.saves
     saves = [i if i < n else i + count for i in positions]
-    dxs, cts = ([None if x is None else struct_of(x) for x in xs] for xs in (dxs, cts))
+    dxs, cts = ([None if x is None else jax.typeof(x) for x in xs] for xs in (dxs, cts))
 
     def unmoved(_: Any, __: Any) -> list[Any]:
         raise closed_over_error(rule.name)
@@ -157,6 +156,6 @@ def _lifted(
 def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
     """`values` with zeros for None wherever `examples` has an array, and None elsewhere."""
     return [
-        None if e is None else jnp.zeros(e.shape, e.dtype) if v is None else v
+        None if e is None else zeros_of(e) if v is None else v
         for v, e in zip(values, examples, strict=True)
     ]

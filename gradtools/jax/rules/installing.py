@@ -22,6 +22,7 @@ is how they are differentiated, transposed and batched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ from gradtools.jax.rules import linearity
 from gradtools.jax.rules.checking import check_linear, hold_symbolic
 from gradtools.jax.rules.closure_conversion import (
     ValueLiftedRule,
-    closes_over_tracer,
+    held_tracers,
     lift_captured,
     lift_value,
 )
@@ -83,10 +84,12 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     xs = varying_alike([_as_array(x) for x in xs])
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
-    if rule.user_functions and closes_over_tracer(rule):
-        rule, captured = (
-            lift_value(rule, xs) if rule in local_list("lifting") else lift_captured(rule, xs)
-        )
+    if rule.user_functions and (held := held_tracers(rule)):
+        # traced at the types that inputs have beside what becomes one of them
+        axes = frozenset().union(*map(varies, held))
+        xs = [varying(x, axes) for x in xs]
+        lift = lift_value if rule in local_list("lifting") else lift_captured
+        rule, captured = lift(rule, xs)
         xs = varying_alike([*xs, *captured])
     return list(primal_p.bind(*xs, rule=rule))
 
@@ -418,33 +421,34 @@ ad.primitive_transposes[cotangent_p] = mortal(_cotangent_transpose)
 # --- vmap --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class _Lists:
-    """What `rules.batched` asks of a framework."""
+    """What `rules.batched` asks of a framework. axis: JAX's record of what is mapped over."""
 
-    @staticmethod
-    def vmap_list(fun: Callable[..., Any], axes: tuple[Any, ...], size: int) -> Any:
-        if not axes or all(a is None for a in axes):
+    axis: Any
+
+    def vmap_list(self, fun: Callable[..., Any], axes: tuple[Any, ...], size: int) -> Any:
+        if not axes:
             return lambda *xs: [jnp.broadcast_to(y, (size, *y.shape)) for y in fun(*xs)]
-        return jax.vmap(fun, in_axes=axes, axis_size=size)
+        return self._vmap(fun, axes, 0, size)
 
-    @staticmethod
-    def vmap_extras(fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
+    def _vmap(self, fun: Callable[..., Any], axes: Any, out_axes: Any, size: int) -> Any:
+        names = {"axis_name": self.axis.name, "spmd_axis_name": self.axis.spmd_name}
+        return jax.vmap(fun, axes, out_axes, axis_size=size, **names)
+
+    def vmap_extras(self, fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
         """vmap, and which results carry the batch: extras that do not depend on it need not."""
+        trace = jax.make_jaxpr(lambda *a: list(fun(*a)), axis_env=[(self.axis.name, size)])
 
         def run(*xs: Any) -> tuple[list[Any], list[Any]]:
-            closed = jax.make_jaxpr(lambda *a: list(fun(*a)))(*_examples(xs, axes))
+            closed = trace(*_examples(xs, axes))
             out_axes = _out_axes(closed, axes, extras())
             if not out_axes:
                 return [], []
             if all(a is None for a in out_axes):
                 return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs), out_axes
-            mapped = jax.vmap(
-                lambda *a: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *a),
-                in_axes=axes,
-                out_axes=out_axes,
-                axis_size=size,
-            )
-            return mapped(*xs), out_axes
+            again = partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
+            return self._vmap(again, axes, out_axes, size)(*xs), out_axes
 
         return run
 
@@ -461,19 +465,22 @@ def _examples(xs: Sequence[Any], axes: Sequence[Any]) -> list[Any]:
 
 
 def _out_axes(closed: Any, axes: Sequence[Any], extras: int) -> list[Any]:
-    """0 for each result; for an extra that no mapped input reaches, None."""
+    """0 for each result; None for an extra that neither a mapped input nor the axis reaches."""
+    if closed.effects:
+        return [0] * len(closed.out_avals)
     flow = reachability.raw_matrix(closed)
     carried = [any(r and a == 0 for r, a in zip(row, axes, strict=True)) for row in flow]
     first = len(carried) - extras
     return [0 if i < first or c else None for i, c in enumerate(carried)]
 
 
-def _batched(rule: Rule, x_axes: Any, saved_axes: Any, size: int, run: Any = None) -> Rule:
+def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = None) -> Rule:
     """The rule of a batch; `run` is its forward pass, if not the one that the rule's gives."""
+    lists, size = _Lists(axis), axis.size
 
     def forward(*xs: Any) -> list[Any]:
         assert isinstance(rule, LinearizedRule)
-        return _Lists.vmap_extras(rule.forward, x_axes, size, lambda: rule.extras)(*xs)[0]
+        return lists.vmap_extras(rule.forward, x_axes, size, lambda: rule.extras)(*xs)[0]
 
     def make() -> Rule:
         more: dict[str, Any] = {}
@@ -481,64 +488,67 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, size: int, run: Any = Non
             more["forward"] = run or forward
         flow = flow_of(rule)
         if flow is not None:
-            more["flow"] = _Lists.vmap_list(lambda *x: flow(*x), x_axes, size)
+            more["flow"] = lists.vmap_list(lambda *x: flow(*x), x_axes, size)
         if isinstance(rule, ValueLiftedRule):
-            more["lift"] = partial(_lift_batched, rule, x_axes, size)
+            more["lift"] = partial(_lift_batched, rule, x_axes, axis)
         if isinstance(rule, LinearizedRule | PartialRule) and rule.whole is not None:
-            more["whole"] = _batched(rule.whole, x_axes, None, size)
-        return batched(rule, _Lists, x_axes, saved_axes, size, **more)
+            more["whole"] = _batched(rule.whole, x_axes, None, axis)
+        return batched(rule, lists, x_axes, saved_axes, size, **more)
 
-    return remembered(rule, ("batched", x_axes, saved_axes, size, run is None), make)
+    return remembered(rule, ("batched", x_axes, saved_axes, axis, run is None), make)
 
 
 def _lift_batched(
-    rule: ValueLiftedRule, axes: Sequence[Any], size: int, xs: Sequence[Any]
+    rule: ValueLiftedRule, axes: Sequence[Any], axis: Any, xs: Sequence[Any]
 ) -> tuple[Rule, list[Any]]:
     """The rest of a rule lifted at one example, and batched."""
     lifted, inputs = rule.lift([x if a is None else x[0] for x, a in zip(xs, axes, strict=True)])
     of_inputs = tuple([axes[x] if isinstance(x, int) else None for x in inputs])
-    return _batched(lifted, of_inputs, None, size), inputs
+    return _batched(lifted, of_inputs, None, axis), inputs
 
 
-def _batched_evaluation(rule: LinearizedRule, axes: tuple[Any, ...], size: int) -> Rule:
+def _batched_evaluation(rule: LinearizedRule, axes: tuple[Any, ...], axis: Any) -> Rule:
     """The rule of a batch of which every extra carries the batch."""
-    run = _Lists.vmap_list(rule.forward, axes, size)
-    return _batched(rule, axes, saved_from(rule.saves, axes), size, run)
+    run = _Lists(axis).vmap_list(rule.forward, axes, axis.size)
+    return _batched(rule, axes, saved_from(rule.saves, axes), axis, run)
 
 
 def _batch(primitive: Primitive) -> Any:
-    def run(args: Any, dims: Any, *, rule: Any, **params: Any) -> Any:
-        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    def run(axis: Any, args: Any, dims: Any, *, rule: Any, **params: Any) -> Any:
+        if all(d is None for d in dims):
+            out = primitive.bind(*args, rule=rule, **params)
+            return out, [None] * len(out)
+        size = axis.size
         args = [_to_front(x, d) for x, d in zip(args, dims, strict=True)]
         axes = [None if d is None else 0 for d in dims]
         n = len(args) - sum(params["given"]) if "given" in params else 0
 
-        like = next(x for x, axis in zip(args, axes, strict=True) if axis == 0)
+        like = next(x for x, a in zip(args, axes, strict=True) if a == 0)
 
         def wide(avals: Any) -> Any:
             return tuple([shardings.with_leading(a, size, like) for a in avals])
 
         if primitive is primal_p:
-            rule = _batched(rule, tuple(axes), None, size)
+            rule = _batched(rule, tuple(axes), None, axis)
         elif primitive is evaluation_p:
-            rule = _batched_evaluation(rule, tuple(axes), size)
+            rule = _batched_evaluation(rule, tuple(axes), axis)
         elif primitive is value_p:
             first, last = params["xs"], len(args) - rule.extras
             everything = [*axes[:first], *axes[first:last], *axes[last:]]
             saved_axes = saved_from(rule.saves, everything[:first], everything[first:])
             args[first:last] = [
-                x if axis == 0 else shardings.spread(x, size, like)
-                for x, axis in zip(args[first:last], axes[first:last], strict=True)
+                x if a == 0 else shardings.spread(x, size, like)
+                for x, a in zip(args[first:last], axes[first:last], strict=True)
             ]
-            rule = _batched(rule, tuple(axes[:first]), saved_axes, size)
+            rule = _batched(rule, tuple(axes[:first]), saved_axes, axis)
         elif primitive is tangent_p:
             dx_axes = spread(axes[n:], params["given"])
-            rule = _batched(rule, tuple(dx_axes), tuple(axes[:n]), size)
+            rule = _batched(rule, tuple(dx_axes), tuple(axes[:n]), axis)
             params["ys"] = wide(params["ys"])
         else:
             cts = zip(args[n:], axes[n:], strict=True)
             args[n:] = [x if a == 0 else shardings.spread(x, size, like) for x, a in cts]
-            rule = _batched(rule, (0,) * len(params["wanted"]), tuple(axes[:n]), size)
+            rule = _batched(rule, (0,) * len(params["wanted"]), tuple(axes[:n]), axis)
             params["xs"], params["ys"] = wide(params["xs"]), wide(params["ys"])
         out = primitive.bind(*args, rule=rule, **params)
         return out, [0] * len(out)
@@ -551,7 +561,7 @@ def _to_front(x: Any, dim: int | None) -> Any:
 
 
 for _p in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
-    batching.primitive_batchers[_p] = mortal(_batch(_p))
+    batching.fancy_primitive_batchers[_p] = mortal(_batch(_p))
 
 
 def _no_series(primitive: Primitive) -> Callable[..., Any]:
@@ -585,7 +595,7 @@ def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
         with promoting(rule):
             result = rule.cotangent(rule.saved(operands, []), [conj(ct) for ct in cts])
         return tuple(
-            jnp.zeros_like(x) if ct is None else conj(jnp.asarray(ct, x.dtype))
+            jnp.zeros_like(x) if ct is None else shardings.like(conj(jnp.asarray(ct, x.dtype)), x)
             for ct, x in zip(result, operands, strict=True)
         )
 

@@ -207,7 +207,8 @@ def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
 
 
 def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tuple[Any, ...]:
-    return run, avals, tuple([item for item in params.items() if item[0] not in ("rule", LIFE)])
+    shown = tuple([item for item in params.items() if item[0] not in ("rule", LIFE)])
+    return run, avals, shown, jax.dtypes.canonicalize_dtype(float)  # the last one tells x64
 
 
 primal_p = _define("gradtools_primal", eval_primal, _traced_outs(eval_primal))

@@ -48,6 +48,21 @@ _SETTING = frozenset(
     | {"index_copy", "index_fill", "masked_fill", "masked_scatter", "select_scatter"}
     | {"slice_scatter", "diagonal_scatter"}
 )
+_SELECTING = frozenset(
+    {
+        "index",
+        "gather",
+        "take_along",
+        "slice",
+        "split",
+        "update",
+        "scatter",
+        "scatter_add",
+        "triangle",
+    }
+    | {"concatenate", "stack", "pad", "constant_pad_nd", "sort", "topk", "kthvalue", "median"}
+    | {"embedding", "embedding_bag", "grid_sampler2_d", "grid_sampler3_d"}
+)
 _FLAT = frozenset(
     {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
     | {"relu6", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "max_pool"}
@@ -309,6 +324,8 @@ def _numerical_kind(found: Vanished) -> str:
         return "overwritten"
     if _ZEROING & {found.node.operation, found.node.native}:
         return "multiplied_by_zero"
+    if found.node.operation in _SELECTING:
+        return "empty"
     return "dead" if found.node.operation in _FLAT else "saturated"
 
 

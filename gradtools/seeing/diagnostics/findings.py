@@ -54,6 +54,10 @@ KINDS: dict[str, FindingKind] = {
     "no_grad": FindingKind(
         "it runs while gradients are switched off", "move it out of no_grad or inference_mode"
     ),
+    "reentrant": FindingKind(
+        "a reentrant checkpoint of which no input requires grad computes without a graph",
+        "pass use_reentrant=False, or use gradtools' checkpoint; else let an input require grad",
+    ),
     "in_place_data": FindingKind(
         "an array is overwritten behind the back of differentiation",
         "write y = ... instead of changing x.data in place",
@@ -114,8 +118,8 @@ KINDS: dict[str, FindingKind] = {
         numerical=True,
     ),
     "empty": FindingKind(
-        "nothing is selected here: an index, a slice or a mask without an entry",
-        "see why it selects nothing at these values",
+        "nothing of it is selected: by an index, a slice, a mask or a maximum",
+        "see what is selected at these values",
         numerical=True,
     ),
     "not_finite": FindingKind(

@@ -237,7 +237,7 @@ class _LossRun:
         """Adds where the gradient of one that is reached becomes zero."""
         try:
             vanished = self._vanished(k)
-        except RuntimeError:  # of a graph that a backward pass has freed
+        except RuntimeError:  # of a graph that was freed, or of a reentrant checkpoint
             self._spent = True
             return
         if vanished is None:
@@ -275,7 +275,10 @@ class _LossRun:
                 found.notes.append((text, names))
 
 
-_SPENT = "a backward pass has freed the graph: gradients at these values were not looked at"
+_SPENT = (
+    "no backward pass goes through the graph, which was freed or holds a reentrant checkpoint: "
+    "gradients at these values were not looked at"
+)
 _NOTES = (
     (FROZEN, "requires_grad is False, so it is not trained"),
     (TABLE, "a buffer that the loss depends on; no optimiser changes it"),

@@ -18,7 +18,7 @@ from gradtools.seeing.differences.equality import ELSE, GraphPair
 from gradtools.seeing.graphs.attributes import are_numbers
 from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.edges import kept_anew, reason, strengths_of
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
 from gradtools.seeing.graphs.outline import Arrow, Block, Outline, counted, size_text, value_text
 from gradtools.seeing.graphs.passes import INNER
 from gradtools.seeing.pictures import saving
@@ -356,7 +356,7 @@ def beside(
     columns = [_named(column, names[0], 0) for column in one.columns]
     columns += [_named(column, names[1], shift) for column in two.columns]
     arrows = [*one.arrows, *(_moved(arrow, shift, values) for arrow in two.arrows)]
-    all_values = {**one.values, **{key + values: value for key, value in two.values.items()}}
+    all_values = {**one.values, **{k + values: _shown(v, values) for k, v in two.values.items()}}
     ties = tuple(
         (one.keys[id(a)], two.keys[id(b)] + shift)
         for a, b in pairs
@@ -364,6 +364,10 @@ def beside(
     )
     alive = one.alive | {value + values for value in two.alive}
     return Outline(tuple(columns), tuple(arrows), all_values, title, ties=ties, alive=alive)
+
+
+def _shown(value: Value, shift: int) -> Value:
+    return value if value.base is None else replace(value, base=value.base + shift)
 
 
 def _named(column: Block, name: str, shift: int) -> Block:

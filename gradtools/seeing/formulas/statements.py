@@ -96,6 +96,8 @@ class Statements:
     def _name(self, cotangents: Sequence[Mapping[Expr, Expr]]) -> None:
         roots = [(x, w) for s in self.sections for x, w in s.roots]
         self._taken |= {w.text for _, w in roots}
+        if len(self.sections) > 2:  # of order 2: the derivatives are those of s
+            self._taken.add("s")
         names = self.writer.names
         for x, written in roots:
             if x not in names and not _is_plain(x):

@@ -15,7 +15,8 @@ derivative. A mask, an index or a branch that is chosen by a comparison is no lo
 what is computed from the very value it is added to, as in ``x - floor(x)``, nor a shift that is
 taken off inside and added again, as in ``log(sum(exp(x - s))) + s``, nor a target: what is stopped
 on purpose and would have its derivative otherwise, in a difference that is squared or the like,
-as ``(v(s) - r - stop(v(t)))**2`` of temporal-difference learning.
+as ``(v(s) - r - stop(v(t)))**2`` of temporal-difference learning, and ``exp(p - stop(q))`` of a
+ratio of probabilities.
 """
 
 from __future__ import annotations
@@ -299,7 +300,8 @@ def _met(
     at: Callable[[PlainGraph, _Step], Iterable[Loss] | None],
 ) -> Iterator[Loss]:
     """What `at` says of each operation that matters, in bodies where it says None of the whole."""
-    reached, matters = forward(graph, start), backward(graph, end)
+    reached = forward(graph, start)
+    matters = backward(_without_shifts(graph, reached), end)
     for node in graph.nodes:
         leaving = [matters.get(value, _NONE) for value in node.outputs]
         if not any(leaving):
@@ -310,6 +312,36 @@ def _met(
             yield from (replace(loss, call=call) for loss in result)
         elif node.bodies and node.links is None:
             yield from _in_bodies(graph, node, entering, leaving, call, partial(_met, at=at))
+
+
+def _without_shifts(graph: PlainGraph, reached: Strengths) -> PlainGraph:
+    """The graph less what is lost and is added to what it is computed from, or was before.
+
+    In ``x - stop(max(x))`` the derivative goes on with x: the stop is not where it is lost.
+    """
+    nodes = [
+        _less(graph, node, shifts) if (shifts := _shifts(graph, node, reached)) else node
+        for node in graph.nodes
+    ]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _shifts(graph: PlainGraph, node: Node, reached: Strengths) -> set[int]:
+    if node.operation not in ADDITIVE:
+        return set()
+    flowing, lost = _parts(graph, node, reached)
+    if not (flowing and lost):
+        return set()
+    before = _taken_before(graph, flowing, reached)
+    is_shift = lambda v: flowing & ancestors(graph, v) or _first_lost(graph, v, reached) <= before
+    return set(filter(is_shift, lost))
+
+
+def _less(graph: PlainGraph, node: Node, values: set[int]) -> Node:
+    less = lambda row: [
+        _NONE if value in values else link for value, link in zip(node.inputs, row, strict=True)
+    ]
+    return replace(node, links=tuple(tuple(less(row)) for row in links_of(graph, node)))
 
 
 def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[int]) -> int | None:
@@ -498,7 +530,9 @@ def _behind_terms(
 
 
 _STOPPED = ("detached", "no_grad")
-_BENDING = frozenset({"power", "square", "abs", "norm", "sqrt", "log", "log_cosh", "softplus"})
+_BENDING = frozenset(
+    {"power", "square", "abs", "norm", "sqrt", "log", "log_cosh", "softplus", "exp"}
+)
 _SHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast", "transpose", "identity"})
 
 

@@ -7,14 +7,21 @@ those outside, so every value has makers and readers whatever it passes on its w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from gradtools.seeing.graphs.attributes import are_numbers, is_number, text_of
 from gradtools.seeing.graphs.bridged_calls import BRIDGED
-from gradtools.seeing.graphs.edges import alive_anyway, cut_reason, lost_links, reason, strengths_of
+from gradtools.seeing.graphs.edges import (
+    alive_anyway,
+    base_of,
+    cut_reason,
+    lost_links,
+    reason,
+    strengths_of,
+)
 from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, Value
 
 Notes = Mapping[int, tuple[str, str]]  # by the id of a node
@@ -167,6 +174,7 @@ class FlatGraph:
             number = self._number(graph, value, numbers)
             if self.units[maker].kind != "operation" or graph.values[value].base in self._given:
                 self.alive.add(number)
+                self.alive |= {base for base in [self.values[number].base] if base is not None}
             unit.reads.append((maker, number))
             self.links.append(Link(maker, unit.key, number, strength, cut))
 
@@ -183,8 +191,11 @@ class FlatGraph:
 
     def _number(self, graph: PlainGraph, value: int, numbers: dict[int, int]) -> int:
         if value not in numbers:
-            numbers[value] = len(self.values)
+            numbers[value] = number = len(self.values)
             self.values.append(graph.values[value])
+            base = base_of(graph, value)
+            shown = None if base == value else self._number(graph, base, numbers)
+            self.values[number] = replace(self.values[number], base=shown)
         return numbers[value]
 
     def shape_of(self, unit: Unit) -> tuple[int, ...]:

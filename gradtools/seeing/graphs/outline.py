@@ -226,12 +226,13 @@ class Outline:
 
     def bytes_of(self, values: Iterable[int]) -> int:
         """The bytes that are kept for some values: none for what is alive anyway."""
-        left = [v for v in values if v not in self.alive]
-        return sum({self._memory(v): self.values[v].bytes for v in left}.values())
+        memories = {self.memory_of(v) for v in values if v not in self.alive}
+        return sum(self.values[v].bytes for v in memories)
 
-    def _memory(self, value: int) -> tuple[int | None, int]:
+    def memory_of(self, value: int) -> int:
+        """The value whose memory a value shows: of a view another than itself."""
         base = self.values[value].base
-        return base, value if base is None else 0
+        return value if base is None else base
 
     def kept_text(self, values: Iterable[int]) -> str:
         """How much is kept for some values, in words."""

@@ -396,7 +396,8 @@ const layout = (() => {
   const threadsOf = (graph, opened) => seenThreads(graph, opened).map((arrow, id) => {
     const from = graph.columnOf.get(arrow.source), to = graph.columnOf.get(arrow.target);
     const low = Math.min(from, to), high = Math.max(from, to);
-    const bytes = sum(arrow.values.map((v) => graph.G.bytes[v]));
+    const { bytes: sizes, memory } = graph.G;
+    const bytes = sum([...new Map(arrow.values.map((v) => [memory[v], sizes[v]])).values()]);
     const size = arrow.saved ? (bytes ? sizeText(bytes) : graph.G.alive) : "";
     return {
       id, arrow, from, to,

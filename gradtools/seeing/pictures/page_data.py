@@ -25,6 +25,7 @@ def data_of(arrangement: Arrangement) -> dict[str, Any]:
         "threads": list(arrangement.threads),
         "ties": outline.ties,
         "bytes": [outline.bytes_of([v]) for v in range(len(outline.values))],
+        "memory": [outline.memory_of(v) for v in range(len(outline.values))],
         "alive": ALIVE,
         "texts": [_shown(value_text(outline.values[v])) for v in range(len(outline.values))],
         "advance": text_width("0", LINE),

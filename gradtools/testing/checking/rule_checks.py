@@ -179,7 +179,8 @@ class RuleCheck:
                     record = self.causes.of_bwd(record, i, pulled)
                 self.report.comparisons.append(record)
         draw = lambda: [self.check._draw(y.shape, y.dtype) for y in self.values.out]
-        self.check._linear("bwd", "cotangent", self._pull, draw, self.values.paths)
+        pull = lambda _, vs: self._pull(vs)
+        self.check._linear("bwd", "cotangent", pull, draw, self.values.paths)
 
     def _check_jvp(self) -> list[np.ndarray]:
         pushed: list[np.ndarray] = []
@@ -195,7 +196,8 @@ class RuleCheck:
                     record = self.causes.of_jvp(record, i, us, agrees)
                 self.report.comparisons.append(record)
         draw = lambda: self.check._everywhere().us
-        self.check._linear("jvp", "tangent", self._push, draw, self.values.out_paths)
+        push = lambda _, us: self._push(us)
+        self.check._linear("jvp", "tangent", push, draw, self.values.out_paths)
         return pushed
 
     def _jvp_against(self, path: str, pushed: list[np.ndarray], found: Any) -> Comparison:

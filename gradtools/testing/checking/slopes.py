@@ -3,7 +3,8 @@
 A check moves an argument along a line, x + t u, and looks at the values f(t). The slope at 0 comes
 from central differences at many steps, from a tenth of the argument's size downwards, extrapolated
 to step zero (Ridders, 1982): the estimate kept is the one whose neighbours agree best, and how
-well they agree is its error.
+well they agree is its error. Where the smallest step tells another slope, as of a solution of an
+ill-conditioned system, all steps are too large for f, and nothing is decided.
 
 No small step sees a staircase: its slope is zero wherever one looks. But a function that is
 continuous is the integral of its derivative; where the two part, and go on to part on ever
@@ -63,14 +64,16 @@ def slope(f: Line, eps: float) -> Slope:
     previous: list[np.ndarray] = []
     smallest, inside = 10 * np.sqrt(eps), 0
     with np.errstate(all="ignore"):
+        least = rounding_error(f, smallest / 3, eps)
         for level in range(_FINEST):
             t = _LARGEST_STEP * 2.0**-level
             inside += bool((np.isfinite(error) | ~np.isfinite(at)).all())
             if t < smallest and inside > _COLUMNS:
                 break
             plus, minus = f(t), f(-t)
-            rounding = eps * np.maximum(np.abs(plus), np.abs(minus)) / t
+            rounding = np.maximum(eps * np.maximum(np.abs(plus), np.abs(minus)), least) / t
             row = [(plus - minus) / (2 * t)]
+            coarser = previous[0] if previous else row[0]
             for j, before in enumerate(previous[: _COLUMNS - 1]):
                 row.append(row[j] + (row[j] - before) / (4.0 ** (j + 1) - 1))
                 apart = np.maximum(np.abs(row[j + 1] - row[j]), np.abs(row[j + 1] - before))
@@ -78,16 +81,32 @@ def slope(f: Line, eps: float) -> Slope:
                 value = np.where(better, row[j + 1], value)
                 error = np.where(better, apart + rounding, error)
             previous = row
-    return Slope(value, error, at, t)
+        slack = error + np.abs(row[0] - coarser) + 10 * rounding
+        elsewhere = np.abs(value - row[0]) > slack  # f is another one in small steps
+    return Slope(value, np.where(elsewhere, np.inf, error), at, t)
 
 
-def one_sided(f: Line, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """The slopes of f at 0 from the left and from the right; they differ at a kink."""
-    t = 10 * np.sqrt(eps)
+def rounding_error(f: Line, at: float, eps: float) -> np.ndarray:
+    """How far the values of f may be off: what its second differences over last digits come to.
+
+    That is more than eps of a value where large numbers cancel in it.
+    """
+    here = f(at)
+    changes = [np.abs(f(at + k * eps) + f(at - k * eps) - 2 * here) for k in (1, 2, 3)]
+    return np.fmax.reduce([np.zeros(here.shape), *changes])
+
+
+def one_sided(f: Line, eps: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The slopes of f at 0 from the left and from the right, and how far rounding puts them off.
+
+    They differ at a kink.
+    """
+    t = eps**0.25
     with np.errstate(all="ignore"):
         left, right = ((f(s * t) - f(0.0)) / (s * t) for s in (-1, 1))
         left2, right2 = ((f(s * t / 2) - f(0.0)) / (s * t / 2) for s in (-1, 1))
-    return 2 * left2 - left, 2 * right2 - right
+        off = np.maximum(eps * np.abs(f(0.0)), rounding_error(f, t / 3, eps))
+    return 2 * left2 - left, 2 * right2 - right, 10 * off / t
 
 
 @dataclass(frozen=True)
@@ -114,7 +133,7 @@ def jump_near(f: Line, df: Line, end: float, eps: float) -> Jump | None:
         travelled = np.abs(end) / 2 * np.tensordot(_WEIGHTS, np.abs(slopes), 1)
         off = np.abs(change - integral)
         least = np.maximum(0.01 * np.maximum(np.abs(change), travelled), 1e3 * eps * _size(f, end))
-    suspects = np.flatnonzero(np.isfinite(off) & (off > least))
+    suspects = _beyond_rounding(f, end, eps, off, np.flatnonzero(np.isfinite(off) & (off > least)))
     return _first_jump(f, df, end, suspects[np.argsort(-off[suspects])], eps)
 
 
@@ -123,12 +142,21 @@ def jump_far(f: Line, df: Line, end: float, eps: float) -> Jump | None:
     with np.errstate(all="ignore"):
         change = np.abs(f(end) - f(0.0))
     moved = np.isfinite(change) & (change > 1e3 * eps * _size(f, end))
-    suspects = np.flatnonzero(moved & (df(0.0) == 0))
+    suspects = _beyond_rounding(f, end, eps, change, np.flatnonzero(moved & (df(0.0) == 0)))
     if not suspects.size:
         return None
     for g in _GAUSS:
         suspects = suspects[df(end * (1 + g) / 2)[suspects] == 0]
     return _first_jump(f, df, end, suspects, eps)
+
+
+def _beyond_rounding(
+    f: Line, end: float, eps: float, off: np.ndarray, suspects: np.ndarray
+) -> np.ndarray:
+    if not suspects.size:
+        return suspects
+    with np.errstate(all="ignore"):
+        return suspects[(off > 1e3 * rounding_error(f, end / 3, eps))[suspects]]
 
 
 def _size(f: Line, end: float) -> np.ndarray:

@@ -218,7 +218,7 @@ class CrossCheck:
 
     def _noise(self, probe: Quantity, arrays: Sequence[np.ndarray | None]) -> float:
         """How large a difference may be that comes from rounding numbers of the probe's size."""
-        present = [x for x in arrays if x is not None]
+        present = [*(x for x in arrays if x is not None), *self.leaves[0]]
         if probe.order:  # a derivative's intermediate results have the size of the output, too
             present += [x for out in self.outputs for x in out.inexact().values()]
         eps = max((tolerances.epsilon(x.dtype) for x in present), default=0.0)

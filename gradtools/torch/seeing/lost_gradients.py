@@ -71,10 +71,9 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
                 "which looks at none."
             )
         for k, grad in zip(caller, grads, strict=True):
-            if grad is not None and (_moves(grad) or not grad.numel()):
+            if grad is None or _moves(grad) or not grad.numel():  # None: a reentrant checkpoint
                 result[k] = None
-        zero = [k for k, grad in zip(caller, grads, strict=True) if grad is not None]
-        zero = [k for k in zero if result[k] is not None]
+        zero = [k for k in caller if result[k] is not None]
         pairs = zip(caller, grads, strict=True)
         moving = {k: grad for k, grad in pairs if grad is not None and result[k] is None}
         noise = _noise(outs, xs, moving)

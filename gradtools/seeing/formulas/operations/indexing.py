@@ -347,8 +347,6 @@ def _scatter_along(x: Expr, i: Expr, u: Expr, *, axis: int, mode: str) -> Expr:
 
 def _argsort_value(y: Expr, x: np.ndarray) -> np.ndarray:
     """The stable order."""
-    if y["descending"]:
-        x = np.negative(x)
     return np.argsort(x, y["axis"], kind="stable")
 
 
@@ -362,7 +360,7 @@ def _argsort_value(y: Expr, x: np.ndarray) -> np.ndarray:
 )
 def _argsort(x: Expr, *, axis: int, descending: bool = False, stable: bool = False) -> Expr:
     """Integers."""
-    return apply("argsort", x, axis=axis, descending=bool(descending))
+    return apply("argsort", -x if descending else x, axis=axis)
 
 
 @lowers("sort -> values indices")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
 
 from gradtools.rules import Rule, held_by
 from gradtools.torch import _upstream as upstream
@@ -15,6 +17,24 @@ if TYPE_CHECKING:
     from gradtools.torch.seeing.recording.calls import RecordedCall
 
 Tensor = torch.Tensor
+
+
+class ParametersRead(TorchFunctionMode):
+    """Notes the leaves that require grad which PyTorch's functions are given inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tensors_in((args, kwargs))
+        self.tensors += [x for x in given if x.requires_grad and x.is_leaf]
+        return fun(*args, **(kwargs or {}))
+
+
+def is_reentrant_checkpoint(kind: Any) -> bool:
+    """Whether it is what `torch.utils.checkpoint` applies with use_reentrant=True."""
+    return kind is torch.utils.checkpoint.CheckpointFunction
 
 
 def captured_by(args: Any) -> list[Tensor]:

@@ -27,6 +27,10 @@ from gradtools.torch.double_backward import Called
 from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
 from gradtools.torch.operation_marks import CHUNK, function_of_ours, reason_of_detach
 from gradtools.torch.seeing.recording import autograd_functions, operations
+from gradtools.torch.seeing.recording.autograd_functions import (
+    ParametersRead,
+    is_reentrant_checkpoint,
+)
 from gradtools.torch.seeing.recording.dependences import links_of
 from gradtools.torch.seeing.recording.refusals import refusal_of
 from gradtools.torch.seeing.recording.taint import (
@@ -74,6 +78,7 @@ class RecordedCall:
         grad: Whether derivatives were switched on.
         mark: As in `Node`.
         unruled: Those inputs to which its own backward pass gives None.
+        reason: The kind of its losses, where that is known.
     """
 
     raw: str
@@ -87,6 +92,7 @@ class RecordedCall:
     grad: bool
     mark: str = ""
     unruled: set[int] = field(default_factory=set)
+    reason: str = ""
 
     def rewritten(self) -> list[Tensor]:
         """The tensors with other contents than they had."""
@@ -161,12 +167,29 @@ class CallRecorder(Numbering):
         call = self.entering(kind, (*args, *autograd_functions.captured_by(args)), kwargs)
         call.raw, (call.name, call.mark) = "apply", autograd_functions.name_and_mark(kind, args)
         with self.silent():
-            out = self._result(call, apply, args, kwargs)
+            with ParametersRead() as read:
+                out = self._result(call, apply, args, kwargs)
+            if not function_of_ours(kind):
+                self._add_read(call, read.tensors, is_reentrant_checkpoint(kind), out)
             call.unruled = autograd_functions.unruled(kind, call, out)
             self.write(call, out)
             if autograd_functions.is_foreign(kind, call) and not (kwargs or function_of_ours(kind)):
                 self._note_rule(call, kind, apply, args, out)
             return out
+
+    def _add_read(self, call: RecordedCall, read: list[Tensor], again: bool, out: Any) -> None:
+        """Adds what a Function reads besides its arguments, which it cannot give a derivative.
+
+        again: Whether it computes its function again in its backward pass: then it can.
+        """
+        given = {id(x) for x in call.tensors}
+        more = [x for x in _unlike(read) if id(x) not in given]
+        flows = again and any(y.requires_grad for y in tensors_in(out))
+        call.tensors += more
+        call.numbers += map(self.of, more)
+        call.tracked += [not flows] * len(more)
+        call.versions += map(version_of, more)
+        call.reason = "reentrant" if again and more else ""
 
     def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
         """A tensor becomes a Parameter or a Buffer."""

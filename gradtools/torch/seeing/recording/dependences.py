@@ -126,6 +126,8 @@ def _reason(call: RecordedCall, inexact: bool, link: Dependence) -> str:
     if link == _ZERO:
         drawn = operations.neutral(call.name) in operations.DRAWS
         return "discrete" if drawn else "zero_derivative"
+    if call.reason:
+        return call.reason
     if call.mark in ("custom rule", "edited gradient") and inexact and call.grad:
         return "rule"
     return operations.loss_of(call.name, call.grad, inexact)

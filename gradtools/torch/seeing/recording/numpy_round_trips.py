@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.seeing.graphs.derivative_flow import forward
+from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.recording import Run
 from gradtools.torch.seeing.recording.calls import CallRecorder, Leaving
@@ -30,7 +30,8 @@ _MOST = 8  # so many runs are spent on it
 def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
     """Notes where data that left came back, where no tag says so."""
     recorder = seen.recorder
-    lost = _out_of_sight(seen.graph(outputs), recorder.leavings)
+    asked = [number for number, x in recorder.captured.items() if x.requires_grad]
+    lost = _out_of_sight(seen.graph(outputs), recorder.leavings, asked)
     if not lost:
         return
     again = _Again(run, seen, before)
@@ -66,13 +67,17 @@ def _note_moved(
     recorder.outside += [(leaving.value, outputs[k]) for k in direct]
 
 
-def _out_of_sight(graph: PlainGraph, leavings: Sequence[Leaving]) -> list[int]:
-    """The leavings whose data could explain a lost gradient, and was not seen to come back."""
+def _out_of_sight(graph: PlainGraph, leavings: Sequence[Leaving], held: Sequence[int]) -> list[int]:
+    """The leavings whose data could explain a lost gradient, and was not seen to come back.
+
+    held: What f holds that requires grad.
+    """
     if not leavings:
         return []
     back = {source for source, _ in graph.outside}
+    matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
     result: set[int] = set()
-    for value in graph.inputs:
+    for value in (*graph.inputs, *(n for n in held if matters.get(n, _NONE) < _FULL)):
         if not graph.values[value].is_inexact:
             continue
         reached = forward(graph, {value: _FULL})

@@ -389,10 +389,12 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         duals = [dual_of(_unshared(_normal(x)), _normal(t)) for x, t in pairs]
         recorded = nodes_made()
         run = _with_gates(fun) if keep and any(map(_is_tracked, tangents)) else fun
-        with torch.enable_grad(), Stops(not keep, keep, caller_of(fun)):
-            outs, extras, nested = _watched(run, duals)
-        unseen = not (keep or nested or seen) and nodes_made() != recorded
-        unpacked = [forward_ad.unpack_dual(y) for y in outs]
+        with torch.enable_grad():
+            with Stops(not keep, keep, caller_of(fun)):
+                outs, extras, nested = _watched(run, duals)
+            unseen = not (keep or nested or seen) and nodes_made() != recorded
+            # Under no_grad a view of what is tracked would say that it is, and show no graph.
+            unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
         primals = [y.primal for y in unpacked]
         pushed = [

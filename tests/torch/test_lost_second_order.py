@@ -863,6 +863,15 @@ def test_a_tangent_alone_tries_nothing():
     assert len(calls) == 1
 
 
+def test_a_tangent_under_no_grad_is_a_constant():
+    def f(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            tangent = gt.jvp(Right.apply, (x,), (torch.ones_like(x),))[1]
+        return tangent * x
+
+    assert float(gt.grad(f)(_x())) == pytest.approx(3 * X**2)
+
+
 def test_a_class_whose_tangent_cannot_be_tried_is_refused():
     class Gridded(PushesDetached):
         @staticmethod

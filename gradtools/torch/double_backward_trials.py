@@ -84,7 +84,9 @@ class Trial:
         return cls(apply, plain, moving, Randomness.now(tensors), waves)
 
     def lost(self, forward: bool) -> set[str] | None:
-        """What autograd does not see, here and nearby; None if the derivative of g raises.
+        """What autograd does not see, here and nearby.
+
+        None if that tells nothing of the class: the derivative of g raises, or g is zero.
 
         Raises:
             Untried: There are no finite differences of g.
@@ -95,15 +97,18 @@ class Trial:
             try:
                 with restored(self.randomness), torch.inference_mode(False), unpacked():
                     xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
-                    result = (result or set()) | self._lost_at(xs, forward)
+                    found = self._lost_at(xs, forward)
+                result = result if found is None else found | (result or set())
             except Exception as error:
                 errors.append(error)
-        if result is not None or any(isinstance(error, _Loud) for error in errors):
+        if result is not None or len(errors) < 2 or any(isinstance(e, _Loud) for e in errors):
             return result
         raise Untried(f"near its arguments it raises {told(errors[0])}") from errors[0]
 
-    def _lost_at(self, xs: list[Tensor], forward: bool) -> set[str]:
+    def _lost_at(self, xs: list[Tensor], forward: bool) -> set[str] | None:
         cts = self._vectors(xs)
+        if not self._value([*xs, *cts], len(xs)):
+            return None
         result = set()
         for k in range(len(xs)):
             if self._loses([*xs, *cts], k, len(xs), forward):
@@ -198,7 +203,7 @@ class Trial:
         ]
         return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
-    def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
         return self.ws
 
 
@@ -214,8 +219,8 @@ class TangentTrial(Trial):
             outs = self._called([forward_ad.make_dual(x, t) for x, t in pairs])[1]
             return [forward_ad.unpack_dual(y).tangent for y in outs]
 
-    def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return [None if g is None else _wave(torch.ones_like(g), 3.0) for g in grads]
+    def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        return [_wave(torch.ones_like(g), 3.0) if g is not None else torch.zeros(()) for g in grads]
 
 
 def told(error: BaseException) -> str:

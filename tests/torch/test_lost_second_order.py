@@ -615,6 +615,35 @@ def test_a_class_that_was_tried_elsewhere_is_remembered():
     assert float(gt.grad(gt.grad(Near.apply))(_x())) == pytest.approx(6 * X)
 
 
+@pytest.mark.parametrize("where", ["empty", "flat"])
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_class_is_not_trusted_for_a_trial_where_its_derivative_is_zero(where, pushed):
+    class SquaredRelu(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.slope = 2 * x.detach().relu()
+            return x.relu() ** 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return ctx.slope * g
+
+        @staticmethod
+        def jvp(ctx: Any, t: Tensor) -> Tensor:
+            return ctx.slope * t
+
+    def slope(x: Tensor) -> Tensor:
+        f = lambda x: SquaredRelu.apply(x).sum()
+        if pushed:
+            return gt.jvp(f, (x,), (torch.ones_like(x),))[1]
+        return gt.grad(f)(x).sum()
+
+    x = torch.zeros(0, dtype=torch.float64) if where == "empty" else -_x()[None]
+    assert torch.equal(gt.grad(slope)(x), torch.zeros_like(x))
+    with pytest.raises(GradtoolsError, match="Function SquaredRelu"):
+        gt.grad(slope)(_x()[None])
+
+
 def test_a_class_that_takes_no_negative_numbers_is_tried_along_its_argument():
     class Positive(Right):
         @staticmethod

@@ -12,7 +12,8 @@ from gradtools.backend import Array, Lazily, Wing
 from gradtools.calls import in_words
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
-from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
+from gradtools.torch.compiled_functions import compiled
+from gradtools.torch.compiling import Dynamo, is_compiling, uncompiled
 from gradtools.torch.engines import caller_of
 from gradtools.torch.forward_mode.plain_kernels import jvps, restarting
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped

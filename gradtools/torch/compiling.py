@@ -1,4 +1,4 @@
-"""What gradtools asks of dynamo, without importing it, and what it adds to `torch.compile`.
+"""What gradtools asks of dynamo, without importing it, and what compiled code would lose.
 
 Dynamo takes more time to import than the rest of PyTorch together, and a program that compiles
 nothing never needs it. So functions that it must not look into are registered when it arrives.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -16,13 +15,11 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from gradtools.backend import Compiler
-from gradtools.errors import GradtoolsError, warn_once
+from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch import trees
-from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,7 +127,7 @@ if not upstream.dynamo_is_loaded():
 # --- double backward of compiled code ----------------------------------------------------
 
 LOST = "CompiledFunctionBackwardBackward"
-_NO_DOUBLE_BACKWARD = (
+NO_DOUBLE_BACKWARD = (
     "a function compiled by torch.compile was differentiated twice from outside, and PyTorch has "
     "no compiled double backward (pytorch#91469): it loses that derivative in silence. Compile the "
     "derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), (v,))), or use gt.compile "
@@ -143,7 +140,7 @@ def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
     if upstream.DYNAMO in sys.modules and any(
         type(node).__name__ == LOST for node in nodes_of(outs)
     ):
-        raise GradtoolsError(f"{caller}: {_NO_DOUBLE_BACKWARD}")
+        raise GradtoolsError(f"{caller}: {NO_DOUBLE_BACKWARD}")
 
 
 def not_exported(caller: str) -> GradtoolsError:
@@ -176,103 +173,3 @@ def leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
     for node in nodes_of(outs):
         if type(node).__name__ == "AccumulateGrad":
             yield node.variable
-
-
-def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(f)`; f is run as it is in forward mode, and where a double backward is asked.
-
-    PyTorch's compiled code has neither, and drops tangents in silence.
-    """
-    run = torch.compile(f, **options)
-    if isinstance(f, torch.nn.Module):
-        return run
-
-    @wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return run(*args, **kwargs)
-        if upstream.forward_level() >= 0:
-            return f(*args, **kwargs)
-        transformed = upstream.peek_interpreter_stack() is not None
-        if options.get("fullgraph") or not torch.is_grad_enabled() or transformed:
-            return run(*args, **kwargs)
-        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        before = Randomness.now(given)
-        outs, treedef = trees.flatten(run(*args, **kwargs))
-        tracked = [i for i, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
-        if not tracked:
-            return trees.unflatten(treedef, outs)
-        leaves = leaves_of([outs[i] for i in tracked])
-        own = {id(x): x for x in [*given, *leaves] if x.requires_grad}
-
-        def again() -> list[Tensor]:
-            if before is not None and not before.stood(after):
-                raise GradtoolsError(
-                    f"compile: {_name(f)} draws random numbers, and outside of the compiled graph "
-                    "it would draw others, so its double backward cannot be had by running it "
-                    "again. Compile the derivative instead: " + _NO_DOUBLE_BACKWARD
-                )
-            result = trees.flatten(f(*args, **kwargs))[0]
-            return [result[i] for i in tracked]
-
-        after = Randomness.now(given)
-        result = [outs[i] for i in tracked]
-        point = _CompiledCall(_name(f), again, [get_gradient_edge(y) for y in result])
-        for i, y in zip(tracked, _Twice.apply(point, result, *own.values()), strict=True):
-            outs[i] = y
-        return trees.unflatten(treedef, outs)
-
-    return call
-
-
-def _name(f: Any) -> str:
-    return getattr(f, "__name__", None) or type(f).__name__
-
-
-@dataclass
-class _CompiledCall:
-    """A call of a compiled function: how to run it again as it is, and the ends of its graph."""
-
-    name: str
-    again: Callable[[], list[Tensor]]
-    ends: list[GradientEdge]
-
-
-class _Twice(torch.autograd.Function):
-    """A compiled function's outputs: the compiled backward pass, or a graph where one is asked."""
-
-    @staticmethod
-    def forward(ctx: Any, point: _CompiledCall, outs: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.point = point
-        ctx.save_for_backward(*inputs)
-        return tuple([y.detach() for y in outs])
-
-    @staticmethod
-    def backward(ctx: Any, *cts: Tensor) -> Any:
-        inputs, point, create = ctx.saved_tensors, ctx.point, torch.is_grad_enabled()
-        keep = upstream.keeps_graph()
-        if create:
-            _tell(point.name)
-        outs: Sequence[Any] = point.again() if create else point.ends
-        if not keep:
-            point.ends = []
-        pairs = zip(outs, cts, strict=True)
-        kept = [(y, ct) for y, ct in pairs if not isinstance(y, Tensor) or y.requires_grad]
-        grads = torch.autograd.grad(
-            [y for y, _ in kept],
-            inputs,
-            [ct for _, ct in kept],
-            create_graph=create,
-            retain_graph=create or keep,
-            allow_unused=True,
-        )
-        return None, None, *grads
-
-
-def _tell(name: str) -> None:
-    warn_once(
-        ("compile", name),
-        f"compile: {name} is run again outside of the compiled graph, because its derivative is "
-        "taken with a graph of its own and PyTorch has no compiled double backward "
-        "(pytorch#91469). The numbers are right; compiling the derivative instead is faster.",
-    )

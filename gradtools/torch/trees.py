@@ -12,6 +12,7 @@ import torch
 from gradtools.containers import Containers, OpenedTree
 from gradtools.errors import GradtoolsError
 from gradtools.torch._upstream import pytree
+from gradtools.torch.compiling import uncompiled
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,6 @@ def _in_python(fun: Callable[..., Any], *args: Any) -> Any:
     """`fun(*args)`. Dynamo does not follow it, so that a compiled graph breaks here."""
     if not torch.compiler.is_dynamo_compiling():
         return fun(*args)
-    from gradtools.torch.compiling import uncompiled  # which imports this module
-
     return uncompiled(fun, *args)
 
 

@@ -142,6 +142,7 @@ torch/patches.py: classes of PyTorch whose calls are seen; JAX's are in the jaxp
 torch/rules/fast_path.py: eager calls without more ado; JAX's are traced
 torch/functorch_wrappers.py: what torch.func wraps around a tensor; JAX has tracers
 torch/compiling.py: jit needs no care; dynamo does
+torch/compiled_functions.py: derivatives that compiled code of PyTorch lacks; jit has them
 torch/seeing/live_graph.py: the graph that autograd holds of results; JAX's arrays hold none
 torch/nn.py: the reversal layer of torch.nn
 jax/linen.py: the reversal layer of flax.linen

@@ -81,7 +81,7 @@ def slope(f: Line, eps: float) -> Slope:
                 value = np.where(better, row[j + 1], value)
                 error = np.where(better, apart + rounding, error)
             previous = row
-        slack = error + np.abs(row[0] - coarser) + 10 * rounding
+        slack = error + np.abs(row[0] - coarser) + 10 * rounding + 0.01 * np.abs(value)
         elsewhere = np.abs(value - row[0]) > slack  # f is another one in small steps
     return Slope(value, np.where(elsewhere, np.inf, error), at, t)
 

@@ -312,7 +312,7 @@ class Oracles:
 
     def _kink(self, f: Callable[..., Any]) -> bool:
         """Whether the slopes from the left and the right differ somewhere."""
-        left, right = one_sided(self._line(f), EPSILONS[self.name])
+        left, right, _ = one_sided(self._line(f), EPSILONS[self.name])
         scale = max(float(np.abs(left).max(initial=0)), float(np.abs(right).max(initial=0)), 1e-3)
         return not bool((np.abs(left - right) <= 1e-4 * scale).all())
 

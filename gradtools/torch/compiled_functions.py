@@ -1,0 +1,122 @@
+"""`gt.compile` in PyTorch: a compiled function with the derivatives that compiled code lacks.
+
+Forward mode and double backward run the function as it is, outside of its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gradtools.errors import GradtoolsError, warn_once
+from gradtools.torch import _upstream as upstream
+from gradtools.torch import trees
+from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, leaves_of
+from gradtools.torch.randomness import Randomness
+
+Tensor = torch.Tensor
+
+
+def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile(f)`; f is run as it is in forward mode, and where a double backward is asked.
+
+    PyTorch's compiled code has neither, and drops tangents in silence.
+    """
+    run = torch.compile(f, **options)
+    if isinstance(f, torch.nn.Module):
+        return run
+
+    @wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return run(*args, **kwargs)
+        if upstream.forward_level() >= 0:
+            return f(*args, **kwargs)
+        transformed = upstream.peek_interpreter_stack() is not None
+        if options.get("fullgraph") or not torch.is_grad_enabled() or transformed:
+            return run(*args, **kwargs)
+        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        before = Randomness.now(given)
+        outs, treedef = trees.flatten(run(*args, **kwargs))
+        tracked = [i for i, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
+        if not tracked:
+            return trees.unflatten(treedef, outs)
+        leaves = leaves_of([outs[i] for i in tracked])
+        own = {id(x): x for x in [*given, *leaves] if x.requires_grad}
+
+        def again() -> list[Tensor]:
+            if before is not None and not before.stood(after):
+                raise GradtoolsError(
+                    f"compile: {_name(f)} draws random numbers, and outside of the compiled graph "
+                    "it would draw others, so its double backward cannot be had by running it "
+                    "again. Compile the derivative instead: " + NO_DOUBLE_BACKWARD
+                )
+            result = trees.flatten(f(*args, **kwargs))[0]
+            return [result[i] for i in tracked]
+
+        after = Randomness.now(given)
+        result = [outs[i] for i in tracked]
+        point = _CompiledCall(_name(f), again, [get_gradient_edge(y) for y in result])
+        for i, y in zip(tracked, _Twice.apply(point, result, *own.values()), strict=True):
+            outs[i] = y
+        return trees.unflatten(treedef, outs)
+
+    return call
+
+
+def _name(f: Any) -> str:
+    return getattr(f, "__name__", None) or type(f).__name__
+
+
+@dataclass
+class _CompiledCall:
+    """A call of a compiled function: how to run it again as it is, and the ends of its graph."""
+
+    name: str
+    again: Callable[[], list[Tensor]]
+    ends: list[GradientEdge]
+
+
+class _Twice(torch.autograd.Function):
+    """A compiled function's outputs: the compiled backward pass, or a graph where one is asked."""
+
+    @staticmethod
+    def forward(ctx: Any, point: _CompiledCall, outs: list[Tensor], *inputs: Tensor) -> Any:
+        ctx.point = point
+        ctx.save_for_backward(*inputs)
+        return tuple([y.detach() for y in outs])
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor) -> Any:
+        inputs, point, create = ctx.saved_tensors, ctx.point, torch.is_grad_enabled()
+        keep = upstream.keeps_graph()
+        if create:
+            _tell(point.name)
+        outs: Sequence[Any] = point.again() if create else point.ends
+        if not keep:
+            point.ends = []
+        pairs = zip(outs, cts, strict=True)
+        kept = [(y, ct) for y, ct in pairs if not isinstance(y, Tensor) or y.requires_grad]
+        grads = torch.autograd.grad(
+            [y for y, _ in kept],
+            inputs,
+            [ct for _, ct in kept],
+            create_graph=create,
+            retain_graph=create or keep,
+            allow_unused=True,
+        )
+        return None, None, *grads
+
+
+def _tell(name: str) -> None:
+    warn_once(
+        ("compile", name),
+        f"compile: {name} is run again outside of the compiled graph, because its derivative is "
+        "taken with a graph of its own and PyTorch has no compiled double backward "
+        "(pytorch#91469). The numbers are right; compiling the derivative instead is faster.",
+    )

@@ -26,7 +26,7 @@ test test-all: $(STAMP)
 
 # Whether the quick tests see what is wrong: half an hour or more.
 mutants: $(STAMP)
-	$(BIN)/python tests/support/mutants.py --workers $(WORKERS)
+	$(BIN)/python -m tests.support.mutants --workers $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

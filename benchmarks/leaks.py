@@ -33,9 +33,9 @@ from time import process_time
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests" / "support"))
+sys.path.insert(0, str(HERE.parent))
 
-from every_operator import POINT, USES, Use, World, healthy  # noqa: E402, it is no package
+from tests.support.every_operator import POINT, USES, Use, World, healthy  # noqa: E402, it is no package
 
 CALLS = 10_000
 FEW = 20  # calls that fill what is filled once

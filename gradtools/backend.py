@@ -121,6 +121,9 @@ class Arrays(ABC):
         """A module of a wing, for what a user called."""
         if self.rooms is None:
             raise GradtoolsError(f"{caller}: the backend {self.name!r} does not provide it.")
+        package, _, wing = self.rooms.rpartition(".")
+        if name.startswith("seeing."):
+            return import_module(f"{package}.seeing.{wing}.{name.removeprefix('seeing.')}")
         return import_module(f"{self.rooms}.{name}")
 
     @property

@@ -20,13 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import state_of_process
-import tiers
-import torchvision_anywhere
 
 from gradtools.testing import plugin
 from gradtools.testing.cross_checking.devices import placed
 from gradtools.testing.plugin import BACKENDS, wanted_backends
+from tests.support import state_of_process, tiers, torchvision_anywhere
 
 GENERATORS = pytest.StashKey[list]()
 CLOCK = pytest.StashKey[float]()
@@ -82,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not wanted:
         raise pytest.UsageError("no backend to test: install torch or jax, or change the option")
     if "jax" in wanted:
-        from xla_defaults import compile_quickly, keep_compiled
+        from tests.support.xla_defaults import compile_quickly, keep_compiled
 
         keep_compiled(config.rootpath / ".pytest_cache" / "jax")
         import jax
@@ -165,7 +163,7 @@ def quick_by_hand(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
     XLA plans the same bytes (seen in every digit that the examples print); the code is slower.
     """
     if "jax" in wanted_backends(request.config):
-        import xla_defaults
+        from tests.support import xla_defaults
 
         monkeypatch.setattr(xla_defaults, "DEFAULTS", {})
 

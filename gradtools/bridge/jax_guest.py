@@ -30,9 +30,9 @@ from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import Spec
 from gradtools.jax.jaxprs import live, open_jaxpr
 from gradtools.jax.reachability import reached_matrix
-from gradtools.jax.seeing.flops import Count
-from gradtools.jax.seeing.graphs import graph_of
 from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.jax.flops import Count
+from gradtools.seeing.jax.graphs import graph_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_wrapped
 from gradtools.torch.host import is_followed

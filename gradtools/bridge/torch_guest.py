@@ -42,15 +42,15 @@ from gradtools.rules import held_by
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.passes import FORWARD, Differentiated
 from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.torch.flops import Flops
+from gradtools.seeing.torch.measures import LiveBytes
+from gradtools.seeing.torch.recording.undo import Undo
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.modes import without_casts
 from gradtools.torch.modules import SEEDING
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import figures, is_near
-from gradtools.torch.seeing.flops import Flops
-from gradtools.torch.seeing.measures import LiveBytes
-from gradtools.torch.seeing.recording.undo import Undo
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor

@@ -180,7 +180,7 @@ class JaxBackend(Wing):
 
     def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
         from gradtools.bridged_calls import noted
-        from gradtools.jax.seeing import recorded_run
+        from gradtools.seeing.jax import recorded_run
 
         if noted() is None or not recorded_run.crosses(run, leaves):
             return run(leaves)  # JAX keeps no state that it could change

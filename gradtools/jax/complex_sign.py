@@ -41,8 +41,8 @@ def refuse(caller: str, closed: Any, outs: int) -> None:
     """
     if not jaxprs.uses_primitive(closed, reachability.is_complex_sign):
         return
-    from gradtools.jax.seeing.graphs import graph_of
     from gradtools.seeing.graphs.derivative_flow import between
+    from gradtools.seeing.jax.graphs import graph_of
 
     graph = graph_of(closed)
     shown = replace(graph, outputs=graph.outputs[:outs])

@@ -174,8 +174,8 @@ class _TracedFunction:
 
     def where_lost(self, index: int) -> list[str]:
         """The operations at which leaf `index` is lost, one for each line."""
-        from gradtools.jax.seeing.graphs import graph_of
         from gradtools.seeing.graphs.derivative_flow import losses
+        from gradtools.seeing.jax.graphs import graph_of
 
         graph = graph_of(self.closed)
         shown = replace(graph, outputs=graph.outputs[: len(self.out_avals)])

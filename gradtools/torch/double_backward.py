@@ -526,7 +526,7 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     Raises:
         Untried: No call could be tried.
     """
-    from gradtools.torch.seeing.recorded_run import rerun
+    from gradtools.seeing.torch.recorded_run import rerun
 
     result: list[set[str] | None] = []
     why: list[str] = []

@@ -166,7 +166,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         return inside.filled(grads, outs) if inside.entered or inside.constant else list(grads)
 
     def where_lost(i: int) -> list[str]:
-        from gradtools.torch.seeing.recorded_run import where_lost
+        from gradtools.seeing.torch.recorded_run import where_lost
 
         return where_lost(fun, leaves, i)
 
@@ -426,7 +426,7 @@ def _with_gates(fun: Fun) -> Fun:
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:
     """Runs f again to find what made graph nodes that no mode showed, and refuses it by name."""
-    from gradtools.torch.seeing.recorded_run import rerun
+    from gradtools.seeing.torch.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -438,7 +438,7 @@ def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -
 
 def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
     """Leaves that are cut after a derivative inside, as reverse mode sees it; f runs once more."""
-    from gradtools.torch.seeing.recorded_run import rerun
+    from gradtools.seeing.torch.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[int]:
         result = uncompiled(_eager_vjp, fun, list(xs), True)

@@ -17,6 +17,7 @@ import torch
 from gradtools.chunks import progress_bar
 from gradtools.errors import GradtoolsError
 from gradtools.rules import held_by
+from gradtools.seeing.torch.measures import LiveBytes
 from gradtools.tiles.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -24,7 +25,6 @@ from gradtools.torch.functorch_wrappers import batches_first, levels
 from gradtools.torch.modes import as_cast_now, casts_now, without_casts
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Figures, Way, figures, is_near, part_of
-from gradtools.torch.seeing.measures import LiveBytes
 
 Tensor = torch.Tensor
 State = list[Tensor]

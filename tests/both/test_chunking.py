@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from chunking_table import CASES, chunked, loss
 
 import gradtools.jax as gj
 import gradtools.torch as gt
 from tests.operators.test_chunking import lifted, numbers
+from tests.support.chunking_table import CASES, chunked, loss
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

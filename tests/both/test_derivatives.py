@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from derivative_table import SCENARIOS, close, draw_like, leaves, lower, make_problem
+
+from tests.support.derivative_table import SCENARIOS, close, draw_like, leaves, lower, make_problem
 
 SAME = 1e-12
 BACKENDS = ("torch", "jax")

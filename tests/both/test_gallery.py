@@ -9,11 +9,11 @@ pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402  (only where both frameworks are installed)
 import torch  # noqa: E402
-from drawn_graphs import computed, differing, edges_without_effect  # noqa: E402
-from gallery import PAGE, PICTURES_AT, page, pictures  # noqa: E402
-from gallery_jax import PICTURES, penalty  # noqa: E402
 
 import gradtools.jax as gt  # noqa: E402
+from tests.support.drawn_graphs import computed, differing, edges_without_effect  # noqa: E402
+from tests.support.gallery import PAGE, PICTURES_AT, page, pictures  # noqa: E402
+from tests.support.gallery_jax import PICTURES, penalty  # noqa: E402
 
 BY_NAME = {picture.name: picture for picture in PICTURES}
 tensor = lambda x: torch.from_numpy(np.array(x))
@@ -53,11 +53,11 @@ def test_each_edge_of_a_graph_counts(name):
 
 
 def test_the_page_and_its_pictures_are_written_by_the_programs():
-    assert PAGE.read_text() == page(), "run python tests/support/gallery.py"
+    assert PAGE.read_text() == page(), "run python -m tests.support.gallery"
     for picture in pictures():
         drawn = (PICTURES_AT / f"{picture.name}.svg").read_text()
         assert drawn == picture.graph().to_svg(), (
-            f"{picture.name}: run python tests/support/gallery.py"
+            f"{picture.name}: run python -m tests.support.gallery"
         )
 
 

@@ -9,7 +9,7 @@ from gradtools.conformance.matrix import OPERATORS, cells, families
 from gradtools.conformance.trial import answers
 from gradtools.testing.cross_checking.tolerances import tolerance
 
-pytest_plugins = ["compiled_programs"]
+pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
 # Layer norm does not feel the scale of its argument, along which these two take a derivative: what

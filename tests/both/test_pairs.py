@@ -8,7 +8,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from tiers import in_turn
+
+from tests.support.tiers import in_turn
 
 BACKENDS = ("torch", "jax")
 TILE = (3, 4)

@@ -8,7 +8,6 @@ import multiprocessing
 import pickle
 
 import numpy as np
-import pickled_programs as own
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ import gradtools
 import gradtools.jax as gj
 import gradtools.torch as gt_torch
 from gradtools.torch.nn import GradientReversal
+from tests.support import pickled_programs as own
 
 X = np.array([1.0, 2.0, 3.0])
 AGAIN = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from native import NATIVE
 
 from gradtools import GradtoolsError
+from tests.support.native import NATIVE
 
 X = np.array([0.5, 1.5, 2.0])
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rule_mistakes import MISTAKES, RIGHT
 
 from gradtools import GradtoolsError
 from gradtools.testing import check_rule
+from tests.support.rule_mistakes import MISTAKES, RIGHT
 
 
 def test_the_lists_are_long_enough():

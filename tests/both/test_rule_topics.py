@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from native import NATIVE
 
 from gradtools import GradtoolsError
+from tests.support.native import NATIVE
 
 X = np.array([0.3, 0.7])
 COS = np.cos(X)

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-import support_matrix
+from tests.support import support_matrix
 
 
 def test_the_committed_table_is_the_generated_one():
     text = support_matrix.TABLE.read_text()
-    assert text == support_matrix.table(), "run: python tests/support/support_matrix.py"
+    assert text == support_matrix.table(), "run: python -m tests.support.support_matrix"
 
 
 def test_the_number_of_cells_that_do_not_work_is_known():

@@ -18,7 +18,7 @@ import gradtools.torch as of_torch
 from gradtools import GradtoolsError
 from gradtools.backend import Backend
 
-hips = pytest.importorskip("hips_backend", reason="HIPS autograd is not installed")
+hips = pytest.importorskip("tests.support.hips_backend", reason="HIPS autograd is not installed")
 
 TESTS = Path(__file__).parents[1]
 X = np.array([0.5, -1.5, 2.0])
@@ -158,7 +158,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_has_no_default_is_refused_by_its_name(name):
-    with pytest.raises(GradtoolsError, match=f"^{name}: the backend 'hips_backend' does not"):
+    with pytest.raises(GradtoolsError, match=f"^{name}: the backend '{hips.__name__}' does not"):
         REFUSED[name](hips, X)
 
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pages import blocks
+
+from tests.support.pages import blocks
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "tests" / "support"

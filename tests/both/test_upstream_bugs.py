@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from upstream_bugs_page import PAGE, RIGHT, SHOWN, page, row_of
+
+from tests.support.upstream_bugs_page import PAGE, RIGHT, SHOWN, page, row_of
 
 
 @pytest.mark.parametrize("bug", SHOWN, ids=lambda bug: f"{bug.operation}, {bug.wrong}")

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from bad_inputs import BAD, NATIVE
-from derivative_table import lift
 
 import gradtools
 from gradtools import GradtoolsWarning, errors
 from gradtools.code_origin import PACKAGE, innermost
 from gradtools.testing.plugin import hide_own_frames
+from tests.support.bad_inputs import BAD, NATIVE
+from tests.support.derivative_table import lift
 
 HERE = __file__
 OWN = os.path.dirname(gradtools.__file__) + os.sep

@@ -11,13 +11,13 @@ from collections import Counter
 import hypothesis
 import numpy as np
 import pytest
-import strategies
-from strategies import numbers, program, reference
-from strategies.limits import LIMITS, limit_of
-from strategies.program import REVERSE_ONLY
-from strategies.reference import evaluated
 
 from gradtools import GradtoolsError
+from tests.support import strategies
+from tests.support.strategies import numbers, program, reference
+from tests.support.strategies.limits import LIMITS, limit_of
+from tests.support.strategies.program import REVERSE_ONLY
+from tests.support.strategies.reference import evaluated
 
 MORE = int(os.environ.get("GRADTOOLS_TEST_EXAMPLES", "0"))
 EXAMPLES = {"torch": MORE or 400, "jax": MORE or 200}

@@ -6,7 +6,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from tiers import in_turn
 
 from gradtools.conformance.checking import forget_compiled, judged
 from gradtools.conformance.matrix import (
@@ -18,8 +17,9 @@ from gradtools.conformance.matrix import (
     families,
     smooth_programs,
 )
+from tests.support.tiers import in_turn
 
-pytest_plugins = ["compiled_programs"]
+pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
 # PyTorch's compiler takes seconds for a cell. All cells of a program come together, since JAX

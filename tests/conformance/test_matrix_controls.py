@@ -30,7 +30,7 @@ from gradtools.conformance.reference import each_leaf
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.testing.cross_checking import tolerances
 
-pytest_plugins = ["compiled_programs"]
+pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
 ALL = ("torch", "jax")

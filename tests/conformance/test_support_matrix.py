@@ -13,15 +13,15 @@ import sys
 
 import numpy as np
 import pytest
-import support_matrix
-from support_matrix import PLAIN_WAYS, refusal_of, wanted_of
-from support_transforms import BOTH, POINT, Case, Transform
-from support_ways import WAYS, Way
-from tiers import in_turn
 
 import gradtools
+from tests.support import support_matrix
+from tests.support.support_matrix import PLAIN_WAYS, refusal_of, wanted_of
+from tests.support.support_transforms import BOTH, POINT, Case, Transform
+from tests.support.support_ways import WAYS, Way
+from tests.support.tiers import in_turn
 
-pytest_plugins = ["compiled_programs"]
+pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
 # The ways that are not plain run in these transforms alone unless slow tests are wanted.

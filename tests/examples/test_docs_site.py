@@ -17,11 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pages import ROOT
 
 import gradtools
 import gradtools.testing
 from gradtools import cli
+from tests.support.pages import ROOT
 
 CONTENTS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 REFERENCE = {

@@ -8,7 +8,8 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-from pages import OTHER_PACKAGES, PAGES, ROOT, Block, blocks, named
+
+from tests.support.pages import OTHER_PACKAGES, PAGES, ROOT, Block, blocks, named
 
 README = ROOT / "README.md"
 TOUR = ROOT / "docs" / "tour.md"

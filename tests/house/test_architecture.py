@@ -9,22 +9,23 @@ import sys
 from graphlib import TopologicalSorter
 
 import pytest
-import walks
+
+from tests.support import walks
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the page has the walks of Python 3.11")
 def test_the_walks_are_those_of_now():
     done = fresh(
-        "import walks; page = walks.PAGE.read_text('utf-8'); "
+        "from tests.support import walks; page = walks.PAGE.read_text('utf-8'); "
         "assert walks.written(page, walks.blocks()) == page"
     )
-    assert done.returncode == 0, f"python tests/support/walks.py writes them anew\n{done.stderr}"
+    assert done.returncode == 0, f"python -m tests.support.walks writes them anew\n{done.stderr}"
 
 
 def fresh(run):
     """A fresh interpreter's run of some lines: what runs first in a process is made once."""
     return subprocess.run(
-        [sys.executable, "-c", run], cwd=walks.PAGE.parents[1] / "tests" / "support", check=False,
+        [sys.executable, "-c", run], cwd=walks.PAGE.parents[1], check=False,
         capture_output=True, text=True, env=walks.environment(),
     )  # fmt: skip
 
@@ -43,13 +44,14 @@ AT_MOST = {
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="counted on Python 3.11")
 def test_no_walk_grows_longer():
     done = fresh(
-        "import walks; print({k: (c.calls, c.changes) for k, c in walks.counts().items()})"
+        "from tests.support import walks; "
+        "print({k: (c.calls, c.changes) for k, c in walks.counts().items()})"
     )
     assert done.returncode == 0, done.stderr
     counts = ast.literal_eval(done.stdout)
     assert counts.keys() == AT_MOST.keys()
     longer = {k: n for k, n in counts.items() if n[0] > AT_MOST[k][0] or n[1] > AT_MOST[k][1]}
-    assert not longer, "python tests/support/walks.py --counts; each step has a file of its own?"
+    assert not longer, "python -m tests.support.walks --counts; each step has a file of its own?"
     assert all(0 < changes < calls for calls, changes in counts.values())
 
 
@@ -68,7 +70,7 @@ BACK = {
     "torch.upstream_bugs.gradients": {
         "torch.upstream_bugs.fused_attention"
     },  # a rule, which is transposed by it
-    "torch.double_backward": {"torch.seeing.recorded_run"},
+    "torch.double_backward": {"seeing.torch.recorded_run"},
     "torch.autograd_graph": {"torch.double_backward"},
     "jax.transformed_modules": {"jax.equinox", "jax.nnx"},  # classes for users, made of the wing
 }

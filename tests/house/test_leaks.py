@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_operator import POINT, USES, Use, World, healthy
 
+from tests.support.every_operator import POINT, USES, Use, World, healthy
 from tests.testing.test_faults import here
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import mutants
 import pytest
+
+from tests.support import mutants
 
 PACKAGE = mutants.ROOT / "gradtools"
 ROOMS = {str(path.relative_to(PACKAGE).parent) for path in PACKAGE.rglob("*.py")}

@@ -130,9 +130,9 @@ ALONE = dict(
 torch/forward_mode/: where PyTorch's forward mode is wrong, lacking or slow; JAX's is right
 torch/replaying/: f run again, chunk by chunk; JAX differentiates a scan
 torch/upstream_bugs/: what PyTorch differentiates wrongly; JAX has no such seam
-torch/seeing/recording/: a run is recorded as it happens; JAX traces a jaxpr
-torch/seeing/translating/: aten's operations
-jax/seeing/translating/: JAX's primitives
+seeing/torch/recording/: a run is recorded as it happens; JAX traces a jaxpr
+seeing/torch/translating/: aten's operations
+seeing/jax/translating/: JAX's primitives
 jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
 jax/rules/linearizing.py: a rule's maps as a program; PyTorch runs them as they are
 jax/rules/closure_conversion.py: arrays of a trace that a rule would outlive; PyTorch refuses them
@@ -143,7 +143,7 @@ torch/rules/fast_path.py: eager calls without more ado; JAX's are traced
 torch/functorch_wrappers.py: what torch.func wraps around a tensor; JAX has tracers
 torch/compiling.py: jit needs no care; dynamo does
 torch/compiled_functions.py: derivatives that compiled code of PyTorch lacks; jit has them
-torch/seeing/live_graph.py: the graph that autograd holds of results; JAX's arrays hold none
+seeing/torch/live_graph.py: the graph that autograd holds of results; JAX's arrays hold none
 torch/nn.py: the reversal layer of torch.nn
 jax/linen.py: the reversal layer of flax.linen
 torch/modes.py: flags that choose kernels; JAX has none
@@ -154,20 +154,20 @@ torch/state.py: modules and variables that change; JAX's functions are pure
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
 torch/double_backward.py: what autograd loses in silence in a Function; JAX raises there
 torch/double_backward_trials.py: how that is found out
-jax/seeing/bridged_calls.py: equations that call the other framework; PyTorch has the call itself
+seeing/jax/bridged_calls.py: equations that call the other framework; PyTorch has the call itself
 jax/complex_sign.py: the sign of complex numbers, whose derivative PyTorch has
 jax/shardings.py: meshes of devices; PyTorch's are its processes'
 jax/nnx_state.py: modules of flax.nnx, split, carried and merged; PyTorch's are `state`
 jax/nnx.py: the reversal layer of flax.nnx
 jax/equinox.py: the reversal layer of equinox
-jax/seeing/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
-jax/seeing/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
+seeing/jax/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
+seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
 jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches
 jax/jaxpr_equality.py: what JAX derived from a program serves one that is traced anew
 jax/kept_linearizations.py: linearizations of programs that come again; autograd has none to keep
 jax/loops.py: loops compiled once; in PyTorch a loop is Python's
-jax/seeing/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
-jax/seeing/tape.py: a run, equation by equation, to walk back over; autograd keeps its own
+seeing/jax/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
+seeing/jax/tape.py: a run, equation by equation, to walk back over; autograd keeps its own
 jax/reachability.py: connectedness is read from the jaxpr; PyTorch's autograd tells it
 """.strip().splitlines()
 )
@@ -176,10 +176,15 @@ jax/reachability.py: connectedness is read from the jaxpr; PyTorch's autograd te
 def test_the_wings_hold_files_of_the_same_names():
     files = {
         wing: {p.relative_to(ROOT / wing).as_posix() for p in (ROOT / wing).rglob("*.py")}
-        for wing in ("torch", "jax")
+        for wing in ("torch", "jax", "seeing/torch", "seeing/jax")
     }
-    alone = {f"torch/{name}" for name in files["torch"] - files["jax"]}
-    alone |= {f"jax/{name}" for name in files["jax"] - files["torch"]}
+    pairs = (("torch", "jax"), ("seeing/torch", "seeing/jax"))
+    alone = {
+        f"{wing}/{name}"
+        for pair in pairs
+        for wing, twin in (pair, pair[::-1])
+        for name in files[wing] - files[twin]
+    }
     folders = tuple(name for name in ALONE if name.endswith("/"))
     assert {name for name in alone if not name.startswith(folders)} == {*ALONE} - {*folders}
     assert all(any(name.startswith(folder) for name in alone) for folder in folders)
@@ -245,7 +250,7 @@ def test_a_class_has_its_name_to_itself_or_shares_it_with_its_twin_in_the_other_
             if isinstance(node, ast.ClassDef) and node.name not in PER_LIBRARY:
                 homes.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
     shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
-    wings = [[file.partition("/")[0] for file in files] for files in shared.values()]
+    wings = [[file.removeprefix("seeing/").partition("/")[0] for file in files] for files in shared.values()]
     assert all(wing == ["jax", "torch"] for wing in wings), shared
 
 

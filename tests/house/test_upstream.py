@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import private_names as names
 import pytest
+
+from tests.support import private_names as names
 
 ROOT = Path(__file__).parents[2]
 

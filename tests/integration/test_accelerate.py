@@ -8,7 +8,7 @@ import torch
 import gradtools.torch as gt
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-from integration_models import agree, contrastive, gradients
+from tests.support.integration_models import agree, contrastive, gradients
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

@@ -9,7 +9,7 @@ import gradtools.torch as gt
 from gradtools import GradtoolsError
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-from integration_models import agree
+from tests.support.integration_models import agree
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 SIZE = {"block_out_channels": (8,), "norm_num_groups": 2}

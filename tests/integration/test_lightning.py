@@ -8,7 +8,7 @@ import torch
 import gradtools.torch as gt
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-from integration_models import agree, contrastive, quiet
+from tests.support.integration_models import agree, contrastive, quiet
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

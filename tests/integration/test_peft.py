@@ -8,7 +8,7 @@ import torch
 import gradtools.torch as gt
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
-from integration_models import agree, bert, contrastive, gradients, pooled, tokens
+from tests.support.integration_models import agree, bert, contrastive, gradients, pooled, tokens
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 BATCH = tokens(10, seed=1)

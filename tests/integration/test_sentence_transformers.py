@@ -8,7 +8,7 @@ import torch
 import gradtools.torch as gt
 
 st = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-from integration_models import agree, bert, contrastive, gradients, quiet, tokens
+from tests.support.integration_models import agree, bert, contrastive, gradients, quiet, tokens
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

@@ -8,7 +8,7 @@ import torch
 import gradtools.torch as gt
 
 timm = pytest.importorskip("timm", reason='needs timm: pip install "gradtools[integration]"')
-from integration_models import agree, gradients
+from tests.support.integration_models import agree, gradients
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))

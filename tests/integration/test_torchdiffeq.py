@@ -9,7 +9,7 @@ import gradtools.torch as gt
 from gradtools import GradtoolsError
 
 torchdiffeq = pytest.importorskip("torchdiffeq", reason="torchdiffeq is not installed")
-from integration_models import agree, gradients
+from tests.support.integration_models import agree, gradients
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 TIMES = torch.linspace(0, 1, 5, dtype=torch.float64)

@@ -9,7 +9,15 @@ import gradtools.torch as gt
 from gradtools import GradtoolsError
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-from integration_models import agree, bert, contrastive, gradients, pooled, quiet, tokens
+from tests.support.integration_models import (
+    agree,
+    bert,
+    contrastive,
+    gradients,
+    pooled,
+    quiet,
+    tokens,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 BATCH, OTHERS = tokens(6, seed=1), tokens(6, seed=2)

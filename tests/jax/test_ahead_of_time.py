@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from every_operator import JITTED, POINT, World, healthy
 from jax.experimental.compilation_cache import compilation_cache
 
 import gradtools.jax as gt
 from benchmarks import ahead_of_time as ahead
 from benchmarks.ahead_of_time import CUDA, HAND, OURS, TPU, Target
+from tests.support.every_operator import JITTED, POINT, World, healthy
 
 pytestmark = [pytest.mark.ahead, pytest.mark.usefixtures("default_precision")]
 INSTALLED = {TPU: "libtpu", CUDA: "jax_cuda12_plugin"}

@@ -8,12 +8,12 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from cost_elsewhere import without_case
 
 import gradtools.jax as gt
 from benchmarks import cost_jax
 from benchmarks.cost_jax import HAND, OURS
 from gradtools.seeing import measures
+from tests.support.cost_elsewhere import without_case
 
 CASES = cost_jax.cases()
 ARGS = cost_jax.arrays(64, 64)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import pytest
-from every_operator import POINT, USES, World, healthy
 
 import gradtools.jax as gt
+from tests.support.every_operator import POINT, USES, World, healthy
 
 NAMES = ("grad", "value_and_grad: aux", "hvp", "jacobian", "clip_gradient", "custom_rule: bwd")
 CHECKED = [use for use in USES if use.name in NAMES]

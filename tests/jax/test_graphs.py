@@ -12,13 +12,13 @@ from jax import lax  # noqa: E402
 
 import gradtools.jax as gt  # noqa: E402
 from gradtools.errors import GradtoolsError  # noqa: E402
-from gradtools.jax.seeing import tape  # noqa: E402
-from gradtools.jax.seeing.concrete_tracing import jaxpr_with_answers  # noqa: E402
-from gradtools.jax.seeing.graphs import graph_of  # noqa: E402
-from gradtools.jax.seeing.lost_gradients import vanishing  # noqa: E402
-from gradtools.jax.seeing.recorded_run import captured_arrays, record  # noqa: E402
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix, losses  # noqa: E402
 from gradtools.seeing.graphs.nodes import Dependence  # noqa: E402
+from gradtools.seeing.jax import tape  # noqa: E402
+from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers  # noqa: E402
+from gradtools.seeing.jax.graphs import graph_of  # noqa: E402
+from gradtools.seeing.jax.lost_gradients import vanishing  # noqa: E402
+from gradtools.seeing.jax.recorded_run import captured_arrays, record  # noqa: E402
 
 X = jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
 W = jnp.asarray(np.arange(9.0).reshape(3, 3), jnp.float32)

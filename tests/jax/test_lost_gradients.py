@@ -6,9 +6,8 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 pytest.importorskip("equinox")
 
-from jax_lost_gradients import CAUSES, HEALTHY  # noqa: E402
-
 import gradtools.jax as gt  # noqa: E402  (only where JAX is installed)
+from tests.support.jax_lost_gradients import CAUSES, HEALTHY  # noqa: E402
 
 
 def report_on(case):

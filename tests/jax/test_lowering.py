@@ -8,10 +8,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from every_operator import JITTED, POINT, World, healthy
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
+from tests.support.every_operator import JITTED, POINT, World, healthy
 
 PLATFORMS = ("tpu", "cuda")
 

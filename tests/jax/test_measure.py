@@ -12,7 +12,7 @@ from jax import lax
 
 import gradtools
 import gradtools.jax as gt
-from gradtools.jax.seeing.measures import _libraries
+from gradtools.seeing.jax.measures import _libraries
 
 RNG = np.random.default_rng(0)
 

@@ -13,9 +13,9 @@ from jax.experimental import io_callback  # noqa: E402
 
 from gradtools.jax.jaxprs import uses_primitive  # noqa: E402
 from gradtools.jax.reachability import reached, reached_matrix  # noqa: E402
-from gradtools.jax.seeing.graphs import graph_of  # noqa: E402
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix, losses  # noqa: E402
 from gradtools.seeing.graphs.nodes import Dependence  # noqa: E402
+from gradtools.seeing.jax.graphs import graph_of  # noqa: E402
 
 X = np.array([0.3, -0.7, 1.1], np.float32)
 A = np.eye(3, dtype=np.float32) + 0.1

@@ -21,9 +21,9 @@ from flax import linen, nnx
 import gradtools
 import gradtools.jax as gt
 from gradtools.jax.backend import JaxBackend
-from gradtools.jax.seeing.translating.programs import formula_graph
 from gradtools.seeing.formulas import derive
 from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.jax.translating.programs import formula_graph
 
 BACKEND = JaxBackend()
 RNG = np.random.default_rng(3)
@@ -850,7 +850,7 @@ def test_a_function_of_the_user_with_a_familiar_name_is_read_as_it_is():
 
 
 def test_a_mistaken_translation_is_found_by_the_comparison(monkeypatch):
-    from gradtools.jax.seeing.translating import programs
+    from gradtools.seeing.jax.translating import programs
 
     monkeypatch.setitem(programs._LEAVES, "cos", lambda w, p, x: w("sin", x))
     with pytest.raises(gradtools.GradtoolsError, match="by automatic differentiation"):

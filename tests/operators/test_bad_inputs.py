@@ -7,11 +7,11 @@ from types import CodeType
 
 import numpy as np
 import pytest
-from bad_inputs import BACKENDS, BAD, NATIVE, expected, read, without_what_changes
-from derivative_table import lift
-from state_of_process import changes, everything
 
 from gradtools import GradtoolsError
+from tests.support.bad_inputs import BACKENDS, BAD, NATIVE, expected, read, without_what_changes
+from tests.support.derivative_table import lift
+from tests.support.state_of_process import changes, everything
 
 TEXTS = read()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from chunking_table import CASES, chunked, loss
 
 from gradtools import GradtoolsError
+from tests.support.chunking_table import CASES, chunked, loss
 
 
 def lifted(gt, tree):

@@ -10,9 +10,9 @@ import weakref
 
 import numpy as np
 import pytest
-from native import NATIVE
 
 from gradtools import GradtoolsError
+from tests.support.native import NATIVE
 
 X = np.array([0.3, -1.5, 2.0])
 Y = np.array([2.0, 0.3, -0.7])

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from derivative_table import (
+
+from tests.support.derivative_table import (
     SCENARIOS,
     close,
     dot,

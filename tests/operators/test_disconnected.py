@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from derivative_table import close, lift, lower
 
 from gradtools.errors import DisconnectedInputError, GradtoolsWarning
+from tests.support.derivative_table import close, lift, lower
 
 X = np.array([0.7, -1.3, 2.0])
 

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
-from native import MIXES, NATIVE, second_order
 
 from gradtools import DisconnectedInputError, GradtoolsError
+from tests.support.native import MIXES, NATIVE, second_order
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import gc
 
 import numpy as np
 import pytest
-from native import NATIVE
 
 from gradtools import GradtoolsError, host_functions
 from gradtools.host_kernels import Kernel, Spec
+from tests.support.native import NATIVE
 
 
 @pytest.fixture

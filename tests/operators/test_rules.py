@@ -7,10 +7,10 @@ import itertools
 
 import numpy as np
 import pytest
-from native import MIXES, NATIVE, second_order
 
 from gradtools import GradtoolsError
 from gradtools.rules import Rule
+from tests.support.native import MIXES, NATIVE, second_order
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from seeing_graphs import SHAPES, transformer
+
+from tests.support.seeing_graphs import SHAPES, transformer
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),

@@ -8,8 +8,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from scenes import picture_of
-from seeing_graphs import SHAPES, Builder, transformer
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.differences import alignment
@@ -17,6 +15,8 @@ from gradtools.seeing.differences.alignment import Alignment, aligned
 from gradtools.seeing.differences.difference import graph_diff
 from gradtools.seeing.graphs.graph import Graph
 from gradtools.seeing.graphs.nodes import Body, Dependence
+from tests.support.scenes import picture_of
+from tests.support.seeing_graphs import SHAPES, Builder, transformer
 
 
 def share(alignment: Alignment) -> float:

@@ -11,13 +11,20 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from seeing_graphs import SHAPES, Builder, cuts, hostile_names, linear_with_backward, transformer
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.outline import size_text, value_text
 from gradtools.seeing.pictures import palette
+from tests.support.seeing_graphs import (
+    SHAPES,
+    Builder,
+    cuts,
+    hostile_names,
+    linear_with_backward,
+    transformer,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from formula_builder import Builder
-from formula_programs import PROGRAMS
 
 from gradtools import GradtoolsError
 from gradtools.seeing.formulas.derivation import Check, derive
 from gradtools.seeing.graphs.graph import Graph
+from tests.support.formula_builder import Builder
+from tests.support.formula_programs import PROGRAMS
 
 RNG = np.random.default_rng(11)
 

@@ -4,13 +4,13 @@ import re
 
 import numpy as np
 import pytest
-from formula_builder import Builder
-from formula_table import CASES, ELSEWHERE, cplx, definite, real
 
 from gradtools import GradtoolsError
 from gradtools.seeing.formulas.derivation import derive
 from gradtools.seeing.formulas.operation_record import OPERATIONS, of_vocabulary
 from gradtools.seeing.formulas.typesetting import number
+from tests.support.formula_builder import Builder
+from tests.support.formula_table import CASES, ELSEWHERE, cplx, definite, real
 
 DEFINITIONS = {name: o.definition for name, o in OPERATIONS.items() if o.definition}
 RNG = np.random.default_rng(3)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from formula_programs import LARGER, PROGRAMS, READING, block
-from formula_reading import check_page, undefined
 
 from gradtools.seeing.formulas.derivation import derive
+from tests.support.formula_programs import LARGER, PROGRAMS, READING, block
+from tests.support.formula_reading import check_page, undefined
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from formula_builder import Builder
 
 from gradtools.seeing.formulas.derivation import derive
 from gradtools.seeing.formulas.expressions import placeholder
+from tests.support.formula_builder import Builder
 
 RNG = np.random.default_rng(5)
 

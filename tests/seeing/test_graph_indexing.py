@@ -6,9 +6,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-from index_ways import differing, equal
 
 import gradtools
+from tests.support.index_ways import differing, equal
 
 pytestmark = pytest.mark.skipif(
     len(gradtools.available_backends()) < 2, reason="needs both frameworks"

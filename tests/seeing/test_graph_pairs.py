@@ -4,10 +4,10 @@ import importlib
 
 import numpy as np
 import pytest
-from equal_graph_pairs import across, shared_equal
-from graph_pairs import of_jax, of_torch, shared
 
 import gradtools
+from tests.support.equal_graph_pairs import across, shared_equal
+from tests.support.graph_pairs import of_jax, of_torch, shared
 
 rng = np.random.default_rng(0)
 X, Y, W = (rng.uniform(0.5, 1.5, shape).astype(np.float32) for shape in ((3, 4), (3, 4), (4, 4)))

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from itertools import combinations, product
 
 import pytest
-from scenes import Scene, fitted, picture_of
-from seeing_graphs import SHAPES, Builder, random_graph, transformer
 
 from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.outline import ALIVE, Block, size_text
@@ -17,6 +15,8 @@ from gradtools.seeing.pictures.box_text import LINE, card_of, short, size_of, te
 from gradtools.seeing.pictures.drawing import drawn
 from gradtools.seeing.pictures.layout import interpreter, script
 from gradtools.seeing.pictures.row_order import arrange
+from tests.support.scenes import Scene, fitted, picture_of
+from tests.support.seeing_graphs import SHAPES, Builder, random_graph, transformer
 
 VIEWS = ("fitted", "closed", "open", "unfolded")
 MORE = {f"random_{seed}": lambda seed=seed: random_graph(40, seed, 20) for seed in range(1, 7)}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from seeing_graphs import SHAPES, Builder, loop, shared_module, transformer
 
 from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.nodes import Body, Dependence, Node
 from gradtools.seeing.graphs.outline import Block, matches
+from tests.support.seeing_graphs import SHAPES, Builder, loop, shared_module, transformer
 
 
 def titles(block: Block) -> list[str]:

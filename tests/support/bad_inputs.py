@@ -1,7 +1,7 @@
 """Bad calls of every operator; `bad_inputs.txt` has the whole text of what each raises.
 
 A text says what was asked, what was found (the argument, the leaf, the shape, the dtype) and what
-to do instead: our messages to read. `PYTHONPATH=. python tests/support/bad_inputs.py` writes them
+to do instead: our messages to read. `python -m tests.support.bad_inputs` writes them
 anew, and `git diff` shows which are other; `tests/operators/test_bad_inputs.py` makes the calls.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from derivative_table import lift
+
+from tests.support.derivative_table import lift
 
 Call = Callable[[Any, Any], Any]  # of the namespace and of what turns NumPy's arrays into its own
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from graph_pairs import Program
+from tests.support.graph_pairs import Program
 
 
 def shared_equal() -> dict[str, tuple[Program, Program]]:

@@ -1,6 +1,6 @@
 """Programs of which the formula is read: what people differentiate by hand, as graphs."""
 
-from formula_builder import Builder
+from tests.support.formula_builder import Builder
 
 
 def linear():

@@ -1,6 +1,6 @@
 """The pictures of docs/gallery.md: ten programs and two in JAX, drawn and told in a few sentences.
 
-`python tests/support/gallery.py` writes the page and its pictures anew; a test compares, and
+`python -m tests.support.gallery` writes the page and its pictures anew; a test compares, and
 computes each graph, operation by operation, beside PyTorch's own derivatives.
 """
 
@@ -308,7 +308,7 @@ traces; of these the marks, the gradients' names and the bytes are compared.
 
 def pictures() -> tuple[Any, ...]:
     """All of them, in the page's order."""
-    import gallery_jax
+    from tests.support import gallery_jax
 
     return (*PICTURES, *gallery_jax.PICTURES)
 

@@ -1,4 +1,4 @@
-"""The counter of live bytes, which `gradtools.torch.seeing.measures` holds, under its old name."""
+"""The counter of live bytes, which `gradtools.seeing.torch.measures` holds, under its old name."""
 
-from gradtools.torch.seeing.measures import LiveBytes as LiveBytes
-from gradtools.torch.seeing.measures import peak_bytes as peak_bytes
+from gradtools.seeing.torch.measures import LiveBytes as LiveBytes
+from gradtools.seeing.torch.measures import peak_bytes as peak_bytes

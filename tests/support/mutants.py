@@ -1,7 +1,7 @@
 """Changes one thing in a copy of the package, and asks whether the quick tests see it.
 
     make mutants                                  # all of mutants.toml
-    python tests/support/mutants.py torch/rules   # those whose files' names hold one of the words
+    python -m tests.support.mutants torch/rules   # those whose files' names hold one of the words
 
 A mutant that survives is a line that no quick test rests on: a test is missing, or the line is.
 First the files named beside it are run, up to the first test that fails; a mutant that they do not

@@ -3,7 +3,7 @@
 `native/other_device.cpp` tells how it is made. It belongs to the process that starts it, where
 `torch.accelerator` is that device from then on; so the sweep is a program, run in its own process:
 
-    python tests/support/other_device.py        # prints what each use does, as JSON
+    python -m tests.support.other_device        # prints what each use does, as JSON
 
 Of each use: what it raises, how often the host waits, whether the result lies on the device with
 the numbers of the CPU, whether it left a random stream of the device elsewhere, and how many
@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from every_operator import POINT, USES, Use, World, healthy, leaves
 
 import gradtools.torch as gt
 import gradtools.torch.nn as edits
+from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
 
 HERE = Path(__file__).parent
 NAME = "other"

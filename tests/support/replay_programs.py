@@ -38,7 +38,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from replay_worlds import (
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import gradtools.torch as gt
+from tests.support.replay_worlds import (
     ALL,
     CHECKPOINT,
     CHUNKED,
@@ -63,12 +69,6 @@ from replay_worlds import (
     state_of,
     weight,
 )
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-import gradtools.torch as gt
 
 # --- 1: two towers under autocast -----------------------------------------------------------
 

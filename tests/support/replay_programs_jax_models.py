@@ -12,7 +12,8 @@ import numpy as np
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from replay_programs_jax import W, X, _plainly, both, encode, program
+
+from tests.support.replay_programs_jax import W, X, _plainly, both, encode, program
 
 key = jax.random.key(7)
 

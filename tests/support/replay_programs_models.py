@@ -18,7 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from replay_worlds import (
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import gradtools.torch as gt
+from tests.support.replay_worlds import (
     CHECKPOINT,
     CHUNKED,
     EITHER,
@@ -36,11 +41,6 @@ from replay_worlds import (
     state_of,
     weight,
 )
-from torch import nn
-from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-import gradtools.torch as gt
 
 
 class Block(nn.Module):

@@ -1,7 +1,7 @@
 """The table of docs/chunked.md: what is put back, what is only verified, what is out of reach.
 
 Each entry is a program of `replay_programs` that keeps state in one place, run with verification
-and without it. `PYTHONPATH=. python tests/support/replay_table.py` writes it anew; a test compares.
+and without it. `python -m tests.support.replay_table` writes it anew; a test compares.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import replay_programs  # noqa: F401 - fills the table of programs
-from replay_worlds import CHUNKED, PROGRAMS, REFUSED, RIGHT, Program, Way
-
+from tests.support import replay_programs  # noqa: F401 - fills the table of programs
+from tests.support.replay_worlds import CHUNKED, PROGRAMS, REFUSED, RIGHT, Program, Way
 from tests.torch.test_replay_programs import judge
 
 PAGE = Path(__file__).parents[2] / "docs" / "chunked.md"

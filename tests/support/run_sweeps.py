@@ -1,8 +1,8 @@
 """The sweeps on this machine, with these versions of the frameworks.
 
-    python tests/support/run_sweeps.py                     # takes minutes
-    python tests/support/run_sweeps.py --whole             # tens of minutes
-    python tests/support/run_sweeps.py --backend torch --filter linalg --json
+    python -m tests.support.run_sweeps                     # takes minutes
+    python -m tests.support.run_sweeps --whole             # tens of minutes
+    python -m tests.support.run_sweeps --backend torch --filter linalg --json
 
 Exit status: 0 if all that they find is told by the ledgers, 1 if not, 2 if nothing was swept.
 """
@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 
-from sweeps import LedgerVerdict, SweepOutcome
-
 import gradtools
+from tests.support.sweeps import LedgerVerdict, SweepOutcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,8 +60,9 @@ def _told(outcomes: Iterable[SweepOutcome]) -> Iterable[SweepOutcome]:
 
 def _in_torch(whole: bool, containing: str) -> LedgerVerdict:
     import torch
-    from sweeps import in_torch, judged
-    from sweeps.torch_ledger import LEDGER
+
+    from tests.support.sweeps import in_torch, judged
+    from tests.support.sweeps.torch_ledger import LEDGER
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the arrays are tiny: threads would wait for each other
@@ -74,8 +74,8 @@ def _in_torch(whole: bool, containing: str) -> LedgerVerdict:
 
 
 def _in_jax(whole: bool, containing: str) -> LedgerVerdict:
-    from sweeps import in_jax
-    from sweeps.jax_programs import cases
+    from tests.support.sweeps import in_jax
+    from tests.support.sweeps.jax_programs import cases
 
     result = [case for case in cases() if containing in case.program]
     outcomes = (o for case in result for o in in_jax.sweep([case], whole=whole))
@@ -83,7 +83,7 @@ def _in_jax(whole: bool, containing: str) -> LedgerVerdict:
 
 
 def _twins(whole: bool, containing: str) -> LedgerVerdict:
-    from sweeps import twins
+    from tests.support.sweeps import twins
 
     result = [case for case in twins.pairs() if containing in case.program]
     outcomes = (o for case in result for o in twins.sweep([case], whole=whole))

@@ -1,7 +1,7 @@
 """What own rules can do: every way of giving one, in every transform, in both backends.
 
 A cell that is not named here works, with the numbers of the way's closed form. One that does not
-is named with the error that it raises. `python tests/support/support_matrix.py` writes the table of
+is named with the error that it raises. `python -m tests.support.support_matrix` writes the table of
 the docs; `tests/conformance/test_support_matrix.py` runs the cells,
 `tests/both/test_support_table.py` compares the table.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from support_transforms import BOTH, Transform
-from support_ways import WAYS, Way
+from tests.support.support_transforms import BOTH, Transform
+from tests.support.support_ways import WAYS, Way
 
 TABLE = Path(__file__).parents[2] / "docs" / "own-rules-support.md"
 
@@ -154,10 +154,10 @@ def left_out(backend: str, transform: Transform, way: Way) -> bool:
 def transforms(backend: str) -> tuple[Transform, ...]:
     """Those that the backend has."""
     if backend == "torch":
-        from support_transforms_torch import TORCH
+        from tests.support.support_transforms_torch import TORCH
 
         return (*BOTH, *TORCH)
-    from support_transforms_jax import JAX
+    from tests.support.support_transforms_jax import JAX
 
     return (*BOTH, *JAX)
 
@@ -195,7 +195,7 @@ def wanted_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
 _HEAD = """\
 # What own rules can do
 
-This page is written by `python tests/support/support_matrix.py`, and every number in it by a test:
+This page is written by `python -m tests.support.support_matrix`, and every number in it by a test:
 a cell is a way of giving a rule in a transform, run and compared with a closed form. "9" means all
 nine work, in both backends; "7/9" that seven do, and the notes below say what the others raise.
 """

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from native import MIXES, NATIVE
-from support_ways import Way
+
+from tests.support.native import MIXES, NATIVE
+from tests.support.support_ways import Way
 
 Pairs = Iterator[tuple[Any, Any]]
 POINT = np.array([0.5, -1.5, 2.0, 1.2, -0.4, 0.7])

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
-from support_transforms import Case, Pairs, Transform, nth
+
+from tests.support.support_transforms import Case, Pairs, Transform, nth
 
 
 def _linearize(c: Case) -> Pairs:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from support_transforms import Case, Pairs, Transform
 from torch.autograd import forward_ad
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.support_transforms import Case, Pairs, Transform
 
 
 def _leaf(c: Case) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Which tests `make test` leaves to `make test-all`, and which this leaves to `pytest -m sweep`.
 
     make test-all PYTEST_ARGS=--times=out/times.json     # what each test takes
-    python tests/support/tiers.py out/times.json         # writes slow.txt and rare.txt
+    python -m tests.support.tiers out/times.json         # writes slow.txt and rare.txt
 
 Those that cost most, by a run's own times: the tests of `slow.txt` are marked ``slow``, those of
 `rare.txt` ``sweep``; a new test is in the quick tier until the lists are made again. Of every test

@@ -1,6 +1,6 @@
 """What PyTorch gets wrong, measured: each row of the table of bugs, in PyTorch and in gradtools.
 
-    python tests/support/upstream_bugs_page.py    # writes docs/upstream-bugs.md
+    python -m tests.support.upstream_bugs_page    # writes docs/upstream-bugs.md
 
 Each example is a loss of a matrix; its derivatives along a direction are held against central
 differences of the loss and of its gradient.
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from sweeps import DIFFERS, jax_ledger, torch_ledger, twins
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -33,6 +32,7 @@ from gradtools.torch.upstream_bugs.gradients import (
     WRONG_GRADIENTS,
     WrongGradient,
 )
+from tests.support.sweeps import DIFFERS, jax_ledger, torch_ledger, twins
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "upstream-bugs.md"
 RIGHT = "the right number"
@@ -158,11 +158,11 @@ PyTorch's table of operators holds some 670 programs, JAX's namespaces some 500 
 sweeps of `tests/support/sweeps` send each through every way of differentiating that
 gradtools has, and hold what comes out against the framework's own reverse mode, its double
 backward, the dot-product test and finite differences. This page is what they found in the
-frameworks. It is written by `python tests/support/upstream_bugs_page.py` from the tables in
+frameworks. It is written by `python -m tests.support.upstream_bugs_page` from the tables in
 `derivatives.py` and `gradients.py` in `gradtools/torch/upstream_bugs` and from the ledgers of the
 sweeps; a test runs each row, and fails when upstream has mended one.
 
-In a checkout, `python tests/support/run_sweeps.py` runs the sweeps on your machine and versions.
+In a checkout, `python -m tests.support.run_sweeps` runs the sweeps on your machine and versions.
 
 ## PyTorch {version}: wrong, or lacking, and had in another way
 

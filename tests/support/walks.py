@@ -1,7 +1,7 @@
 """Walks through the house: which rooms a call passes, as trees for `docs/architecture.md`.
 
-python tests/support/walks.py            # writes the trees into the page
-python tests/support/walks.py --counts   # prints the calls, files and changes of file of each walk
+python -m tests.support.walks            # writes the trees into the page
+python -m tests.support.walks --counts   # prints the calls, files and changes of file of each walk
 """
 
 from __future__ import annotations

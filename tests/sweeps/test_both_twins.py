@@ -6,11 +6,11 @@ from fnmatch import fnmatchcase
 
 import jax
 import pytest
-import run_sweeps
 import torch
-from sweeps import AGREES, DIFFERS, judged, twins
 
 import gradtools.torch as gt
+from tests.support import run_sweeps
+from tests.support.sweeps import AGREES, DIFFERS, judged, twins
 
 GROUPS = twins.groups(25)
 

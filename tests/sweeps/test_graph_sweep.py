@@ -15,10 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("expecttest", reason="PyTorch's tables of operators need expecttest")
 
-from sweeps.torch_programs import entries  # noqa: E402
 from torch.utils._pytree import tree_flatten, tree_unflatten  # noqa: E402
 
 import gradtools.torch as gt  # noqa: E402
+from tests.support.sweeps.torch_programs import entries  # noqa: E402
 
 pytestmark = pytest.mark.slow
 RANDOM = ("rand", "normal", "multinomial", "bernoulli", "dropout", "empty", "exponential", "cauchy")

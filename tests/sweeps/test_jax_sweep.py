@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from sweeps import (
+
+from tests.support.sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -14,7 +15,7 @@ from sweeps import (
     in_jax,
     jax_ledger,
 )
-from sweeps.jax_programs import (
+from tests.support.sweeps.jax_programs import (
     WRITTEN_FOR,
     Case,
     any_,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import run_sweeps
+from tests.support import run_sweeps
 
 
 def test_the_sweep_is_held_against_its_ledger(capsys, backend_name):

@@ -11,7 +11,11 @@ from functools import cache
 
 import pytest
 import torch
-from sweeps import (
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+from gradtools.torch import _upstream as upstream
+from tests.support.sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -23,11 +27,7 @@ from sweeps import (
     ledger_lines,
     torch_programs,
 )
-from sweeps.torch_ledger import LEDGER, REVERSE_MODE
-
-import gradtools.torch as gt
-from gradtools import GradtoolsError
-from gradtools.torch import _upstream as upstream
+from tests.support.sweeps.torch_ledger import LEDGER, REVERSE_MODE
 
 pytest.importorskip("expecttest", reason="PyTorch's tables of operators need expecttest")
 pytestmark = pytest.mark.torch

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from every_operator import POINT
 
 from gradtools import GradtoolsError
 from gradtools.testing.cross_checking.devices import described, placed
+from tests.support.every_operator import POINT
 
 
 def test_arrays_are_made_where_the_run_is_placed(gt, backend_name):
@@ -64,7 +64,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax
 jax.config.update("jax_enable_x64", True)
 import gradtools.jax as gt
-from every_operator import POINT, USES, World, healthy
+from tests.support.every_operator import POINT, USES, World, healthy
 from gradtools.testing.cross_checking.devices import described, placed
 second = jax.devices("cpu")[1]
 with placed("jax", "cpu:1"):

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from every_operator import POINT, USES, Use, World, healthy, leaves
-from state_of_process import bits, changes, everything
+
+from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
+from tests.support.state_of_process import bits, changes, everything
 
 TEXT = "planted by the test"
 MOST = 6  # a function that is called more often is broken at its first calls and at its last

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from every_operator import POINT, USES, Use, World, healthy, leaves
-from state_of_process import bits
 
 from gradtools import GradtoolsError
+from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
+from tests.support.state_of_process import bits
 from tests.testing.test_faults import outcome
 
 ODD = {

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from every_operator import POINT, USES, Use, World, healthy, leaves
-from state_of_process import changes, everything
 
+from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
+from tests.support.state_of_process import changes, everything
 from tests.testing.test_faults import here
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -65,7 +65,7 @@ def assert_near(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 FORKED = """
 import os, sys
 import numpy as np
-from every_operator import POINT, USES, World, healthy, leaves
+from tests.support.every_operator import POINT, USES, World, healthy, leaves
 import gradtools.{backend} as gt
 if "{backend}" == "jax":
     import jax

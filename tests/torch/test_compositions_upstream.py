@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strategies.limits import LIMITS
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.strategies.limits import LIMITS
 
 
 def kept(x: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch_counts import operations
 
 import gradtools.torch as gt
+from tests.support.torch_counts import operations
 
 
 def saved(run):

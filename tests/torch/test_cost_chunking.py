@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch_counts import flops
 
 import gradtools.torch as gt
-from gradtools.torch.seeing.measures import peak_bytes
+from gradtools.seeing.torch.measures import peak_bytes
+from tests.support.torch_counts import flops
 
 CHUNK = 8
 

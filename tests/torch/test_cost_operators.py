@@ -10,13 +10,13 @@ import sys
 
 import numpy as np
 import pytest
-from cost_elsewhere import without_case
 from torch.utils._pytree import tree_leaves
 
 import gradtools.torch as gt
 from benchmarks import cost_torch
 from benchmarks.cost_torch import HAND, OURS
 from gradtools.seeing import measures
+from tests.support.cost_elsewhere import without_case
 
 CASES = cost_torch.cases(64, 64)
 MORE = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch_counts import flops, operations
 
 import gradtools.torch as gt
+from tests.support.torch_counts import flops, operations
 
 
 def saved(run, but=()):

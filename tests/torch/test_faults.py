@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_operator import POINT, USES, Use, World, healthy, leaves
-from state_of_process import bits, changes, everything
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
+from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
+from tests.support.state_of_process import bits, changes, everything
 from tests.testing.test_faults import FAULTS, Planted, chosen, counted, outcome, reaches, same
 from tests.testing.test_faults_arrays import ODD, assert_same
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drawn_graphs import computed, differing, edges_without_effect
-from gallery import PICTURES, Picture
 from torch import Tensor
 
 import gradtools.torch as gt
+from tests.support.drawn_graphs import computed, differing, edges_without_effect
+from tests.support.gallery import PICTURES, Picture
 
 BY_NAME = {picture.name: picture for picture in PICTURES}
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import gradtools.torch as gt
+from gradtools.seeing.torch.measures import peak_bytes
 from gradtools.torch.replaying import summing
-from gradtools.torch.seeing.measures import peak_bytes
 
 ROWS, CHUNK, WIDTH = 12, 4, 5
 RETAIN = pytest.mark.parametrize("retain", [0, 2], ids="retain {}".format)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch_lost_gradients import CAUSES, HEALTHY, Cause
 
 import gradtools.torch as gt
+from tests.support.torch_lost_gradients import CAUSES, HEALTHY, Cause
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 

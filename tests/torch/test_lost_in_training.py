@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training_losses_torch import PLANTED, STRANGERS, Loop, Net, X, Y, loop
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
+from tests.support.training_losses_torch import PLANTED, STRANGERS, Loop, Net, X, Y, loop
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -13,12 +13,12 @@ import textwrap
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from every_operator import POINT, USES, World, healthy
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradtools.torch as gt
+from tests.support.every_operator import POINT, USES, World, healthy
 
 D = torch.float64
 KEYS = (

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import other_device
 import pytest
-from every_operator import USES
+
+from tests.support import other_device
+from tests.support.every_operator import USES
 
 ROOT = Path(__file__).parents[2]
 NAMES = [use.name for use in (*USES, *other_device.MORE) if "torch" in use.backends]

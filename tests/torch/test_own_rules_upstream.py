@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch_functions import Cube
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
+from tests.support.torch_functions import Cube
 
 X = torch.tensor([0.5, -1.5, 2.0], dtype=torch.float64)
 ONES = torch.ones_like(X)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import function
 from torch.nn.modules import module as modules
-from torch_lost_gradients import CAUSES
 
 import gradtools.torch as gt
 from gradtools import DisconnectedInputError, GradtoolsError
@@ -24,9 +23,10 @@ from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.torch.recording import numpy_round_trips, refusals
+from gradtools.seeing.torch.translating import programs
 from gradtools.torch.backend import TorchBackend
-from gradtools.torch.seeing.recording import numpy_round_trips, refusals
-from gradtools.torch.seeing.translating import programs
+from tests.support.torch_lost_gradients import CAUSES
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
@@ -495,7 +495,7 @@ def test_the_error_is_told_without_places_inside_a_transform():
 
 
 def test_tags_go_through_numpy_and_arithmetic_and_change_no_numbers():
-    from gradtools.torch.seeing.recording.taint import tagged, tags_in
+    from gradtools.seeing.torch.recording.taint import tagged, tags_in
 
     plain = np.arange(6.0).reshape(2, 3) - 1.5
     a = tagged(plain.copy(), frozenset({7}))
@@ -527,7 +527,7 @@ def test_what_is_tagged_needs_no_second_run():
 
 
 def test_tags_are_lost_with_their_arrays():
-    from gradtools.torch.seeing.recording import taint
+    from gradtools.seeing.torch.recording import taint
 
     before = len(taint._LIVING)
     a = taint.tagged(np.ones(3), frozenset({1}))

@@ -22,10 +22,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import replay_programs  # noqa: F401 - fills the table
-import replay_programs_models  # noqa: F401 - as well
 import torch
-from replay_worlds import (
+from torch import nn
+
+from gradtools import GradtoolsError
+from tests.support import (
+    replay_programs,  # noqa: F401 - fills the table
+    replay_programs_models,  # noqa: F401 - as well
+)
+from tests.support.replay_worlds import (
     CHUNKED,
     EITHER,
     PROGRAMS,
@@ -37,10 +42,7 @@ from replay_worlds import (
     Way,
     World,
 )
-from tiers import in_turn
-from torch import nn
-
-from gradtools import GradtoolsError
+from tests.support.tiers import in_turn
 
 seed_numpy, numpy_state, put_numpy_state = np.random.seed, np.random.get_state, np.random.set_state
 

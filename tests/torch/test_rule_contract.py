@@ -17,10 +17,10 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from torch_functions import MappedCube
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
+from tests.support.torch_functions import MappedCube
 
 D = torch.float64
 X = torch.tensor([[0.5, -1.2, 0.7], [2.0, 0.1, -0.3]], dtype=D)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch_functions import MappedCube
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch.rules.installing import apply_rule
+from tests.support.torch_functions import MappedCube
 
 CUBE = Rule(
     "cube",

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.torch.seeing.translating import programs
+from gradtools.seeing.torch.translating import programs
 
 # An expression of a, b, c, d, and what these are: a shape in brackets, after p (positive), u
 # (between -0.9 and 0.9), z (complex), s (symmetric, positive definite), h (the same, complex),

@@ -25,7 +25,7 @@ import hypothesis.strategies
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from strategies.program import (
+from tests.support.strategies.program import (
     CALLS,
     REVERSE_ONLY,
     ArrayKind,
@@ -138,7 +138,7 @@ def _wanted(name: str, complex: bool, edits: bool) -> bool:
 
 def _well_placed(program: Composition) -> bool:
     """Numbers of ordinary size, and no switch so near that rounding might decide it."""
-    from strategies.reference import evaluated
+    from tests.support.strategies.reference import evaluated
 
     result, sight = evaluated(program)
     size = abs(result)[~np.isnan(result)].max(initial=0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from strategies.program import REVERSE_ONLY, Composition
+from tests.support.strategies.program import REVERSE_ONLY, Composition
 
 
 @dataclass(frozen=True)

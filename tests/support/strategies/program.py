@@ -131,13 +131,13 @@ class Composition:
         NaN stands where forward mode meets an edit of the cotangent alone: that has no result,
         and the program must be refused.
         """
-        from strategies.reference import evaluated
+        from tests.support.strategies.reference import evaluated
 
         return evaluated(self)[0]
 
     def tolerance(self) -> float:
         """Relative to the largest number that the reference came across."""
-        from strategies.reference import evaluated
+        from tests.support.strategies.reference import evaluated
 
         return 1e-11 * evaluated(self)[1].largest
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.numbers import (
+from tests.support.strategies.numbers import (
     Dual,
     Number,
     Taped,
@@ -46,7 +46,7 @@ from strategies.numbers import (
     total,
     with_value,
 )
-from strategies.program import (
+from tests.support.strategies.program import (
     REVERSE_ONLY,
     ArrayKind,
     Composition,

@@ -34,7 +34,7 @@ from gradtools.errors import (
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.testing.checking.probe import inner, size
 from gradtools.testing.cross_checking.tolerances import FINITE_DIFFERENCES
-from sweeps import (
+from tests.support.sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -45,7 +45,7 @@ from sweeps import (
     jax_ledger,
     judged,
 )
-from sweeps.jax_programs import Case, cases, takes_complex, unknown
+from tests.support.sweeps.jax_programs import Case, cases, takes_complex, unknown
 
 Arrays = list[Any]
 

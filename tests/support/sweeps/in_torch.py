@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from sweeps import RAISED, REFUSED, SweepOutcome
-from sweeps.torch_ledger import LEDGER
-from sweeps.torch_oracles import Judgement, Oracles
-from sweeps.torch_programs import (
+from tests.support.sweeps import RAISED, REFUSED, SweepOutcome
+from tests.support.sweeps.torch_ledger import LEDGER
+from tests.support.sweeps.torch_oracles import Judgement, Oracles
+from tests.support.sweeps.torch_programs import (
     BEYOND,
     EVERY_WAY,
     FUNCTION,
@@ -32,7 +32,7 @@ from sweeps.torch_programs import (
     entries,
     programs,
 )
-from sweeps.torch_ways import WAYS, TorchWay
+from tests.support.sweeps.torch_ways import WAYS, TorchWay
 
 __all__ = ["LEDGER", "WAYS", "sweep", "swept"]
 

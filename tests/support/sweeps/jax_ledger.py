@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 
 import jax
 
-from sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, LedgerLine
-from sweeps.jax_programs import WRITTEN_FOR
+from tests.support.sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, LedgerLine
+from tests.support.sweeps.jax_programs import WRITTEN_FOR
 
 _LOOP = "a loop of unknown length has no reverse mode"
 _ALONE = f"{_LOOP}, so there is nothing to hold frozen's, by columns of forward mode, against"

@@ -6,7 +6,7 @@ table is read, `ledger_lines` says. What is simply a defect of gradtools has no 
 
 from __future__ import annotations
 
-from sweeps import LedgerLine, ledger_lines
+from tests.support.sweeps import LedgerLine, ledger_lines
 
 REVERSE_MODE = "PyTorch's own reverse mode"
 

@@ -29,8 +29,8 @@ from gradtools.testing.cross_checking.tolerances import (
     real_name,
     tolerance,
 )
-from sweeps import AGREES, DIFFERS, LEFT_OUT
-from sweeps.torch_programs import TableProgram
+from tests.support.sweeps import AGREES, DIFFERS, LEFT_OUT
+from tests.support.sweeps.torch_programs import TableProgram
 
 Tensors = Sequence[Any]
 REVERSE, TWICE = "reverse mode", "double backward"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from sweeps import LEFT_OUT, SweepOutcome
+from tests.support.sweeps import LEFT_OUT, SweepOutcome
 
 TABLES = {
     "op_db": "common_methods_invocations",

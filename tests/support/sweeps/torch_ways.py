@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from sweeps import AGREES, DIFFERS, LEFT_OUT
-from sweeps.torch_oracles import Judgement, Oracles, apart, inner
+from tests.support.sweeps import AGREES, DIFFERS, LEFT_OUT
+from tests.support.sweeps.torch_oracles import Judgement, Oracles, apart, inner
 
 Found = Judgement | None
 _SMALL = 40  # entries of inputs and outputs, for whole matrices

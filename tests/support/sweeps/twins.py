@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from sweeps import (
+from tests.support.sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -37,14 +37,14 @@ from sweeps import (
     SweepOutcome,
     judged,
 )
-from sweeps.in_jax import (
+from tests.support.sweeps.in_jax import (
     ProgramAtPoint,
     ProgramTrial,
     distance,
     refuses,
     said,
 )
-from sweeps.jax_programs import NAMESPACES, Case, cases, takes_complex
+from tests.support.sweeps.jax_programs import NAMESPACES, Case, cases, takes_complex
 
 Arrays = list[Any]
 

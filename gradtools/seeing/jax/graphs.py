@@ -1,0 +1,492 @@
+"""A jaxpr as a `Graph`, the form that both frameworks share.
+
+Each equation is a node, each variable a value; loops, branches and calls keep their jaxprs as
+bodies. What an equation carries is said once, here and in `reachability.py`: without more it is
+differentiable between inexact arrays and cut elsewhere. A custom rule replaces what its function
+does inside, so no cut counts there. A mutable reference that an equation is given is a new value
+afterwards.
+
+A node's line is that of the innermost frame of the user's own code. A jitted function of JAX's own
+is traced once and holds no such line: its equations are given the line of each call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from gradtools.code_origin import Source
+from gradtools.function_variables import names_in
+from gradtools.jax import jaxprs, reachability
+from gradtools.jax._upstream import Literal, scopes_of
+from gradtools.jax.jaxprs import Eqn, Jaxpr
+from gradtools.jax.operation_marks import function_name, is_chunk
+from gradtools.seeing.diagnostics.diagnosis import source_of
+from gradtools.seeing.diagnostics.rule_cuts import STOPPED
+from gradtools.seeing.graphs.attributes import numbers_text
+from gradtools.seeing.graphs.bridged_calls import opened
+from gradtools.seeing.graphs.nodes import Body, Dependence, Links, Node, PlainGraph, Value
+from gradtools.seeing.graphs.passes import CUSTOM
+from gradtools.seeing.jax import operands, source_lines
+from gradtools.seeing.jax.bridged_calls import crossing
+
+_NONE, _CUT, _ZERO, _FULL = Dependence
+_REVERSE_ONLY = "gradtools_reverse_only"
+
+
+def graph_of(
+    closed_jaxpr: Jaxpr,
+    names: Sequence[str] = (),
+    outputs: Sequence[str] = (),
+    captured: Mapping[int, str] = MappingProxyType({}),
+    in_places: bool = False,
+    rules: Sequence[Any] = (),
+) -> PlainGraph:
+    """The graph of a jaxpr.
+
+    Args:
+        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
+        names: The names of its inputs, such as "argument 0['w']".
+        outputs: The names of its outputs.
+        captured: Names of constants that it closes over, by ``id`` of the array.
+        in_places: Whether operands stand as both frameworks have them (`operands.py`), not as the
+            equations have them.
+        rules: The `jax.custom_vjp` functions among which is looked for the one whose backward an
+            equation runs, as JAX keeps neither its name nor its lines.
+
+    Returns:
+        The graph. Its ``captured`` are the constants: closed-over arrays by name, literals by
+        their value.
+
+    Example:
+        >>> closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
+        >>> [node.operation for node in graph_of(closed).nodes]
+        ['sin', 'multiply']
+    """
+    consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
+    jaxpr = jaxprs.open_jaxpr(closed_jaxpr)
+    return _JaxprReader(in_places, rules).graph(jaxpr, _Place(), names, outputs, consts)[0]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a jaxpr stands.
+
+    Attributes:
+        site: The user's line that called a function of JAX's own; None in the user's own code.
+        scope: The modules around it.
+        phase: How many times it was transposed.
+    """
+
+    site: Source | None = None
+    scope: tuple[str, ...] = ()
+    phase: int = 0
+
+
+_Read = tuple[PlainGraph, list[bool]]  # and which outputs are what is left of a zero derivative
+
+
+class _JaxprReader:
+    """Reads jaxprs; one that is called several times from one place is read once."""
+
+    def __init__(self, in_places: bool, rules: Sequence[Any]) -> None:
+        self._in_places, self._rules = in_places, rules
+        self._known: dict[Any, tuple[Jaxpr, _Read]] = {}  # jaxprs are held: ids stay unique
+        self._uncut = reachability.Flow(raw=True)
+
+    def body(self, jaxpr: Jaxpr, place: _Place, flat: Sequence[bool]) -> _Read:
+        key = id(jaxpr), place, tuple(flat)
+        if key not in self._known:
+            self._known[key] = jaxpr, self.graph(jaxpr, place, flat=flat)
+        return self._known[key][1]
+
+    def graph(
+        self,
+        jaxpr: Jaxpr,
+        place: _Place,
+        names: Sequence[str] = (),
+        outputs: Sequence[str] = (),
+        consts: Sequence[str] = (),
+        flat: Sequence[bool] = (),
+    ) -> _Read:
+        values = _JaxprValues(
+            var for var, is_flat in zip(jaxpr.invars, flat, strict=False) if is_flat
+        )
+        captured = [values.new(v, name) for v, name in _named(jaxpr.constvars, consts)]
+        inputs = [values.new(v, name) for v, name in _named(jaxpr.invars, names)]
+        nodes = [self.node(eqn, values, place) for eqn in jaxpr.eqns]
+        out = [values.read(atom) for atom in jaxpr.outvars]
+        for number, (_, name) in zip(out, _named(jaxpr.outvars, outputs), strict=True):
+            values.name(number, name)
+        graph = PlainGraph(
+            nodes=tuple(nodes),
+            values=MappingProxyType(values.by_number),
+            inputs=tuple(inputs),
+            outputs=tuple(out),
+            captured=(*captured, *values.literals),
+        )
+        return graph, [values.is_flat(atom) for atom in jaxpr.outvars]
+
+    def node(self, eqn: Eqn, values: _JaxprValues, place: _Place) -> Node:
+        operation, here = _operation(eqn), _inside(eqn, place)
+        inner, loss = jaxprs.bodies(eqn), None
+        inputs = tuple(values.read(atom) for atom in eqn.invars)
+        outputs = tuple(values.new(var) for var in jaxprs.targets(eqn))
+        links = self.links(eqn, inner, values)
+        if _may_lose(eqn, links):
+            loss = _loss(eqn)
+        node = Node(
+            operation=operation,
+            inputs=inputs,
+            outputs=outputs,
+            native=_native(eqn),
+            attributes=_attributes(eqn),
+            source=source_lines.source(eqn, place.site) or _written(eqn),
+            scope=here.scope,
+            phase=here.phase,
+            links=links,
+            loss=loss,
+            mark=_mark(eqn),
+            bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
+            overwrites=inputs[:1] if jaxprs.overwrites(eqn) else (),
+        )
+        if loss == "detached" and self._rules and source_lines.is_in_rule(eqn):
+            node = _stopped_in_rule(node, self._rules)
+        if not self._in_places:
+            return node
+        crossed = crossing(eqn)
+        if crossed is not None:
+            node = opened(node, values.by_number, crossed.inside, crossed.inputs)
+        return _in_places(eqn, node, values)
+
+    def body_of(self, eqn: Eqn, body: Any, values: _JaxprValues, here: _Place) -> Body:
+        site, own = here.site, source_lines.is_own(body.jaxpr)
+        if own is not None:
+            site = source_lines.source(eqn, site) if own else None
+        entering = [values.is_flat(eqn.invars[i]) for i in body.inputs]
+        graph, leaving = self.body(body.jaxpr, replace(here, site=site), entering)
+        if not body.gate:
+            values.flat.update(compress(eqn.outvars, leaving))
+        return Body(
+            graph=graph,
+            inputs=tuple(body.inputs),
+            carries=body.carries,
+            gate=body.gate,
+            skippable=jaxprs.may_not_run(eqn),
+        )
+
+    def links(self, eqn: Eqn, inner: Sequence[Any], values: _JaxprValues) -> Links | None:
+        """What an equation carries, where it is not what a node's bodies and dtypes say."""
+        name = eqn.primitive.name
+        if jaxprs.is_ruled(eqn):
+            return self.ruled_links(eqn)
+        if hasattr(eqn.primitive, "gradtools_connects"):
+            return _rows(eqn, eqn.primitive.gradtools_connects(eqn), _FULL, _CUT)
+        if inner:
+            return None
+        if (matrix := reachability.reaches(eqn)) is not None:
+            return _rows(eqn, matrix, _FULL, _CUT)
+        if name in _STOPS or reachability.is_complex_sign(eqn):
+            return _rows(eqn, _all(eqn), _CUT, _CUT)
+        if name in _FLAT and _FLAT[name](eqn):
+            return _rows(eqn, _all(eqn), _ZERO, _CUT)
+        if name == "sort" or name in reachability.ONE_TO_ONE:
+            return _one_to_one(eqn)
+        if reachability.is_activation_rule(eqn):
+            values.flat.update(eqn.outvars)
+            return tuple((_ZERO,) * len(eqn.invars) for _ in eqn.outvars)
+        if jaxprs.overwrites(eqn):
+            first = [[i > 0 for i in range(len(eqn.invars))]]
+            return _rows(eqn, first, _FULL, _NONE)
+        nondifferentiable = reachability.nondifferentiable_inputs(eqn)
+        flat = {i for i, atom in enumerate(eqn.invars) if values.is_flat(atom)}
+        if not nondifferentiable and not flat:
+            return None
+        if flat and not all(map(jaxprs.is_inexact, eqn.outvars)):
+            values.flat.update(eqn.outvars)
+        return _weakened(eqn, nondifferentiable, flat)
+
+    def ruled_links(self, eqn: Eqn) -> Links:
+        masks = self._uncut.step(eqn, [1 << i for i in range(len(eqn.invars))])
+        flows = [[bool(mask >> i & 1) for i in range(len(eqn.invars))] for mask in masks]
+        rows = _rows(eqn, flows, _FULL, _NONE)
+        if not _edit(eqn):
+            return rows
+        used = [any(column) for column in zip(*flows, strict=True)]
+        return tuple(
+            tuple(link if u else _CUT for link, u in zip(row, used, strict=True)) for row in rows
+        )
+
+
+class _JaxprValues:
+    """The values of one jaxpr, by number."""
+
+    def __init__(self, flat: Iterable[Any] = ()) -> None:
+        self.by_number: dict[int, Value] = {}
+        self.flat = set(flat)  # what is left of a derivative that is zero
+        self.literals: list[int] = []
+        self._numbers: dict[Any, int] = {}
+
+    def new(self, var: Any, name: str = "") -> int:
+        number = len(self.by_number)
+        self.by_number[number] = _value(var.aval, name)
+        self._numbers[var] = number
+        return number
+
+    def read(self, atom: Any) -> int:
+        if not isinstance(atom, Literal):
+            return self._numbers[atom]
+        number = len(self.by_number)
+        self.by_number[number] = _value(atom.aval, _text(atom.val))
+        self.literals.append(number)
+        return number
+
+    def number(self, value: int) -> int:
+        """A number of the program that is no array in it."""
+        number = len(self.by_number)
+        self.by_number[number] = Value((), "int32", str(value))
+        self.literals.append(number)
+        return number
+
+    def name(self, number: int, name: str) -> None:
+        if name and not self.by_number[number].name:
+            self.by_number[number] = replace(self.by_number[number], name=name)
+
+    def is_flat(self, atom: Any) -> bool:
+        return not isinstance(atom, Literal) and atom in self.flat
+
+
+def _named(atoms: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, str]]:
+    return list(zip(atoms, [*names, *[""] * (len(atoms) - len(names))], strict=True))
+
+
+def _value(aval: Any, name: str) -> Value:
+    aval = getattr(aval, "inner_aval", aval)
+    return Value(tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", "")), name)
+
+
+def _text(value: Any) -> str:
+    """What a small array holds, to be read in place of a name."""
+    if isinstance(value, jax.core.Tracer):
+        return ""
+    dtype = getattr(value, "dtype", None)
+    known = dtype is None or isinstance(dtype, np.dtype)  # a random key is no number
+    return numbers_text(np.shape(value), lambda: np.asarray(value).tolist()) if known else ""
+
+
+def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
+    """A node with its operands as both frameworks have them; an exponent is one of them."""
+    order, exponent = operands.order_of(eqn), operands.exponent_of(eqn)
+    if exponent is not None:
+        number = values.number(exponent)
+        links = node.links and tuple((*row, _CUT) for row in node.links)
+        return replace(node, inputs=(*node.inputs, number), links=links)
+    if order == tuple(range(len(node.inputs))):
+        return node
+    links = node.links and tuple(tuple(row[i] for i in order) for row in node.links)
+    return replace(node, inputs=tuple(node.inputs[i] for i in order), links=links)
+
+
+# --- names -------------------------------------------------------------------------------
+
+
+def _operation(eqn: Eqn) -> str:
+    """The neutral name; that of a library's function with a rule of its own is the function's."""
+    if jaxprs.is_ruled(eqn):
+        return _function(eqn) if _is_of_library(eqn) else "custom_rule"
+    if _is_ours(eqn):
+        scales = eqn.params["rule"].name == "scale_gradient"
+        return "scale_gradient" if scales else "custom_rule"
+    return operands.name_of(eqn)
+
+
+def _is_ours(eqn: Eqn) -> bool:
+    """Whether an equation is of a rule of gradtools'; one of a custom_vmap has a "rule" too."""
+    return eqn.primitive.name.startswith("gradtools_") and "rule" in eqn.params
+
+
+def _native(eqn: Eqn) -> str:
+    """The primitive's name; that of an edit or a rule of ours is the rule's."""
+    name = eqn.primitive.name
+    ours = name in ("gradtools_primal", "gradtools_value")
+    return eqn.params["rule"].name if ours else _edit(eqn) or name
+
+
+def _edit(eqn: Eqn) -> str:
+    """The name of the edit without a tangent map that an equation is; else nothing.
+
+    What else such an edit is given only enters its cotangent, so it is cut.
+    """
+    if not jaxprs.is_ruled(eqn):
+        return ""
+    inner = (e for jaxpr in jaxprs.sub_jaxprs(eqn.params) for e in jaxpr.eqns)
+    return next((e.params["name"] for e in inner if e.primitive.name == _REVERSE_ONLY), "")
+
+
+def _is_of_library(eqn: Eqn) -> bool:
+    """Whether an equation calls a function of JAX, flax, equinox or optax."""
+    inner = jaxprs.sub_jaxprs(eqn.params)
+    return any(
+        source_lines.is_own(jaxpr) and not source_lines.is_gradtools(jaxpr) for jaxpr in inner
+    )
+
+
+def _function(eqn: Eqn) -> str:
+    name = next(map(function_name, jaxprs.sub_jaxprs(eqn.params)), "")
+    return name.lstrip("_") or eqn.primitive.name
+
+
+def _mark(eqn: Eqn) -> str:
+    if _is_ours(eqn):
+        rule = eqn.params["rule"]
+        edited = "edited gradient" if rule.reaches == "identity" else "custom rule"
+        return "frozen" if rule.name.startswith("frozen") else edited
+    if any(is_chunk(jaxpr) for jaxpr in jaxprs.sub_jaxprs(eqn.params)):
+        return "chunked"
+    if jaxprs.is_ruled(eqn):
+        return "edited gradient" if _edit(eqn) else "" if _is_of_library(eqn) else "custom rule"
+    return "checkpoint" if operands.name_of(eqn) == "checkpoint" else ""
+
+
+def _attributes(eqn: Eqn) -> Mapping[str, Any]:
+    """The parameters that are no programs; of a rule its name."""
+    if _is_ours(eqn):
+        return MappingProxyType({"name": str(eqn.params["rule"].name)})
+    if jaxprs.is_ruled(eqn):
+        return MappingProxyType({"name": _function(eqn)})
+    return MappingProxyType(operands.attributes_of(eqn))
+
+
+def _written(eqn: Eqn) -> Source | None:
+    """The line of the last function of one of our rules: where JAX kept no line of the call."""
+    user_functions = (
+        eqn.params["rule"].user_functions if "rule" in eqn.params and _is_ours(eqn) else ()
+    )
+    return source_of(user_functions[-1]) if user_functions else None
+
+
+def _stopped_in_rule(node: Node, rules: Sequence[Any]) -> Node:
+    """A node that stops a gradient in a rule's backward, with the name and the line of that.
+
+    Of several rules it is one whose backward names the operation; of these, one that the line of
+    the call names.
+    """
+    line = node.source.text if node.source else ""
+    for fits in (
+        lambda rule: node.native in names_in(rule.bwd.__code__),
+        lambda rule: re.search(rf"\b{re.escape(_name(rule))}\b", line),
+    ):
+        rules = [rule for rule in rules if fits(rule)] or rules if len(rules) > 1 else rules
+    name = " or ".join(dict.fromkeys(map(_name, rules)))
+    source = source_of(rules[0].bwd) if len(rules) == 1 else node.source
+    attributes = MappingProxyType({**node.attributes, "name": name})
+    return replace(node, source=source, attributes=attributes, mark=CUSTOM, loss=STOPPED)
+
+
+def _name(f: Any) -> str:
+    return str(getattr(f, "__name__", "custom_vjp"))
+
+
+# --- links -------------------------------------------------------------------------------
+
+_STOPS = {
+    "stop_gradient": "detached",
+    "pure_callback": "left_framework",
+    "io_callback": "left_framework",
+}
+_CASTS = ("convert_element_type", "bitcast_convert_type", "reduce_precision")
+_FLAT: dict[str, Callable[[Eqn], bool]] = {
+    **dict.fromkeys(("round", "floor", "ceil", "sign"), lambda eqn: True),
+    "integer_pow": lambda eqn: eqn.params["y"] == 0,
+}
+
+
+def _all(eqn: Eqn) -> list[list[bool]]:
+    return [[True] * len(eqn.invars) for _ in jaxprs.targets(eqn)]
+
+
+def _rows(
+    eqn: Eqn, flows: Sequence[Sequence[bool]], carried: Dependence, other: Dependence
+) -> Links:
+    """Links of one strength where data flows between inexact arrays, cut between others."""
+
+    def link(flow: bool, var: Any, atom: Any) -> Dependence:
+        if not flow:
+            return other
+        return carried if jaxprs.is_inexact(var) and jaxprs.is_inexact(atom) else _CUT
+
+    return tuple(
+        tuple(link(flow, var, atom) for flow, atom in zip(row, eqn.invars, strict=True))
+        for row, var in zip(flows, jaxprs.targets(eqn), strict=True)
+    )
+
+
+def _one_to_one(eqn: Eqn) -> Links | None:
+    """Output k is made of input k alone; of the keys of a sort its order too."""
+    if len(eqn.invars) != len(eqn.outvars):
+        return None
+    keys = eqn.params["num_keys"] if eqn.primitive.name == "sort" else 0
+    flows = [[i == k for i in range(len(eqn.invars))] for k in range(len(eqn.outvars))]
+    rows = [list(row) for row in _rows(eqn, flows, _FULL, _NONE)]
+    for row in rows:
+        row[:keys] = [max(link, _CUT) for link in row[:keys]]
+    return tuple(map(tuple, rows))
+
+
+def _weakened(eqn: Eqn, nondifferentiable: set[int], flat: set[int]) -> Links:
+    """The usual links, but for inputs that are cut, or connected with a derivative of zero."""
+    weak = {**dict.fromkeys(flat, _ZERO), **dict.fromkeys(nondifferentiable, _CUT)}
+    rows = _rows(eqn, _all(eqn), _FULL, _CUT)
+    return tuple(tuple(weak.get(i, link) for i, link in enumerate(row)) for row in rows)
+
+
+def _may_lose(eqn: Eqn, links: Links | None) -> bool:
+    """Whether something inexact enters that does not leave differentiable."""
+    entering = [i for i, atom in enumerate(eqn.invars) if jaxprs.is_inexact(atom)]
+    if links is None:
+        return bool(entering) and not all(map(jaxprs.is_inexact, jaxprs.targets(eqn)))
+    return any(row[i] < _FULL for row in links for i in entering)
+
+
+def _loss(eqn: Eqn) -> str:
+    name = eqn.primitive.name
+    if name in _STOPS:
+        return _STOPS[name]
+    if reachability.is_complex_sign(eqn):
+        return "rule"
+    if name in _FLAT:
+        return "zero_derivative"
+    if name in _CASTS:
+        return "integer_cast"
+    if name.startswith("gradtools_") or _edit(eqn) or hasattr(eqn.primitive, "gradtools_connects"):
+        return "rule"
+    return "discrete"
+
+
+# --- modules -----------------------------------------------------------------------------
+
+_OURS = "gradtools_"  # scopes of gradtools' own
+
+
+def _inside(eqn: Eqn, place: _Place) -> _Place:
+    """The place of what is inside an equation: its modules, from named scopes or frames."""
+    scopes, phase = [], 0
+    for name, named in scopes_of(eqn):
+        if named:
+            scopes.append(name)
+        elif name == "transpose":
+            phase += 1
+    result = tuple(name for name in scopes if not name.startswith(_OURS))
+    if not result and not place.scope:
+        result = source_lines.modules_around(eqn)
+    return replace(place, scope=(*place.scope, *result), phase=place.phase + phase)
+
+
+__all__ = ["graph_of"]

@@ -1,0 +1,399 @@
+"""Where a cotangent becomes zero, NaN or too faint at these values, on a tape of the jaxpr.
+
+The jaxpr is run once on a tape (`tape.py`), for all leaves of a program, and one cotangent goes
+back over it, step by step. What becomes zero goes no further::
+
+    ct of an operand += pull of a step (ct of its results),   unless that is zero
+
+A step whose results have a cotangent, and which hands none to an operand, is where the gradient
+vanishes. A value that is handed several which add up to zero is where it cancels; told is the
+step at which the paths from that value come together again.
+
+What is rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradtools.errors import GradtoolsError, is_of
+from gradtools.jax import jaxprs
+from gradtools.jax.trees import is_inexact
+from gradtools.rules import replaced_at
+from gradtools.seeing.diagnostics import bad_gradients
+from gradtools.seeing.graphs.derivative_flow import joined
+from gradtools.seeing.graphs.recording import Run, Vanished
+from gradtools.seeing.jax.recorded_run import Traced, graph_once, trace
+from gradtools.seeing.jax.tape import Moving, Tape, TapeStep
+
+
+def vanishing(
+    run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
+) -> list[Vanished] | None:
+    """Where the cotangent of a leaf becomes zero, NaN or too faint; None if neither."""
+    traced = trace(run, leaves)
+    if traced not in _known:
+        _known[traced] = _returned(traced, leaves)
+    result = _known[traced]
+    if index in result.extremes:
+        return result.extremes[index]
+    if result.reached >> index & 1 or not leaves[index].size:
+        return None
+    places = [*_stopped(result, 1 << index), *_cancelled(result, 1 << index)]
+    return [vanished for _, vanished in sorted(places, key=lambda place: place[0])]
+
+
+_known: WeakKeyDictionary[Traced, _Returned] = WeakKeyDictionary()
+
+
+@dataclass
+class _Returned:
+    """What one cotangent met on its way back.
+
+    Attributes:
+        steps: The tape.
+        reached: The leaves, one bit each, that have a gradient, or of which it cannot be told.
+        stops: The steps, by position, that handed nothing to some operand: the cotangents of
+            their results, and the operands.
+        sums: The values whose cotangents add up to zero, with the steps that handed them on.
+        extremes: For each leaf whose gradient is NaN or too faint, where it became so.
+        noise: What counts as zero, being rounding noise.
+    """
+
+    steps: Sequence[TapeStep]
+    reached: int = 0
+    stops: dict[int, tuple[dict[int, Any], list[int]]] = field(default_factory=dict)
+    sums: list[tuple[Moving, list[int]]] = field(default_factory=list)
+    extremes: dict[int, list[Vanished] | None] = field(default_factory=dict)
+    noise: _Noise = field(default_factory=lambda: _Noise())
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """Cotangents that are rounding noise.
+
+    Attributes:
+        leaves: The leaves, one bit each.
+        values: The values, by number.
+        handed: What steps hand on: the step's position, and its operand's.
+    """
+
+    leaves: int = 0
+    values: Set[int] = frozenset()
+    handed: Set[tuple[int, int]] = frozenset()
+
+
+def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
+    closed, graph = traced.closed, graph_once(traced)
+    tape = Tape()
+    args = [tape.moving(x, 1 << i) for i, x in enumerate(leaves)]
+    try:
+        outs = tape.run(closed, graph, args)
+        result = _Returned(tape.steps)
+        ys = [y for y in outs if is_inexact(y.array)]
+        grads = _Back(result, ys).gradients(args)
+        result.reached |= sum(args[k].leaves for k in grads)
+        if noise := _noise(tape.steps, ys, args, grads):
+            result = _without_noise(result, ys, [args[k] for k in noise])
+        result.extremes = _extremes(result, args, ys, {k: grads[k] for k in grads.keys() - noise})
+        if jaxprs.uses_primitive(
+            closed, lambda e: jaxprs.targets(e) != list(e.outvars)
+        ):  # what goes through one is on no tape
+            result.reached |= _reached_at_once(closed, leaves)
+        else:
+            result.reached |= _not_connected(args, outs)
+    except GradtoolsError:
+        raise
+    except Exception as error:
+        raise GradtoolsError(
+            f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
+        ) from error
+    return result
+
+
+def _not_connected(args: Sequence[Moving], outs: Sequence[Moving]) -> int:
+    """The leaves of which nothing comes out with its derivative: that is told elsewhere."""
+    result = sum(x.leaves for x in args)
+    for y in outs:
+        result &= ~y.leaves
+    return result
+
+
+class _Back:
+    """The cotangents of a tape, from the last step to the first."""
+
+    def __init__(
+        self,
+        found: _Returned,
+        outs: Sequence[Moving],
+        kept: _Kept | None = None,
+        draw: int | None = None,
+    ) -> None:
+        self._found, self._kept, self._draw = found, kept, draw
+        self._cts: dict[int, Any] = {}
+        self._from: dict[int, list[int]] = {}
+        for y, seed in zip(outs, _seeds([y.array for y in outs]), strict=True):
+            if y.leaves:
+                self._add(y, seed, len(found.steps))
+        for at in reversed(range(len(found.steps))):
+            self._back(at, found.steps[at])
+
+    def gradients(self, args: Sequence[Moving]) -> dict[int, Any]:
+        """The gradient of each leaf that has one, by its position."""
+        taken = {k: self._taken(x) for k, x in enumerate(args) if x.leaves}
+        return {k: ct for k, ct in taken.items() if ct is not None}
+
+    def _back(self, at: int, step: TapeStep) -> None:
+        cts = {k: self._taken(y) for k, y in step.results.items()}
+        given = {k: self._shaken(ct, at, k) for k, ct in cts.items() if ct is not None}
+        if not given:
+            return
+        wanted = list(step.operands)
+        stopped = []
+        pulled = self._pulled(step, given, wanted)
+        if self._kept is not None:
+            pairs = zip(wanted, pulled, strict=True)
+            self._kept[at] = given, {i: ct for i, ct in pairs if ct is not None}
+        noise = self._found.noise.handed
+        for i, ct in zip(wanted, pulled, strict=True):
+            if ct is None or ((at, i) not in noise and _any(ct)):
+                self._add(step.operands[i], ct, at)
+            else:
+                stopped.append(i)
+        if stopped and not step.packs:
+            self._found.stops[at] = given, stopped
+
+    def _shaken(self, ct: Any, at: int, k: int) -> Any:
+        """A cotangent, with rounding errors if asked for."""
+        if self._draw is None:
+            return ct
+        info = jnp.finfo(ct.dtype)
+        uniform = np.random.default_rng((self._draw, at, k)).uniform(-1.0, 1.0, ct.shape)
+        return bad_gradients.shaken(ct, uniform.astype(info.dtype), float(info.eps)).astype(
+            ct.dtype
+        )
+
+    def _pulled(self, step: TapeStep, given: dict[int, Any], wanted: list[int]) -> list[Any]:
+        """None for each operand of what leaves JAX inside, which is told already."""
+        try:
+            return step.pulled(given, wanted)
+        except Exception as error:
+            if not (is_of("jax", error) and _leaves_jax(step)):
+                raise
+        for x in step.operands.values():
+            self._found.reached |= x.leaves
+        return [None] * len(wanted)
+
+    def _add(self, x: Moving, ct: Any, at: int) -> None:
+        if ct is not None:
+            known = self._cts.get(x.number)
+            self._cts[x.number] = ct if known is None else known + ct
+            self._from.setdefault(x.number, []).append(at)
+
+    def _taken(self, x: Moving) -> Any:
+        """The whole cotangent of a value; None if it is zero."""
+        ct, readers = self._cts.pop(x.number, None), self._from.get(x.number, [])
+        if len(readers) > 1 and (x.number in self._found.noise.values or not _any(ct)):
+            self._found.sums.append((x, readers))
+            return None
+        return ct
+
+
+_Kept = dict[int, tuple[dict[int, Any], dict[int, Any]]]  # of a step: given, and handed on
+
+
+# --- rounding noise ----------------------------------------------------------------------
+
+
+def _noise(
+    steps: Sequence[TapeStep],
+    outs: Sequence[Moving],
+    args: Sequence[Moving],
+    grads: Mapping[int, Any],
+) -> set[int]:
+    left = set(grads)
+    for draw in range(bad_gradients.DRAWS):
+        if left:
+            again = _Back(_Returned(steps), outs, draw=draw).gradients(args)
+            left = {k for k in left if _is_noise(grads[k], again.get(k))}
+    return left
+
+
+def _without_noise(found: _Returned, outs: Sequence[Moving], leaves: Sequence[Moving]) -> _Returned:
+    steps, plain, other = found.steps, _Kept(), _Kept()
+    _Back(_Returned(steps), outs, plain)
+    _Back(_Returned(steps), outs, other, draw=0)
+    values, handed = {x.number for x in leaves}, set()
+    for at in plain.keys() & other.keys():
+        (given, on), (given_again, on_again) = plain[at], other[at]
+        same = steps[at].results.items()
+        values |= {x.number for k, x in same if _is_noise(given.get(k), given_again.get(k))}
+        handed |= {(at, i) for i, ct in on.items() if _is_noise(ct, on_again.get(i))}
+    lost = sum(x.leaves for x in leaves)
+    noise = _Noise(lost, values, handed)
+    again = _Returned(steps, found.reached & ~lost, noise=noise)
+    _Back(again, outs).gradients(leaves)
+    return again
+
+
+def _is_noise(ct: Any, other: Any) -> bool:
+    """Whether a cotangent differs by its own size from that of a shaken backward pass."""
+    if ct is None:
+        return False
+    change = ct if other is None else other - ct
+    return bad_gradients.is_noise(_size(ct), _size(change), float(jnp.finfo(ct.dtype).eps))
+
+
+# --- NaN, and what is too faint ----------------------------------------------------------
+
+
+def _extremes(
+    found: _Returned, args: Sequence[Moving], ys: Sequence[Moving], grads: Mapping[int, Any]
+) -> dict[int, list[Vanished] | None]:
+    """Where the gradients became NaN or too faint that are so."""
+    output = max((_size(y.array) for y in ys), default=0.0)
+    eps = {k: float(jnp.finfo(ct.dtype).eps) for k, ct in grads.items()}
+    kinds = {
+        k: bad_gradients.extreme(_size(ct), _size(args[k].array), output, eps[k])
+        for k, ct in grads.items()
+    }
+    odd = {k: kind for k, kind in kinds.items() if kind}
+    if not odd:
+        return {}
+    kept = _Kept()
+    _Back(_Returned(found.steps), ys, kept)
+    told: dict[int, list[Vanished] | None] = {}
+    for k, kind in odd.items():
+        handed = []
+        for at in sorted(kept):
+            given, on = kept[at]
+            operands = found.steps[at].operands
+            mine = [_size(ct) for i, ct in on.items() if operands[i].leaves >> k & 1]
+            if mine and not found.steps[at].packs:
+                sizes = max(map(_size, given.values())), float(np.max(mine))
+                handed.append(bad_gradients.Handed(found.steps[at].node, *sizes))
+        told[k] = bad_gradients.places(kind, handed)
+    return told
+
+
+def _size(x: Any) -> float:
+    """The greatest modulus; NaN if there is one."""
+    return float(jnp.max(jnp.abs(x))) if x.size else 0.0
+
+
+def _seeds(outs: Sequence[Any]) -> list[Any]:
+    """One for a single number, random otherwise."""
+    rng = np.random.default_rng(0)
+    if len(outs) == 1 and outs[0].size == 1:
+        return [jnp.ones_like(outs[0])]
+    return [jnp.asarray(rng.uniform(0.5, 1.5, y.shape), y.dtype) for y in outs]
+
+
+def _any(x: Any) -> bool:
+    """Whether an array is not zero; where its memory is at hand nothing is compiled for that."""
+    if x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices()):
+        return bool(np.any(np.asarray(x) != 0))
+    return bool(_any_of(x))
+
+
+@jax.jit
+def _any_of(x: Any) -> Any:
+    return jnp.any(x != 0)
+
+
+# --- which operation ---------------------------------------------------------------------
+
+
+def _stopped(found: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
+    """The steps that were handed a cotangent and hand none to an operand on the leaf's path."""
+    for at, (cts, operands) in found.stops.items():
+        step = found.steps[at]
+        given = {k: ct for k, ct in cts.items() if step.results[k].leaves & leaf}
+        stopped = [i for i in operands if step.operands[i].leaves & leaf]
+        if given and stopped:
+            noise = any((at, i) in found.noise.handed for i in stopped)
+            cancels = Vanished(step.node, operands=tuple(stopped), cancelled=True)
+            yield at, _at(step, given, stopped) if not noise else _noted(found, leaf, cancels)
+
+
+def _at(step: TapeStep, given: dict[int, Any], stopped: list[int]) -> Vanished:
+    if step.node.mark == "custom rule" and _is_always_zero(step, given, stopped):
+        return Vanished(replace(step.node, loss="rule"))
+    if all(not step.operands[i].array.size for i in stopped):
+        return Vanished(step.node, operands=tuple(stopped), empty=True)
+    sizes = {k: jnp.max(jnp.abs(ct)) for k, ct in given.items()}
+    sized = {k: ct / sizes[k] for k, ct in given.items()}
+    factor = max(map(_size, step.pulled(sized, stopped)))
+    least = max(4 * float(jnp.finfo(ct.dtype).tiny) for ct in given.values())
+    cancels = factor * max(map(float, sizes.values())) >= least  # but for a rounding error
+    return Vanished(step.node, factor > 0 and not cancels, tuple(stopped), cancels)
+
+
+def _is_always_zero(step: TapeStep, given: dict[int, Any], stopped: list[int]) -> bool:
+    """Whether a rule hands on nothing elsewhere, too."""
+    rng = np.random.default_rng(0)
+    ones = {k: jnp.ones_like(ct) for k, ct in given.items()}
+    for _ in range(3):
+        arrays = [
+            jnp.asarray(rng.normal(size=x.shape), x.dtype) if is_inexact(x) else x
+            for x in step.arrays
+        ]
+        try:
+            pulled = step.pulled(ones, stopped, arrays)
+        except Exception:  # a point outside of its domain tells nothing
+            return False
+        if any(map(_any, pulled)):
+            return False
+    return True
+
+
+def _cancelled(found: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
+    """The steps at which what cancels on the leaf's path comes together."""
+    for x, readers in found.sums:
+        if x.leaves & leaf:
+            flows = [(_numbers(step.operands), _numbers(step.results)) for step in found.steps]
+            at = joined(flows, readers)
+            if at is not None:
+                yield at, _noted(found, leaf, Vanished(found.steps[at].node, cancelled=True))
+
+
+def _noted(found: _Returned, leaf: int, cancels: Vanished) -> Vanished:
+    """What cancels on a leaf's path, and whether noise is left of it."""
+    return replace(cancels, noise=bool(found.noise.leaves & leaf))
+
+
+def _numbers(xs: Mapping[int, Moving]) -> list[int]:
+    return [x.number for x in xs.values()]
+
+
+# --- references --------------------------------------------------------------------------
+
+
+def _reached_at_once(closed: Any, leaves: Sequence[Any]) -> int:
+    """The leaves that have a gradient, by JAX's own reverse mode of the whole program."""
+    inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
+
+    def fun(*xs: Any) -> list[Any]:
+        full = replaced_at(leaves, inexact, xs)
+        outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *full)
+        return [y for y in outs if is_inexact(y)]
+
+    outs, pullback = jax.vjp(fun, *[leaves[i] for i in inexact])
+    gradients = pullback(_seeds(outs))
+    return sum(1 << i for i, g in zip(inexact, gradients, strict=True) if _any(g))
+
+
+def _leaves_jax(step: TapeStep) -> bool:
+    """Whether an operation calls back into Python, of which JAX has no derivative."""
+    closed = jax.make_jaxpr(step.apply)(step.arrays)
+    return jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name.endswith("_callback"))
+
+
+__all__ = ["vanishing"]

@@ -1,0 +1,178 @@
+"""`measure` in JAX: FLOPs of the jaxpr, bytes by XLA, seconds of the compiled program.
+
+f is traced as `jax.jit` would, and what no result needs is left out, as XLA does. What XLA then
+says of memory is taken as it is; operations are counted in `flops.py`. What is kept for backward
+are the residuals of `jax.vjp`, again in a jaxpr: those that are no arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from gradtools.calls import with_article
+from gradtools.errors import GradtoolsError
+from gradtools.jax import trees
+from gradtools.jax._upstream import Literal
+from gradtools.jax.jaxprs import Jaxpr, live
+from gradtools.rules import replaced_at
+from gradtools.seeing import measures as costs
+from gradtools.seeing.jax.flops import bodies, counted, is_call
+from gradtools.seeing.measures import Measurement
+
+_NO_JIT = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
+    program = _Compiled.of(f, args, kwargs)
+    compiled = jax.jit(program.evaluated).lower(program.consts, program.leaves).compile()
+    run = partial(compiled, program.consts, program.leaves)
+    jax.block_until_ready(run())
+    count = counted(program.jaxpr, program.consts, program.leaves)
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise GradtoolsError("measure: this platform's XLA does not say how many bytes it takes.")
+    saved, notes = program.saved_bytes()
+    return costs.measurement(
+        costs.timed(lambda: jax.block_until_ready(run())),
+        flops=count.flops,
+        peak_bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes + count.peak_inside,
+        saved_bytes=saved,
+        backend="jax",
+        notes=(
+            *costs.not_counted(count.unknown),
+            *sorted(count.notes),
+            *_libraries(compiled.as_text()),
+            *notes,
+        ),
+    )
+
+
+def _libraries(text: str | None) -> list[str]:
+    """The note about kernels of libraries, which hold memory that XLA does not know of.
+
+    On the CPU XLA gives whole chains of products to one (seen: 4 bytes for eight layers).
+    """
+    kinds = sorted(set(re.findall(r'"kind":"__(\w+?)_fusion"', text or "")))
+    if not kinds:
+        return []
+    names = ", ".join(kinds)
+    return [f"peak bytes leave out what library kernels hold inside ({names}, chosen by XLA)"]
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A call as a jaxpr, without what no result needs.
+
+    Attributes:
+        run: f as a function of its array leaves; gives the arrays that it returns.
+        leaves: Those of its arguments.
+        jaxpr: Its equations.
+        consts: The arrays that it captured.
+    """
+
+    run: Callable[..., list[Any]]
+    leaves: list[Any]
+    jaxpr: Jaxpr
+    consts: list[Any]
+
+    @classmethod
+    def of(cls, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Compiled:
+        given, treedef = jax.tree.flatten((args, kwargs))
+        places = [i for i, x in enumerate(given) if _is_array(x)]
+        leaves = [given[i] for i in places]
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            raise GradtoolsError(
+                "measure: called inside of a transform, where arrays have no values. Call it "
+                "outside, on the transformed function."
+            )
+
+        def run(*xs: Any) -> list[Any]:
+            full = replaced_at(given, places, xs)
+            inner_args, inner_kwargs = jax.tree.unflatten(treedef, full)
+            out = f(*inner_args, **inner_kwargs)
+            arrays = [x for x in trees.flatten(out)[0] if _is_array(x)]
+            if leaves and not arrays:
+                came = "None" if out is None else with_article(type(out).__name__)
+                raise GradtoolsError(
+                    f"measure: f returned {came}, and in JAX what no result needs "
+                    "is left out: nothing would be counted. Return arrays."
+                )
+            return arrays
+
+        try:
+            closed = jax.make_jaxpr(run)(*leaves)
+        except _NO_JIT as error:
+            raise GradtoolsError(
+                "measure: f cannot be traced by jax.jit, and in JAX it is the compiled program "
+                "that is measured. What decides on Python values must not be an array: pass it as "
+                f"a Python number or bind it with functools.partial. JAX says: {error}"
+            ) from error
+        return cls(run, leaves, live(closed.jaxpr), list(closed.consts))
+
+    def evaluated(self, consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """The program, what it captured as an argument: XLA would copy and fold constants."""
+        return jax.core.eval_jaxpr(self.jaxpr, consts, *leaves)
+
+    def saved_bytes(self) -> tuple[int | None, list[str]]:
+        """What jax.vjp keeps along all inexact leaves, and why it keeps nothing if it cannot."""
+        moving = [i for i, x in enumerate(self.leaves) if trees.is_inexact(x)]
+        if not moving:
+            return 0, []
+
+        def kept(*xs: Any) -> list[Any]:
+            def outs(*moved: Any) -> list[Any]:
+                return [y for y in self.run(*replaced_at(xs, moving, moved)) if trees.is_inexact(y)]
+
+            ys, pull = jax.vjp(outs, *[xs[i] for i in moving])
+            pull(ys)  # a loop that cannot be transposed says so now
+            return [x for x in jax.tree.leaves(pull) if _is_array(x)]
+
+        try:
+            closed = jax.make_jaxpr(kept)(*self.leaves)
+            own = dict(zip(_origins(closed.jaxpr), closed.jaxpr.outvars, strict=True))
+        except Exception as error:  # whatever stands in the way of a derivative is the answer
+            first = str(error).strip().partition("\n")[0]
+            return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
+        made = [var for origin, var in own.items() if not isinstance(origin, int)]
+        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in made), []
+
+
+def _origins(jaxpr: Jaxpr) -> list[Any]:
+    """For each output where it was made, the same for one array that has several names.
+
+    The number of an input if it is one, -1 if it was captured. An equation that is a call hands
+    arrays on.
+    """
+    origins: dict[Any, Any] = dict.fromkeys(jaxpr.constvars, -1)
+    origins.update((var, i) for i, var in enumerate(jaxpr.invars))
+
+    def of(atom: Any) -> Any:
+        return -1 if isinstance(atom, Literal) else origins[atom]
+
+    for eqn in jaxpr.eqns:
+        made: list[Any] = list(eqn.outvars)
+        if is_call(eqn.primitive.name):
+            (body,) = bodies(eqn)
+            own = [of(v) for v in eqn.invars] + [-1]
+            inner = _origins(body.jaxpr)
+            made = [own[o] if isinstance(o, int) else (id(eqn), o) for o in inner]
+        origins.update(zip(eqn.outvars, made, strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) or (
+        isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
+    )

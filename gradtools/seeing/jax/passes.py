@@ -1,0 +1,351 @@
+"""A JAX program with its backward passes, as a graph.
+
+The program is traced once; its jaxpr is run equation by equation inside of `jax.vjp`, each in a
+scope that numbers it. JAX hands that number on to all that it makes of the equation, forward and
+backward, so each node knows the line, the modules and the mark of what it was made of.
+
+What depends on a cotangent is backward, what depends on the cotangent of a gradient is backward
+of the backward; all else runs forward, the factors too that only a later pass reads: where
+PyTorch keeps x for the backward pass of sin, JAX computes cos x at once and keeps that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradtools.errors import GradtoolsError
+from gradtools.jax import jaxprs
+from gradtools.jax._upstream import scopes_of
+from gradtools.jax.trees import conj, is_inexact
+from gradtools.seeing.diagnostics.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
+from gradtools.seeing.graphs.bridged_calls import BRIDGED, node_in_phase
+from gradtools.seeing.graphs.derivative_flow import dependence_matrix
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, needed
+from gradtools.seeing.graphs.passes import (
+    BACKWARD,
+    CUSTOM,
+    FORWARD,
+    INNER,
+    SECOND,
+    Differentiated,
+    Live,
+    cotangent_of,
+    gradient_of,
+    second_gradient_of,
+    with_named_outputs,
+)
+from gradtools.seeing.jax import recorded_run
+from gradtools.seeing.jax.graphs import graph_of
+from gradtools.seeing.jax.translating.folding import bound
+
+_STEP = "gradtools_step_"
+
+
+def gradient_graph(request: Differentiated | Live) -> PlainGraph:
+    """The passes of a program as one graph."""
+    if isinstance(request, Live):
+        raise GradtoolsError(
+            "gradient_graph: a JAX array holds no graph of what made it, so outputs= is for "
+            "PyTorch alone. Mend: pass the function and its arguments: gradient_graph(f, *args)."
+        )
+    program = request.program
+    try:
+        traced = recorded_run.trace(program.run, program.leaves)
+    except recorded_run.LEAVING as error:
+        raise GradtoolsError(
+            f"{program.caller}: an array leaves JAX on the way: "
+            f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
+        ) from error
+    captured = recorded_run.captured_arrays(program.run)
+    names = [request.output(k) for k in range(len(traced.closed.out_avals))]
+    forward = _as_forward(graph_of(traced.closed, program.names, captured=captured, in_places=True))
+    plan = _plan(request, traced, forward)
+    if not (request.order and plan.wrt):
+        return with_named_outputs(forward, names)
+    closed = jax.make_jaxpr(plan.run)(*plan.examples())
+    graph = graph_of(closed, plan.in_names(), captured=captured, in_places=True)
+    return _Passes(graph, closed, forward, plan.phases()).graph(plan.out_names())
+
+
+# --- the program of all passes -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Directions:
+    """What is differentiated along what.
+
+    Attributes:
+        closed: The forward program.
+        leaves: Its arguments.
+        wrt: The leaves along which, of those that a derivative reaches.
+        outs: The outputs that have a cotangent.
+        order: As in `Differentiated`.
+        names: The names of the leaves.
+        results: The names of the outputs.
+    """
+
+    closed: Any
+    leaves: Sequence[Any]
+    wrt: Sequence[int]
+    outs: Sequence[int]
+    order: int
+    names: Sequence[str]
+    results: Sequence[str]
+
+    def run(self, *flat: Any) -> list[Any]:
+        given = iter(flat)
+        leaves, cts = _take(given, len(self.leaves)), _take(given, len(self.outs))
+        active = [leaves[k] for k in self.wrt]
+        if self.order == BACKWARD:
+            results, grads = self.backward(leaves, active, cts)
+            return [*results, *grads]
+        pulled = lambda xs, cs: self.backward(leaves, xs, cs)[::-1]
+        grads, pull, results = jax.vjp(pulled, active, cts, has_aux=True)
+        seconds, of_cts = pull([conj(v) for v in given])
+        return [*results, *grads, *map(conj, seconds), *map(conj, of_cts)]
+
+    def backward(
+        self, leaves: Sequence[Any], active: Sequence[Any], cts: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs, and the gradients."""
+
+        def fun(*moving: Any) -> Any:
+            full = list(leaves)
+            for k, x in zip(self.wrt, moving, strict=True):
+                full[k] = x
+            outs = _run_in_steps(self.closed, full)
+            return [outs[k] for k in self.outs], outs
+
+        _, pull, outs = jax.vjp(fun, *active, has_aux=True)
+        return outs, [conj(g) for g in pull([conj(ct) for ct in cts])]
+
+    def examples(self) -> list[Any]:
+        """Arrays to trace at; of cotangents only the shapes matter."""
+        avals = [self.closed.out_avals[k] for k in self.outs]
+        cts = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        again = [self.leaves[k] for k in self.wrt] if self.order == SECOND else []
+        return [*self.leaves, *cts, *again]
+
+    def phases(self) -> list[int]:
+        """In which pass each input enters."""
+        counts = len(self.leaves), len(self.outs), len(self.wrt) * (self.order == SECOND)
+        return [phase for phase, count in enumerate(counts) for _ in range(count)]
+
+    def in_names(self) -> list[str]:
+        cts = [cotangent_of(self.results[k]) for k in self.outs]
+        again = [cotangent_of(name) for name in self.gradients()] if self.order == SECOND else []
+        return [*self.names, *cts, *again]
+
+    def out_names(self) -> list[str]:
+        result = [*self.results, *self.gradients()]
+        if self.order == SECOND:
+            result += [second_gradient_of(self.names[k]) for k in self.wrt]
+            result += [second_gradient_of(cotangent_of(self.results[k])) for k in self.outs]
+        return result
+
+    def gradients(self) -> list[str]:
+        return [gradient_of(self.names[k]) for k in self.wrt]
+
+
+def _plan(request: Differentiated, traced: Any, forward: PlainGraph) -> _Directions:
+    program, connected = request.program, dependence_matrix(forward)
+    avals = traced.closed.out_avals
+    outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
+    reached = lambda i: any(connected[k][i] > Dependence.CUT for k in outs)
+    return _Directions(
+        closed=traced.closed,
+        leaves=program.leaves,
+        wrt=[i for i in program.wrt if reached(i)],
+        outs=outs,
+        order=request.order,
+        names=program.names,
+        results=[request.output(k) for k in range(len(avals))],
+    )
+
+
+def _take(items: Iterator[Any], count: int) -> list[Any]:
+    return list(islice(items, count))
+
+
+def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr; what is made of equation i stands in the scope `gradtools_step_i`."""
+
+    def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
+        with jax.named_scope(f"{_STEP}{i}"):
+            return bound(eqn, xs)
+
+    return jaxprs.interpreted(closed.jaxpr, [*closed.consts, *args], step)
+
+
+def _step_of(eqn: Any) -> int | None:
+    """The equation of the forward program that an equation was made of."""
+    for name, _ in scopes_of(eqn):
+        if name.startswith(_STEP):
+            return int(name.removeprefix(_STEP))
+    return None
+
+
+# --- the graph of all passes -------------------------------------------------------------
+
+
+class _Passes:
+    """Tells the passes of a graph apart, and says of each node what it was made of."""
+
+    def __init__(
+        self, graph: PlainGraph, closed: Any, forward: PlainGraph, entering: Sequence[int]
+    ) -> None:
+        self.whole, self.forward = graph, forward
+        self.steps = [_step_of(eqn) for eqn in closed.jaxpr.eqns]
+        self.phase_of = dict(zip(graph.inputs, entering, strict=True))
+        self.stopped: set[int] = set()
+        self.literals = set(graph.captured[len(closed.consts) :])
+
+    def graph(self, names: Sequence[str]) -> PlainGraph:
+        leaving, pairs = self.without_stops(self.phased())
+        result = list(zip(leaving, names, strict=True))
+        ends = [(v, n) for v, n in result if not self.is_needless(v, n)]
+        pairs, values = self.with_missing(result, ends, pairs)
+        outputs = [value for value, _ in ends]
+        alive = [pairs[i] for i in needed([node for node, _ in pairs], outputs)]
+        nodes, steps = [node for node, _ in alive], [step for _, step in alive]
+        saved = _saved(nodes, steps, self.literals)
+        nodes = [replace(n, saved=saved.get(i, ())) for i, n in enumerate(nodes)]
+        read = {value for node in nodes for value in node.inputs} | set(outputs)
+        captured = tuple(value for value in self.whole.captured if value in read)
+        told = replace(
+            self.whole, nodes=tuple(nodes), values=values, outputs=tuple(outputs), captured=captured
+        )
+        return with_named_outputs(told, [name for _, name in ends])
+
+    def with_missing(
+        self,
+        found: Sequence[tuple[int, str]],
+        ends: list[tuple[int, str]],
+        pairs: Sequence[tuple[Node, Any]],
+    ) -> tuple[list[tuple[Node, Any]], dict[int, Value]]:
+        """The nodes with one for each second gradient that a rule's own stop takes away.
+
+        It is added to the ends, and what reads the stopped value is cut from it.
+        """
+        values, nodes = dict(self.whole.values), [node for node, _ in pairs]
+        gradients = [v for v, name in found if name.startswith(gradient_of(""))]
+        lost: dict[int, object] = {}
+        made: list[tuple[Node, Any]] = []
+        present = {name for _, name in ends}
+        for leaf in self.whole.inputs:
+            name = second_gradient_of(values[leaf].name)
+            if name in present or name not in {n for _, n in found}:
+                continue
+            cuts = tuple(sorted(self.stopped & smoothly_between(nodes, leaf, gradients)))
+            if cuts:
+                number = max(values) + 1
+                values[number] = replace(values[leaf], name="")
+                made.append((missing(cuts, number, nodes, STOPPED), None))
+                ends.append((number, name))
+                lost |= dict.fromkeys(cuts)
+        cut = [(with_cuts(node, lost, values, STOPPED), step) for node, step in pairs]
+        return [*cut, *made], values
+
+    def is_needless(self, value: int, name: str) -> bool:
+        """Whether it would be a second gradient, and no cotangent of a gradient reaches it."""
+        second = name.startswith(second_gradient_of(""))
+        return second and self.phase_of.get(value, FORWARD) < SECOND
+
+    def phased(self) -> list[Node]:
+        phases, result = self.phase_of, []
+        for node in self.whole.nodes:
+            phase = max((phases.get(v, FORWARD) for v in node.inputs), default=FORWARD)
+            phases.update(dict.fromkeys(node.outputs, phase))
+            result.append(phase)
+        readers: dict[int, int] = {}
+        for i in reversed(range(len(result))):
+            node = self.whole.nodes[i]
+            if all(v in self.whole.captured for v in node.inputs):  # it stands where it is read
+                result[i] = min((readers.get(v, SECOND) for v in node.outputs), default=result[i])
+            for v in node.inputs:
+                readers[v] = min(result[i], readers.get(v, SECOND))
+        return [self.told(i, phase) for i, phase in enumerate(result)]
+
+    def told(self, i: int, phase: int) -> Node:
+        """A node with its pass, and the line, modules and mark of what it was made of."""
+        node, step = self.whole.nodes[i], self.steps[i]
+        node = node_in_phase(node, phase)
+        if step is None:
+            return node
+        origin = self.forward.nodes[step]
+        if phase and node.native == "add_any":  # where gradients meet: of no rule
+            return replace(node, source=origin.source, scope=origin.scope)
+        mark = _mark_of(origin)
+        source = origin.source if phase and mark not in _RULES else node.source or origin.source
+        node = replace(node, source=source, scope=origin.scope, mark=mark or node.mark)
+        if mark == CUSTOM and origin.attributes.get("name"):
+            named = {**node.attributes, "rule": origin.attributes["name"]}
+            node = replace(node, attributes=MappingProxyType(named))
+        told_by_rule = mark in _RULES and node.operation != BRIDGED
+        return replace(node, links=None, loss=None) if told_by_rule else node
+
+    def without_stops(self, nodes: Sequence[Node]) -> tuple[list[int], list[tuple[Node, Any]]]:
+        """Leaves out stops that are not the user's: inside of rules, and in later passes."""
+        same: dict[int, int] = {}
+        kept = []
+        for node, step in zip(nodes, self.steps, strict=True):
+            node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
+            if node.operation == "stop" and (node.phase or node.mark in _RULES):
+                self.stopped |= set(node.inputs) if node.mark == CUSTOM else set()
+                same[node.outputs[0]] = node.inputs[0]
+            else:
+                kept.append((node, step))
+        return [same.get(v, v) for v in self.whole.outputs], kept
+
+
+_RULES = (
+    "custom rule",
+    "edited gradient",
+    "frozen",
+)  # what stands inside says nothing of derivatives
+_WHOLE = ("chunked", "frozen")
+
+
+def _as_forward(graph: PlainGraph) -> PlainGraph:
+    """A program before it is differentiated: what it transposes itself is an inner derivative."""
+    nodes = tuple(
+        replace(node_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n
+        for n in graph.nodes
+    )
+    return replace(graph, nodes=nodes)
+
+
+def _mark_of(node: Node) -> str:
+    """The mark of a node; what runs a chunk or a frozen function is part of it."""
+    inner = (part.mark for body in node.bodies for _, part in body.graph.walk())
+    return next((mark for mark in inner if mark in _WHOLE), node.mark)
+
+
+def _saved(
+    nodes: Sequence[Node], steps: Sequence[Any], literals: set[int]
+) -> Mapping[int, tuple[int, ...]]:
+    """For the last node of each step in each pass, what later passes of the step read of before."""
+    made = {value: node.phase for node in nodes for value in node.outputs}
+    last = {(step, node.phase): i for i, (node, step) in enumerate(zip(nodes, steps, strict=True))}
+    first: dict[int, int] = {}
+    for node in nodes:
+        for value in node.inputs:
+            first[value] = min(node.phase, first.get(value, node.phase))
+    result: dict[int, tuple[int, ...]] = {}
+    for node, step in zip(nodes, steps, strict=True):
+        for value in node.inputs:
+            keeper = last.get((step, made.get(value, first[value])))
+            kept = node.phase > made.get(value, first[value]) and value not in literals
+            if kept and keeper is not None and value not in result.get(keeper, ()):
+                result[keeper] = (*result.get(keeper, ()), value)
+    return result
+
+
+__all__ = ["gradient_graph"]

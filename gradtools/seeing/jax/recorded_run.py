@@ -1,0 +1,257 @@
+"""One run of a program in JAX, as a recording: its jaxpr as a graph, or what JAX refused.
+
+A program is traced at shapes and dtypes alone, so no number is computed and nothing of it runs
+twice. Where it decides on values, which eager differentiation allows, it is traced with the answers
+at its leaves (`concrete_tracing.py`). An array that leaves JAX on the way, through NumPy, float or
+item, ends the trace: that is the finding.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import is_
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradtools.code_origin import USER, Source, whose
+from gradtools.function_variables import cells_of, globals_of
+from gradtools.jax import jaxprs
+from gradtools.jax.known_errors import refused_number
+from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.recording import Recording, Refusal, Run
+from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
+from gradtools.seeing.jax.graphs import graph_of
+from gradtools.seeing.jax.source_lines import source_of_error
+
+LEAVING = (
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.ConcretizationTypeError,
+)
+
+
+def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
+    """One run of a function of flat leaves, as a graph."""
+    reached = list(_reached(run))
+    result = _arrays(reached)
+    try:
+        traced = trace(run, leaves)
+    except LEAVING as error:
+        kind = _what_left(error)
+        if kind is None:
+            raise
+        return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
+    graph = _graphs[traced] = graph_of(traced.closed, names, captured=result, rules=_rules(reached))
+    return Recording(
+        graph, host_outputs=traced.host_outputs, stand_ins=_stand_ins(traced, leaves, result)
+    )
+
+
+# --- the trace ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A program, seen once.
+
+    Attributes:
+        closed: Its jaxpr.
+        host_outputs: Which outputs are no arrays of JAX.
+    """
+
+    closed: Any
+    host_outputs: tuple[int, ...]
+
+
+_traces: WeakKeyDictionary[Any, tuple[list[Any], Traced]] = WeakKeyDictionary()
+
+
+def trace(run: Run, leaves: Sequence[Any]) -> Traced:
+    """The jaxpr of a run; of the same program at the same leaves it is made once."""
+    owner = getattr(run, "__self__", None)
+    if owner is None:
+        return _trace(run, leaves)
+    known, traced = _traces.get(owner, ([], None))
+    if traced is None or len(known) != len(leaves) or not all(map(is_, known, leaves)):
+        traced = _trace(run, leaves)
+        _traces[owner] = list(leaves), traced
+    return traced
+
+
+def crosses(run: Run, leaves: Sequence[Any]) -> bool:
+    """Whether a run calls a function of another framework."""
+    return jaxprs.uses_primitive(
+        trace(run, leaves).closed,
+        lambda eqn: callable(getattr(eqn.params.get("rule"), "reaches", None)),
+    )
+
+
+def graph_once(traced: Traced) -> PlainGraph:
+    """The graph of a program; of one that was recorded it is there already."""
+    if traced not in _graphs:
+        _graphs[traced] = graph_of(traced.closed)
+    return _graphs[traced]
+
+
+_graphs: WeakKeyDictionary[Traced, PlainGraph] = WeakKeyDictionary()
+
+
+def _trace(run: Run, leaves: Sequence[Any]) -> Traced:
+    host: list[int] = []
+
+    def fun(*xs: Any) -> list[Any]:
+        outs = list(run(list(xs)))
+        host[:] = [k for k, y in enumerate(outs) if not isinstance(y, jax.Array)]
+        return [_constant(y) if k in host else y for k, y in enumerate(outs)]
+
+    closed = _closed(fun, leaves)
+    return Traced(closed, tuple(host))
+
+
+def _closed(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    try:
+        return jax.make_jaxpr(fun)(*leaves)
+    except jax.errors.TracerBoolConversionError:
+        pass
+    except jax.errors.NonConcreteBooleanIndexError:
+        return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
+    except jax.errors.ConcretizationTypeError as error:
+        if isinstance(error, LEAVING[:2]) or _what_left(error) is not None:
+            raise
+        return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
+    try:
+        return jaxpr_with_answers(fun, leaves, shapes_too=False)[0]
+    except (jax.errors.NonConcreteBooleanIndexError, jax.errors.ConcretizationTypeError) as error:
+        left = isinstance(error, LEAVING) and _what_left(error) is not None
+        if left or isinstance(error, jax.errors.TracerBoolConversionError):
+            raise
+    return jaxpr_with_answers(fun, leaves, shapes_too=True)[0]
+
+
+def _constant(y: Any) -> Any:
+    """A result that is no array of JAX's, as a constant of its shape."""
+    array = np.asarray(y)
+    return jnp.asarray(array) if array.dtype.kind in "fciub" else jnp.zeros(())
+
+
+# --- what JAX refused --------------------------------------------------------------------
+
+
+def _what_left(error: Exception) -> Refusal | None:
+    """How an array was to leave JAX; None if a shape or a branch was to depend on its values."""
+    line, modules = source_of_error(error)
+    operation = _operation(error, line)
+    if operation is None:
+        return None
+    message = str(error).strip().splitlines()[0]
+    return Refusal("left_framework", operation, message, line, modules)
+
+
+def _operation(error: Exception, line: Source | None) -> str | None:
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        return "numpy"
+    if isinstance(error, jax.errors.TracerIntegerConversionError):
+        return "int"
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        return None
+    if caller := refused_number(error):
+        return caller
+    written = line.text if line is not None else ""
+    return next((name for name in ("item", "tolist") if f".{name}(" in written), None)
+
+
+# --- what it captures --------------------------------------------------------------------
+
+_PLAIN = (str, bytes, int, float, complex, type, ModuleType, CodeType, type(None))
+_MOST = 20_000
+
+
+def _stand_ins(traced: Traced, leaves: Sequence[Any], found: Mapping[int, str]) -> tuple[str, ...]:
+    """For each leaf the name of the same array, if the program reads it from outside."""
+    read = set(map(id, traced.closed.consts))
+    return tuple(found.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves)
+
+
+def captured_arrays(run: Run) -> dict[int, str]:
+    """The arrays that a function can reach besides its arguments, by id, with its names."""
+    return _arrays(_reached(run))
+
+
+def _arrays(reached: Iterable[tuple[Any, str]]) -> dict[int, str]:
+    result: dict[int, str] = {}
+    for x, name in reached:
+        if isinstance(x, jax.Array | np.ndarray):
+            result.setdefault(id(x), name)
+    return result
+
+
+def _rules(reached: Iterable[tuple[Any, str]]) -> list[Any]:
+    """The user's functions with a backward of their own, by `jax.custom_vjp`."""
+    rules = [x for x, _ in reached if isinstance(x, jax.custom_vjp)]
+    codes = [getattr(x.bwd, "__code__", None) for x in rules]
+    return [x for x, code in zip(rules, codes, strict=True) if code and whose(code) == USER]
+
+
+def _reached(run: Run) -> Iterator[tuple[Any, str]]:
+    """What a function can reach besides its arguments, and how its author calls it.
+
+    Looked for in closures, in the globals that its code names, in defaults, in what it is bound
+    to, and in containers and attributes of all these.
+    """
+    owner = getattr(run, "__self__", None)
+    start = getattr(owner, "f", run)  # the user's function, without the arguments of this call
+    seen: set[int] = set()
+    todo = deque([(start, ""), (type(start).__call__, "")])
+    while todo and len(seen) < _MOST:
+        x, name = todo.popleft()
+        if isinstance(x, jax.Array | np.ndarray):
+            yield x, name
+        elif id(x) not in seen and not isinstance(x, _PLAIN):
+            seen.add(id(x))
+            yield x, name
+            todo += _held(x, name)
+
+
+def _held(x: Any, name: str) -> Iterator[tuple[Any, str]]:
+    """What an object holds, with names."""
+    if isinstance(x, FunctionType):
+        return _read_by(x)
+    if isinstance(x, partial):
+        return chain([(x.func, name)], _items(x.args, name), x.keywords.items())
+    if isinstance(x, MethodType):
+        return iter([(x.__func__, name), (x.__self__, "self")])
+    if isinstance(x, dict):
+        return ((value, f"{name}[{key!r}]") for key, value in list(x.items()))
+    if isinstance(x, list | tuple):
+        return _items(x, name)
+    before = f"{name or 'self'}."
+    held = [(value, before + key) for key, value in list(getattr(x, "__dict__", {}).items())]
+    try:
+        wrapped = getattr(x, "__wrapped__", None)
+    except Exception:  # a module that is imported when it is asked for anything, and is not there
+        wrapped = None
+    return iter([*held, (wrapped, name)])
+
+
+def _items(xs: Sequence[Any], name: str) -> Iterator[tuple[Any, str]]:
+    return ((x, f"{name}[{i}]") for i, x in enumerate(xs))
+
+
+def _read_by(f: FunctionType) -> Iterator[tuple[Any, str]]:
+    """The variables that a function reads from outside, and what its inner functions read."""
+    yield from ((x, name) for name, x in [*cells_of(f).items(), *globals_of(f).items()])
+    for value in (f.__defaults__, f.__kwdefaults__, getattr(f, "__wrapped__", None)):
+        if value is not None:
+            yield value, "default" if isinstance(value, tuple | dict) else ""
+
+
+__all__ = ["captured_arrays", "record", "trace"]

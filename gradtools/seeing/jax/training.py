@@ -1,0 +1,236 @@
+"""What a model of equinox, flax or plain pytrees holds in JAX, and what its optimiser changes.
+
+A loss that reads its model from outside is traced once; in its jaxpr the model's arrays are
+constants, known by identity, and put in their place are variables. An optimiser of optax is asked:
+an array that its update leaves at zero, where others move, is one that it does not change.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradtools.calls import with_article
+from gradtools.errors import GradtoolsError
+from gradtools.jax.module_arguments import module_kinds, opened, part_of
+from gradtools.jax.nnx_state import explained, held_in, stateful
+from gradtools.jax.trees import is_inexact
+from gradtools.seeing.diagnostics.training import TABLE, HeldArray, Optimised
+from gradtools.seeing.jax.recorded_run import trace
+
+
+def lifted(
+    caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
+) -> Callable[[list[Any]], Any]:
+    """`f(*args, **kwargs)` as a function of arrays that f reads from outside."""
+    if not arrays:
+        raise GradtoolsError(
+            f"{caller}: f holds no module whose parameters could be looked at. Name what is "
+            "trained: model=, a module or a pytree of parameters that f reads."
+        )
+    if not callable(f):
+        raise GradtoolsError(f"{caller}: f is {with_article(type(f).__name__)}; expected a loss.")
+    whole = opened(caller, f, args, kwargs, ())
+    if whole is not None:
+        f, args = whole, whole.args
+    run = stateful(caller, f, ()) or f  # a model may change at each of several runs
+    places = {id(x): k for k, x in enumerate(arrays)}
+
+    def outputs(_: Any) -> list[Any]:
+        with explained(caller):
+            out = run(*args, **kwargs)
+        return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
+
+    def at(xs: list[Any]) -> list[Any]:
+        closed = trace(outputs, []).closed
+        consts = [xs[places[id(c)]] if id(c) in places else c for c in closed.consts]
+        return jax.core.eval_jaxpr(closed.jaxpr, consts)
+
+    return at
+
+
+def model_of(f: Any) -> Any:
+    """The modules that f is or holds, by name where there are several; None if there are none."""
+    kinds = module_kinds()
+    if not kinds:
+        return None
+    if isinstance(f, kinds):
+        return f
+    result = [x for x in held_in(f, kinds) if not _is_an_optimizer(x)]
+    return result[0] if len(result) == 1 else (result or None)
+
+
+def held(caller: str, model: Any) -> list[HeldArray]:
+    """The arrays of a model, or of a tree of models and arrays."""
+    result = [
+        HeldArray(_name(path), x)
+        for path, x in jax.tree.leaves_with_path(part_of(model))
+        if hasattr(x, "dtype") and is_inexact(x)
+    ]
+    result += _not_leaves(model)
+    if not result:
+        raise GradtoolsError(
+            f"{caller}: model is {with_article(type(model).__name__)} without floating arrays; "
+            "expected a module of equinox or flax.nnx, or a pytree of parameters."
+        )
+    return list({id(one.array): one for one in reversed(result)}.values())[::-1]
+
+
+def _not_leaves(model: Any) -> Iterator[HeldArray]:
+    """What modules hold that no gradient goes to."""
+    kinds = module_kinds()
+    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
+    is_module = lambda x: isinstance(x, kinds)
+    tops = jax.tree.leaves_with_path(model, is_leaf=is_module) if kinds else []
+    for path, top in tops:
+        if nnx is not None and isinstance(top, nnx.Pytree):
+            other = nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat, nnx.RngState, nnx.OptState))
+            for below, x in jax.tree.leaves_with_path(nnx.state(top, other)):
+                if hasattr(x, "dtype") and is_inexact(x):
+                    yield HeldArray(_name((*path, *below)), x, TABLE)
+        elif equinox is not None and isinstance(top, equinox.Module):
+            yield from _static(equinox, top, _name(path))
+
+
+def _static(equinox: Any, module: Any, name: str) -> Iterator[HeldArray]:
+    """The arrays in static fields of an equinox module and of its parts."""
+    is_module = lambda x: isinstance(x, equinox.Module)
+    for field in fields(module):
+        value = getattr(module, field.name, None)
+        here = f"{name}.{field.name}" if name else field.name
+        if field.metadata.get("static"):
+            for path, x in jax.tree.leaves_with_path(value):
+                if isinstance(x, jax.Array) and is_inexact(x):
+                    yield HeldArray(_name((here, *path)), x, "static")
+            continue
+        for path, part in jax.tree.leaves_with_path(value, is_leaf=is_module):
+            if is_module(part):
+                yield from _static(equinox, part, _name((here, *path)))
+
+
+# --- optimisers --------------------------------------------------------------------------
+
+
+def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
+    """What an optimiser changes: one of optax, its state, the pair of both, or one of flax.nnx."""
+    nnx, part = sys.modules.get("flax.nnx"), part_of(model)
+    if nnx is not None and _is_an_optimizer(optimizer):
+        part = nnx.as_pure(nnx.state(model, optimizer.wrt))
+        return _probed(optimizer.tx, nnx.as_pure(optimizer.opt_state), part)
+    if _is_transform(optimizer):
+        try:
+            state = optimizer.init(part)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise GradtoolsError(
+                f"{caller}: the optimizer's init(params) of this model's parameters raised {said}. "
+                "Give the model, or the part of it, that the optimizer is made for."
+            ) from error
+        return _probed(optimizer, state, part)
+    if type(optimizer) is tuple and len(optimizer) == 2 and _is_transform(optimizer[0]):
+        return _probed(*optimizer, part)
+    return _by_names(optimizer, held)
+
+
+def _is_transform(x: Any) -> bool:
+    return hasattr(x, "init") and hasattr(x, "update")
+
+
+def _is_an_optimizer(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Optimizer)
+
+
+def _probed(tx: Any, state: Any, part: Any) -> Optimised:
+    """Whether a step with gradients of one moves an array."""
+    leaves = jax.tree.leaves(part)
+    treedef: Any = jax.tree.structure(part)
+    strangers = _strangers(state, tx.init(part))
+    if strangers:
+        return Optimised(lambda one: None, strangers)
+    ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
+    updates = treedef.flatten_up_to(tx.update(ones, state, part)[0])
+    moved = {id(x): _moves(u) for x, u in zip(leaves, updates, strict=True)}
+    raw = {
+        id(x)
+        for x, u in zip(leaves, updates, strict=True)
+        if moved[id(x)] and bool(jnp.all(u == 1))
+    }
+    if not any(moved.values()):  # a schedule that starts at zero
+        return Optimised(lambda one: None)
+    as_is = raw if len(raw) < len(leaves) else set()
+
+    def why(one: HeldArray) -> str:
+        handed_on = "a mask hands its gradient on as it is, so a step ascends"
+        return handed_on if id(one.array) in as_is else ""
+
+    return Optimised(
+        lambda one: moved.get(id(one.array), False) and id(one.array) not in as_is, why=why
+    )
+
+
+def _moves(update: Any) -> bool:
+    return update is not None and hasattr(update, "dtype") and bool(jnp.any(update != 0))
+
+
+def _strangers(state: Any, expected: Any) -> list[tuple[str, str]]:
+    """The arrays of a state that an optimiser of this model would not have."""
+    known = {_name(path): x.shape for path, x in jax.tree.leaves_with_path(expected)}
+    result = {_name(path): jnp.shape(x) for path, x in jax.tree.leaves_with_path(state)}
+    return [_stranger(name) for name, shape in result.items() if known.get(name) != shape]
+
+
+def _stranger(name: str) -> tuple[str, str]:
+    return f"optimizer{name}" if name.startswith("[") else f"optimizer.{name}", ""
+
+
+def _by_names(state: Any, held: Sequence[HeldArray]) -> Optimised:
+    """By the names of what the state keeps for each array, where it keeps anything."""
+    nnx = sys.modules.get("flax.nnx")
+    arrays = [
+        (_name(path), jnp.shape(x))
+        for path, x in jax.tree.leaves_with_path(nnx.as_pure(state) if nnx else state)
+        if jnp.shape(x)
+    ]
+    kept = {
+        one.name: any(
+            _ends_in(name, one.name) and shape == one.array.shape for name, shape in arrays
+        )
+        for one in held
+    }
+    names = [one.name for one in held if kept[one.name]]
+    strangers = [
+        _stranger(name) for name, _ in arrays if not any(_ends_in(name, own) for own in names)
+    ]
+    if not arrays:
+        return Optimised(lambda one: None)
+    return Optimised(lambda one: kept[one.name], strangers)
+
+
+def _ends_in(name: str, end: str) -> bool:
+    return name == end or name.endswith(
+        (f".{end}", f"]{end}" if end.startswith("[") else f".{end}")
+    )
+
+
+# --- names -------------------------------------------------------------------------------
+
+
+def _name(path: Sequence[Any]) -> str:
+    """A path as a model's author writes it: layers[0].weight."""
+    result = ""
+    for step in path:
+        key = next(
+            (v for v in (getattr(step, n, None) for n in ("name", "key", "idx")) if v is not None),
+            step,
+        )
+        if isinstance(key, int):
+            result += f"[{key}]"
+        elif not (result and key == "value"):
+            result += f".{key}" if result else str(key)
+    return result

@@ -1,0 +1,202 @@
+"""The graph that autograd holds for tensors that exist already.
+
+No program runs: autograd's nodes are read as they stand, from the results to the leaves, and told
+in the order of the forward pass. A node says what it is the derivative of, and which tensors it
+keeps; operands through which no derivative flows are known only where they are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node as GradFn
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
+from gradtools.seeing.graphs.passes import CUSTOM, with_named_outputs
+from gradtools.seeing.torch.recording import operations
+from gradtools.seeing.torch.recording.values import numbers_in
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.trees import flatten, leaf_paths
+
+Tensor = torch.Tensor
+_SAVED = "_saved_"
+_WRAPPED = 2**63  # above, a negative axis that was kept as an unsigned number
+
+
+def graph_behind(outputs: Any) -> PlainGraph:
+    """What autograd holds for results; `outputs`: a pytree of tensors."""
+    pairs = zip(leaf_paths(outputs), flatten(outputs)[0], strict=True)
+    named = [(f"output{path}", y) for path, y in pairs if isinstance(y, Tensor)]
+    if not any(y.requires_grad for _, y in named):
+        raise GradtoolsError(
+            "gradient_graph: outputs has no tensor with a graph: each was detached, computed under "
+            "no_grad, or of nothing that requires grad. Mend: pass a result before it is detached, "
+            "or ask why_zero, which says where it is lost."
+        )
+    return _AutogradReader().graph(named)
+
+
+class _AutogradReader:
+    """Reads autograd's nodes."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Value] = {}
+        self.numbers: dict[Any, int] = {}  # of a node's outputs, and of tensors, by id
+        self.held: list[Any] = []  # ids stay unique
+        self.inputs: list[int] = []
+        self.captured: list[int] = []
+
+    def graph(self, named: list[tuple[str, Tensor]]) -> PlainGraph:
+        nodes = [self.node(fn) for fn in _in_order([y.grad_fn for _, y in named])]
+        outputs = [self.tensor(y) for _, y in named]
+        whole = PlainGraph(
+            tuple(nodes), self.values, tuple(self.inputs), tuple(outputs), tuple(self.captured)
+        )
+        return with_named_outputs(whole, [path for path, _ in named])
+
+    def node(self, fn: GradFn) -> Node:
+        self.held.append(fn)
+        for k, (shape, dtype) in enumerate(upstream.arrays_of(fn)):
+            value = Value(shape, str(dtype).removeprefix("torch."))
+            self.numbers[id(fn), k] = self.new(value)
+        outputs = tuple(n for key, n in self.numbers.items() if key[0] == id(fn))
+        kept, attributes = self.saved(fn)
+        operands = self.operands(fn, kept)
+        saved = [v for _, v in kept]
+        unknown = [v for v in saved if v in self.captured and v not in operands]
+        flows = tuple(_FULL if given is not None else _CUT for given, _ in fn.next_functions)
+        flows = flows[: len(operands)] + (_CUT,) * len(unknown)
+        rule = isinstance(fn, torch.autograd.function.BackwardCFunction)
+        name = operations.word_of(fn)
+        return Node(
+            "custom_rule" if rule else _operation(fn),
+            (*operands, *unknown),
+            outputs,
+            fn.name(),
+            attributes=MappingProxyType({**attributes, **({"rule": name} if rule else {})}),
+            links=(flows,) * len(outputs),
+            mark=CUSTOM if rule else "",
+            saved=tuple(dict.fromkeys(saved)),
+        )
+
+    def operands(self, fn: GradFn, kept: Sequence[tuple[str, int]]) -> list[int]:
+        """The values that a node read, each in its place; one that nobody kept is unknown."""
+        names, known, result = _operands_of(fn), dict(kept), []
+        for place, (given, k) in enumerate(fn.next_functions):
+            if given is not None:
+                result.append(self.of(given, k))
+            else:
+                held = known.get(names[place]) if names else None
+                result.append(self.unknown() if held is None else held)
+        return result
+
+    def unknown(self) -> int:
+        """A value of which autograd holds nothing, for no derivative flows to it."""
+        self.captured.append(self.new(Value((), "unknown", "?")))
+        return self.captured[-1]
+
+    def of(self, fn: GradFn, k: int) -> int:
+        """The value that a node hands on; of a leaf the leaf."""
+        variable = getattr(fn, "variable", None)
+        return self.tensor(variable) if variable is not None else self.numbers[id(fn), k]
+
+    def tensor(self, x: Tensor) -> int:
+        """The number of a tensor: what made it, a leaf, or one that is only held."""
+        if x.grad_fn is not None and (id(x.grad_fn), x.output_nr) in self.numbers:
+            return self.numbers[id(x.grad_fn), x.output_nr]
+        if (id(x), -1) not in self.numbers:
+            self.held.append(x)
+            leaf = x.requires_grad and x.is_leaf
+            name = f"leaf {len(self.inputs)}" if leaf else numbers_in(x)
+            number = self.new(Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), name))
+            (self.inputs if leaf else self.captured).append(number)
+            self.numbers[id(x), -1] = number
+        return self.numbers[id(x), -1]
+
+    def new(self, value: Value) -> int:
+        number = len(self.values)
+        self.values[number] = value
+        return number
+
+    def saved(self, fn: GradFn) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+        """The tensors that a node keeps, and the numbers that make it what it is."""
+        tensors, attributes = list[tuple[str, int]](), dict[str, Any]()
+        for key in dir(fn):
+            if not key.startswith(_SAVED):
+                continue
+            try:
+                result = getattr(fn, key)
+            except RuntimeError:  # it was freed by a backward pass
+                continue
+            several = result if isinstance(result, tuple | list) else (result,)
+            if any(isinstance(x, Tensor) for x in several):
+                name = key.removeprefix(_SAVED)
+                tensors += [(name, self.tensor(x)) for x in several if isinstance(x, Tensor)]
+            elif key != "_saved_tensors" and _is_plain(result) and not _is_layout(key, result):
+                name = "base" if fn.name() == "PowBackward2" else key.removeprefix(_SAVED)
+                attributes[name] = _signed(result)
+        if isinstance(fn, torch.autograd.function.BackwardCFunction):
+            with suppress(RuntimeError):
+                own = [x for x in fn.saved_tensors if isinstance(x, Tensor)]
+                tensors += [("", self.tensor(x)) for x in own]
+        return tensors, attributes
+
+
+def _in_order(ends: list[Any]) -> Iterator[GradFn]:
+    """The nodes behind some, each after those that it reads; without the leaves' own."""
+    done: set[Any] = set()
+    todo = [(fn, False) for fn in reversed(ends) if fn is not None]
+    while todo:
+        fn, ready = todo.pop()
+        if ready:
+            yield fn
+        elif fn not in done and not hasattr(fn, "variable"):
+            done.add(fn)
+            todo.append((fn, True))
+            todo += [(given, False) for given, _ in fn.next_functions if given is not None]
+
+
+def _operands_of(fn: GradFn) -> list[str]:
+    """The names of the tensors that an operation of aten reads, one for each of a node's edges."""
+    packet = getattr(torch.ops.aten, operations.name_of_node(fn), None)
+    names: list[str] = []
+    for overload in packet.overloads() if packet is not None else ():
+        arguments = upstream.arguments_of(getattr(packet, overload))
+        kinds = "Tensor", "Optional[Tensor]"
+        result = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
+        names = max(names, result, key=len)  # that of tensors alone: numbers are such to autograd
+    return names if len(names) == len(fn.next_functions) else []
+
+
+_FULL, _CUT = Dependence.DIFFERENTIABLE, Dependence.CUT
+_OF_ITS_OWN = ("rsub",)  # of the number that is subtracted from nothing is known
+_WITH_SUM = ("addmm", "addmv", "baddbmm", "addbmm")  # products whose first operand is added
+
+
+def _operation(fn: GradFn) -> str:
+    word = operations.word_of(fn).lower()
+    return word if word in (*_WITH_SUM, *_OF_ITS_OWN) else operations.neutral_of_node(fn)
+
+
+def _is_plain(x: Any) -> bool:
+    many = isinstance(x, tuple) and all(isinstance(n, bool | int | float) for n in x)
+    return many or (isinstance(x, int | float | str) and not isinstance(x, bool))
+
+
+def _is_layout(key: str, x: Any) -> bool:
+    """Whether it says how operands lie in memory, which shapes say, or is a factor of one."""
+    return "_sym_" in key or (key in (f"{_SAVED}alpha", f"{_SAVED}beta") and x == 1)
+
+
+def _signed(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_signed, x))
+    return x - 2 * _WRAPPED if isinstance(x, int) and x >= _WRAPPED else x
+
+
+__all__ = ["graph_behind"]

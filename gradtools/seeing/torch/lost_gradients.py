@@ -1,0 +1,456 @@
+"""Where a cotangent becomes zero, NaN or too faint at these values, in autograd's graph.
+
+The gradient is taken once as it is. If it is zero everywhere, it is taken again with every node
+of autograd watched that leads to the leaf: one that is given a cotangent that is not zero, and
+gives on nothing but zeros, is where it vanishes. Whether the factor is zero or only the product
+is too small is told by giving the same node a cotangent of far greater size. Where nodes hand on
+several that add up to zero, it cancels: told is the call at which their paths come together.
+
+What is rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.diagnostics import bad_gradients
+from gradtools.seeing.graphs.derivative_flow import joined
+from gradtools.seeing.graphs.nodes import Node
+from gradtools.seeing.graphs.recording import Run, Vanished
+from gradtools.seeing.torch.recording import operations
+from gradtools.seeing.torch.recording.calls import CallRecorder
+from gradtools.seeing.torch.recording.observation import observed
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import nodes_of
+from gradtools.torch.functorch_wrappers import is_inexact
+
+Tensor = torch.Tensor
+Cotangents = Sequence[Tensor | None]
+
+
+def vanishing(
+    run: Run, leaves: Sequence[Any], index: int, held: Sequence[Tensor] = ()
+) -> list[Vanished] | None:
+    """Where the cotangent of a leaf becomes zero, NaN or too faint; None if its gradient is well.
+
+    One run answers for all leaves, and is remembered as long as the program that `run` belongs to.
+    After the leaves the index counts on in `held`, what f holds that requires grad.
+    """
+    program = getattr(run, "__self__", None)
+    if program is None:
+        return _of_all(run, leaves, held)[index]
+    if program not in _KNOWN:
+        _KNOWN[program] = _of_all(run, leaves, held)
+    return _KNOWN[program][index]
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, list[list[Vanished] | None]] = weakref.WeakKeyDictionary()
+
+
+def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[list[Vanished] | None]:
+    with observed(run, leaves, [""] * len(leaves)) as seen:
+        outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
+        xs = [*seen.aliases, *held]
+        caller = [k for k, x in enumerate(xs) if isinstance(x, Tensor) and is_inexact(x)]
+        result: list[list[Vanished] | None] = [[] for _ in xs]
+        if not (outs and caller):
+            return result
+        grads = _gradients(outs, [xs[k] for k in caller])
+        if any(grad is not None and grad.is_meta for grad in grads):
+            raise GradtoolsError(
+                "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "
+                "can tell whether it is zero. Pass arrays that hold numbers, or ask dependence, "
+                "which looks at none."
+            )
+        for k, grad in zip(caller, grads, strict=True):
+            if grad is None or _moves(grad) or not grad.numel():  # None: a reentrant checkpoint
+                result[k] = None
+        zero = [k for k in caller if result[k] is not None]
+        pairs = zip(caller, grads, strict=True)
+        moving = {k: grad for k, grad in pairs if grad is not None and result[k] is None}
+        noise = _noise(outs, xs, moving)
+        sound = {k: grad for k, grad in moving.items() if k not in noise}
+        result = _with_extremes(seen.recorder, outs, xs, sound, result)
+        if lost := sorted([*zero, *noise]):
+            wanted = [xs[k] for k in lost]
+            with _watched(outs, keep=bool(noise)) as passed:
+                _gradients(outs, wanted)
+            if noise:
+                passed = _without_noise(outs, wanted, passed)
+            back = _Back.of(outs, passed)
+            for k in lost:
+                stops = _stops(seen.recorder, back, xs[k])
+                result[k] = [replace(v, noise=v.cancelled and k in noise) for v in stops]
+        return result
+
+
+def _stops(recorder: CallRecorder, back: _Back, leaf: Tensor) -> list[Vanished]:
+    """The nodes at which what goes to one leaf becomes zero, in the order of the program."""
+    leading = back.leading_to(leaf)
+    result = _cancelled(recorder, leading, back)
+    made = recorder.made
+    for node in back.stopping:
+        at = back.passed[node]
+        path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
+        if path and not any(at.on[k] for k in path):
+            product = _product(node, at.given, path)
+            underflow = 0 < product < _least(at.given)
+            empty = all(at.empty[k] for k in path)
+            noise = any(at.noise[k] for k in path)
+            sums = noise or _sums_of_softmax(node, at.given)
+            cancelled = sums or product >= _least(at.given)
+            vanished = Vanished(
+                _named(recorder, node), underflow, tuple(path), cancelled, empty=empty
+            )
+            result.append((made.get(node, len(made)), vanished))
+    return [vanished for _, vanished in sorted(result, key=lambda pair: pair[0])]
+
+
+def _cancelled(
+    recorder: CallRecorder, leading: Mapping[Any, None], back: _Back
+) -> list[tuple[int, Vanished]]:
+    """The calls at which the paths come together of what adds up to zero, by position."""
+    made, result = recorder.made, []
+    for (to, slot), nodes in back.summed.items():
+        cancels = to not in back.passed or not back.passed[to].moves[slot]
+        if to in leading and cancels:
+            flows = [(node.inputs, node.outputs) for node in recorder.nodes]
+            at = joined(flows, [made[node] for node in nodes if node in made])
+            if at is not None:
+                result.append((at, Vanished(recorder.nodes[at], cancelled=True)))
+    return result
+
+
+# --- rounding noise ----------------------------------------------------------------------
+
+
+def _noise(outs: Sequence[Tensor], xs: Sequence[Any], grads: Mapping[int, Tensor]) -> set[int]:
+    """The leaves whose gradients are rounding noise."""
+    left = dict(grads)
+    for draw in range(bad_gradients.DRAWS):
+        if left:
+            with _shaken(outs, draw):
+                again = _gradients(outs, [xs[k] for k in left])
+            pairs = zip(left.items(), again, strict=True)
+            left = {k: grad for (k, grad), other in pairs if _is_noise(grad, other)}
+    return set(left)
+
+
+def _without_noise(
+    outs: Sequence[Tensor], leaves: Sequence[Tensor], passed: Mapping[Any, _Passed]
+) -> dict[Any, _Passed]:
+    """What passed the nodes, where noise counts as zero."""
+    result = dict(passed)
+
+    def watch(node: Any) -> Callable[[Any, Any], None]:
+        def note(given_on: Any, given: Any) -> None:
+            at = passed[node]
+            noise = [*map(_is_noise, at.handed, given_on)]
+            on = [moves and not lost for moves, lost in zip(at.on, noise, strict=True)]
+            pairs = zip(at.moves, at.given, given, strict=True)
+            moves = [moves and not _is_noise(ct, other) for moves, ct, other in pairs]
+            result[node] = replace(at, moves=moves, on=on, noise=noise)
+
+        return note
+
+    with _shaken(outs, 0), _hooked(outs, watch):
+        _gradients(outs, leaves)
+    return result
+
+
+def _is_noise(ct: Any, other: Any) -> bool:
+    """Whether a cotangent differs by its own size from that of a shaken backward pass."""
+    if not (_is_plain(ct) and _is_plain(other)) or ct.is_meta:
+        return False
+    return bad_gradients.is_noise(_size(ct), _size(other - ct), torch.finfo(ct.dtype).eps)
+
+
+def _is_plain(ct: Any) -> bool:
+    return isinstance(ct, Tensor) and is_inexact(ct) and ct.layout is torch.strided
+
+
+@contextmanager
+def _shaken(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
+    """Inside, each node of autograd is given its cotangents with rounding errors."""
+    generator = torch.Generator().manual_seed(draw)
+
+    def one(ct: Any) -> Any:
+        if not _is_plain(ct):
+            return ct
+        info = torch.finfo(ct.dtype)
+        uniform = torch.rand(ct.shape, generator=generator, dtype=ct.real.dtype, device="cpu")
+        return bad_gradients.shaken(ct, 2 * uniform.to(ct.device) - 1, info.eps)
+
+    shake = lambda given: tuple(map(one, given))
+    nodes = [node for node in nodes_of(outs) if node.next_functions]
+    handles = [node.register_prehook(shake) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --- NaN, and what is too faint ----------------------------------------------------------
+
+
+def _with_extremes(
+    recorder: CallRecorder,
+    outs: Sequence[Tensor],
+    xs: Sequence[Any],
+    grads: Mapping[int, Tensor],
+    found: Sequence[list[Vanished] | None],
+) -> list[list[Vanished] | None]:
+    """The same, with places for the gradients that are not zero and of no use."""
+    output = max(_size(y) for y in outs)
+    kinds = {
+        k: bad_gradients.extreme(_size(grad), _size(xs[k]), output, torch.finfo(grad.dtype).eps)
+        for k, grad in grads.items()
+    }
+    odd = {k: kind for k, kind in kinds.items() if kind}
+    told = list(found)
+    if not odd:
+        return told
+    sizes: dict[Any, tuple[float, list[float]]] = {}
+
+    def watch(node: Any) -> Callable[[Any, Any], None]:
+        def note(given_on: Any, given: Any) -> None:
+            sizes[node] = max(map(_size, given), default=0.0), [*map(_size, given_on)]
+
+        return note
+
+    with _hooked(outs, watch):
+        _gradients(outs, [xs[k] for k in odd])
+    back = _Back.of(outs, {})
+    made = recorder.made
+    for k, kind in odd.items():
+        leading = back.leading_to(xs[k])
+        handed = []
+        for node in sorted(set(sizes) & set(leading), key=lambda node: made.get(node, len(made))):
+            given, ons = sizes[node]
+            edges = zip(node.next_functions, ons, strict=False)
+            on = [size for (to, _), size in edges if to in leading]
+            if on:
+                handed.append(bad_gradients.Handed(_named(recorder, node), given, _greatest(on)))
+        told[k] = bad_gradients.places(kind, handed)
+    return told
+
+
+def _size(x: Any) -> float:
+    """The greatest modulus; NaN if there is one."""
+    if not isinstance(x, Tensor) or not is_inexact(x) or not x.numel():
+        return 0.0
+    if x.layout is not torch.strided:
+        x = x.coalesce().values() if x.is_sparse else x.values()
+    return float(x.detach().abs().max()) if x.numel() else 0.0
+
+
+def _greatest(sizes: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes)
+
+
+@dataclass(frozen=True)
+class _Back:
+    """The graph of autograd, read backwards once for all leaves.
+
+    Attributes:
+        passed: What passed each node.
+        stopping: The nodes at which some of it became zero.
+        summed: For each entry of a node to which several hand what is not zero, these.
+        readers: For each node those that hand on to it.
+        ends: The node of each leaf, by its id.
+    """
+
+    passed: Mapping[Any, _Passed]
+    stopping: list[Any]
+    summed: dict[tuple[Any, int], list[Any]]
+    readers: dict[Any, list[Any]]
+    ends: dict[int, Any]
+
+    @classmethod
+    def of(cls, outs: Sequence[Tensor], passed: Mapping[Any, _Passed]) -> _Back:
+        readers: dict[Any, list[Any]] = {}
+        ends: dict[int, Any] = {}
+        for node in nodes_of(outs):
+            if type(node).__name__ == "AccumulateGrad":
+                ends[id(node.variable)] = node
+            for to, _ in node.next_functions:
+                if to is not None:
+                    readers.setdefault(to, []).append(node)
+        given: dict[tuple[Any, int], list[Any]] = {}
+        for node, at in passed.items():
+            for edge, on in zip(node.next_functions, at.on, strict=False):
+                if on and edge[0] is not None:
+                    given.setdefault(edge, []).append(node)
+        stopping = [node for node, at in passed.items() if any(at.moves) and not all(at.on)]
+        summed = {edge: nodes for edge, nodes in given.items() if len(nodes) > 1}
+        return cls(passed, stopping, summed, readers, ends)
+
+    def leading_to(self, leaf: Tensor) -> dict[Any, None]:
+        """The nodes of autograd from which the leaf is reached, its own among them."""
+        result: dict[Any, None] = {}
+        todo = [self.ends[id(leaf)]] if id(leaf) in self.ends else []
+        while todo:
+            node = todo.pop()
+            if node not in result:
+                result[node] = None
+                todo += self.readers.get(node, [])
+        return result
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """What a node of autograd was given, which of that and of what it gave on is not zero or empty.
+
+    The cotangents are kept where some of it became zero, or all of them if asked for.
+    """
+
+    given: Cotangents
+    handed: Cotangents
+    moves: list[bool]
+    on: list[bool]
+    empty: list[bool]
+    noise: Sequence[bool]
+
+
+def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
+    """Random ones; one for a single real number. The generator is one's own."""
+    if len(outs) == 1 and outs[0].numel() == 1 and not outs[0].is_complex():
+        return [torch.ones_like(outs[0])]
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(y.shape, dtype=y.dtype, generator=generator, device="cpu").to(y.device)
+        for y in outs
+    ]
+
+
+def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    cts = _cotangents(outs)
+    return torch.autograd.grad(outs, leaves, cts, retain_graph=True, allow_unused=True)
+
+
+@contextmanager
+def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _Passed]]:
+    """Collects what passes the nodes of autograd, keeping all cotangents if asked for."""
+    result: dict[Any, _Passed] = {}
+
+    def watch(node: Any) -> Callable[[Any, Any], None]:
+        def note(given_on: Any, given: Any) -> None:
+            on, moves = [_moves(ct) for ct in given_on], [_moves(ct) for ct in given]
+            kept = given if keep or (any(moves) and not all(on)) else ()
+            empty = [isinstance(ct, Tensor) and not ct.numel() for ct in given_on]
+            handed = given_on if keep else ()
+            result[node] = _Passed(kept, handed, moves, on, empty, [False] * len(on))
+
+        return note
+
+    with _hooked(outs, watch):
+        yield result
+
+
+@contextmanager
+def _hooked(
+    outs: Sequence[Tensor], watch: Callable[[Any], Callable[[Any, Any], None]]
+) -> Iterator[None]:
+    """Inside, what passes each node of autograd is shown to a watch of its own."""
+    handles = [node.register_hook(watch(node)) for node in nodes_of(outs) if node.next_functions]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _moves(ct: Any) -> bool:
+    if ct is None:
+        return False
+    if ct.layout is not torch.strided:
+        ct = ct.coalesce().values() if ct.is_sparse else ct.values()
+    return bool(ct.ne(0).any())
+
+
+def _named(recorder: CallRecorder, node: Any) -> Node:
+    """The recorded node that made a node of autograd, by that one's neutral name."""
+    operation = operations.neutral_of_node(node)
+    at = recorder.made.get(node)
+    if at is None:
+        return Node(operation, (), (), type(node).__name__)
+    recorded = recorder.nodes[at]
+    if recorded.operation == "scale_gradient":
+        return replace(recorded, operation="multiply")
+    if recorded.mark in ("custom rule", "edited gradient"):
+        return replace(recorded, loss="rule")
+    return recorded if operation == recorded.operation else replace(recorded, operation=operation)
+
+
+def _sums_of_softmax(node: Any, given: Cotangents) -> bool:
+    """Whether a softmax is given a cotangent that asks for its sum alone, which is one.
+
+    Such a cotangent is constant along the axis; that of a log_softmax is proportional to the
+    softmax, but for rounding.
+    """
+    name = type(node).__name__
+    logarithm = name.startswith("LogSoftmaxBackward")
+    if not logarithm and not name.startswith(("SoftmaxBackward", "SafeSoftmaxBackward")):
+        return False
+    dim = upstream.saved(node, "dim")
+    signed = dim - 2**64 if dim >= 2**63 else dim
+    for ct in given:
+        if ct is not None:
+            weights = ct / upstream.saved(node, "result").exp() if logarithm else ct
+            high, low = weights.amax(signed), weights.amin(signed)
+            slack = 8 * torch.finfo(ct.dtype).eps * high.abs() if logarithm else 0
+            if not bool((high - low <= slack).all()):
+                return False
+    return True
+
+
+# --- underflow ---------------------------------------------------------------------------
+
+
+def _product(node: Any, given: Cotangents, path: Sequence[int]) -> float:
+    """How large what a node hands on would be, in numbers of any size, where the path leads.
+
+    It is zero where the factor is; below the least number of the dtype it underflows; what is
+    greater was zero by chance, as terms of it cancel, which they do but for a rounding error.
+    """
+    name = type(node).__name__
+    if name.startswith(("ExpBackward", "Exp2Backward")):
+        return _TOO_SMALL  # no exponential is zero
+    if name.startswith("PowBackward0"):
+        return _TOO_SMALL if bool(upstream.saved(node, "self").ne(0).any()) else 0.0
+    plain = lambda ct: is_inexact(ct) and ct.layout is torch.strided
+    if not callable(node) or not all(ct is None or plain(ct) for ct in given):
+        return 0.0
+    size = max(map(_size, given), default=0.0)
+    with torch.no_grad():
+        result = node(*[None if ct is None else _large(ct) for ct in given])
+    result = result if isinstance(result, tuple) else (result,)
+    scales = [torch.finfo(ct.dtype).max ** 0.5 for ct in given if ct is not None]
+    large = max((_size(result[k]) for k in path), default=0.0)
+    if not math.isfinite(large):
+        return _TOO_SMALL
+    return max(large / max(scales) * size, _TOO_SMALL) if large else 0.0
+
+
+_TOO_SMALL = 5e-324  # for any dtype
+
+
+def _least(given: Cotangents) -> float:
+    """The least number of the dtype, with room for rounding."""
+    infos = [torch.finfo(ct.dtype) for ct in given if ct is not None]
+    return max((4 * info.smallest_normal for info in infos), default=0.0)
+
+
+def _large(ct: Tensor) -> Tensor:
+    """The same direction, near the square root of the greatest number."""
+    size = ct.abs().max()
+    return ct if size == 0 else ct / size * torch.finfo(ct.dtype).max ** 0.5

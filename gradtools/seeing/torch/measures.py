@@ -1,0 +1,292 @@
+"""`measure` in PyTorch: FLOPs and live bytes under a TorchDispatchMode, seconds without one.
+
+f is run a few times: once under modes that count operations and live bytes, once with arguments
+that require grad, to see what is kept for backward, then without any mode for the clock. Each run
+starts from the same state. What is written in place is copied just before it is written to, for
+the first time; the rest is what a `Snapshot` holds, and each leaf's `.grad`. What goes past the
+operations (a NumPy array of a tensor's memory, ``p.data = ...``) is kept where it is handed out.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradtools.errors import GradtoolsError
+from gradtools.function_variables import cells_of, globals_of
+from gradtools.seeing import measures as costs
+from gradtools.seeing.measures import Measurement
+from gradtools.seeing.torch.flops import Flops, inside_of
+from gradtools.seeing.torch.operands import written
+from gradtools.seeing.torch.recording.undo import Undo, eagerly
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import is_compiling
+from gradtools.torch.state import Snapshot
+
+Tensor = torch.Tensor
+
+
+def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
+    given = [x for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    _check(given)
+    before = _Before.of(f, args, kwargs, given)
+    with before.after_all():
+        flops, peak, counted = _counted(before, lambda: f(*args, **kwargs))
+        saved, notes = _saved(before, f, args, kwargs)
+        run = lambda: _finished(f(*args, **kwargs))
+        device_peak = _device_peak(run)
+        before.restore()
+        times = costs.timed(run, before.restore)
+    compiled = ["operations and bytes are those of eager execution underneath torch.compile"]
+    return costs.measurement(
+        times,
+        flops=flops,
+        peak_bytes=peak,
+        saved_bytes=saved,
+        backend="torch",
+        device_peak_bytes=device_peak,
+        notes=(*counted, *notes, *(compiled if _is_compiled(f) else ())),
+    )
+
+
+def _check(given: Sequence[Tensor]) -> None:
+    wrapped = upstream.is_wrapped
+    if is_compiling() or any(map(wrapped, given)):
+        raise GradtoolsError(
+            "measure: called inside of a transform, where arrays have no values. Call it "
+            "outside, on the transformed function."
+        )
+
+
+def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
+    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, eagerly():
+        result = run()
+    del result
+    before.restore()
+    return flops.total, live.peak, [*costs.not_counted(flops.unknown), *sorted(flops.notes)]
+
+
+def _finished(found: Any) -> Any:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized()):
+        torch.accelerator.synchronize()
+    return found
+
+
+def _device_peak(run: Callable[[], Any]) -> int | None:
+    """A first run that is not timed, and the peak of CUDA's allocator in it."""
+    if not torch.cuda.is_initialized():
+        run()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    standing = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - standing
+
+
+# --- compiled code -----------------------------------------------------------------------
+
+
+def _is_compiled(f: Any) -> bool:
+    """Whether f is compiled code, or a function that names some, over a few steps."""
+    near = [f]
+    for _ in range(3):
+        if any(map(upstream.is_compiled, near)):
+            return True
+        named = [x for g in near for x in (*cells_of(g).values(), *globals_of(g).values())]
+        near = [x for x in named if callable(x)]
+    return False
+
+
+# --- bytes -------------------------------------------------------------------------------
+
+
+class LiveBytes(upstream.Watching):
+    """Counts storages that operations inside make, from when they are made to when they die.
+
+    Attributes:
+        now: Their bytes.
+        peak: The most there were at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, tuple[int, int]] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (inside := inside_of(func, args)) is not None and (cost := inside.cost()) is not None:
+            self.peak = max(self.peak, self.now + math.prod(args[2]) * cost.peak_bytes)
+        fresh = func is torch.ops.aten.lift_fresh.default  # of numbers of Python's
+        before = () if fresh else upstream.tree_leaves((args, kwargs))
+        given = {_key(x) for x in before if _is_plain(x)}
+        for x in upstream.tree_leaves(result):
+            if _is_plain(x):
+                self._note(x.untyped_storage(), given)
+        return result
+
+    def number_of(self, x: Any) -> int | None:
+        """The number of a tensor's storage, which no later one gets; None of those before."""
+        result = self._known.get(_key(x)) if _is_plain(x) else None
+        return None if result is None else result[0]
+
+    def bytes_of(self, x: Tensor) -> int:
+        return self._known[_key(x)][1]
+
+    def _note(self, storage: Any, given: set[int]) -> None:
+        key = id(storage)
+        if key in self._known or key in given:
+            return
+        size = storage.nbytes()
+        self._count += 1
+        self._known[key] = self._count, size
+        weakref.finalize(storage, self._forget, key, size).atexit = False
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int, size: int) -> None:
+        if self._known.pop(key, None) is not None:
+            self.now -= size
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided
+
+
+def _key(x: Tensor) -> int:
+    return id(x.untyped_storage())
+
+
+def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
+    """The most bytes that were alive at once of what `run()` made, and what it returned."""
+    with LiveBytes() as live:
+        result = run()
+    return live.peak, result
+
+
+@contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Inside, a collection looks at what is made inside alone: all else may be millions."""
+    mine = gc.get_freeze_count() == 0
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
+
+
+@_only_new_garbage()
+def _saved(
+    before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[int | None, list[str]]:
+    """The bytes kept for backward, and why none are if f cannot be differentiated."""
+    live = LiveBytes()
+    pack = lambda x: x.detach()  # x itself may hold the graph that holds it
+    with torch.inference_mode(False), torch.enable_grad():
+        tracked_args, tracked_kwargs = upstream.tree_map(_tracked, (tuple(args), kwargs))
+        try:
+            with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), eagerly():
+                result = f(*tracked_args, **tracked_kwargs)
+        except Exception as error:  # it ran as it was given: what stands in the way is the answer
+            first = str(error).strip().partition("\n")[0]
+            before.restore()
+            return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
+    before.restore()
+    leaves = upstream.tree_leaves(result)
+    graph = [x.grad_fn if isinstance(x, Tensor) else x for x in leaves]  # without the results
+    del result, leaves
+    gc.collect()
+    with_graph = live.now
+    del graph
+    gc.collect()
+    return with_graph - live.now, []
+
+
+def _tracked(x: Any) -> Any:
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
+
+
+# --- as if it had never run --------------------------------------------------------------
+
+
+@dataclass
+class _Before:
+    """All that a run may change, as it stood.
+
+    Attributes:
+        undo: Random streams, what stands behind f, and memory that was written to.
+        grads: Every leaf that is alive, with its `.grad`.
+    """
+
+    undo: Undo
+    grads: list[tuple[Tensor, Tensor | None]]
+
+    @classmethod
+    def of(cls, f: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> _Before:
+        leaves, optimizers = _alive()
+        roots = [f, args, kwargs]
+        for optimizer in optimizers:
+            roots += [optimizer.state, optimizer.param_groups]
+        return cls(Undo(Snapshot.of(roots, given)), [(x, x.grad) for x in leaves])
+
+    def restore(self) -> None:
+        self.undo.put_back()
+        for leaf, grad in self.grads:
+            if leaf.grad is not grad:
+                leaf.grad = grad
+        self.undo.start.restore()
+
+    @contextmanager
+    def after_all(self) -> Iterator[None]:
+        """Everything is put back if what is inside raises."""
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+
+
+def _alive() -> tuple[list[Tensor], list[Any]]:
+    """The leaves that require grad, and the optimisers: an f that steps may reach them anyhow."""
+    tensors, optimizers = _kinds_of(Tensor), _kinds_of(torch.optim.Optimizer)
+    both = tensors | optimizers
+    result = [x for x in gc.get_objects() if type(x) in both]
+    leaves = [x for x in result if type(x) in tensors and x.requires_grad and x.is_leaf]
+    return leaves, [x for x in result if type(x) in optimizers]
+
+
+def _kinds_of(kind: type) -> set[type]:
+    """A class and all that derive from it."""
+    return {kind}.union(*map(_kinds_of, type.__subclasses__(kind)))
+
+
+class PutBack(upstream.Watching):
+    """Copies what was there before, just before an operation inside writes to it."""
+
+    def __init__(self, live: LiveBytes, before: _Before) -> None:
+        super().__init__()
+        self._live, self._undo = live, before.undo
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x in written(func, args, kwargs):
+            if _is_plain(x) and self._live.number_of(x) is None:
+                self._undo.watch(x)
+                self._undo.keep(x)
+        return func(*args, **kwargs)

@@ -1,0 +1,509 @@
+"""A PyTorch program with its backward passes, as a graph of aten's operations.
+
+f runs once, and each operation that is really computed is recorded; then autograd runs, recorded
+alike, once or twice. Autograd numbers its nodes in the order in which the forward pass made them,
+and says which of them is running: so each operation of a later pass knows the line, the modules and
+the mark of what it is the derivative of.
+
+A tensor is known again by its identity, else by the memory that it shows. What is written in place
+has another number from then on, and so has every view of it when it is read the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from gradtools.errors import RuntimeRefusal, is_of, warn
+from gradtools.host_kernels import call_if_kept
+from gradtools.seeing.diagnostics.rule_cuts import inside_rules, missing, with_cuts
+from gradtools.seeing.graphs.attributes import number_text
+from gradtools.seeing.graphs.bridged_calls import opened
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, even_links, needed
+from gradtools.seeing.graphs.passes import (
+    BACKWARD,
+    CUSTOM,
+    FORWARD,
+    INNER,
+    SECOND,
+    Differentiated,
+    Live,
+    cotangent_of,
+    gradient_of,
+    second_gradient_of,
+    with_named_outputs,
+)
+from gradtools.seeing.torch.live_graph import graph_behind
+from gradtools.seeing.torch.operands import SAME, AtenCall
+from gradtools.seeing.torch.recording import operations
+from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
+from gradtools.seeing.torch.recording.observation import copied, recording_run
+from gradtools.seeing.torch.recording.recorder import Origin, Recorder
+from gradtools.seeing.torch.recording.undo import Undo
+from gradtools.seeing.torch.recording.values import Write, numbers_in, shows_all_of, slice_of
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import leaves_of
+from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
+from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
+from gradtools.torch.modes import Modes
+from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
+from gradtools.torch.replaying.guards import mark as mark_of_running
+from gradtools.torch.replaying.guards import marked
+
+Tensor = torch.Tensor
+_KERNEL = "aten.call_kernel"
+_CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
+
+
+def gradient_graph(request: Differentiated | Live) -> PlainGraph:
+    """The passes of a program as one graph, its effects undone; or what autograd holds."""
+    if isinstance(request, Live):
+        return graph_behind(request.outputs)
+    try:
+        return _opened(_hooked_or_not(request))
+    except (RuntimeError, NotImplementedError) as error:
+        kernel = kernel_without(NO_DERIVATIVE, error)
+        if kernel is None or request.order < SECOND:
+            raise
+    _tell(kernel)
+    kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
+    with Modes.now(kinds).by_other_kernels().again():
+        return _opened(_hooked_or_not(request))
+
+
+def _opened(graph: PlainGraph) -> PlainGraph:
+    """The graph with what functions of another framework do inside."""
+
+    def node_of(node: Node) -> Node:
+        if node.native != _KERNEL:
+            return node
+        call = call_if_kept(node.attributes["key"])  # of a rule that f made it may be gone
+        if call is None or call.kernel.inside is None:
+            return node
+        return opened(node, graph.values, call.kernel.inside, range(len(node.inputs)))
+
+    return replace(graph, nodes=tuple(map(node_of, graph.nodes)))
+
+
+def _tell(kernel: str) -> None:
+    warn(
+        f"gradient_graph: {kernel} has no derivative; the passes are those of PyTorch's own "
+        "alternative to that kernel."
+    )
+
+
+def _hooked_or_not(request: Differentiated) -> PlainGraph:
+    try:
+        return _observed(request, hooked=True)
+    except RuntimeError as error:
+        if not is_of("torch", error):
+            raise
+    # Inside of torch.func's transforms there are none; any other error comes again.
+    return _observed(request, hooked=False)
+
+
+def _observed(request: Differentiated, hooked: bool) -> PlainGraph:
+    """A recorded run, and afterwards everything as it was.
+
+    hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
+    """
+    program = request.program
+    with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
+        return _recorded(request, _PassRecorder(undo, hooked))
+
+
+def _recorded(request: Differentiated, recorder: _PassRecorder) -> PlainGraph:
+    program = request.program
+    active = set(program.wrt)
+    xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
+    inputs = [recorder.introduced(x, name) for x, name in zip(xs, program.names, strict=True)]
+    ys = recorder.run_pass(FORWARD, lambda: [*program.run(xs)])
+    names = [request.output(k) for k in range(len(ys))]
+    ends = _Ends(inputs, [recorder.number_of(y) for y in ys], names)
+    outs = {name: y for name, y in zip(names, ys, strict=True) if _is_tracked(y)}
+    leaves = {program.names[k]: xs[k] for k in sorted(active)}
+    leaves |= recorder.parameters(outs.values(), leaves.values())
+    for phase in range(1, request.order + 1):
+        result, cts = _differentiated(recorder, ends, phase, outs, leaves, phase < request.order)
+        outs = {name: y for name, y in result.items() if _is_tracked(y)}
+        leaves = {**leaves, **cts}
+    return recorder.graph(ends, request.order)
+
+
+@dataclass
+class _Ends:
+    """What goes in and comes out, by number; and the names of what comes out."""
+
+    inputs: list[int]
+    outputs: list[int]
+    names: list[str]
+
+
+def _differentiated(
+    recorder: _PassRecorder,
+    ends: _Ends,
+    phase: int,
+    outs: Mapping[str, Tensor],
+    leaves: Mapping[str, Tensor],
+    again: bool,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One backward pass: the gradients and the cotangents, each by its name."""
+    if not outs:
+        return {}, {}
+    cts = {cotangent_of(name): torch.ones_like(y, requires_grad=again) for name, y in outs.items()}
+    ends.inputs += [recorder.introduced(ct, name) for name, ct in cts.items()]
+    grads = recorder.run_pass(
+        phase,
+        lambda: torch.autograd.grad(
+            list(outs.values()),
+            list(leaves.values()),
+            list(cts.values()),
+            create_graph=again,
+            retain_graph=True,
+            allow_unused=True,
+        ),
+    )
+    named = gradient_of if phase < SECOND else second_gradient_of
+    result = {named(x): g for x, g in zip(leaves, grads, strict=True) if g is not None}
+    ends.outputs += [recorder.number_of(g) for g in result.values()]
+    ends.names += result
+    return result, cts
+
+
+def _is_tracked(y: Any) -> bool:
+    return isinstance(y, Tensor) and y.requires_grad and is_inexact(y)
+
+
+# --- what runs ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Made:
+    """A node, and what is known when it runs."""
+
+    node: Node
+    sequence: int
+    grad_enabled: bool
+    inner: bool = False  # whether it is of a derivative that f takes itself
+
+
+class _PassRecorder(Recorder[int]):
+    """Writes down the operations that are computed, pass by pass.
+
+    Args:
+        undo: As in `Recorder`.
+        hooked: Whether autograd is asked what it saves.
+    """
+
+    caller = "gradient_graph"
+
+    def __init__(self, undo: Undo, hooked: bool) -> None:
+        super().__init__(undo)
+        self.made: list[_Made] = []
+        self.levels = "rules", *(["saved"] if hooked else []), "operations"
+        self._phase = FORWARD
+        self._untracked: set[int] = set()  # what backward reads without its graph
+        self._origins: dict[int, Origin] = {}
+        self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
+        self._tracked: dict[int, bool] = {}
+        self._makers: dict[int, tuple[Any, tuple[str, ...]]] = {}  # autograd's node, the modules
+
+    # --- what runs
+
+    def run_pass(self, phase: int, fun: Callable[[], Any]) -> Any:
+        """`fun()`, of which all operations are written down in this pass."""
+        self._phase = phase
+        with marked(""):
+            return self.run(fun)
+
+    def operated(self, call: AtenCall) -> Any:
+        """An operation."""
+        if call.raw == "lift_fresh" and call.args[0].shape:  # what f makes of numbers of Python's
+            out = call.run()
+            self._write(call, (), [out], ())
+            return out
+        written = self.keep_written(call)
+        given = call.operands()
+        numbers = [self.number_of(x) for x in given]
+        out = call.run()
+        outs = [*written, *(y for y in tensors_in(out) if all(y is not x for x in written))]
+        if call.raw in SAME and not self._stops(call.raw, given[0]):
+            self.hold(outs[0], numbers[0])
+        elif outs or isinstance(out, bool | int | float | complex):
+            if self._phase == BACKWARD:
+                pairs = zip(given, numbers, strict=True)
+                self._untracked |= {n for x, n in pairs if not getattr(x, "requires_grad", True)}
+            self._write(call, numbers, outs if outs else [out], written)
+        return out
+
+    def _stops(self, name: str, x: Tensor) -> bool:
+        """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
+        if name != "detach" or self._phase or self.rules or not x.requires_grad:
+            return False
+        return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
+
+    def _write(
+        self, call: AtenCall, numbers: Sequence[int], outs: Sequence[Any], written: Sequence[Tensor]
+    ) -> None:
+        name = call.name
+        if name + "_" in operations.OVERWRITES and written:
+            numbers = numbers[len(written) :]
+        if name in operations.NO_DATA:
+            numbers = ()
+        sequence, origin = upstream.nodes_made() - 1, self.origin()  # type: ignore[attr-defined]
+        self._origins.setdefault(sequence, origin)
+        made = [self.new(y) for y in outs]
+        origin = self._where_gradients_meet(name, numbers, origin)
+        self._makers.update((number, (upstream.current_node(), origin.scope)) for number in made)
+        operation, attributes = call.said(outs)
+        if origin.rule and origin.mark == CUSTOM:
+            attributes = MappingProxyType({**attributes, "rule": origin.rule})
+        native, told = f"aten.{call.raw}", {"attributes": attributes, "phase": self._phase}
+        node = self.node(operation, native, numbers, made, origin, **told)
+        inner = not self._phase and upstream.current_node() is not None
+        self.made.append(_Made(node, sequence, torch.is_grad_enabled(), inner))
+        for y, number in zip(outs, made, strict=True):
+            if isinstance(y, Tensor):
+                if any(y is x for x in written):
+                    self.table.write(y, number, origin)
+                self.hold(y, number)
+
+    def origin(self) -> Origin:
+        """The line, modules and mark of what runs: in later passes those of the forward pass."""
+        here, managed = super().origin(), mark_of_running()
+        rule, own = next((known for known in self.rules if known[1]), ("", ""))
+        source, mark = here.source, managed or own or here.mark
+        running = upstream.current_node()
+        of = self._origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
+        if not self._phase:  # in a derivative that f takes itself its own lines come first
+            return Origin(source or of.source, here.scope, mark, rule)
+        summed = upstream.is_summed_by_autograd(running)
+        inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
+        if source is None or (of.source is not None and "-packages" in source.file):
+            source = of.source
+        if managed and of.mark:  # a frozen function is a chunk to gradtools
+            mark = of.mark
+        return Origin(source, here.scope or of.scope, mark or inherited, rule)
+
+    def _where_gradients_meet(self, name: str, numbers: Sequence[int], origin: Origin) -> Origin:
+        """Autograd sums what comes over two paths as the last that it does for the second of them.
+
+        The sum belongs to the modules around both.
+        """
+        makers = [self._makers.get(number, (None, ())) for number in numbers]
+        running = upstream.current_node()
+        if not self._phase or name != "add" or len(makers) != 2 or running is None:
+            return origin
+        nodes = [node for node, _ in makers]
+        if None in nodes or nodes.count(running) != 1 or self.rules:
+            return origin
+        (one, two), shared = (scope for _, scope in makers), origin.scope[:0]
+        for a, b in zip(one, two, strict=False):
+            if a != b:
+                break
+            shared = (*shared, a)
+        return replace(origin, scope=shared)
+
+    def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """A function with a rule of its own: what it computes is marked."""
+        with self.within(*name_and_mark(kind, args)):
+            out = apply(*args, **kwargs)
+            self._note_origin(out)
+            return out
+
+    def _note_origin(self, out: Any) -> None:
+        """A rule may compute nothing in its forward pass, and something backward."""
+        for y in tensors_in(out):
+            if y.grad_fn is not None:
+                self._origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
+
+    # --- what is saved
+
+    def saves(self, x: Tensor) -> tuple[Tensor, int]:
+        """The tensor alone, for x itself may hold the graph that holds it; and its version."""
+        with self.silent(), torch.no_grad():
+            number = self.of(x)
+            kept = x.detach()
+            sequence = upstream.nodes_made() - 1  # type: ignore[attr-defined]
+            self._packed.append((sequence, number, self._phase))
+            self.hold(kept, number)
+            return kept, upstream.version_of(kept)
+
+    @staticmethod
+    def read_saved(kept: tuple[Tensor, int]) -> Tensor:
+        """The tensor, if nobody wrote to it in the meantime."""
+        x, version = kept
+        if upstream.version_of(x) != version:
+            raise RuntimeRefusal(
+                "a tensor that is needed for the gradient was modified in place after it was "
+                f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
+            )
+        return x
+
+    def _saved(self, order: int) -> dict[int, tuple[int, ...]]:
+        """For nodes, by position, what they keep for a pass that there is."""
+        of: dict[tuple[int, int], list[int]] = {}
+        for i, made in enumerate(self.made):
+            of.setdefault((made.sequence, made.node.phase), []).append(i)
+        result: dict[int, tuple[int, ...]] = {}
+        for sequence, number, phase in self._packed:
+            nodes = of.get((sequence, phase), []) if phase < order else []
+            touching = [i for i in nodes if number in self._around(i)]
+            for i in (touching or nodes)[:1]:
+                result[i] = tuple(dict.fromkeys((*result.get(i, ()), number)))
+        return result
+
+    def _around(self, i: int) -> tuple[int, ...]:
+        node = self.made[i].node
+        return (*node.inputs, *node.outputs)
+
+    # --- numbers of tensors
+
+    def hold(self, x: Tensor, value: int) -> None:
+        """From now on x has this number, and shows the memory of what was there first."""
+        super().hold(x, value)
+        memory = self.table.memory(x)
+        if memory is not None and memory.value != value:
+            self.values[value] = replace(self.values[value], base=memory.value)
+
+    def number_of(self, y: Any) -> int:
+        """The number of a tensor, or of a number."""
+        if isinstance(y, Tensor):
+            return self.of(y)
+        number = self.new(y, number_text(y) if isinstance(y, int | float | complex) else "")
+        self.captured[number] = None
+        return number
+
+    def of(self, x: Tensor) -> int:
+        """The number of a tensor; of the forward pass it is noted whether a derivative flows."""
+        number = super().of(x)
+        if not self._phase:
+            self._tracked[number] = self._tracked.get(number, False) or x.requires_grad
+        return number
+
+    def met(self, x: Tensor) -> int:
+        """The number of what f holds."""
+        number = self.new(x, self.names.get(id(x)) or numbers_in(x))
+        self.capture(x, number)
+        return number
+
+    def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
+        """One step for each write."""
+        for write in writes:
+            number = self.new(x)
+            operation, inputs, attributes = _effect_of(write.tensor, x)
+            given, told = (before, write.value)[inputs:], MappingProxyType(attributes)
+            more = {"attributes": told, "phase": self._phase}
+            node = self.node(operation, "update", given, [number], write.by, **more)
+            self.made.append(_Made(node, -1, torch.is_grad_enabled()))
+            before = number
+        return before
+
+    # --- what f holds
+
+    def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
+        """What f holds that requires grad and reaches the outputs, by name."""
+        own = {id(x) for x in given}
+        result: dict[str, tuple[int, Tensor]] = {}
+        for x in reversed(list(leaves_of(list(outs)))):
+            known = self.table.get(x)
+            if id(x) not in own and known is not None:
+                value = self.values[known.value]
+                name = value.name or f"captured tensor {len(result)}"
+                result[name] = known.value, x
+                self.values[known.value] = replace(value, name=name)
+        ordered = sorted(result.items(), key=lambda item: item[1][0])
+        return {name: x for name, (_, x) in ordered}
+
+    # --- the whole
+
+    def graph(self, ends: _Ends, order: int) -> PlainGraph:
+        """What was written down."""
+        saved = self._saved(order)
+        nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
+        if order == SECOND:
+            nodes = self._with_losses(ends, nodes)
+        stays = lambda node: not (node.phase or node.mark)  # what is not on the way to later passes
+        nodes = [nodes[i] for i in needed(nodes, ends.outputs, stays)]
+        read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
+        captured = tuple(number for number in self.captured if number in read)
+        inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
+        whole = PlainGraph(tuple(nodes), self.values, inputs, outputs, captured)
+        return with_named_outputs(whole, ends.names)
+
+    def _with_losses(self, ends: _Ends, nodes: list[Node]) -> list[Node]:
+        """With what rules lose of a second derivative, and the gradients that are missing for it.
+
+        A value that a rule computes inside of its forward, and its backward reads, has no graph.
+        """
+        wanted = {v: self.values[v].name for v in ends.inputs if not self._is_cotangent(v)}
+        wanted |= {v: self.values[v].name for v in self.captured if self.values[v].name}
+        wanted = {v: name for v, name in wanted.items() if gradient_of(name) in ends.names}
+        inside = inside_rules(nodes, wanted, self.values)
+        lost = {v: leaves for v, leaves in inside.items() if v in self._untracked}
+        result = [with_cuts(node, lost, self.values) for node in nodes]
+        for leaf, name in wanted.items():
+            name = second_gradient_of(name)
+            cuts = tuple(v for v, leaves in lost.items() if leaf in leaves)
+            if cuts and name not in ends.names:
+                made = self._like(leaf)
+                result.append(missing(cuts, made, nodes))
+                ends.outputs.append(made)
+                ends.names.append(name)
+        return result
+
+    def _is_cotangent(self, value: int) -> bool:
+        return self.values[value].name.startswith(cotangent_of(""))
+
+    def _like(self, value: int) -> int:
+        number = len(self.values)
+        self.values[number] = replace(self.values[value], name="", base=None)
+        return number
+
+    def _linked(self, made: _Made) -> Node:
+        """A node of the forward pass, with what it carries; of a derivative inside it is told."""
+        node = self._linked_alone(made)
+        return replace(node, mark=node.mark or INNER) if made.inner else node
+
+    def _linked_alone(self, made: _Made) -> Node:
+        node = made.node
+        entering = [self._tracked.get(v, False) for v in node.inputs]
+        if node.phase or node.mark or not any(entering):
+            return node
+        name = node.native.removeprefix("aten.").strip("_")
+        if name in operations.ZERO_DERIVATIVE:
+            return replace(node, links=even_links(node, self.values, _ZERO), loss="zero_derivative")
+        if name == "local_scalar_dense":
+            return replace(node, links=even_links(node, self.values, _CUT), loss="left_framework")
+        inexact = [v for v in node.outputs if self.values[v].is_inexact]
+        known = [self._tracked[v] for v in inexact if v in self._tracked]
+        flows = bool(inexact) and (any(known) or not known)
+        return node if flows and name != "detach" else self._stopped(node, made)
+
+    def _stopped(self, node: Node, made: _Made) -> Node:
+        name = node.native.removeprefix("aten.").strip("_")
+        inexact = all(self.values[v].is_inexact for v in node.outputs)
+        loss = operations.loss_of(name, made.grad_enabled, inexact)
+        return replace(node, links=even_links(node, self.values, _CUT), loss=loss)
+
+
+def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
+    """What a write makes of a tensor that shows the same memory.
+
+    Returns:
+        The operation, how many of (what x was before, what was written) it does not read, and its
+        attributes.
+    """
+    if shows_all_of(x, written):
+        return "reshape", 1, {"shape": tuple(x.shape)}
+    part, whole = slice_of(written, x), slice_of(x, written)
+    if whole is not None:  # all of x was written
+        return "slice", 1, whole
+    return "update", 0, part or {}
+
+
+__all__ = ["gradient_graph"]

@@ -1,0 +1,84 @@
+"""`record` in PyTorch: one run of a function as a graph, and where a gradient is lost in it.
+
+The user's function runs once under observation (`recording/`), and everything that it changed is
+put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradtools.backend import Fun
+from gradtools.seeing.graphs.derivative_flow import losses
+from gradtools.seeing.graphs.recording import Recording, Run
+from gradtools.seeing.torch.recording.numpy_round_trips import copies, follow
+from gradtools.seeing.torch.recording.observation import copied, observed, put_back, watchable
+
+Tensor = torch.Tensor
+_NUMBERS = (np.ndarray, np.generic, bool, int, float, complex)
+__all__ = ["record", "rerun", "watchable", "where_lost"]
+
+
+def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
+    """One run, as a graph. Its effects are undone."""
+    with observed(run, leaves, names) as seen:
+        if seen.refusal is not None:
+            return Recording(seen.graph([]), seen.refusal)
+        outputs = [seen.output(y) for y in seen.outs]
+        hosts = tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)])
+        before = copies(seen.outs)
+    follow(run, seen, outputs, before)
+    return Recording(
+        seen.graph(outputs),
+        host_outputs=hosts,
+        stand_ins=seen.stand_ins(),
+        wanted=tuple(
+            [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        ),
+        parameters=seen.parameters(),
+        held=seen.held(),
+        reads=seen.reads(),
+    )
+
+
+class _Outs:
+    """A function of the waist as one of a list of leaves: its differentiated outputs."""
+
+    def __init__(self, fun: Fun) -> None:
+        self.fun, self.f = fun, getattr(fun, "f", fun)
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        return self.fun(*leaves)[0]
+
+
+def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
+    """The places at which the path from a leaf to the outputs is cut, for messages.
+
+    It runs f again, after an error has to be raised anyhow. Where it cannot, it says nothing.
+    """
+    if not watchable():
+        return []
+    try:
+        result = record(_Outs(fun).run, leaves, [""] * len(leaves))
+    except Exception:  # f does not run twice: the error that is being made is told without places
+        return []
+    lost = [loss.node for loss in losses(result.graph, index)]
+    places = [f"{node.native} at {node.source}" if node.source else node.native for node in lost]
+    stand_in = result.stand_ins[index] if result.stand_ins else ""
+    if not places and stand_in:
+        places.append(f"reading {stand_in} in its place, which is the same tensor")
+    return list(dict.fromkeys(places))
+
+
+def rerun(run: Run, leaves: Sequence[Any]) -> list[Any]:
+    """`run(leaves)` from the state of now, which is put back; its results have no graph.
+
+    The leaves require grad, for f may take a derivative itself.
+    """
+    with put_back(run, leaves), torch.inference_mode(False), torch.enable_grad():
+        outs = run([copied(x) for x in leaves])
+        return [x.detach() if isinstance(x, Tensor) else x for x in outs]

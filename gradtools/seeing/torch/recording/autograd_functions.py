@@ -1,0 +1,94 @@
+"""Recorded calls of torch.autograd.Functions: their rules' names, and what backward passes drop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
+
+from gradtools.rules import Rule, held_by
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
+from gradtools.torch.operation_marks import RULE, function_of_ours
+
+if TYPE_CHECKING:
+    from gradtools.seeing.torch.recording.calls import RecordedCall
+
+Tensor = torch.Tensor
+
+
+class ParametersRead(TorchFunctionMode):
+    """Notes the leaves that require grad which PyTorch's functions are given inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tensors_in((args, kwargs))
+        self.tensors += [x for x in given if x.requires_grad and x.is_leaf]
+        return fun(*args, **(kwargs or {}))
+
+
+def is_reentrant_checkpoint(kind: Any) -> bool:
+    """Whether it is what `torch.utils.checkpoint` applies with use_reentrant=True."""
+    return kind is torch.utils.checkpoint.CheckpointFunction
+
+
+def captured_by(args: Any) -> list[Tensor]:
+    """What the function of an edit holds, if it is differentiated: no input of the edit's value."""
+    rule = getattr(args[0], "rule", None) if args else None
+    if not isinstance(rule, Rule) or rule.name not in _EDITS:
+        return []
+    wanted = lambda x: isinstance(x, Tensor) and x.requires_grad
+    return list({id(x): x for x in held_by(rule.user_functions, wanted, Tensor)}.values())
+
+
+_EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "known_gradient")
+_AGAIN = ("chunked", "frozen", "checkpoint")  # what computes a part of f again
+_MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(_EDITS, "edited gradient")}
+
+
+def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:
+    """The name of a function with its own rule, and its mark."""
+    recorded_as = function_of_ours(kind)
+    if recorded_as is None:
+        return kind.__name__, "custom rule"
+    if recorded_as != RULE:
+        program = getattr(args[0], "program", None) if args else None
+        if program is not None and program.caller in _MARKS:
+            return program.caller, _MARKS[program.caller]
+        return recorded_as, _MARKS.get(recorded_as, "")
+    name = getattr(getattr(args[0], "rule", None), "name", kind.__name__)
+    return name, _MARKS.get(name, "custom rule")
+
+
+def is_foreign(kind: Any, call: RecordedCall) -> bool:
+    """Whether a function's own rule is the user's."""
+    own = function_of_ours(kind) not in (None, RULE)
+    return not own and call.mark not in _AGAIN and not kind.__module__.startswith("torch.")
+
+
+def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
+    """The inputs to which a function's own backward pass gives None: it is asked once."""
+    stack = upstream.get_interpreter_stack() or ()
+    if any(level.key() != upstream.TransformType.Vmap for level in stack):
+        return set()  # a level that differentiates has a graph of its own
+    outs = [y for y in map(unwrapped, tensors_in(out)) if y.requires_grad and y.grad_fn is not None]
+    caller = [k for k, t in enumerate(call.tracked) if t]
+    if not outs or not caller or not is_foreign(kind, call):
+        return set()
+    try:
+        with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
+            result = torch.autograd.grad(
+                outs,
+                [unwrapped(call.tensors[k]) for k in caller],
+                [torch.ones_like(y) for y in outs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+    except Exception:  # it has no backward pass here: whoever takes the gradient is told so
+        return set()
+    return {call.numbers[k] for k, g in zip(caller, result, strict=True) if g is None}

@@ -1,0 +1,434 @@
+"""One run of a PyTorch function as a graph of the functions that it calls, for `why_zero`.
+
+Every call of PyTorch that the user's program makes becomes a node; a tensor that was changed in
+place has another number from then on. Whether a call carries a derivative is asked of autograd
+itself: from the output's graph one walks back until known tensors are met. So a custom Function, a
+checkpoint or a transform is one link like any other.
+
+What leaves for NumPy or Python is tagged (`taint.py`), so that it is known when it comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradtools.code_origin import innermost, lines_of
+from gradtools.seeing.diagnostics.rule_cuts import LOSS
+from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
+from gradtools.seeing.graphs.recording import Refusal
+from gradtools.seeing.torch.recording import autograd_functions, operations
+from gradtools.seeing.torch.recording.autograd_functions import (
+    ParametersRead,
+    is_reentrant_checkpoint,
+)
+from gradtools.seeing.torch.recording.dependences import links_of
+from gradtools.seeing.torch.recording.refusals import refusal_of
+from gradtools.seeing.torch.recording.taint import (
+    fingerprint,
+    hosts_in,
+    plain_hosts,
+    tagged,
+    tags_in,
+)
+from gradtools.seeing.torch.recording.undo import Undo
+from gradtools.seeing.torch.recording.value_numbers import Numbering, version_of
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import leaves_of
+from gradtools.torch.double_backward import Called
+from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
+from gradtools.torch.operation_marks import CHUNK, function_of_ours, reason_of_detach
+
+Tensor = torch.Tensor
+_CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
+Numbers = list[int]
+Replace = tuple[frozenset[int], Callable[[Any], Any]]
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Data that left for NumPy or Python.
+
+    Attributes:
+        value: The number of what left, on the other side.
+        read: The number of the tensor that it was taken from.
+        branch: Whether it was a boolean, on which the program may branch.
+    """
+
+    value: int
+    read: int
+    branch: bool
+
+
+@dataclass
+class RecordedCall:
+    """A call of PyTorch, and what it was given, as that stood before it.
+
+    Attributes:
+        raw: The function's name as PyTorch spells it.
+        name: That without the marks of its variants.
+        tensors: The tensors among its arguments, beneath transforms.
+        numbers: Their numbers.
+        tracked: Which of them require grad.
+        versions: How often each was changed in place.
+        grad: Whether derivatives were switched on.
+        mark: As in `Node`.
+        unruled: Those inputs to which its own backward pass gives None.
+        reason: The kind of its losses, where that is known.
+    """
+
+    raw: str
+    name: str
+    args: Any
+    kwargs: Any
+    tensors: list[Tensor]
+    numbers: Numbers
+    tracked: list[bool]
+    versions: list[int | None]
+    grad: bool
+    mark: str = ""
+    unruled: set[int] = field(default_factory=set)
+    reason: str = ""
+
+    def rewritten(self) -> list[Tensor]:
+        """The tensors with other contents than they had."""
+        if self.name == "set_data":
+            return self.tensors[:1]
+        pairs = zip(self.tensors, self.versions, strict=True)
+        return _unlike([x for x, version in pairs if version != version_of(x)])
+
+    def changed(self, numbering: Numbering) -> list[Tensor]:
+        """Those, and the tensors that have another graph than they had, or none any more."""
+        pairs = zip(self.tensors, self.tracked, strict=True)
+        others = [
+            x for x, tracked in pairs if tracked > x.requires_grad or numbering.was_reconnected(x)
+        ]
+        return _unlike([*self.rewritten(), *others])
+
+    def overwritten(self) -> bool:
+        """Whether what it changed was not read."""
+        if self.raw in operations.OVERWRITES:
+            return True
+        key = self.args[1] if self.raw == "__setitem__" else None
+        return key is Ellipsis or (isinstance(key, slice) and key == slice(None))
+
+
+class CallRecorder(Numbering):
+    """Writes down the functions of PyTorch that run inside of it.
+
+    Args:
+        undo: As in `Recorder`.
+        replace: Which leavings, by number, and what makes of their data what is there instead.
+
+    Attributes:
+        leavings: All data that left so far.
+        entries: For nodes after a leaving: which numbers and arrays came in, so that they can be
+            compared with those of another run.
+        refusal: PyTorch's own error, and what it says.
+    """
+
+    levels = "rules", "parameters", "functions"
+
+    def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
+        super().__init__(undo)
+        self.leavings: list[Leaving] = []
+        self.entries: dict[int, list[Any]] = {}
+        self.refusal: tuple[BaseException, Refusal] | None = None
+        self._replace = replace
+        self._gradients: Numbers = []  # what stands in `.grad` after each backward pass
+        self._with_rules: list[tuple[int, Numbers, Called]] = []  # the node, the inputs, the call
+
+    # --- what runs
+
+    def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
+        """A function of PyTorch: what it calls in turn belongs to it."""
+        if _reads_only(fun):
+            return fun(*args, **kwargs)
+        if fun is upstream.custom_function_call:
+            kind, *args = args
+            return self.ruled(kind, partial(fun, kind), args, kwargs)
+        call = self.entering(fun, args, kwargs)
+        with self.silent():
+            return self._done(call, self._result(call, fun, args, kwargs))
+
+    def _result(self, call: RecordedCall, fun: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return fun(*args, **kwargs)
+        except Exception as error:
+            self.note_refusal(call, error)
+            raise
+
+    def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a torch.autograd.Function, which is one link whatever it does inside."""
+        call = self.entering(kind, (*args, *autograd_functions.captured_by(args)), kwargs)
+        call.raw, (call.name, call.mark) = "apply", autograd_functions.name_and_mark(kind, args)
+        with self.silent():
+            with ParametersRead() as read:
+                out = self._result(call, apply, args, kwargs)
+            if not function_of_ours(kind):
+                self._add_read(call, read.tensors, is_reentrant_checkpoint(kind), out)
+            call.unruled = autograd_functions.unruled(kind, call, out)
+            self.write(call, out)
+            if autograd_functions.is_foreign(kind, call) and not (kwargs or function_of_ours(kind)):
+                self._note_rule(call, kind, apply, args, out)
+            return out
+
+    def _add_read(self, call: RecordedCall, read: list[Tensor], again: bool, out: Any) -> None:
+        """Adds what a Function reads besides its arguments, which it cannot give a derivative.
+
+        again: Whether it computes its function again in its backward pass: then it can.
+        """
+        given = {id(x) for x in call.tensors}
+        more = [x for x in _unlike(read) if id(x) not in given]
+        flows = again and any(y.requires_grad for y in tensors_in(out))
+        call.tensors += more
+        call.numbers += map(self.of, more)
+        call.tracked += [not flows] * len(more)
+        call.versions += map(version_of, more)
+        call.reason = "reentrant" if again and more else ""
+
+    def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor becomes a Parameter or a Buffer."""
+        call = self.entering(kind, args, kwargs)
+        call.name = kind.__name__
+        with self.silent():
+            out = make(*args, **kwargs)
+            self.write(call, out)
+            return out
+
+    def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
+        """What a call is given."""
+        with self.silent():
+            raw, given = getattr(fun, "__name__", ""), list(tensors_in((args, kwargs)))
+            numbers, tensors = [self.of(x) for x in given], [unwrapped(x) for x in given]
+            self.refresh(tensors)
+            return RecordedCall(
+                raw,
+                operations.name_of(fun),
+                args,
+                kwargs,
+                tensors,
+                numbers,
+                [x.requires_grad for x in tensors],
+                [version_of(x) for x in tensors],
+                torch.is_grad_enabled(),
+            )
+
+    def note_refusal(self, call: RecordedCall, error: Exception) -> None:
+        """Keeps PyTorch's own error, if it is about a gradient."""
+        kind = refusal_of(error)
+        if kind is None:
+            return
+        source = self.origin().source or innermost(lines_of(error))
+        message = str(error).strip().partition("\n")[0]
+        result = Refusal(kind, call.name, message, source, self.scopes.path)
+        self.refusal = (error, result)
+
+    def _done(self, call: RecordedCall, out: Any) -> Any:
+        if call.raw in operations.LEAVES:
+            return self._leaves(call, out)
+        if call.raw in operations.BRANCHES:
+            return self._branches(call, out)
+        if call.raw == "__array_wrap__":
+            self._wraps(call, out)
+        elif call.raw in ("grad", "backward") and call.kwargs.get("create_graph"):
+            self._differentiates(call, out)
+        elif call.raw == "backward":
+            self._goes_back(call)
+        else:
+            self.write(call, out)
+        return out
+
+    # --- nodes
+
+    def write(self, call: RecordedCall, out: Any) -> None:
+        """A call that makes or changes tensors."""
+        changed = call.changed(self)
+        fresh = [x for x in tensors_in(out) if self.known(x) is None]
+        if not (changed or fresh):
+            return
+        outs = [*changed, *_unlike(fresh)]
+        walks = [self.walk(unwrapped(y)) for y in outs]
+        dropped = {id(x) for x in changed} if call.overwritten() else set()
+        hosts = self._come_back((call.args, call.kwargs))
+        if call.raw == "__get__" and call.name == "grad":
+            hosts += self._gradients
+        reached = [values for values, _ in walks]
+        managed = call.name in operations.APART and reason_of_detach() == CHUNK
+        result = links_of(call, outs, reached, hosts, dropped, managed)
+        numbers = [self.new(y) for y in outs]
+        operands = zip(call.tensors, call.numbers, strict=True)
+        node = self.add(
+            result.operation,
+            call.name,
+            result.inputs,
+            numbers,
+            result.links,
+            result.loss,
+            call.mark,
+            overwrites=tuple([n for x, n in operands if id(x) in dropped]),
+        )
+        if self.leavings:
+            self.entries[node] = [fingerprint(x) for x in plain_hosts((call.args, call.kwargs))]
+        for _, nodes in walks:
+            self.note_made(nodes, node)
+        pairs = [*zip(outs, numbers, strict=True)]
+        rewritten = {id(x): x for x in call.rewritten()}
+        for y, number in pairs:
+            if id(y) in rewritten:
+                self.table.write(y, number, call)
+        for y, number in pairs:
+            self.hold(y, number)
+        for x in rewritten.values():  # autograd tells now whether a derivative follows
+            for other in [*self.table.sharing(x)]:
+                self.of(other)
+
+    def _goes_back(self, call: RecordedCall) -> None:
+        """What is left in `.grad` depends on the loss, and has no graph."""
+        value = self.new(0.0)
+        links = ((_CUT,) * len(call.numbers),)
+        self.add("stop", call.name, call.numbers, [value], links, "detached")
+        self._gradients.append(value)
+
+    # --- derivatives that have a graph
+
+    def _note_rule(self, call: RecordedCall, kind: Any, apply: Any, args: Any, out: Any) -> None:
+        """Keeps the call that was written last, of a function with its own rule."""
+        nodes = [y.grad_fn for y in tensors_in(out) if y.grad_fn is not None]
+        if nodes and upstream.peek_interpreter_stack() is None:
+            called = Called(nodes[0], kind, apply, args)
+            self._with_rules.append((len(self.nodes) - 1, call.numbers, called))
+
+    def _differentiates(self, call: RecordedCall, out: Any) -> None:
+        """A derivative inside f, with what custom code loses of its own derivative."""
+        outs = list(tensors_in(call.args[:1]))
+        if call.raw == "grad":
+            pairs = list(zip(call.args[1], out, strict=True))
+        else:
+            leaves = call.kwargs.get("inputs") or leaves_of(outs)
+            pairs = [(x, x.grad) for x in leaves]
+        self.write(call, [g for _, g in pairs])
+        for x, g in pairs:
+            if g is not None:
+                self._add_missing(g, [rule for rule in self._with_rules if rule[2].loses(outs, x)])
+
+    def _add_missing(self, gradient: Tensor, rules: Sequence[tuple[int, Numbers, Called]]) -> None:
+        """Adds to a gradient the terms that rules lose: data flows there, no derivative does."""
+        terms = []
+        for at, inputs, _ in rules:
+            terms.append(self.new(gradient))
+            links = ((_CUT,) * len(inputs),)
+            self.nodes.append(
+                replace(
+                    self.nodes[at],
+                    operation="missing",
+                    inputs=tuple(inputs),
+                    outputs=(terms[-1],),
+                    links=links,
+                    loss=LOSS,
+                )
+            )
+        if terms:
+            whole = [self.of(gradient), *terms]
+            number = self.new(gradient)
+            self.add("add", "grad", whole, [number], ((_FULL,) * len(whole),))
+            self.hold(gradient, number)
+
+    # --- what leaves, and what comes back
+
+    def _leaves(self, call: RecordedCall, out: Any) -> Any:
+        read = call.numbers[0]
+        loss = "left_framework" if call.tensors[0].is_floating_point() else None
+        value = self.new(out if not isinstance(out, list) else call.tensors[0])
+        self.add("leave", call.name, [read], [value], ((_CUT,),), loss or "left_framework")
+        # python turns what __float__ gives into a plain float, and complains of a subclass
+        return self._out(Leaving(value, read, False), out, tag=call.raw in operations.TAGGED)
+
+    def _branches(self, call: RecordedCall, out: Any) -> Any:
+        value = self.new(out)
+        links = ((_CUT,) * len(call.numbers),)
+        self.add("branch", call.name, call.numbers, [value], links, "discrete")
+        for read in call.numbers[:1]:
+            return self._out(Leaving(value, read, True), out)
+        return out
+
+    def _out(self, leaving: Leaving, out: Any, tag: bool = False) -> Any:
+        self.leavings.append(leaving)
+        if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
+            out = self._replace[1](out)
+        return tagged(out, frozenset({leaving.value})) if tag else out
+
+    def _come_back(self, args: Any) -> Numbers:
+        """The numbers of tagged arrays and numbers among arguments, as the framework sees them."""
+        return [self.come_back(host) for host in hosts_in(args) if tags_in(host)]
+
+    def come_back(self, host: Any) -> int:
+        """The number of one, or of what f returned outside of the framework."""
+        number = self.new(host)
+        self.outside += [(tag, number) for tag in sorted(tags_in(host))]
+        return number
+
+    def _wraps(self, call: RecordedCall, out: Any) -> None:
+        """What a ufunc of NumPy made of a tensor comes back as a tensor."""
+        left = [leaving.value for leaving in self.leavings if leaving.read == call.numbers[0]]
+        number = self.new(out)
+        self.outside += [(value, number) for value in left[-1:]]
+        if isinstance(out, Tensor):
+            self.hold(out, number)
+
+    def enters(self, leaving: Leaving, node: int) -> None:
+        """What left is known to have come back in at a node, by a way that carries no tags."""
+        number = self.new(0.0)
+        self.outside.append((leaving.value, number))
+        old = self.nodes[node]
+        assert old.links is not None
+        links = tuple([(*row, _FULL) for row in old.links])
+        self.nodes[node] = replace(old, inputs=(*old.inputs, number), links=links)
+
+    # --- the whole
+
+    def graph(self, inputs: Sequence[int], outputs: Sequence[int]) -> PlainGraph:
+        """What was written down."""
+        values = dict(self.values)
+        for number, x in self.captured.items():
+            values[number] = replace(values[number], name=self.names.get(id(x), ""))
+        captured = tuple(self.captured)
+        return PlainGraph(
+            tuple(self.nodes), values, tuple(inputs), tuple(outputs), captured, tuple(self.outside)
+        )
+
+
+_READS = frozenset(
+    {
+        "dim",
+        "size",
+        "numel",
+        "stride",
+        "storage_offset",
+        "is_floating_point",
+        "is_complex",
+        "__len__",
+    }
+    | {"is_contiguous", "element_size", "nelement", "ndimension", "get_device", "data_ptr"}
+    | {"untyped_storage", "storage", "__repr__", "__format__", "__hash__", "register_hook"}
+    | {"_set_grad_enabled", "is_inference", "is_signed", "is_conj", "is_neg", "retain_grad"}
+    | {"is_tensor", "result_type", "can_cast", "register_post_accumulate_grad_hook", "__dir__"}
+)
+_TENSORS_OF = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "grad"})
+
+
+def _reads_only(fun: Any) -> bool:
+    name = getattr(fun, "__name__", "")
+    if name in ("__get__", "__set__"):
+        of = fun.__self__.__name__
+        return of not in _TENSORS_OF if name == "__get__" else of not in ("data", "requires_grad")
+    return name in _READS
+
+
+def _unlike(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Each once."""
+    return list({id(unwrapped(x)): x for x in xs}.values())

@@ -1,0 +1,197 @@
+"""Finds where data that left PyTorch for NumPy or Python comes back, if taint tracking lost it.
+
+The run is repeated with other numbers in the place where the data left, all else the same. What
+PyTorch is then given otherwise from outside has come from there; so has what changes in the
+result, where nothing was seen to come in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradtools.seeing.graphs.derivative_flow import backward, forward
+from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
+from gradtools.seeing.graphs.recording import Run
+from gradtools.seeing.torch.recording.calls import CallRecorder, Leaving
+from gradtools.seeing.torch.recording.observation import Seen, observed
+
+Tensor = torch.Tensor
+_NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
+_MOST = 8  # so many runs are spent on it
+
+
+def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
+    """Notes where data that left came back, where no tag says so."""
+    recorder = seen.recorder
+    asked = [number for number, x in recorder.captured.items() if x.requires_grad]
+    lost = _out_of_sight(seen.graph(outputs), recorder.leavings, asked)
+    if not lost:
+        return
+    again = _Again(run, seen, before)
+    control = again.with_others(frozenset())
+    if control is None or control.any():  # f does not give the same twice: it may come back
+        return _note_unknown(recorder, lost, outputs)
+    if len(lost) > 1:
+        together = again.with_others(frozenset(lost))
+        if together is not None and not together.any():
+            return
+    for k in lost[:_MOST]:
+        moved = again.with_others(frozenset({k}))
+        if moved is None:  # f refuses other numbers, so it does look at these
+            _note_unknown(recorder, [k], outputs)
+        else:
+            _note_moved(recorder, recorder.leavings[k], moved, seen, outputs)
+
+
+def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequence[int]) -> None:
+    """What left may be in the result: an argument of which all else is lost is not unused."""
+    values = [recorder.leavings[k].value for k in which]
+    recorder.outside += [(value, out) for value in values for out in outputs]
+
+
+def _note_moved(
+    recorder: CallRecorder, leaving: Leaving, moved: Moved, seen: Seen, outputs: list[int]
+) -> None:
+    for node in moved.nodes:
+        recorder.enters(leaving, node)
+    recorder.outside += [(leaving.value, number) for number in moved.captured]
+    back = moved.nodes or moved.captured
+    direct = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
+    recorder.outside += [(leaving.value, outputs[k]) for k in direct]
+
+
+def _out_of_sight(graph: PlainGraph, leavings: Sequence[Leaving], held: Sequence[int]) -> list[int]:
+    """The leavings whose data could explain a lost gradient, and was not seen to come back.
+
+    held: What f holds that requires grad.
+    """
+    if not leavings:
+        return []
+    back = {source for source, _ in graph.outside}
+    matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
+    result: set[int] = set()
+    for value in (*graph.inputs, *(n for n in held if matters.get(n, _NONE) < _FULL)):
+        if not graph.values[value].is_inexact:
+            continue
+        reached = forward(graph, {value: _FULL})
+        ends = any(reached.get(out, _NONE) for out in graph.outputs)
+        for k, leaving in enumerate(leavings):
+            strength = reached.get(leaving.read, _NONE)
+            explains = strength > _NONE and not (leaving.branch and ends)
+            if leaving.value not in back and explains:
+                result.add(k)
+    return sorted(result)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What is another in a run with other numbers in some place.
+
+    Attributes:
+        outputs: Which outputs.
+        nodes: The nodes that were given other numbers or arrays from outside.
+        captured: The tensors, by number, that were made of them where nobody looked.
+    """
+
+    outputs: list[int]
+    nodes: list[int]
+    captured: list[int]
+
+    def any(self) -> bool:
+        """Whether anything is."""
+        return bool(self.outputs or self.nodes or self.captured)
+
+
+@dataclass
+class _Again:
+    """Runs with other numbers in some places, compared with the first run."""
+
+    run: Run
+    first: Seen
+    before: list[Any]
+
+    def with_others(self, which: frozenset[int]) -> Moved | None:
+        """What moved; None if f does not run with any such numbers."""
+        for size in (1.0, 1e-3):  # f may refuse large steps, and take smaller ones
+            with contextlib.ExitStack() as inside:
+                inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # it was printed
+                seen = self._seen(inside, which, size)
+                if seen is not None:
+                    return self._moved(seen)
+        return None
+
+    def _seen(
+        self, inside: contextlib.ExitStack, which: frozenset[int], size: float
+    ) -> Seen | None:
+        """The run with other numbers; None if f refuses them, by an error of any kind."""
+        replace = (which, lambda x: _other(x, size, np.random.default_rng(0)))
+        again = observed(self.run, self.first.leaves, self.first.said, replace)
+        try:
+            seen = inside.enter_context(again)
+        except Exception:  # the user's code, at numbers that he never gave: that it raises is said
+            return None
+        return seen if seen.refusal is None else None
+
+    def _moved(self, seen: Seen) -> Moved:
+        after = copies(seen.outs)
+        alike = len(after) == len(self.before)
+        outputs = [k for k, a in enumerate(self.before) if not (alike and _same(a, after[k]))]
+        return Moved(outputs, _entered(self.first, seen), _made_unseen(self.first, seen))
+
+
+def _entered(first: Seen, later: Seen) -> list[int]:
+    """The nodes of the first run that were given something else in the later one."""
+    result = []
+    pairs = zip(first.recorder.nodes, later.recorder.nodes, strict=False)
+    for k, (a, b) in enumerate(pairs):
+        if a.native != b.native:
+            break  # from here on the program went another way
+        if first.recorder.entries.get(k) != later.recorder.entries.get(k):
+            result.append(k)
+    return result
+
+
+def _made_unseen(first: Seen, later: Seen) -> list[int]:
+    """The tensors that came from nowhere and are others in the later run."""
+    a, b = ([*seen.recorder.captured.items()] for seen in (first, later))
+    if len(a) != len(b):
+        return []
+    known = first.recorder.reachable
+    pairs = zip(a, b, strict=True)
+    return [n for (n, x), (_, y) in pairs if id(x) not in known and not _same(x, y)]
+
+
+def _other(x: Any, size: float, rng: np.random.Generator) -> Any:
+    """Another number, array or list of the same kind."""
+    if isinstance(x, list):
+        return [_other(item, size, rng) for item in x]
+    if isinstance(x, bool | np.bool_):
+        return not x
+    if isinstance(x, np.ndarray) and x.dtype.kind == "b":
+        return ~x
+    array = np.asarray(x)
+    if array.dtype.kind not in "fc":
+        return x + 1
+    step = size * (1 + np.abs(array)) * (1 + rng.random(array.shape)) * rng.choice([-1.0, 1.0])
+    moved = (array + step).astype(array.dtype)
+    return moved if isinstance(x, np.ndarray) else type(x)(moved.item())
+
+
+def copies(outs: Sequence[Any]) -> list[Any]:
+    """Outputs as they are now, to be compared later."""
+    return [x.detach().clone() if isinstance(x, Tensor) else np.array(x) for x in outs]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) != isinstance(b, Tensor) or a.shape != b.shape:
+        return False
+    if isinstance(a, Tensor):
+        return bool(((a == b) | (a != a) & (b != b)).all())
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

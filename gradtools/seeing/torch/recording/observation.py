@@ -1,0 +1,194 @@
+"""Runs the user's function once under a recorder, and puts back everything that it changed.
+
+f runs at copies of its leaves that require grad, in plain eager code, what was compiled as well.
+What it changes is put back: what a snapshot holds, captured tensors, and `.grad`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.recording import Refusal, Run
+from gradtools.seeing.torch.recording.calls import CallRecorder, Replace
+from gradtools.seeing.torch.recording.undo import Undo, eagerly
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import is_compiling, leaves_of
+from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.replaying.guards import recorded
+from gradtools.torch.state import Snapshot
+
+Tensor = torch.Tensor
+_ONE = threading.RLock()  # what is watched while a run is recorded belongs to the process
+_here = threading.local()
+
+
+def watchable() -> bool:
+    """Whether a run may be recorded here."""
+    inside = is_compiling() or upstream.peek_interpreter_stack() is not None
+    return not inside and not getattr(_here, "recording", False)
+
+
+@dataclass
+class Seen:
+    """A run that was recorded.
+
+    Attributes:
+        recorder: What it wrote down.
+        leaves: The leaves as the user gave them.
+        said: Their names.
+        aliases: The copies of them that f was given.
+        inputs: Their numbers.
+        outs: What it returned; empty if PyTorch refused something.
+    """
+
+    recorder: CallRecorder
+    leaves: Sequence[Any]
+    said: Sequence[str]
+    aliases: list[Any]
+    inputs: list[int]
+    outs: list[Any]
+    refusal: Refusal | None = None
+
+    def output(self, y: Any) -> int:
+        """The number of something that f returned."""
+        with self.recorder.silent():
+            if isinstance(y, Tensor):
+                return self.recorder.of(y)
+            return self.recorder.come_back(y)
+
+    def graph(self, outputs: Sequence[int]) -> PlainGraph:
+        """What was written down."""
+        return self.recorder.graph(self.inputs, outputs)
+
+    def stand_ins(self) -> tuple[str, ...]:
+        """For each leaf the name of what was read from outside in its place."""
+        captured = self.recorder.captured.values()
+        return tuple([self._stand_in(leaf, captured) for leaf in self.leaves])
+
+    def _stand_in(self, leaf: Any, captured: Any) -> str:
+        if not isinstance(leaf, Tensor):
+            return ""
+        result = next((x for x in captured if x is leaf or _same_memory(x, leaf)), None)
+        return "" if result is None else self.recorder.names.get(id(result), "a captured tensor")
+
+    def parameters(self) -> tuple[tuple[str, int | None], ...]:
+        """What f holds that requires grad, and its number if f read it."""
+        numbers = {id(x): number for number, x in self.recorder.captured.items()}
+        names = self.recorder.names
+        return tuple([(_as_argument(names[id(x)]), numbers.get(id(x))) for x in self.held()])
+
+    def held(self) -> tuple[Tensor, ...]:
+        """What f holds that requires grad."""
+        own = {id(x) for x in self.leaves}
+        result = self.recorder.reachable.values()
+        return tuple([x for x in result if x.requires_grad and x.is_leaf and id(x) not in own])
+
+    def reads(self) -> dict[int, list[int]]:
+        """The numbers of what was there before, and of what had been computed from it, by id."""
+        result: dict[int, list[int]] = {}
+        for number, x in self.recorder.captured.items():
+            result.setdefault(id(x), []).append(number)
+            for leaf in leaves_of([x]) if x.grad_fn is not None else ():
+                result.setdefault(id(leaf), []).append(number)
+        return result
+
+
+def _as_argument(name: str) -> str:
+    """A name behind what the arguments hold, `f[0]['argument 1'][0].weight`, as it reads best."""
+    return re.sub(r"^f(\[\d+\])?\['(argument [^']*)'\](\[0\])?", r"\2", name)
+
+
+@contextmanager
+def observed(
+    run: Run, leaves: Sequence[Any], names: Sequence[str], replace: Replace | None = None
+) -> Iterator[Seen]:
+    """A recorded run, and afterwards everything as it was."""
+    with recording_run("a run", run, leaves) as undo:
+        yield _run(CallRecorder(undo, replace), run, leaves, names)
+
+
+@contextmanager
+def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
+    """Inside, this thread records one run, whatever modes are around; then all is as it was.
+
+    what: In the refusal where none can be recorded.
+    """
+    if not watchable():
+        raise GradtoolsError(
+            f"{what} can be recorded in plain eager code only, not inside a transform of "
+            "torch.func, in compiled code, or while another run is recorded."
+        )
+    with put_back(run, leaves) as undo:
+        _here.recording = True
+        try:
+            with recorded(), torch.inference_mode(False), torch.enable_grad():
+                yield undo
+        finally:
+            _here.recording = False
+
+
+@contextmanager
+def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
+    """Inside, f may run; afterwards all that it can reach is as it was."""
+    with _ONE:
+        undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
+        try:
+            with eagerly(), undo:
+                yield undo
+        finally:
+            undo.put_back()
+            undo.start.restore()
+
+
+def _roots(run: Run) -> list[Any]:
+    """What may change: what the user's function can reach, and what it is given.
+
+    The leaves are copied for it, and what is last is walked first and gives the names.
+    """
+    owner: Any = getattr(run, "__self__", None)
+    if not hasattr(owner, "f"):
+        return [run]
+    return [getattr(owner, "statics", None), owner.f]
+
+
+def _run(recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Seen:
+    aliases = [copied(x) for x in leaves]
+    inputs = [recorder.introduced(x, name) for x, name in zip(aliases, names, strict=True)]
+    seen = Seen(recorder, leaves, names, aliases, inputs, [])
+    try:
+        seen.outs = [*recorder.run(run, aliases)]
+    except Exception as error:
+        if recorder.refusal is None or not _comes_from(error, recorder.refusal[0]):
+            raise
+        seen.refusal = recorder.refusal[1]
+    return seen
+
+
+def copied(x: Any, tracked: bool = True) -> Any:
+    """A copy of a leaf, which requires grad if asked for and if it may."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().clone().requires_grad_(tracked and is_inexact(x))
+
+
+def _comes_from(error: BaseException | None, origin: BaseException) -> bool:
+    while error is not None:
+        if error is origin:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    if a.layout is not torch.strided or b.layout is not torch.strided or a.numel() == 0:
+        return False
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.device == b.device

@@ -1,0 +1,233 @@
+"""`Recorder`: records a PyTorch run by function and dispatch modes, and names tensors' values.
+
+A `Recorder` is the one class that enters modes. What it sees comes at up to five levels, each to a
+method of its own, which goes on with the call::
+
+    "rules"        ruled(class, apply, args, kwargs)   a torch.autograd.Function
+    "parameters"   wrapped(class, make, args, kwargs)  a tensor becomes a Parameter or a Buffer
+    "functions"    called(function, args, kwargs)      PyTorch's functions, as the program calls
+    "operations"   operated(call)                      aten's, beneath autograd, in all passes
+    "saved"        saves(x), read_saved(kept)          what autograd keeps for a backward pass
+
+They differ in what can be told there: whether a call carries a derivative, and what left for NumPy,
+at the functions (`calls.py`, for `why_zero`); what is really computed at the operations
+(`passes.py`, for the graph); a formula (`translating/recorder.py`) is written of either, whichever
+reads better. Values, writing in place, the line and the modules that run, and what is put back
+afterwards are the same for all, and stand here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from gradtools.code_origin import Source
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.graphs.nodes import Node, Value
+from gradtools.seeing.torch.operands import AtenCall
+from gradtools.seeing.torch.recording.source_lines import Scopes, place
+from gradtools.seeing.torch.recording.undo import Undo
+from gradtools.seeing.torch.recording.values import KnownTensor, TensorTable, Write, like
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.patches import functions_applied, parameters_made
+
+Tensor = torch.Tensor
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an operation comes from: the user's line, the modules, a rule's mark and its name."""
+
+    source: Source | None = None
+    scope: tuple[str, ...] = ()
+    mark: str = ""
+    rule: str = ""
+
+
+class Recorder(Generic[V]):
+    """What all recordings of a run have in common. V: What stands for a value, such as its number.
+
+    Args:
+        undo: Keeps what the program is about to change.
+
+    Attributes:
+        caller: What the user called.
+        levels: At which it looks on, outermost first.
+        values: Every value, by number.
+        captured: What was there before the run, by number.
+        names: The names of what the program can reach, by id.
+        scopes: The modules that are running.
+        rules: Name and mark of the Functions that are running, outermost first.
+        table: Which value each tensor stands for.
+        quiet: Whether nothing is written down now.
+    """
+
+    caller = ""
+    levels: tuple[str, ...] = ()
+
+    def __init__(self, undo: Undo) -> None:
+        self.values: dict[int, Value] = {}
+        self.captured: dict[int, Any] = {}
+        self.undo, self.names = undo, undo.names()
+        self.scopes = Scopes()
+        self.rules: list[tuple[str, str]] = []
+        self.table = TensorTable[V]()
+        self.quiet = False
+
+    # --- what looks on
+
+    def run(self, fun: Callable[..., Any], *args: Any) -> Any:
+        """`fun(*args)`, recorded; the search for a line ends at this call."""
+        with ExitStack() as inside:
+            inside.enter_context(self.scopes.watching())
+            for level in self.levels:
+                inside.enter_context(_LEVELS[level](self))
+            return fun(*args)
+
+    def origin(self) -> Origin:
+        """The line and the modules that are running, and the mark "checkpoint" inside of one."""
+        source, mark = place(Recorder.run)
+        return Origin(source, self.scopes.path, mark)
+
+    def node(
+        self,
+        operation: str,
+        native: str,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        at: Origin,
+        **more: Any,
+    ) -> Node:
+        """A node that comes from there."""
+        more |= {"source": at.source, "scope": at.scope, "mark": at.mark}
+        return Node(operation, tuple(inputs), tuple(outputs), native, **more)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, nothing is written down."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    @contextmanager
+    def within(self, name: str, mark: str = "") -> Iterator[None]:
+        """Inside runs a Function of this name."""
+        self.rules.append((name, mark))
+        try:
+            yield
+        finally:
+            self.rules.pop()
+
+    # --- values
+
+    def new(self, x: Any, name: str = "") -> V:
+        """A value for something new: here its number."""
+        number = len(self.values)
+        shape, dtype = like(x) if isinstance(x, Tensor) else ((), type(x).__name__)
+        self.values[number] = Value(shape, dtype, name)
+        return cast(V, number)
+
+    def introduced(self, x: Any, name: str) -> V:
+        """The value of something that goes in."""
+        value = self.new(x, name)
+        if isinstance(x, Tensor):
+            self.hold(x, value)
+        return value
+
+    def hold(self, x: Tensor, value: V) -> None:
+        """From now on x has this value."""
+        self.table.hold(x, value)
+
+    def of(self, x: Tensor) -> V:
+        """The value of a tensor as it is now: it may be new here, or written to by another name."""
+        known = self.known(x)
+        if known is None:
+            value = self.met(x)
+        elif writes := self.table.since(known):
+            value = self.rewritten(x, known.value, writes)
+        else:
+            return known.value
+        self.hold(x, value)
+        return value
+
+    def known(self, x: Tensor) -> KnownTensor[V] | None:
+        """What is known of a tensor."""
+        return self.table.find(x)
+
+    def met(self, x: Tensor) -> V:
+        """The value of a tensor that nothing was seen to make."""
+        raise NotImplementedError
+
+    def rewritten(self, x: Tensor, before: V, writes: Sequence[Write[V]]) -> V:
+        """The value of a tensor after others wrote to its memory."""
+        raise NotImplementedError
+
+    def keep_written(self, call: AtenCall) -> list[Tensor]:
+        """The tensors that an operation is about to write to, kept if they were there before."""
+        written = [*call.written()]
+        for x in written:
+            self.of(x)  # met now for the first time, it was there before
+            self.undo.keep(x)
+        return written
+
+    def capture(self, x: Tensor, number: int) -> None:
+        """x was there before."""
+        self.captured[number] = x
+        self.undo.watch(x)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recorder.quiet:
+            return fun(*args, **(kwargs or {}))
+        return self.recorder.called(fun, args, kwargs or {})
+
+
+class Operations(upstream.Watching):
+    """The level of operations, which a recorder enters again to record what one is made of."""
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recorder.quiet:
+            return fun(*args, **(kwargs or {}))
+        if not hasattr(fun, "overloadpacket"):
+            raise GradtoolsError(f"{self.recorder.caller}: {fun} has no translation.")
+        return self.recorder.operated(AtenCall(fun, args, kwargs or {}))
+
+
+def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+    def call(owner: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
+        return beneath(*args, **kwargs) if recorder.quiet else around(owner, beneath, args, kwargs)
+
+    return call
+
+
+def _saved(recorder: Any) -> Any:
+    me = weakref.proxy(recorder)  # autograd's nodes hold the hooks, and this holds the nodes
+    return saved_tensors_hooks(lambda x: me.saves(x), recorder.read_saved)
+
+
+_LEVELS: dict[str, Callable[[Any], Any]] = {
+    "rules": lambda recorder: functions_applied(_unless_quiet(recorder, recorder.ruled)),
+    "parameters": lambda recorder: parameters_made(_unless_quiet(recorder, recorder.wrapped)),
+    "functions": _Functions,
+    "operations": Operations,
+    "saved": _saved,
+}

@@ -1,0 +1,188 @@
+"""Numbers the values of a run recorded above autograd, and finds where unknown ones come from.
+
+A tensor is known again by its identity. One that nobody was seen to make is joined by what can be
+asked of it: autograd's graph, walked back until known tensors are met; the memory that it shares
+with a known tensor; else it was there before, and is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from gradtools.seeing.graphs.nodes import Dependence, Links, Node, Value
+from gradtools.seeing.torch.recording import operations
+from gradtools.seeing.torch.recording.recorder import Recorder
+from gradtools.seeing.torch.recording.taint import tags_at
+from gradtools.seeing.torch.recording.undo import Undo
+from gradtools.seeing.torch.recording.values import KnownTensor, Write, holds_numbers
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
+
+Tensor = torch.Tensor
+_CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
+Edge = tuple[Any, int]  # where in autograd's graph a tensor comes out
+
+
+class Numbering(Recorder[int]):
+    """Nodes, and numbers of tensors beneath the wrappers of transforms: there is autograd's graph.
+
+    Attributes:
+        nodes: The nodes so far.
+        outside: As in `Graph`.
+        made: Nodes of autograd, each with the number of the node that made it.
+        reachable: The tensors that the program can reach before it runs, by id.
+    """
+
+    def __init__(self, undo: Undo) -> None:
+        super().__init__(undo)
+        self.nodes: list[Node] = []
+        self.outside: list[tuple[int, int]] = []
+        self.made: dict[Any, int] = {}
+        self.reachable = {id(x): x for x, _ in undo.start.reached.watched}
+        self._edges: dict[Edge, int] = {}
+        self._came_out: dict[int, Edge] = {}  # when a known tensor got its number, by its id
+
+    def add(
+        self,
+        operation: str,
+        native: str,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        links: Links | None,
+        loss: str | None = None,
+        mark: str = "",
+        **more: Any,
+    ) -> int:
+        """Adds a node at the line that is running."""
+        here = self.origin()
+        at = replace(here, mark=mark or here.mark)
+        more |= {"links": links, "loss": loss}
+        self.nodes.append(self.node(operation, native, inputs, outputs, at, **more))
+        return len(self.nodes) - 1
+
+    def new(self, x: Any, name: str = "") -> int:
+        """A number for a tensor, an array or a number of Python's."""
+        number = super().new(x, name)
+        if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
+            array = np.asarray(x)
+            self.values[number] = Value(array.shape, array.dtype.name, name)
+        return number
+
+    def known(self, x: Tensor) -> KnownTensor[int] | None:
+        """What is known of this very tensor: another has another place in autograd's graph."""
+        return self.table.get(unwrapped(x))
+
+    def hold(self, x: Tensor, value: int) -> None:
+        """From now on x, a tensor or what a transform made of it, has this number."""
+        base = unwrapped(x)
+        self.table.hold(base, value, alone=True)
+        self._came_out[id(base)] = edge_of(base)
+        if base.grad_fn is not None:
+            self._edges[edge_of(base)] = value
+
+    def was_reconnected(self, x: Tensor) -> bool:
+        """Whether autograd has another graph for a known tensor than when it got its number."""
+        return x.requires_grad and edge_of(x) != self._came_out[id(x)]
+
+    def refresh(self, xs: Iterable[Tensor]) -> None:
+        """Known tensors whose graph autograd made anew, as it does for views of what changed."""
+        for x in xs:
+            if self.was_reconnected(x):
+                self.hold(x, self.of(x))
+
+    def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
+        """One step for each write; a derivative follows if autograd gave x another graph."""
+        for write in writes:
+            behind = write.tensor.requires_grad and not self.was_reconnected(x)
+            loss = ("in_place_data" if write.by.grad else "no_grad") if behind else None
+            number = self.new(x)
+            nodes = self.walk(x)[1]
+            links = ((_FULL, _CUT if behind else _FULL),)
+            given = [before, write.value]
+            self.note_made(nodes, self.add("update", write.by.name, given, [number], links, loss))
+            self.hold(x, number)
+            before = number
+        return before
+
+    # --- tensors that nobody was seen to make
+
+    def met(self, x: Tensor) -> int:
+        """Its number; another object for a tensor that is known has that one's."""
+        base = unwrapped(x)
+        known = self._edges.get(edge_of(base)) if base.grad_fn is not None else None
+        if known is not None:
+            return known
+        number = self.new(x)
+        joined = self._join_by_graph if base.grad_fn is not None else self._join_by_memory
+        if id(base) in self.reachable or not joined(base, number):
+            self.capture(base, number)
+        return number
+
+    def capture(self, x: Tensor, number: int) -> None:
+        """It was there before; or it was made of an array that had left, by `from_numpy`."""
+        super().capture(x, number)
+        if x.device.type == "cpu" and holds_numbers(x):
+            self.outside += [(tag, number) for tag in sorted(tags_at(x.data_ptr()))]
+
+    def _join_by_graph(self, base: Tensor, number: int) -> bool:
+        result, nodes = self.walk(base)
+        if not result:
+            return False
+        operation, name = operations.neutral_of_node(base.grad_fn), operations.word_of(base.grad_fn)
+        node = self.add(operation, name, result, [number], ((_FULL,) * len(result),))
+        self.note_made(nodes, node)
+        return True
+
+    def note_made(self, nodes: Iterable[Any], node: int) -> None:
+        """Notes which recorded node made nodes of autograd."""
+        for made in nodes:
+            self.made.setdefault(made, node)
+
+    def _join_by_memory(self, base: Tensor, number: int) -> bool:
+        """A Parameter that was made of a known tensor, or a view that was taken elsewhere."""
+        source = next(self.table.sharing(base), None)
+        if source is None:
+            return False
+        stopped = is_inexact(base) and source.requires_grad
+        link = _FULL if is_inexact(base) and not stopped else _CUT
+        name = type(base).__name__ if isinstance(base, torch.nn.Parameter) else "alias"
+        operation, loss = ("stop", "detached") if stopped else ("identity", None)
+        self.add(operation, name, [self.of(source)], [number], ((link,),), loss)
+        return True
+
+    def walk(self, out: Tensor) -> tuple[list[int], list[Any]]:
+        """The known values from which autograd leads to a tensor, and its nodes on the way."""
+        if out.grad_fn is None:  # a leaf is connected to what it was before, if it was
+            known = self.known(out) if out.requires_grad else None
+            return ([] if known is None else [known.value]), []
+        result: dict[int, None] = {}
+        edge = get_gradient_edge(out)
+        todo: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
+        seen: dict[Any, None] = {}
+        while todo:
+            node, k = todo.pop()
+            number = self._edges.get((node, k))
+            if number is None and type(node).__name__ == "AccumulateGrad":
+                number = self.of(node.variable)
+            if number is not None:
+                result[number] = None
+            elif node not in seen:
+                seen[node] = None
+                todo += [pair for pair in node.next_functions if pair[0] is not None]
+        return list(result), list(seen)
+
+
+def edge_of(x: Tensor) -> Edge:
+    """Where in autograd's graph a tensor comes out."""
+    return x.grad_fn, x.output_nr
+
+
+def version_of(x: Tensor) -> int | None:
+    """How often a tensor was changed in place, where that is counted."""
+    return None if x.is_inference() else upstream.version_of(x)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, NoReturn
 
+from gradtools.arguments.wording import in_words, with_article
 from gradtools.backend import Operators
-from gradtools.calls import in_words, with_article
 from gradtools.errors import GradtoolsError
 
 PRECISIONS = ("float16", "bfloat16", "float32", "float64")

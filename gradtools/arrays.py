@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.calls import with_article
+from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 
 

@@ -29,7 +29,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
-    from gradtools.chunks import ChunkOptions, Chunks
+    from gradtools.arguments.chunks import ChunkOptions, Chunks
     from gradtools.seeing.graphs.recording import Run
 
 Array = Any

@@ -21,20 +21,15 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 
-from gradtools.arguments import Argument, arguments_of_call, takes
+from gradtools.arguments.batches import Batch
+from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
+from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
+from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
+from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R
-from gradtools.batches import Batch
-from gradtools.calls import (
-    as_array,
-    describe,
-    is_numeric,
-    like_function,
-    normalized_argnums,
-    refuse_arguments,
-)
-from gradtools.chunks import ChunkOptions, Chunks, Partition
 from gradtools.derivatives import Derivatives
 from gradtools.errors import GradtoolsError
+from gradtools.function_names import like_function
 
 Argnums = int | Sequence[int]
 

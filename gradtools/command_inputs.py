@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import gradtools
-from gradtools.calls import with_article
+from gradtools.arguments.wording import with_article
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 

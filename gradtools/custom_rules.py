@@ -15,14 +15,14 @@ from typing import Any, overload
 
 import numpy as np
 
+from gradtools.arguments.static_arguments import Parameters
+from gradtools.arguments.wording import describe
 from gradtools.backend import Backend, F, Operators
-from gradtools.calls import describe
 from gradtools.custom_structure import ARRAY, Shaped, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import told_apart
 from gradtools.rule_contract import Contract, checked_word
 from gradtools.rules import KEYS, JvpRule, Rule, total
-from gradtools.static_arguments import Parameters
 
 _MOST_SHAPES = 256
 

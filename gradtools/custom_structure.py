@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
-from gradtools.calls import describe, in_words
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import told_apart
 from gradtools.rule_contract import Aval, Primal

@@ -14,20 +14,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Concatenate, Literal, TypeVar, overload
 
-from gradtools.arguments import Argument, arguments_of_call
+from gradtools.arguments.batches import Batch
+from gradtools.arguments.calls import Call
+from gradtools.arguments.checks import normalized_argnums, refuse_arguments, whole_or_none
+from gradtools.arguments.in_axes import Argument, arguments_of_call
+from gradtools.arguments.wording import describe, with_article
 from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
-from gradtools.batches import Batch
-from gradtools.calls import (
-    Call,
-    describe,
-    like_function,
-    normalized_argnums,
-    refuse_arguments,
-    whole_or_none,
-    with_article,
-)
 from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
 from gradtools.errors import GradtoolsError
+from gradtools.function_names import like_function
 from gradtools.jacobian_blocks import blocks
 
 A = TypeVar("A")

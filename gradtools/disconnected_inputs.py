@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Backend, Evaluation
-from gradtools.calls import Call
 from gradtools.errors import DisconnectedInputError, warn
 
 _WITH_POLICY = ("grad", "value_and_grad")  # which take disconnected_inputs

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+from gradtools.arguments.checks import as_array
+from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, Operators, P, R, T
-from gradtools.calls import as_array, describe, in_words, is_numeric
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, key_of, replaced_at
 

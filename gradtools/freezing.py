@@ -19,11 +19,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from gradtools.arguments.batches import Batch
+from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
+from gradtools.arguments.wording import with_article
 from gradtools.backend import F, Operators
-from gradtools.batches import Batch
-from gradtools.calls import like_function, with_article
-from gradtools.chunks import ChunkOptions, Chunks, Partition
 from gradtools.errors import GradtoolsError
+from gradtools.function_names import like_function
 
 _ONE = Partition(1, 1)  # a use is one chunk
 

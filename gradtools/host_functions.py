@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, overload
 
+from gradtools.arguments.static_arguments import Parameters
 from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import FwdMaps, Shaped
@@ -21,7 +22,6 @@ from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host_kernels import Kernel, Spec
 from gradtools.rule_contract import checked_word
 from gradtools.rules import Entries, Linearized, Rule, spread, total
-from gradtools.static_arguments import Parameters
 
 
 class HostFunctions(Operators):

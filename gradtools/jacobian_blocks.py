@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
+from gradtools.arguments.batches import axis_moved
+from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Backend, Fun
-from gradtools.batches import axis_moved
-from gradtools.calls import Call
 from gradtools.disconnected_inputs import refuse_cut
 
 

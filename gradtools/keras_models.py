@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gradtools.arguments import check_names
+from gradtools.arguments.in_axes import check_names
 from gradtools.errors import GradtoolsError
 
 _SEED = "seed_generator_state"  # what Keras calls the variable of a random stream

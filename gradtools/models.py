@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments import arguments_of_call
+from gradtools.arguments.batches import Batch
+from gradtools.arguments.chunks import ChunkOptions, check_verify
+from gradtools.arguments.in_axes import arguments_of_call
+from gradtools.arguments.wording import with_article
 from gradtools.backend import F, Operators, P, R
-from gradtools.batches import Batch
-from gradtools.calls import like_function, with_article
-from gradtools.chunks import ChunkOptions, check_verify
 from gradtools.errors import GradtoolsError
+from gradtools.function_names import like_function
 
 Array = Any
 Apply = Callable[..., tuple[Any, Any]]

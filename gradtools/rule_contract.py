@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradtools.calls import in_words
+from gradtools.arguments.wording import in_words
 from gradtools.errors import GradtoolsError
 
 CHECKS = ("first", "always", "never")

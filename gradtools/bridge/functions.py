@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.arguments.static_arguments import Parameters
+from gradtools.arguments.wording import in_words
 from gradtools.bridged_calls import Cost, Crossing, noted, noting
-from gradtools.calls import in_words
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Shaped
 from gradtools.disconnected_inputs import refuse_cut
@@ -33,7 +34,6 @@ from gradtools.rules import Entries, Rule, replaced_where, spread
 from gradtools.seeing.formulas.recorded import Recorded, as_recorded
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.static_arguments import Parameters
 
 Array = Any
 Mask = tuple[bool, ...]

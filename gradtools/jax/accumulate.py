@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.accumulate import TargetLeaf, paired, refuse
-from gradtools.calls import with_article
+from gradtools.arguments.wording import with_article
 from gradtools.jax import trees
 from gradtools.jax._upstream import get_opaque_trace_state
 from gradtools.jax.module_arguments import part_of

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradtools.arguments.checks import whole_number
 from gradtools.arrays import as_numpy, as_seed, is_plain
-from gradtools.calls import whole_number
 from gradtools.errors import GradtoolsError
 
 X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'

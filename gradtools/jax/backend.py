@@ -18,7 +18,7 @@ from gradtools.jax.rules.transposing import pull, push, transpose, value_and_pus
 from gradtools.jax.trees import LinearMap
 
 if TYPE_CHECKING:
-    from gradtools.chunks import ChunkOptions
+    from gradtools.arguments.chunks import ChunkOptions
 
 
 class JaxBackend(Wing):

@@ -21,8 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradtools.arguments.chunks import (
+    Chunks,
+    Partition,
+    progress_bar,
+    unlike_outputs,
+    warn_of_batch_norm,
+)
 from gradtools.backend import Array
-from gradtools.chunks import Chunks, Partition, progress_bar, unlike_outputs, warn_of_batch_norm
 from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic

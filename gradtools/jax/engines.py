@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Evaluation, Fun, Staged
-from gradtools.calls import Call
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.jax import complex_sign, jaxprs, reachability
 from gradtools.jax._upstream import is_in_scope

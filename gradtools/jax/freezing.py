@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradtools.arguments.chunks import Chunks
 from gradtools.backend import Array
-from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError, is_of, warn
 from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.arrays import asarray

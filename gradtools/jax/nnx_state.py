@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradtools.arguments.wording import with_article
 from gradtools.backend import Array
-from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import cells_of, globals_of, parts_of, with_parts
 from gradtools.jax import jaxprs, reachability, trees

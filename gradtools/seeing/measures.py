@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from gradtools import notebook_html
+from gradtools.arguments.wording import with_article
 from gradtools.backend import Operators, P
-from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 
 _RUNS, _ENOUGH = (3, 25), 1.0  # at least, at most; seconds after which no further run starts

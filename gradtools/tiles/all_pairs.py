@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend, Operators
-from gradtools.calls import as_array
 from gradtools.errors import GradtoolsError
 from gradtools.tiles.tile_reductions import NARROW, wide
 from gradtools.tiles.tiling import Tiling

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend
-from gradtools.calls import as_array
 from gradtools.rules import Linearized, Rule, closed_over_error, replaced_at
 from gradtools.tiles.tile_reductions import Reduction, wide
 

@@ -40,19 +40,13 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments import argument_keys
+from gradtools.arguments.checks import as_array, whole_number, whole_or_none
+from gradtools.arguments.chunks import check_verify
+from gradtools.arguments.in_axes import argument_keys
+from gradtools.arguments.wording import describe, is_numeric, with_article
 from gradtools.backend import Array, Backend, Operators
-from gradtools.calls import (
-    as_array,
-    describe,
-    is_numeric,
-    like_function,
-    whole_number,
-    whole_or_none,
-    with_article,
-)
-from gradtools.chunks import check_verify
 from gradtools.errors import GradtoolsError
+from gradtools.function_names import like_function
 from gradtools.rules import replaced_at
 from gradtools.tiles.tile_reductions import KINDS, Reduction, wide
 from gradtools.tiles.tile_rules import (

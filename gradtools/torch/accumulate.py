@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradtools.accumulate import TargetLeaf, paired, refuse
-from gradtools.calls import with_article
+from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradtools.arguments.checks import whole_number
 from gradtools.arrays import as_numpy, as_seed, is_plain
-from gradtools.calls import whole_number
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling

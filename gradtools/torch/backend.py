@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, Lazily, Wing
-from gradtools.calls import in_words
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import arrays, engines, module_arguments, transformed_modules, trees
 from gradtools.torch.compiled_functions import compiled
@@ -23,7 +23,7 @@ from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key, tran
 from gradtools.torch.rules.transposing import pull, push, value_and_push
 
 if TYPE_CHECKING:
-    from gradtools.chunks import ChunkOptions
+    from gradtools.arguments.chunks import ChunkOptions
 
 Tensor = torch.Tensor
 

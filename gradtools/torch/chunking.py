@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from gradtools.batches import Batch
-from gradtools.chunks import ChunkOptions, Chunks, Partition, unlike_outputs
+from gradtools.arguments.batches import Batch
+from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, unlike_outputs
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped

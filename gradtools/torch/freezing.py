@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gradtools.chunks import Chunks
+from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtools import keras_models
-from gradtools.arguments import check_names
+from gradtools.arguments.in_axes import check_names
 from gradtools.errors import GradtoolsError, warn
 from gradtools.function_variables import parts_of, with_parts
 from gradtools.keras_models import is_keras

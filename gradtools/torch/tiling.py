@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradtools.chunks import progress_bar
+from gradtools.arguments.chunks import progress_bar
 from gradtools.errors import GradtoolsError
 from gradtools.rules import held_by
 from gradtools.seeing.torch.measures import LiveBytes

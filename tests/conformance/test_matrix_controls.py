@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import gradtools.accumulate
-import gradtools.batches
+import gradtools.arguments.batches
 import gradtools.chunking
 import gradtools.custom_structure
 import gradtools.derivatives
@@ -204,13 +204,13 @@ def stale_value(patch, gt):
 
 @mutant("every example gets the mean", "per_example_grad")
 def mean_of_examples(patch, gt):
-    whole = gradtools.batches.Batch.map
+    whole = gradtools.arguments.batches.Batch.map
 
     def same(self, one, chunk_size):
         mean = lambda g: 0 * g + g.mean()
         return each_leaf(mean, whole(self, one, chunk_size))
 
-    patch.setattr(gradtools.batches.Batch, "map", same)
+    patch.setattr(gradtools.arguments.batches.Batch, "map", same)
 
 
 @mutant(

@@ -210,7 +210,7 @@ def _imported(path):
 
 
 def test_nothing_above_the_wings_imports_a_framework():
-    for path in ROOT.glob("*.py"):
+    for path in (*ROOT.glob("*.py"), *(ROOT / "arguments").glob("*.py")):
         for line in path.read_text().splitlines():
             words = line.split()
             if line.startswith(("import ", "from ")):
@@ -250,7 +250,10 @@ def test_a_class_has_its_name_to_itself_or_shares_it_with_its_twin_in_the_other_
             if isinstance(node, ast.ClassDef) and node.name not in PER_LIBRARY:
                 homes.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
     shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
-    wings = [[file.removeprefix("seeing/").partition("/")[0] for file in files] for files in shared.values()]
+    wings = [
+        [file.removeprefix("seeing/").partition("/")[0] for file in files]
+        for files in shared.values()
+    ]
     assert all(wing == ["jax", "torch"] for wing in wings), shared
 
 

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from gradtools.backend import Operators, P, R
-from gradtools.calls import like_function
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError, warn
+from gradtools.function_names import like_function
 from gradtools.seeing.diagnostics.diagnosis import (
     apart,
     diagnosed,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.calls import with_article
+from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas import algebra, files
 from gradtools.seeing.formulas import typesetting as ts

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtools.arguments.checks import order_among
 from gradtools.backend import Backend, Operators, P
-from gradtools.calls import order_among
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import PlainGraph

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gradtools.arguments.checks import order_among
 from gradtools.backend import Operators, P
-from gradtools.calls import order_among
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.differences import difference

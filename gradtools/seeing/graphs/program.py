@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.arguments.checks import differentiable_leaf, normalized_argnums
+from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Backend
-from gradtools.calls import describe, differentiable_leaf, is_numeric, normalized_argnums
 from gradtools.errors import GradtoolsError
 
 _Taken = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a static for a leaf

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradtools.calls import with_article
+from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.jax import trees
 from gradtools.jax._upstream import Literal

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradtools.calls import with_article
+from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.jax.module_arguments import module_kinds, opened, part_of
 from gradtools.jax.nnx_state import explained, held_in, stateful

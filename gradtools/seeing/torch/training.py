@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtools.calls import with_article
+from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.diagnostics.training import (
     FROZEN,

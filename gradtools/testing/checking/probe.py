@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.calls import with_article
+from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction

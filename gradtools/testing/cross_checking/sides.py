@@ -361,7 +361,7 @@ def argument_path(path: Path) -> str:
 
 
 def _positions(argnums: Any, count: int) -> tuple[int, ...]:
-    from gradtools.calls import normalized_argnums
+    from gradtools.arguments.checks import normalized_argnums
 
     if isinstance(argnums, tuple | list) and not argnums:
         return ()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from gradtools.chunks import Chunks
+from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python

@@ -34,6 +34,7 @@ class Argument(NamedTuple):
 
     @property
     def name(self) -> str:
+        """What the argument is called in messages."""
         kind = "argument" if isinstance(self.key, int) else "keyword argument"
         return f"{kind} {self.key}"
 

@@ -8,16 +8,10 @@ from itertools import compress
 from operator import is_, itemgetter
 from typing import Any
 
+from gradtools.arguments.batches import Batch
+from gradtools.arguments.checks import whole_number, whole_or_none
+from gradtools.arguments.wording import describe, in_words, is_numeric, with_article
 from gradtools.backend import Array, Backend
-from gradtools.batches import Batch
-from gradtools.calls import (
-    describe,
-    in_words,
-    is_numeric,
-    whole_number,
-    whole_or_none,
-    with_article,
-)
 from gradtools.errors import GradtoolsError, warn_once
 
 SUMMED = object()  # in place of the axes of outputs that are added up and not joined

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments import Argument
+from gradtools.arguments.in_axes import Argument
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 

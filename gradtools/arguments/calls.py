@@ -7,16 +7,18 @@ puts results back into their trees. All checks of what the user passed stand her
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
 
-import numpy as np
-
+from gradtools.arguments.checks import differentiable_leaf, matching
+from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
+
+_TREES = (tuple, list, dict)
+_INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 
 
 class Call:
@@ -239,188 +241,6 @@ class Call:
         )
 
 
-def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
-    """An argument that is a count (anything with `__index__`) as an integer, or an error."""
-    try:
-        result = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
-    except TypeError:
-        result = least - 1
-    if result < least:
-        raise GradtoolsError(
-            f"{caller}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
-        )
-    return result
-
-
-def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:
-    """The same; None stays None."""
-    return None if value is None else whole_number(caller, name, value, least, unit)
-
-
-def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
-    """The argument `order` as an integer, or an error."""
-    whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
-    if not whole or operator.index(order) not in known:
-        raise GradtoolsError(f"{caller}: order is {order!r}; expected {expected}.")
-    return operator.index(order)
-
-
-def normalized_argnums(
-    caller: str, argnums: Any, count: int, name: str = "argnums"
-) -> tuple[int, ...]:
-    """argnums as a tuple of positions from 0, each checked against the number of arguments."""
-    if type(argnums) is int and argnums == 0 and count:
-        return (0,)
-    given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
-    positions = []
-    for i in given:
-        i = _as_position(caller, i, name)
-        if not -count <= i < count:
-            many = f"{count} positional argument{'s' * (count > 1)}"
-            called = f"{many} (0 to {count - 1})" if count else "no positional argument"
-            raise GradtoolsError(
-                f"{caller}: {name} holds {i}, but f was called with {called}. {_by_position(name)}"
-            )
-        positions.append(i % count)
-    if len(set(positions)) < len(positions):
-        raise GradtoolsError(f"{caller}: {name} {given} names an argument twice. Name each once.")
-    if not positions:
-        raise GradtoolsError(f"{caller}: {name} is empty; name at least one argument.")
-    return tuple(positions)
-
-
-def _as_position(caller: str, i: Any, name: str) -> int:
-    # Dynamo makes integers symbolic, and asks none of these for its methods.
-    if not isinstance(i, bool | type) and (isinstance(i, int) or hasattr(i, "__index__")):
-        try:
-            return operator.index(i)
-        except TypeError:  # of an array that is no integer
-            pass
-    is_array = hasattr(i, "dtype") and not isinstance(i, type)
-    came = f"an array of dtype {i.dtype}" if is_array else repr(i)
-    raise GradtoolsError(
-        f"{caller}: {name} must hold integers, got {came}. Give the position of an argument, "
-        "counted from 0, or a tuple of positions."
-    )
-
-
-def refuse_arguments(caller: str, argnums: Any) -> None:
-    """Raises for f's arguments in the place of argnums, before anybody uses what comes back."""
-    for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
-        if not isinstance(i, type) and getattr(i, "shape", ()) != ():
-            raise GradtoolsError(
-                f"{caller}: argnums holds an array of shape {tuple(i.shape)}; expected positions. "
-                f"{caller} returns a function, which takes f's arguments: {caller}(f)(x)."
-            )
-
-
-def _by_position(name: str) -> str:
-    if name in ("key_argnums", "carry_argnums"):
-        return "Keyword arguments are no such arguments; pass by position what it names."
-    return (
-        "Keyword arguments are not differentiated; pass what is to be differentiated by position."
-    )
-
-
-def as_array(
-    backend: Backend, caller: str, x: Any, name: str, beside: Array | None = None
-) -> Array:
-    """x as an array of the framework, on the device of `beside`, or an error that names it."""
-    if backend.is_array(x):
-        return x
-    try:
-        return backend.asarray(x, beside)
-    except GradtoolsError as error:
-        if is_numeric(backend, x):  # of a dtype that the framework does not hold
-            raise GradtoolsError(f"{caller}: {name}: {error}") from error
-        came = describe(backend, x)
-        raise GradtoolsError(
-            f"{caller}: {name} is {came}; expected an array of numbers."
-        ) from error
-
-
-def differentiable_leaf(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
-    """The leaf as an array that can be differentiated, or an error that names it."""
-    if isinstance(leaf, bool | int):
-        raise _not_differentiable(caller, name, f"the Python {type(leaf).__name__} {leaf!r}")
-    if not backend.is_array(leaf):
-        leaf = _converted(backend, caller, leaf, name)
-    if not backend.is_inexact(leaf):
-        came = f"an array of dtype {backend.dtype_name(leaf)} and shape {tuple(leaf.shape)}"
-        raise _not_differentiable(caller, name, came)
-    return leaf
-
-
-def _converted(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
-    if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
-        from gradtools import keras_models
-
-        if keras_models.is_keras(leaf):
-            raise keras_models.refusal(caller, name, leaf)
-        raise _not_differentiable(caller, name, f"an object of type {type(leaf).__name__}")
-    try:
-        return backend.asarray(leaf)
-    except GradtoolsError as error:
-        raise GradtoolsError(f"{caller}: {name} cannot be differentiated: {error}") from error
-
-
-_TREES = (tuple, list, dict)
-_INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
-_ALL = ("vjp", "jvp", "linearize", "hvp", "mixed_partial")  # these differentiate every argument
-_ALONG = ("why_zero", "gradient_graph", "formula")
-
-
-def _not_differentiable(caller: str, name: str, came: str) -> GradtoolsError:
-    elsewhere = "keep it in an argument that argnums does not name"
-    if caller in _ALL:
-        elsewhere = "let f close over it"
-    elif caller in _ALONG:
-        elsewhere = "keep it in an argument that wrt does not name"
-    elif caller == "minimax_value_and_grad":
-        elsewhere = "keep it in an argument that neither minimize nor maximize names"
-    return GradtoolsError(
-        f"{caller}: {name} is {came}; what is differentiated must be a floating or complex array. "
-        f"Cast it, or {elsewhere}."
-    )
-
-
-def matching(
-    backend: Backend, caller: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
-) -> Array:
-    """x as an array of like's shape and dtype, or an error that names both."""
-    if isinstance(x, complex) and not backend.is_complex(like):
-        name, like_name = names()
-        raise GradtoolsError(
-            f"{caller}: {name} is the complex number {x}, but {like_name} is real "
-            f"({backend.dtype_name(like)}). Pass a real number."
-        )
-    if isinstance(x, bool | int | float | complex):
-        x = backend.cast(x, like)
-    elif not backend.is_array(x):
-        x = _as_like(backend, caller, x, like, names)
-    if x.shape != like.shape or x.dtype != like.dtype:
-        came = (tuple(x.shape), backend.dtype_name(x))
-        wanted = (tuple(like.shape), backend.dtype_name(like))
-        name, like_name = names()
-        raise GradtoolsError(
-            f"{caller}: {name} has shape {came[0]} and dtype {came[1]}, expected {wanted[0]} and "
-            f"{wanted[1]}, those of {like_name}. Reshape or cast it."
-        )
-    return x
-
-
-def _as_like(
-    backend: Backend, caller: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
-) -> Array:
-    if hasattr(x, "__array__"):
-        return _converted(backend, caller, x, names()[0])
-    name, like_name = names()
-    raise GradtoolsError(
-        f"{caller}: {name} is {describe(backend, x)}, expected {describe(backend, like)}, like "
-        f"{like_name}."
-    )
-
-
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
     """What stands in `tree` at treedef's leaves, whatever the order of its dicts.
 
@@ -431,57 +251,6 @@ def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
     except (ValueError, TypeError):
         return None
     return None if any(isinstance(x, tuple | list | dict) for x in leaves) else leaves
-
-
-def describe(backend: Backend, x: Any) -> str:
-    """What x is, in a few words, for messages."""
-    if backend.is_array(x) or (hasattr(x, "shape") and hasattr(x, "dtype")):
-        return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
-    if isinstance(x, tuple | list | dict):
-        return f"a {type(x).__name__} of {len(x)}"
-    return "None" if x is None else with_article(type(x).__name__)
-
-
-def in_words(treedef: Any) -> str:
-    """A structure for messages: in brackets as a program writes it, * for an array."""
-    text = " ".join(str(treedef).split())
-    text = text.removeprefix("PyTreeDef(").removesuffix(")") if text[:9] == "PyTreeDef" else text
-    return "one array" if text == "*" else text
-
-
-def is_numeric(backend: Backend, x: Any) -> bool:
-    """Whether x is an array of the framework, a number, or NumPy's array of numbers."""
-    if backend.is_array(x) or isinstance(x, bool | int | float | complex):
-        return True
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
-
-
-def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
-    """The call under a name like f's and with f's signature; it can be pickled if f can."""
-    name = f"{prefix}{getattr(f, '__name__', type(f).__name__)}{suffix}"
-    known = {"__name__": name, "__qualname__": name, "__wrapped__": f}
-    try:
-        call.__dict__.update(known)
-    except AttributeError:  # dynamo's stand-in for a partial has no attributes
-        return call
-    if type(call) is partial:
-        call = _Method(call.func, *call.args, **call.keywords)
-        call.__dict__.update(known)
-    return call
-
-
-class _Method(partial[Any]):
-    """A partial that a class may hold as a method, as it may a function: as from Python 3.14 on."""
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else partial(self, instance)
-
-
-def with_article(name: str) -> str:
-    """The name of a type after "a" or "an"; None as it is written."""
-    if name == "NoneType":
-        return "None"
-    return f"{'an' if name[0].lower() in 'aeio' or name == 'ndarray' else 'a'} {name}"
 
 
 def _over(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,39 @@
+"""How arrays, structures and types are described in messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradtools.backend import Backend
+
+
+def describe(backend: Backend, x: Any) -> str:
+    """What x is, in a few words, for messages."""
+    if backend.is_array(x) or (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
+    if isinstance(x, tuple | list | dict):
+        return f"a {type(x).__name__} of {len(x)}"
+    return "None" if x is None else with_article(type(x).__name__)
+
+
+def in_words(treedef: Any) -> str:
+    """A structure for messages: in brackets as a program writes it, * for an array."""
+    text = " ".join(str(treedef).split())
+    text = text.removeprefix("PyTreeDef(").removesuffix(")") if text[:9] == "PyTreeDef" else text
+    return "one array" if text == "*" else text
+
+
+def is_numeric(backend: Backend, x: Any) -> bool:
+    """Whether x is an array of the framework, a number, or NumPy's array of numbers."""
+    if backend.is_array(x) or isinstance(x, bool | int | float | complex):
+        return True
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
+
+
+def with_article(name: str) -> str:
+    """The name of a type after "a" or "an"; None as it is written."""
+    if name == "NoneType":
+        return "None"
+    return f"{'an' if name[0].lower() in 'aeio' or name == 'ndarray' else 'a'} {name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CellType, CodeType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
 
@@ -64,3 +64,34 @@ def with_parts(x: Any, of: Callable[[Any], Any]) -> Any:
         count = 1 + len(x.args)
         return kind(*new[:count], **dict(zip(x.keywords, new[count:], strict=True)))
     return ref(*new)
+
+
+def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """What of these classes a function or a container holds, each once."""
+    result: dict[int, Any] = {}
+    seen: set[int] = set()
+    todo = [x]
+    while todo:
+        x = todo.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, kinds):
+            result[id(x)] = x
+        else:
+            todo += _held_by(x)
+    return list(result.values())
+
+
+def _held_by(x: Any) -> list[Any]:
+    if not isinstance(x, FunctionType):
+        return parts_of(x)
+    if is_of_framework(x):
+        return []
+    wrapped = [x.__wrapped__] if hasattr(x, "__wrapped__") else []
+    return [*cells_of(x).values(), *globals_of(x).values(), *(x.__defaults__ or ()), *wrapped]
+
+
+def is_of_framework(f: FunctionType) -> bool:
+    """Whether a function is JAX's or flax's own."""
+    return (f.__module__ or "").partition(".")[0] in ("jax", "flax")

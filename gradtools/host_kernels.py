@@ -24,8 +24,8 @@ import numpy as np
 
 from gradtools.arguments.wording import in_words, with_article
 from gradtools.code_origin import definition_of
-from gradtools.containers import whole
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import whole
 from gradtools.rules import KEYS
 
 if TYPE_CHECKING:

@@ -127,10 +127,10 @@ def differentiable_leaf(backend: Backend, caller: str, leaf: Any, name: str) -> 
 
 def _converted(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
     if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
-        from gradtools import keras_models
+        from gradtools.integrations import keras
 
-        if keras_models.is_keras(leaf):
-            raise keras_models.refusal(caller, name, leaf)
+        if keras.is_keras(leaf):
+            raise keras.refusal(caller, name, leaf)
         raise _not_differentiable(caller, name, f"an object of type {type(leaf).__name__}")
     try:
         return backend.asarray(leaf)

@@ -12,7 +12,8 @@ import numpy as np
 
 from gradtools.backend import Array, Lazily, Wing
 from gradtools.jax import arrays, engines, module_arguments, shardings, transformed_modules, trees
-from gradtools.jax.nnx_state import checkpointed, explained, stateful
+from gradtools.jax.known_errors import flax_explained
+from gradtools.jax.recomputing import checkpointed, stateful
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap
@@ -162,7 +163,7 @@ class JaxBackend(Wing):
     ) -> list[Array]:
         from gradtools.jax.loops import map_batch
 
-        with explained("per_example_grad"):
+        with flax_explained("per_example_grad"):
             if chunk_size is None:
                 return jax.vmap(f)(*batch)
             return map_batch(f, batch, None if chunk_size == 1 else chunk_size)

@@ -33,15 +33,15 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
-from gradtools.jax.nnx_state import (
-    explained,
+from gradtools.jax.known_errors import flax_explained
+from gradtools.jax.operation_marks import chunk
+from gradtools.jax.recomputing import (
     explained_again,
     owning,
     refuse_to_repeat,
     rematerialized,
     stateful,
 )
-from gradtools.jax.operation_marks import chunk
 from gradtools.jax.shardings import varies, varying
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
@@ -70,7 +70,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
 
 def sum_chunks(chunks: Chunks) -> list[Array]:
     """The sums over chunks of the output leaves; each chunk's graph as it is."""
-    with explained(chunks.caller):
+    with flax_explained(chunks.caller):
         return _sum_chunks(chunks)
 
 

@@ -26,7 +26,7 @@ from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.arrays import asarray
 from gradtools.jax.jaxprs import uses_primitive
 from gradtools.jax.known_errors import explained
-from gradtools.jax.nnx_state import stateful
+from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
 from gradtools.jax.rules.primitives import TracedRule
 from gradtools.jax.rules.transposing import transpose

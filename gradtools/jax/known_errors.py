@@ -7,11 +7,12 @@ wing reads what an error says: reworded upstream, JAX's own error is raised in p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gradtools.code_origin import place_of
-from gradtools.errors import refusal, said_by
+from gradtools.errors import GradtoolsError, refusal, said_by
 
 
 @contextmanager
@@ -22,6 +23,23 @@ def explained(caller: str) -> Iterator[None]:
     except REFUSALS as error:
         explain(caller, error)
         raise
+
+
+@contextmanager
+def flax_explained(caller: str) -> Iterator[None]:
+    """flax's refusal to change a module inside of another trace, in our words."""
+    errors = sys.modules.get("flax.errors")
+    try:
+        yield
+    except Exception as error:
+        if errors is None or not isinstance(error, errors.TraceContextError):
+            raise
+        raise GradtoolsError(
+            f"{caller}: the function changes a flax.nnx module that belongs to another trace "
+            f"(flax.errors.TraceContextError: {str(error).partition(' (')[0]}). Pass the module "
+            "through flax's own transforms (nnx.jit, nnx.grad) or as an argument, or use "
+            "gt.functionalize and hand its state on."
+        ) from error
 
 
 REFUSALS = TypeError, ValueError, NotImplementedError

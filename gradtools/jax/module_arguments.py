@@ -22,10 +22,10 @@ from typing import Any
 import jax
 
 from gradtools.backend import Array
-from gradtools.containers import Containers
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import Containers
 from gradtools.jax import trees
-from gradtools.jax.nnx_state import explained
+from gradtools.jax.known_errors import flax_explained
 
 
 def opened(
@@ -143,7 +143,7 @@ class Opened:
         copies = graphs.merged(states)
         whole = [self._whole(rests.get(i), x, copies) for i, x in enumerate(args)]
         named = {key: self._whole(None, x, copies) for key, x in kwargs.items()}
-        with explained(self.caller):
+        with flax_explained(self.caller):
             out = self._f(*whole, **named)
         self.changed, self._forms, self._effects = graphs.changes(copies)
         return out
@@ -157,7 +157,7 @@ class Opened:
         """Writes the effects, the last of what a call handed out, to the caller's modules."""
         if self.changed and self._graphs is not None:
             count = sum(form.num_leaves for form in self._forms)
-            with explained(self.caller):
+            with flax_explained(self.caller):
                 self._graphs.write(self.changed, self._forms, list(extras)[-count:])
 
     def refuse_changes(self) -> None:

@@ -10,16 +10,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from gradtools.integrations import integration
+
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
     """`make(f)`, as a module if f is one."""
-    equinox, nnx = sys.modules.get("equinox"), sys.modules.get("flax.nnx")
-    if equinox is not None and isinstance(f, equinox.Module):
-        from gradtools.jax.equinox import Transformed
-
-        return Transformed(f, make)
-    if nnx is not None and isinstance(f, nnx.Module):
-        from gradtools.jax.nnx import Transformed as TransformedGraph
-
-        return TransformedGraph(f, make)
+    for library in ("equinox", "flax.nnx"):
+        loaded = sys.modules.get(library)
+        if loaded is not None and isinstance(f, loaded.Module):
+            return integration(library).Transformed(f, make)
     return make(f)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.containers import Containers, OpenedTree
+from gradtools.integrations.containers import Containers, OpenedTree
 from gradtools.jax import shardings
 
 

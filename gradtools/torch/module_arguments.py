@@ -142,7 +142,7 @@ class Opened:
 
 def _check(caller: str, modules: Sequence[nn.Module]) -> None:
     """Refuses modules whose tensors cannot be given, and two that share a parameter."""
-    from gradtools.keras_models import is_keras, refusal
+    from gradtools.integrations.keras import is_keras, refusal
     from gradtools.torch.modules import check_module
 
     owners: dict[int, int] = {}

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtools import keras_models
 from gradtools.arguments.in_axes import check_names
 from gradtools.errors import GradtoolsError, warn
 from gradtools.function_variables import parts_of, with_parts
-from gradtools.keras_models import is_keras
+from gradtools.integrations import keras
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
@@ -89,8 +88,8 @@ def functionalize(
 
     frozen_too: Parameters that ask for no gradient are among params as well.
     """
-    if is_keras(module):
-        return keras_models.functionalize(module, variables, train, _KERAS)
+    if keras.is_keras(module):
+        return keras.functionalize(module, variables, train, _KERAS)
     check_module("functionalize", module, variables)
     all_params = {name: p.detach() for name, p in module.named_parameters()}
     free = {name for name, p in module.named_parameters() if p.requires_grad or frozen_too}
@@ -458,4 +457,4 @@ def _keras_drawing(key: Any, arrays: Any) -> Any:
     return _seeded(_seed(key), _devices(arrays))
 
 
-_KERAS = keras_models.KerasWing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)
+_KERAS = keras.KerasWing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.containers import Containers, OpenedTree
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import Containers, OpenedTree
 from gradtools.torch._upstream import pytree
 from gradtools.torch.compiling import uncompiled
 

@@ -72,7 +72,6 @@ BACK = {
     },  # a rule, which is transposed by it
     "torch.double_backward": {"seeing.torch.recorded_run"},
     "torch.autograd_graph": {"torch.double_backward"},
-    "jax.transformed_modules": {"jax.equinox", "jax.nnx"},  # classes for users, made of the wing
 }
 
 

@@ -145,7 +145,7 @@ torch/compiling.py: jit needs no care; dynamo does
 torch/compiled_functions.py: derivatives that compiled code of PyTorch lacks; jit has them
 seeing/torch/live_graph.py: the graph that autograd holds of results; JAX's arrays hold none
 torch/nn.py: the reversal layer of torch.nn
-jax/linen.py: the reversal layer of flax.linen
+jax/linen.py: where users find the reversal layer of flax.linen
 torch/modes.py: flags that choose kernels; JAX has none
 torch/hooks.py: hooks on gradients; JAX has none
 torch/nondifferentiable.py: results that refuse a derivative along some tensors
@@ -157,9 +157,9 @@ torch/double_backward_trials.py: how that is found out
 seeing/jax/bridged_calls.py: equations that call the other framework; PyTorch has the call itself
 jax/complex_sign.py: the sign of complex numbers, whose derivative PyTorch has
 jax/shardings.py: meshes of devices; PyTorch's are its processes'
-jax/nnx_state.py: modules of flax.nnx, split, carried and merged; PyTorch's are `state`
-jax/nnx.py: the reversal layer of flax.nnx
-jax/equinox.py: the reversal layer of equinox
+jax/recomputing.py: programs that are computed again; PyTorch runs f again, in `replaying`
+jax/nnx.py: where users find the reversal layer of flax.nnx
+jax/equinox.py: where users find the reversal layer of equinox
 seeing/jax/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
 seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
 jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches

@@ -1,0 +1,119 @@
+"""equinox: a layer, models that a transformation makes of models, and modules as pure functions.
+
+Forward it is the identity, backward it multiplies by -scale: what is behind it ascends the loss
+that what is before it descends (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+
+import gradtools.jax as gt
+from gradtools.errors import GradtoolsError
+from gradtools.jax.arrays import check_key
+from gradtools.jax.known_errors import NEEDS_KEY, says
+from gradtools.jax.modules import Layout, check_layout, fresh, layout_of, no_key
+
+
+class GradientReversal(eqx.Module):
+    """The identity, with the gradient times ``-scale``.
+
+    Attributes:
+        scale: A real number; it is static, no leaf and no parameter. For a schedule under jit
+            give it at the call.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradtools.jax.equinox import GradientReversal
+        >>> layer = GradientReversal(scale=0.5)
+        >>> jax.grad(lambda x: layer(x).sum())(jnp.ones(2))
+        Array([-0.5, -0.5], dtype=float32)
+    """
+
+    scale: float = eqx.field(static=True, default=1.0)
+
+    def __call__(self, x: Any, scale: Any = None, *, key: Any = None) -> Any:
+        """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own.
+
+        ``key`` is not used; ``eqx.nn.Sequential`` gives one to every layer.
+        """
+        return gt.reverse_gradient(x, self.scale if scale is None else scale)
+
+
+class Transformed(eqx.Module):
+    """A module with another call, which `make` makes of the module.
+
+    It can be jitted as a function can: it is equal to itself alone.
+    """
+
+    module: Any
+    make: Callable[[Any], Callable[..., Any]] = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformed call."""
+        return self.make(self.module)(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def functionalize(
+    module: eqx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
+) -> tuple:
+    """``(apply, params, state)``; params is the module with its inexact arrays alone."""
+    if variables is not None and not isinstance(variables, eqx.nn.State):
+        raise GradtoolsError(
+            "functionalize: for an equinox module variables is the eqx.nn.State of "
+            f"eqx.nn.make_with_state, or None; got a {type(variables).__name__}."
+        )
+    if train is not None:
+        module = eqx.nn.inference_mode(module, value=not train)
+    params, static = eqx.partition(module, eqx.is_inexact_array)
+    layout, stateful = layout_of(params), variables is not None
+    parameters = inspect.signature(module.__call__).parameters
+    takes_key = any(n == "key" or p.kind is p.VAR_KEYWORD for n, p in parameters.items())
+
+    apply = partial(_apply, static, layout, stateful, takes_key)
+    return apply, params, variables if stateful else {}
+
+
+def _apply(
+    static: Any,
+    layout: Layout,
+    stateful: bool,
+    takes_key: bool,
+    /,
+    params: Any,
+    state: Any,
+    *args: Any,
+    key: jax.Array | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    check_layout(params, layout)
+    if key is not None:
+        check_key("apply", key)
+    if takes_key:
+        kwargs = {"key": key, **kwargs}
+    model = eqx.combine(params, static)
+    if not stateful:
+        return _call(model, args, kwargs), state
+    # equinox invalidates a State that is written to: hand over another one
+    return _call(model, (*args, fresh(state)), kwargs)
+
+
+def _call(model: Any, args: tuple, kwargs: dict) -> Any:
+    try:
+        return model(*args, **kwargs)
+    except RuntimeError as error:
+        if kwargs.get("key", True) is None and says(error, NEEDS_KEY, package="equinox"):
+            raise no_key(error) from error
+        raise

@@ -1,0 +1,87 @@
+"""flax.linen: a layer, and modules as pure functions.
+
+Forward it is the identity, backward it multiplies by -scale: what is behind it ascends the loss
+that what is before it descends (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from flax import linen
+from flax.errors import InvalidRngError
+
+import gradtools.jax as gt
+from gradtools.errors import GradtoolsError
+from gradtools.jax.modules import Layout, check_layout, keys, layout_of, mode_of, no_key
+
+
+class GradientReversal(linen.Module):
+    """The identity, with the gradient times ``-scale``.
+
+    Attributes:
+        scale: A real number; it is no parameter. For a schedule under jit give it at the call.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradtools.jax.linen import GradientReversal
+        >>> layer = GradientReversal(scale=0.5)
+        >>> jax.grad(lambda x: layer.apply({}, x).sum())(jnp.ones(2))
+        Array([-0.5, -0.5], dtype=float32)
+    """
+
+    scale: float = 1.0
+
+    def __call__(self, x: Any, scale: Any = None) -> Any:
+        """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own."""
+        return gt.reverse_gradient(x, self.scale if scale is None else scale)
+
+
+def functionalize(
+    module: linen.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
+) -> tuple:
+    """``(apply, params, state)``; state holds all collections but the parameters."""
+    if variables is None:
+        raise GradtoolsError(
+            "functionalize: a flax.linen module does not hold its arrays; give "
+            "variables=module.init(key, *args)."
+        )
+    params = variables.get("params", {})
+    state = {name: tree for name, tree in variables.items() if name != "params"}
+    mode = mode_of(f"{type(module).__name__}.__call__", type(module).__call__, train)
+    layout = layout_of(params)
+
+    return partial(_apply, module, mode, layout, rng_names), params, state
+
+
+def _apply(
+    module: Any,
+    mode: dict[str, bool],
+    layout: Layout,
+    rng_names: tuple[str, ...],
+    /,
+    params: Any,
+    state: Any,
+    *args: Any,
+    key: jax.Array | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    check_layout(params, layout)
+    rngs = None
+    if key is not None:
+        rngs = dict(zip(rng_names, keys(key, len(rng_names)), strict=True))
+    call = {"rngs": rngs, "mutable": list(state), **mode, **kwargs}
+    out, updates = _call(module, {"params": params, **state}, args, call, rng_names)
+    return out, {**state, **updates}
+
+
+def _call(module: Any, variables: dict, args: tuple, call: dict, rng_names: tuple) -> Any:
+    try:
+        return module.apply(variables, *args, **call)
+    except InvalidRngError as error:
+        mend = "pass key= to apply"
+        if call["rngs"] is not None:
+            mend = f"name the stream in functionalize's rng_names, which are {rng_names}"
+        raise no_key(error, mend) from error

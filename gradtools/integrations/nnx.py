@@ -1,0 +1,222 @@
+"""flax.nnx: a layer, modules as pure functions, and modules inside of loops and rules.
+
+A module of flax.nnx changes itself when it is called: dropout counts its draws, batch
+normalisation its statistics. flax refuses that inside of a trace that the module does not belong
+to, such as the body of a scan. So a copy of the module is made there from its parameters, which
+are constants of the body as they would be without, and from all else that it holds, which goes
+from chunk to chunk as a carry does and is not differentiated; afterwards the module itself is
+given what its copy came to.
+
+Modules are looked for in f (itself, the owner of a method, `partial`, closures, the globals that
+it names, containers of these) and in its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import jax
+from flax import nnx
+
+import gradtools.jax as gt
+from gradtools.backend import Array
+from gradtools.errors import GradtoolsError
+from gradtools.function_variables import (
+    cells_of,
+    globals_of,
+    held_in,
+    is_of_framework,
+    with_parts,
+)
+from gradtools.jax._upstream import with_variables
+from gradtools.jax.known_errors import flax_explained
+from gradtools.jax.modules import Layout, check_layout, fresh, keys, layout_of
+
+
+class GradientReversal(nnx.Module):
+    """The identity, with the gradient times ``-scale``.
+
+    Args:
+        scale: A real number; it is no parameter. For a schedule under jit give it at the call.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from gradtools.jax.nnx import GradientReversal
+        >>> layer = GradientReversal(scale=0.5)
+        >>> jax.grad(lambda x: layer(x).sum())(jnp.ones(2))
+        Array([-0.5, -0.5], dtype=float32)
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Any, scale: Any = None) -> Any:
+        """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own."""
+        return gt.reverse_gradient(x, self.scale if scale is None else scale)
+
+
+class Transformed(nnx.Module):
+    """A module with another call, which `make` makes of the module."""
+
+    def __init__(self, module: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
+        self.module, self.make = module, make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformed call."""
+        return self.make(self.module)(*args, **kwargs)
+
+
+# --- a module as a pure function
+
+
+def functionalize(
+    module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
+) -> tuple:
+    """``(apply, params, state)``; the streams of a module go by their own names."""
+    if variables is not None:
+        raise GradtoolsError(
+            "functionalize: a flax.nnx module holds its own arrays; leave variables=None."
+        )
+    graph, params, streams, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    params, state = fresh((params, {"rngs": streams, "variables": rest}))
+    layout = layout_of(params)
+    known = set(nnx.to_flat_state(rest).paths)
+
+    return partial(_apply, graph, layout, known, train), params, state
+
+
+def _apply(
+    graph: Any,
+    layout: Layout,
+    known: set[Any],
+    train: bool | None,
+    /,
+    params: Any,
+    state: Any,
+    *args: Any,
+    key: jax.Array | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    check_layout(params, layout)
+    model = nnx.merge(graph, params, state["rngs"], state["variables"], copy=True)
+    if train is not None:
+        model.train() if train else model.eval()
+    if key is not None:
+        _reseed(model, key)
+    out = model(*args, **kwargs)
+    streams, rest = nnx.state(model, nnx.RngState, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+    rest = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(rest) if p in known])
+    return out, {"rngs": streams if key is None else state["rngs"], "variables": rest}
+
+
+def _reseed(model: Any, key: jax.Array) -> None:
+    """Each random stream of the model gets a key of its own, in the shape that it has."""
+    streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
+    for own, stream in zip(keys(key, len(streams)), streams, strict=True):
+        shape = stream.key.get_value().shape
+        stream.key.set_value(jax.random.split(own, shape) if shape else own)
+        stream.count.set_value(jax.numpy.zeros(shape, jax.numpy.uint32))
+
+
+# --- modules inside of loops and rules
+
+
+def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
+    """What of f and its arguments holds state; None where there are no such modules."""
+    own, given = _modules(f), _modules(args)
+    return Stateful(caller, f, own, given) if own or given else None
+
+
+class Stateful:
+    """f with its modules' state as flat arrays, before and after a call.
+
+    Attributes:
+        leaves: The state as it stands, as the caller's modules hold it.
+        now: What the next call starts from.
+        after: What the last call came to.
+        changed: Which leaves any call has changed.
+    """
+
+    def __init__(self, caller: str, f: Any, own: list[Any], given: list[Any]) -> None:
+        self.caller, self.f = caller, f
+        self._own, self._given = tuple(own), tuple(given)
+        self._graph, self._params, rest = nnx.split(self._own, nnx.Param, ...)
+        states = rest, self._state(self._given)
+        self._known = [set(nnx.to_flat_state(s).paths) for s in states]
+        self.leaves, self._treedef = jax.tree.flatten(states)
+        self.now, self.after = list(self.leaves), list(self.leaves)
+        self.changed = [False] * len(self.leaves)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """f with copies of its modules, which start at `now`."""
+        rest, of_given = jax.tree.unflatten(self._treedef, self.now)
+        own = nnx.merge(self._graph, self._params, rest, copy=True)
+        given = tuple(_modules((args, kwargs)))
+        copies = {id(old): new for old, new in zip(self._own, own, strict=True)}
+        with flax_explained(self.caller):
+            nnx.update(given, of_given)
+            out = _Copies(copies).of(self.f)(*args, **kwargs)
+        result = self._kept(self._state(own), 0), self._kept(self._state(given), 1)
+        self.after = jax.tree.leaves(result)
+        pairs = zip(self.changed, self.after, self.now, strict=True)
+        self.changed = [c or new is not old for c, new, old in pairs]
+        return out
+
+    def write(self, leaves: Sequence[Array]) -> None:
+        """Writes what the calls changed to the caller's modules. leaves: The whole state."""
+        if not any(self.changed):
+            return
+        numbered = jax.tree.unflatten(self._treedef, list(range(len(leaves))))
+        with flax_explained(self.caller):
+            for modules, state in zip((self._own, self._given), numbered, strict=True):
+                flat = nnx.to_flat_state(state)
+                new = [
+                    (path, variable.replace(leaves[k]))
+                    for path, variable in flat
+                    if self.changed[k := jax.tree.leaves(variable)[0]]
+                ]
+                nnx.update(modules, nnx.from_flat_state(new))
+
+    def _state(self, modules: Any) -> Any:
+        return nnx.state(modules, nnx.Not(nnx.Param))
+
+    def _kept(self, state: Any, which: int) -> Any:
+        """Without what a call added, as intermediate values: it has no place in the carry."""
+        flat = nnx.to_flat_state(state)
+        return nnx.from_flat_state([(p, v) for p, v in flat if p in self._known[which]])
+
+
+def _modules(x: Any) -> list[Any]:
+    """The nnx modules in a function or a container, each once."""
+    return held_in(x, (nnx.Pytree, nnx.Variable))
+
+
+class _Copies:
+    def __init__(self, copies: dict[int, Any]) -> None:
+        self.made, self.open = dict(copies), set[int]()
+
+    def of(self, x: Any) -> Any:
+        if id(x) in self.made:
+            return self.made[id(x)]
+        if id(x) in self.open:  # a function that uses itself
+            return x
+        self.open.add(id(x))
+        new = self._function(x) if isinstance(x, FunctionType) else with_parts(x, self.of)
+        self.open.discard(id(x))
+        return new
+
+    def _function(self, f: FunctionType) -> Any:
+        """The function over variables of its own, if anything in it is replaced."""
+        if is_of_framework(f):
+            return f
+        cells, named = self._replaced(cells_of(f)), self._replaced(globals_of(f))
+        defaults = self.of(f.__defaults__)
+        same = not cells and not named and defaults is f.__defaults__
+        return f if same else with_variables(f, cells, named, defaults)
+
+    def _replaced(self, held: dict[str, Any]) -> dict[str, Any]:
+        """What of these has a copy, or holds what has one."""
+        return {name: new for name, x in held.items() if (new := self.of(x)) is not x}

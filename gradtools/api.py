@@ -29,11 +29,18 @@ _ROOMS = {
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
     "seeing.diagnostics.operators:SeeingOperators": "dependence why_zero guard_gradients",
-    "seeing.graphs.graphing:Graphing": "gradient_graph graph_diff",
+    "seeing.graphs.graphing:Graphing": "gradient_graph",
     "seeing.formulas.formulating:Formulating": "formula",
     "seeing.measures:Measures": "measure",
 }
+_GONE = {"graph_diff": "`gradtools.testing.first_divergence` says where two ports of a model part."}
 _ROOM_OF = {name: f"gradtools.{room}" for room, names in _ROOMS.items() for name in names.split()}
+
+
+def no_attribute(module: str, name: str) -> AttributeError:
+    """The error of an unknown public name, or of one that is gone."""
+    gone = f". It is gone: {_GONE[name]}" if name in _GONE else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{gone}")
 
 
 class Api(Operators):
@@ -43,7 +50,7 @@ class Api(Operators):
 
     def __getattr__(self, name: str) -> Any:
         if name not in _ROOM_OF:
-            raise AttributeError(f"gradtools.{self._backend.name} has no attribute {name!r}")
+            raise no_attribute(f"gradtools.{self._backend.name}", name)
         result = getattr(self.room(_ROOM_OF[name]), name)
         setattr(self, name, result)
         return result

@@ -52,7 +52,6 @@ functionalize = _models.functionalize
 gather = _chunking.gather
 grad = _derivatives.grad
 gradient_graph = _graphing.gradient_graph
-graph_diff = _graphing.graph_diff
 guard_gradients = _seeing.guard_gradients
 hessian = _derivatives.hessian
 host_function = _host_functions.host_function

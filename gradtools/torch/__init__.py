@@ -4,6 +4,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradtools.api import Api
+from gradtools.api import no_attribute as _no_attribute
 from gradtools.errors import needed as _needed
 
 try:
@@ -24,7 +25,7 @@ else:  # where a type checker reads a __getattr__, no misspelt name is found
         """A public name, when it is first read: its room is imported then, and no other."""
         if name not in __all__:
             __tracebackhide__ = True
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise _no_attribute(__name__, name)
         result = globals()[name] = getattr(_api, name)
         return result
 

@@ -107,7 +107,6 @@ def test_reports_say_the_same(gt, again, at):
         gt.why_zero(own.loss, *at),
         gt.dependence(own.loss, *at),
         gt.formula(own.loss, *at),
-        gt.graph_diff(graph, gt.gradient_graph(own.tower, *at)),
         gt.Spec((2,), "float32"),
     )
     for report in reports:

@@ -36,7 +36,7 @@ NAMES = {
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
     "seeing": [
         *("dependence", "why_zero", "guard_gradients", "measure"),
-        *("gradient_graph", "graph_diff", "formula"),
+        *("gradient_graph", "formula"),
     ],
 }
 ALL = [name for names in NAMES.values() for name in names]
@@ -51,6 +51,12 @@ def test_a_namespace_exports_exactly_the_names_of_the_design(gt):
     assert sorted(gt.__all__) == sorted(ALL)
     assert all(hasattr(gt, name) for name in gt.__all__)
     assert dir(gt) == sorted(gt.__all__)
+
+
+def test_a_name_that_is_gone_says_what_answers_in_its_place(gt):
+    for of in (gt, gt._api):
+        with pytest.raises(AttributeError, match=r"gone: `gradtools\.testing\.first_divergence`"):
+            of.graph_diff  # noqa: B018 - reading it is the test
 
 
 def test_the_stub_names_what_a_namespace_exports():

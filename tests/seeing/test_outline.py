@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradtools.seeing.graphs.collapse import outline_of
-from gradtools.seeing.graphs.nodes import Body, Dependence, Node
+from gradtools.seeing.graphs.nodes import Body, Dependence
 from gradtools.seeing.graphs.outline import Block, matches
 from tests.support.seeing_graphs import SHAPES, Builder, loop, shared_module, transformer
 
@@ -246,15 +246,6 @@ def test_the_shift_of_a_softmax_is_no_cut():
 
     assert not [edge for edge in program("max").edges if edge.cut]
     assert [edge.cut for edge in program("mean").edges if edge.cut] == ["stopped on purpose"]
-
-
-def test_a_note_on_one_layer_keeps_it_from_being_folded():
-    graph = transformer(12, backward=False)
-    node = next(n for n in graph.nodes if n.scope[1:] == ("layers.4", "mlp"))
-    assert isinstance(node, Node)
-    outline = outline_of(graph, notes={id(node): ("changed", "another")})
-    assert [box.note for box in outline.columns[0].boxes if box.note] == ["another"]
-    assert sorted(b.count for b in outline.blocks if b.count > 1) == [4, 7]
 
 
 @pytest.mark.parametrize(

@@ -680,7 +680,6 @@ BAD: dict[str, Call] = {
     "gradient_graph of order 3": lambda gt, a: gt.gradient_graph(total(gt), a(V), order=3),
     "gradient_graph along integers": lambda gt, a: gt.gradient_graph(total(gt), a(N)),
     "gradient_graph of nothing": lambda gt, a: gt.gradient_graph(lambda x: None, a(V)),
-    "graph_diff of no graphs": lambda gt, a: gt.graph_diff(1, 2),
     "formula of order 3": lambda gt, a: gt.formula(total(gt), a(V), order=3),
     "formula of order True": lambda gt, a: gt.formula(total(gt), a(V), order=True),
     "formula along an argument that is not there": lambda gt, a: gt.formula(total(gt), a(V), wrt=1),

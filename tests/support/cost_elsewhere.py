@@ -10,7 +10,7 @@ ELSEWHERE = {
     "gather",  # needs several processes or devices
     *("xp", "asarray", "to_numpy", "key", "split", "Spec", "is_replaying"),  # no derivative
     *("dependence", "why_zero", "guard_gradients"),  # looked at, not run in a program
-    *("gradient_graph", "graph_diff", "formula", "measure"),
+    *("gradient_graph", "formula", "measure"),
 }
 
 

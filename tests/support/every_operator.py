@@ -221,11 +221,6 @@ def _through(w: World, edit: Callable[[Any], Any]) -> Any:
     return _gradient(w, lambda x: w.part(edit(w.part(x) * 0.5)))
 
 
-def _compared(w: World) -> Any:
-    graphs = lambda x: [w.gt.gradient_graph(w.loss, x, order=k) for k in (0, 1)]
-    return lambda x: len(w.gt.graph_diff(*graphs(x)).matched)
-
-
 def _measured(w: World) -> Any:
     gradient = w.gt.grad(w.loss)
 
@@ -378,7 +373,6 @@ USES = (
         "gradient_graph: twice",
         lambda w: lambda x: len(w.gt.gradient_graph(w.loss, x, order=2).nodes),
     ),
-    Use("graph_diff", _compared),
     Use("formula", lambda w: lambda x: str(w.gt.formula(w.loss, x)), retries=True),
     Use("measure", _measured),
     Use("asarray", lambda w: lambda x: w.gt.asarray(w.gt.to_numpy(x)), rows=True, planted=False),
@@ -407,6 +401,6 @@ def leaves(gt: Any, tree: Any) -> list[np.ndarray]:
 # What is looked at and not run in a program, and what is no array.
 NOT_JITTED = {
     *("why_zero", "formula", "measure", "asarray", "to_numpy", "guard_gradients", "dependence"),
-    *("gradient_graph", "graph_diff", "Spec", "is_replaying"),
+    *("gradient_graph", "Spec", "is_replaying"),
 }
 JITTED = [use for use in USES if "jax" in use.backends and use.public not in NOT_JITTED]

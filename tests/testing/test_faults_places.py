@@ -24,7 +24,6 @@ LONG = (
     "frozen",
     "frozen: second order",
     "measure",
-    "graph_diff",
     "gradient_graph: twice",
     "formula",
 )

@@ -9,7 +9,6 @@ torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
 from gradtools.errors import GradtoolsError, GradtoolsWarning  # noqa: E402
-from gradtools.seeing.differences.difference import beside  # noqa: E402
 from gradtools.seeing.graphs.collapse import outline_of  # noqa: E402
 
 
@@ -345,6 +344,16 @@ def test_a_view_is_kept_with_the_bytes_of_its_memory_and_with_it_once():
         outline = outline_of(graph)
         saved = {value for arrow in outline.arrows if arrow.saved for value in arrow.values}
         assert outline.bytes_of(saved) == sum(graph.kept.values())
-        two = beside(outline, outline, ("a", "b"), "")
-        of_second = {value + len(outline.values) for value in saved}
-        assert two.bytes_of(of_second) == two.bytes_of(saved) == outline.bytes_of(saved)
+
+
+def test_a_write_to_a_view_says_where_it_writes():
+    def f(x, w, k):
+        y = x.clone()
+        y[k] = w[0]
+        return y
+
+    for row in (1, 2):
+        graph = gt.gradient_graph(f, torch.ones(3, 4), torch.ones(4, 4), row, order=0)
+        (update,) = [node for node in graph.nodes if node.native == "update"]
+        assert update.attributes["start"] == (row, 0) and update.attributes["drop"] == (0,)
+        assert "y[k] = w[0]" in update.source.text

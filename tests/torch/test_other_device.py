@@ -35,7 +35,6 @@ WAITS = {  # of a call that is not the first
     "why_zero": 8,
     "gradient_graph": 1,
     "gradient_graph: twice": 1,
-    "graph_diff": 2,
     "formula": 19,
     "measure": 28,
 }

@@ -8,11 +8,10 @@ arrows between boxes; what joins one copy of a repeated part to another is left 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 
 from gradtools.seeing.formulas.value_letters import Letters, stand_in
 from gradtools.seeing.graphs.attributes import call_text, mark_text
-from gradtools.seeing.graphs.flat_graph import BlockGroup, FlatGraph, Link, Notes, Unit
+from gradtools.seeing.graphs.flat_graph import BlockGroup, FlatGraph, Link, Unit
 from gradtools.seeing.graphs.nesting import in_parts, nested
 from gradtools.seeing.graphs.nodes import Node, PlainGraph
 from gradtools.seeing.graphs.outline import Arrow, Block, Box, Outline, value_text
@@ -41,7 +40,6 @@ def outline_of(
     fold: bool | None = None,
     expand: str | Iterable[str] = (),
     title: str = "",
-    notes: Notes = MappingProxyType({}),
 ) -> Outline:
     """The outline of a graph.
 
@@ -50,13 +48,12 @@ def outline_of(
         fold: Whether repeated parts are drawn once; None: where there are many boxes.
         expand: Names of blocks; repeated parts one of which is named without ``*`` are not folded.
         title: What stands above the picture.
-        notes: For a node, by its ``id``: how it compares with another graph's, as a tint and words.
 
     Returns:
         An `Outline` with one column for each pass.
     """
     patterns = (expand,) if isinstance(expand, str) else tuple(expand)
-    flat = FlatGraph(graph, notes)
+    flat = FlatGraph(graph)
     blocks = nested(flat)
     if fold if fold is not None else len(flat.units) > FOLD_FROM:
         folding = Folding(flat, patterns)
@@ -68,10 +65,8 @@ def outline_of(
     numbers = iter(range(len(flat.units), 10**9))
     letters = Letters(flat, blocks, alias)
     columns = tuple(_frozen(flat, block, numbers, letters) for block in blocks)
-    boxes = {id(unit.node): unit.key for unit in flat.units if unit.node}
-    keys = {node: stand_in(alias, key) for node, key in (flat.ends | boxes).items()}
     arrows, values = _arrows(flat, alias, copies), dict(enumerate(flat.values))
-    return Outline(columns, arrows, values, title, keys, alive=frozenset(flat.alive))
+    return Outline(columns, arrows, values, title, frozenset(flat.alive))
 
 
 def _frozen(flat: FlatGraph, group: BlockGroup, numbers: Iterator[int], letters: Letters) -> Block:
@@ -107,8 +102,6 @@ def _box(flat: FlatGraph, unit: Unit, letters: Letters) -> Box:
     lines += [f"and {len(unit.outputs) - 2} more"] if len(unit.outputs) > 2 else []
     return Box(
         *(unit.key, unit.kind, node.operation, tuple(lines), node.phase, mark_text(node), alert),
-        tint=unit.note[0],
-        note=unit.note[1],
         hint=_hint(node),
         made=made,
         call=call_text(node, given, flat.shape_of(unit)),

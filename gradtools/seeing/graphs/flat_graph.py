@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from gradtools.seeing.graphs.attributes import are_numbers, is_number, text_of
@@ -24,7 +23,6 @@ from gradtools.seeing.graphs.edges import (
 )
 from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, Value
 
-Notes = Mapping[int, tuple[str, str]]  # by the id of a node
 Makers = tuple[tuple[int, int], ...]  # units, each with which of its outputs it is
 _CALLS = (
     *("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat"),
@@ -56,7 +54,6 @@ class Unit:
     operands: list[Operand] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)  # maker, value
     name: str = ""
-    note: tuple[str, str] = ("", "")  # how it compares, in a tint and in words
 
 
 @dataclass
@@ -89,9 +86,7 @@ class Link:
 class FlatGraph:
     """A graph with its bodies opened up: units, and the links between them."""
 
-    def __init__(self, graph: PlainGraph, notes: Notes = MappingProxyType({})) -> None:
-        self.notes = notes
-        self.ends: dict[int, int] = {}  # by the id of a call: the unit that ends it
+    def __init__(self, graph: PlainGraph) -> None:
         self.units: list[Unit] = []
         self.links: list[Link] = []
         self.values: list[Value] = []
@@ -151,7 +146,6 @@ class FlatGraph:
             scope=scope,
             node=node,
             outputs=outputs,
-            note=self.notes.get(id(node), ("", "")),
         )
 
     def _read(
@@ -243,15 +237,7 @@ class FlatGraph:
                 for v, out in zip(node.outputs, body.graph.outputs, strict=True):
                     leaving[v] |= dict.fromkeys(inner.get(out, ()))
         made.update({v: tuple(makers) for v, makers in leaving.items()})
-        self._end(node, group)
         return group
-
-    def _end(self, node: Node, group: BlockGroup) -> None:
-        """Remembers which unit ends a call, and tells there how the call compares."""
-        units = units_of(group.children)
-        if units:
-            self.ends[id(node)] = units[-1].key
-            units[-1].note = self.notes.get(id(node), units[-1].note)
 
     @staticmethod
     def _ties(body: Body) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The public operators that show programs as graphs: `gradient_graph`, `graph_diff`."""
+"""The public operator that shows a program as a graph: `gradient_graph`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from gradtools.arguments.checks import order_among
 from gradtools.backend import Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.differences import difference
-from gradtools.seeing.differences.difference import GraphDifference
 from gradtools.seeing.graphs.graph import Graph
 from gradtools.seeing.graphs.passes import SECOND, Differentiated, Live, with_spoken_names
 from gradtools.seeing.graphs.program import LeafProgram
@@ -103,40 +101,3 @@ class Graphing(Operators):
                 f"gradient_graph: f{once} raised {what}. "
                 "It must run at the arguments at which it is looked at."
             ) from error
-
-    def graph_diff(
-        self, a: Graph, b: Graph, names: tuple[str, str] = ("first", "second")
-    ) -> GraphDifference:
-        """Two graphs aligned, with what differs: two frameworks, or before and after a change.
-
-        Operations are paired by name, shape, dtype, module and what they read, and held against
-        each other: operands in their places, constants, axes and other attributes, and which axis
-        of what they read is which. An operation of one graph may be made of several of the other,
-        as softmax is; layouts, the order of independent steps and what is computed twice are no
-        difference, nor is how one reads or writes at indices: x[i], an embedding, take, gather.
-        Constants are compared to five digits, integers in full. Of two frameworks the forward
-        passes are compared, and which gradients of arguments there are, for each writes its
-        derivatives in its own way. The numbers in captured arrays are not compared.
-
-        Args:
-            a: What `gradient_graph` returned.
-            b: Another, of either framework.
-            names: What the two are called.
-
-        Returns:
-            A `GraphDifference`, false where nothing differs: ``.matched``, ``.changed``,
-            ``.only_a``, ``.only_b``; ``str()`` lists it, ``to_svg()`` and ``to_html()`` draw both
-            graphs beside each other.
-
-        Raises:
-            GradtoolsError: a or b is no graph.
-
-        Example:
-            >>> x = gt.asarray(np.float32([1.0, 2.0]))
-            >>> graphs = [gt.gradient_graph(f, x, order=0) for f in (gt.xp.exp, gt.xp.exp)]
-            >>> print(gt.graph_diff(*graphs))
-            1 step matched, no difference
-
-        Source: sequence alignment, after Needleman and Wunsch, 1970.
-        """
-        return difference.graph_diff(a, b, names)

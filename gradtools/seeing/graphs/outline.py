@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from gradtools.seeing.graphs.nodes import Dependence, Value
@@ -37,8 +37,6 @@ class Box:
         phase: The pass that it runs in.
         mark: As in `Node.mark`.
         alert: Why a gradient is lost here, in few words; empty where none is.
-        note: What a comparison says about it.
-        tint: "first", "second", "changed" or empty: how it compares.
         hint: What more there is to say: the line of the user's code, the framework's own name.
         made: The letters of what it makes.
         call: The operation with its operands in their places; an output's value.
@@ -52,8 +50,6 @@ class Box:
     phase: int = 0
     mark: str = ""
     alert: str = ""
-    note: str = ""
-    tint: str = ""
     hint: str = ""
     made: str = ""
     call: str = ""
@@ -119,13 +115,11 @@ class Block:
     def lines(self) -> tuple[str, ...]:
         """What stands below its title when it is closed."""
         alerts = {box.alert for box in self.boxes if box.alert}
-        notes = sum(bool(box.note) for box in self.boxes)
         results = sum(box.kind == "output" for box in self.boxes)
         return (
             counted(self.operations, "operation"),
             *sorted(alerts),
             *([f"{counted(results, 'result')} inside"] if results else []),
-            *([counted(notes, "difference")] if notes else []),
         )
 
     @property
@@ -171,8 +165,6 @@ class Outline:
         arrows: What joins the boxes.
         values: The values on the arrows, by a number that is theirs in the whole outline.
         title: What is above all.
-        keys: The key of the box that stands for a node, by the node's ``id``.
-        ties: Pairs of boxes in two columns that should stand beside each other.
         alive: The values that are alive whether they are kept for a later pass or not.
     """
 
@@ -180,8 +172,6 @@ class Outline:
     arrows: tuple[Arrow, ...]
     values: Mapping[int, Value]
     title: str = ""
-    keys: Mapping[int, int] = field(default_factory=dict)
-    ties: tuple[tuple[int, int], ...] = ()
     alive: frozenset[int] = frozenset()
 
     @cached_property

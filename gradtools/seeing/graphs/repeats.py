@@ -151,7 +151,6 @@ def _token(unit: Unit) -> tuple[Any, ...]:
         unit.node.operation if unit.node else "",
         unit.node.mark if unit.node else "",
         unit.phase,
-        unit.note,
         _attributes(unit.node) if unit.node else "",
         tuple((value.shape, value.dtype) for value in values),
     )

@@ -88,7 +88,6 @@ class _Listing:
             said += [counted(item.operations, "operation"), *item.lines[1:]]
         else:
             said += [f"✕ {item.alert}"] if item.alert else []
-            said += [f"≠ {item.note}"] if item.note else []
         return "  ".join(filter(None, (_marked(item.mark), *said)))
 
 

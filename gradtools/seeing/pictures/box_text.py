@@ -19,7 +19,7 @@ _ADVANCE = 0.615  # of a letter, in units of its size: DejaVu Sans Mono has 0.60
 _LONGEST = {"title": 30, "line": 34}
 _MOST_LINES = 4  # of one text; a hostile name is shortened in its middle
 _PAD_X, _PAD_Y = 12.0, 8.0
-_HEIGHT = {"title": 17.0, "line": 14.5, "mark": 17.0, "alert": 15.5, "note": 15.5}
+_HEIGHT = {"title": 17.0, "line": 14.5, "mark": 17.0, "alert": 15.5}
 _CLOSED = "▸ "
 
 
@@ -53,8 +53,7 @@ def card_of(item: Box | Block) -> Card:
     texts += [("mark", item.mark)] if item.mark else []
     if isinstance(item, Box):
         alerts = broken("✕ " + item.alert, _LONGEST["line"]) if item.alert else []
-        notes = broken("≠ " + item.note, _LONGEST["line"]) if item.note else []
-        texts += [("alert", line) for line in alerts] + [("note", line) for line in notes]
+        texts += [("alert", line) for line in alerts]
     return _card(texts)
 
 

@@ -301,8 +301,8 @@ const layout = (() => {
       inside.tops[r] = stage.flips ? bottom - moved[i] - inside.heights[r] : moved[i] - top;
     });
   };
-  // Moves each column's rows near to what they are tied to in other columns.
-  const align = (columns, ties, tiedTwice) => {
+  // Moves each column's rows near to what they are tied to in the columns before it.
+  const align = (columns, ties) => {
     const middles = columns.map(middlesOf);
     const near = (number, others) => {
       const own = middles[number], known = new Map(), pulls = [];
@@ -322,7 +322,6 @@ const layout = (() => {
     };
     const all = range(0, columns.length);
     for (const number of all.slice(1)) near(number, all.slice(0, number));
-    if (tiedTwice) for (const number of all) near(number, all);
   };
   // Puts what stands in a stage on the page, inner stages too.
   const put = (stage, column, depth, page) => {
@@ -573,9 +572,7 @@ const layout = (() => {
       const flips = G.items[key].phase % 2 === 1;
       return stageOf(insideOf(G, key, opened, flips), 0, MARGIN + COLUMN_HEAD, flips, null);
     });
-    const ties = threads.map(({ arrow }) => [arrow.source, arrow.target]).concat(
-      G.ties.map((tie) => tie.map((key) => standing(graph, opened, key))));
-    align(columns, ties, G.ties.length > 0);
+    align(columns, threads.map(({ arrow }) => [arrow.source, arrow.target]));
     const page = { columns, boxes: [], frames: [], stages: [], spots: new Map(), gutters: [] };
     let x = MARGIN;
     for (const number of range(0, count + 1)) {

@@ -27,7 +27,7 @@ const markup = (() => {
     const item = G.items[key], closed = isBlock(item), phase = item.phase % 3;
     const names = ["box", `p${phase}`, closed ? "block" : "",
       closed || item.kind === "operation" ? "" : `leaf ${item.kind}`,
-      item.tint ? "differs" : "", item.mark ? "marked" : "", found.has(key) ? "found" : ""];
+      item.mark ? "marked" : "", found.has(key) ? "found" : ""];
     const leaf = item.kind === "input" || item.kind === "output";
     const radius = leaf ? Math.min(16, item.height / 2) : 5;
     const { width, height } = item;

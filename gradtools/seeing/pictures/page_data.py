@@ -23,7 +23,6 @@ def data_of(arrangement: Arrangement) -> dict[str, Any]:
         "levels": {key: _level(level) for key, level in arrangement.levels.items()},
         "arrows": [_arrow(arrow) for arrow in outline.arrows],
         "threads": list(arrangement.threads),
-        "ties": outline.ties,
         "bytes": [outline.bytes_of([v]) for v in range(len(outline.values))],
         "memory": [outline.memory_of(v) for v in range(len(outline.values))],
         "alive": ALIVE,
@@ -49,7 +48,7 @@ def _item(item: Box | Block) -> dict[str, Any]:
         result |= {"children": [child.key for child in item.children], "count": item.count}
         result |= {"short": name, "nameWidth": width, "hint": _shown(item.path)}
     else:
-        result |= {"hint": _shown(item.hint), "tint": item.tint}
+        result |= {"hint": _shown(item.hint)}
     words = (result["name"], result["hint"], *(row.text for row in card.rows))
     return result | {"search": " ".join(words).lower()}
 

@@ -21,7 +21,6 @@ class Colours:
     frame: str
     line: str
     cut: str
-    changed: str
     passes: tuple[tuple[str, str], ...]
 
 
@@ -32,7 +31,6 @@ LIGHT = Colours(
     frame="#c9d1d9",
     line="#8a949e",
     cut="#c4001a",
-    changed="#7a5c00",
     passes=(("#0f69c4", "#e6f0fa"), ("#b35900", "#fff0dc"), ("#551a5b", "#f4e7f5")),
 )
 DARK = Colours(
@@ -42,7 +40,6 @@ DARK = Colours(
     frame="#3a434d",
     line="#76818c",
     cut="#ff5c63",
-    changed="#e3c34d",
     passes=(("#4a95ff", "#10263f"), ("#f59a23", "#38260d"), ("#f7cdf0", "#382037")),
 )
 FONT = (
@@ -84,9 +81,8 @@ _SHAPES = """\
 .gt .zero { stroke-dasharray: 1 3.5; stroke-width: 2; stroke-linecap: round; }
 .gt .data { stroke-width: 0.9; }
 .gt .cut { stroke-width: 2.4; }
-.gt .mark, .gt .alert, .gt .note { font-weight: 600; }
+.gt .mark, .gt .alert { font-weight: 600; }
 .gt .marked > rect.card { stroke-width: 2.2; }
-.gt .differs > rect.card { stroke-width: 3; }
 """
 
 
@@ -96,7 +92,6 @@ def _coloured(c: Colours) -> str:
         f".gt text {{ fill: {c.ink}; }}",
         f".gt .line, .gt .label {{ fill: {c.faint}; }}",
         f".gt .alert, .gt .crossed {{ fill: {c.cut}; }}",
-        f".gt .note {{ fill: {c.changed}; }}",
         f".gt .pill {{ fill: {c.ink}; }}",
         f".gt .mark {{ fill: {c.paper}; }}",
         f".gt .frame rect {{ stroke: {c.frame}; }}",
@@ -120,6 +115,5 @@ def _coloured(c: Colours) -> str:
         f".gt .adata, .gt .azero {{ fill: {c.line}; }}",
         f".gt .edge.cut {{ stroke: {c.cut}; stroke-opacity: 1; }}",
         f".gt .acut {{ fill: {c.cut}; }}",
-        f".gt .differs > rect.card {{ stroke: {c.changed}; }}",
     ]
     return "\n".join(rules) + "\n"

@@ -1,1 +1,0 @@
-"""Where two graphs differ: canonical forms of their values, aligned step by step."""

@@ -37,12 +37,35 @@ def another_is_greater(gt, x):
     return gt.xp.sort(gt.xp.concat([hundred, x]))[-1]  # <- here
 
 
+def root_of_what_a_mask_leaves_out(gt, x):
+    return gt.xp.sum(gt.xp.where(x < 1, x, gt.xp.sqrt(x)))  # <- here
+
+
+def squared_norm_at_zero(gt, x):
+    norm = gt.xp.sqrt(gt.xp.sum((0 * x) ** 2))  # <- here
+    return norm**2
+
+
+def infinite_factor_behind_a_mask(gt, x):
+    return gt.xp.sum(gt.xp.where(x >= 0, gt.xp.zeros_like(x), x * np.inf))  # <- here
+
+
+def head_of_zeros_before_a_normalisation(gt, x):
+    y = gt.asarray(np.zeros((3, 2), np.float32)) @ x
+    length = gt.xp.sqrt(gt.xp.sum(y**2))  # <- here
+    return gt.xp.sum(y / (length + 1e-6))
+
+
 PLANTED = [
+    (root_of_what_a_mask_leaves_out, "nan"),
+    (squared_norm_at_zero, "nan"),
+    (infinite_factor_behind_a_mask, "nan"),
+    (head_of_zeros_before_a_normalisation, "nan"),
     (another_is_greater, "empty"),
-    (masked_root, "not_finite"),
-    (norm_at_zero, "not_finite"),
-    (overflowing, "not_finite"),
-    (forty_sigmoids, "faint"),
+    (masked_root, "nan"),
+    (norm_at_zero, "nan"),
+    (overflowing, "nan"),
+    (forty_sigmoids, "vanishing"),
     (nothing_selected, "empty"),
 ]
 X = np.array([0.0, 2.0], np.float32)
@@ -57,6 +80,29 @@ def test_a_gradient_of_no_use_is_told_with_its_line(gt, f, kind):
     assert all(found.numerical and found.mend in str(report) for found in report)
     if kind != "empty":
         assert "a gradient is missing" not in str(report)
+
+
+NAN_MENDS = {
+    "sqrt(x + eps)": lambda xp, x: xp.sum(xp.sqrt(0 * x)),
+    "log(x + eps)": lambda xp, x: xp.sum(xp.where(x > 0, xp.log(x), 0 * x)),
+    "divided by 0": lambda xp, x: xp.sum(xp.where(x > 0, 1 / x, 0 * x)),
+    "subtract the maximum": lambda xp, x: xp.sum(xp.log(1 + xp.exp(400 * x))),
+    "differences of eigenvalues": lambda xp, x: xp.sum(xp.linalg.eigh(x[1] * _eye(xp))[1]),
+    "differences of singular values": lambda xp, x: xp.sum(xp.linalg.svd(x[1] * _eye(xp))[0]),
+}
+
+
+def _eye(xp):
+    return xp.asarray(np.eye(3, dtype=np.float32))
+
+
+@pytest.mark.parametrize("mend", NAN_MENDS)
+def test_the_mend_of_a_gradient_that_is_nan_is_that_of_its_operation(gt, mend):
+    report = gt.why_zero(lambda x: NAN_MENDS[mend](gt.xp, x), gt.asarray(X))
+    assert {found.kind for found in report} == {"nan"}
+    assert all(mend in found.mend for found in report)
+    others = set(NAN_MENDS) - {mend}
+    assert not any(other in found.mend for other in others for found in report)
 
 
 def rows(gt, *shape):

@@ -1,11 +1,11 @@
-"""Gradients that are not zero and of no use: NaN or infinite, too faint, or rounding noise.
+"""Gradients that are not zero and of no use: NaN or infinite, vanishing, or rounding noise.
 
-A gradient is faint if a step as large as the leaf itself would not show in the output::
+A gradient vanishes if a step as large as the leaf itself would not show in the output::
 
     |dy/dx| |x| < least |y|,     least = 1e-6 eps in single precision and below, 1e-21 in double
 
 A wing says how large the cotangents were that each operation was given and handed on. NaN begins
-where what was given is finite and what is handed on is not; a faint gradient shrinks most where
+where what was given is finite and what is handed on is not; a vanishing gradient shrinks most where
 the quotient of the two is least.
 
 A gradient is rounding noise if its terms cancel: mathematically it is zero, as that of a softmax's
@@ -58,15 +58,15 @@ def extreme(gradient: float, leaf: float, output: float, eps: float) -> str:
         eps: The precision of the leaf's dtype.
     """
     if not math.isfinite(gradient):
-        return "not_finite"
+        return "nan"
     least = _LEAST_OF_DOUBLE if eps < _DOUBLE else _LEAST * eps
     known = gradient and math.isfinite(leaf) and math.isfinite(output)
-    return "faint" if known and gradient * (leaf or 1.0) < least * output else ""
+    return "vanishing" if known and gradient * (leaf or 1.0) < least * output else ""
 
 
 def places(kind: str, handed: Iterable[Handed]) -> list[Vanished] | None:
     """Where a gradient of this kind became so, in program order; None if it is no finding."""
-    if kind == "not_finite":
+    if kind == "nan":
         begins = [h for h in handed if math.isfinite(h.given) and not math.isfinite(h.on)]
         return [Vanished(h.node, kind=kind) for h in begins] or [
             Vanished(Node("add", (), ()), kind=kind)

@@ -274,6 +274,7 @@ def from_values(
                 result.node.scope,
                 detail=NOISE if result.noise else "",
                 factor=factor(result),
+                primitive=result.node.operation,
             )
             for result in vanished
             if result.node.loss != "zero_derivative"  # that is told already

@@ -122,17 +122,18 @@ KINDS: dict[str, FindingKind] = {
         "see what is selected at these values",
         numerical=True,
     ),
-    "not_finite": FindingKind(
+    "nan": FindingKind(
         "from here on its gradient is NaN or infinite at these values",
-        "keep what enters away from where the derivative is none, as sqrt, norm and log have at 0; "
-        "behind where, put a harmless value in first: sqrt(where(x > 0, x, 1))",
+        "keep what enters away from where the slope is infinite; where a mask selects it away, put "
+        "a harmless value in first, for a cotangent of zero times an infinite slope is NaN: "
+        "where(x > 0, f(where(x > 0, x, 1)), 0)",
         numerical=True,
         headline=(
             "gets a gradient that is NaN or infinite:",
             "get gradients that are NaN or infinite:",
         ),
     ),
-    "faint": FindingKind(
+    "vanishing": FindingKind(
         "its gradient is too small for a step to show in the output; it shrinks most here",
         "use an activation that does not saturate, a residual connection or a normalisation",
         numerical=True,
@@ -200,6 +201,59 @@ KINDS: dict[str, FindingKind] = {
     ),
 }
 
+# What to write instead where a gradient is NaN, by the operations at which it becomes so.
+_MASKED_FIRST = (
+    "where a mask selects it away, put a harmless value in first, for a cotangent of zero times an "
+    "infinite slope is NaN: "
+)
+_NAN_MENDS: dict[str, str] = {
+    "sqrt rsqrt cbrt norm vector_norm cdist pdist pairwise_distance hypot power pow float_power": (
+        "the slope is infinite at 0: add an epsilon inside, sqrt(x + eps), or differentiate the "
+        f"square; {_MASKED_FIRST}where(x > 0, sqrt(where(x > 0, x, 1)), 0)"
+    ),
+    "deviation std": (
+        "the slope is infinite where all entries are equal, or there is one: use "
+        "sqrt(variance + eps)"
+    ),
+    "log log2 log10 log1p xlogy xlog1py logit entr": (
+        "the slope is infinite at 0: use log(x + eps), or work with logits (log_softmax, "
+        f"logsumexp, softplus); {_MASKED_FIRST}where(x > 0, log(where(x > 0, x, 1)), 0)"
+    ),
+    "divide reciprocal": (
+        f"it is divided by 0: add an epsilon; {_MASKED_FIRST}"
+        "where(d != 0, a / where(d != 0, d, 1), 0)"
+    ),
+    "multiply matmul einsum dot_general where select masked_fill": (
+        "zero meets an infinite or NaN factor: see where that comes from (an overflow, log(0), a "
+        "division by 0), and mask it before it is multiplied: where(mask, x, 0) * y"
+    ),
+    "arcsin arccos arctanh erfinv": (
+        "the slope is infinite at -1 and 1: clip what enters to inside of these bounds"
+    ),
+    "arccosh": "the slope is infinite at 1: clip what enters to above 1",
+    "arctan2 angle": (
+        f"there is no slope at (0, 0): {_MASKED_FIRST}arctan2(y, where(is_origin, 1, x))"
+    ),
+    "exp exp2 expm1 sinh cosh": (
+        "it overflows: subtract the maximum first, or use logsumexp, log_softmax, softplus"
+    ),
+    "eigh eig eigvalsh linalg_eigh linalg_eig": (
+        "the derivative of eigenvectors divides by differences of eigenvalues, which has no value "
+        "where they are repeated: make them distinct (add a small diagonal matrix of distinct "
+        "numbers), or use what does not depend on the choice of eigenvectors (the eigenvalues "
+        "alone, a matrix function)"
+    ),
+    "svd linalg_svd": (
+        "the derivative of singular vectors divides by differences of singular values, and by the "
+        "values, which has no value where they are repeated or zero: make them distinct, or use "
+        "what does not depend on the choice of vectors (the singular values alone, U @ Vh)"
+    ),
+    "qr cholesky solve inverse det slogdet logdet pinv triangular_solve cholesky_solve lu": (
+        "the matrix is singular: add a small multiple of the identity"
+    ),
+}
+_NAN_MEND = {name: text for names, text in _NAN_MENDS.items() for name in names.split()}
+
 NOISE = "what is left is rounding noise"  # the detail of what cancels but for it
 
 
@@ -216,6 +270,8 @@ class Finding:
         whole: Whether everything that the leaf gives is lost, not one term.
         detail: What else there is to say: the framework's own message, a name.
         factor: What it is multiplied by, where that is trained, zero and has a gradient itself.
+        primitive: The elementary operation that did it inside of `operation`, by the name that
+            both frameworks share; empty where it is the same.
     """
 
     argument: str
@@ -226,6 +282,7 @@ class Finding:
     whole: bool = True
     detail: str = ""
     factor: str = ""
+    primitive: str = ""
 
     @property
     def reason(self) -> str:
@@ -240,6 +297,9 @@ class Finding:
                 f"none where {self.factor} starts at zero on purpose, as in LoRA and ReZero: it "
                 "has a gradient, and after a step this has one"
             )
+        if self.kind == "nan":
+            names = self.primitive, self.operation.partition(",")[0]
+            return next(filter(None, map(_NAN_MEND.get, names)), KINDS["nan"].mend)
         return KINDS[self.kind].mend
 
     @property

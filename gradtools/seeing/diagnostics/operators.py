@@ -83,13 +83,15 @@ class SeeingOperators(Operators):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> GradientReport:
-        """Every place at which the gradient of f's output to an argument or parameter is lost.
+        """Every place at which a gradient of f's output is lost, becomes zero, or becomes NaN.
 
         f runs once under observation. Where data flows on to the output and the derivative does
         not, the line, the operation, the kind of loss and the mend are reported; so are single
         terms of a sum that are lost while the others flow. If the argument is connected and its
         gradient is zero at these values, the operations are named at which it becomes zero
-        (multiplied by zero, dead, saturated, underflow). What f changes is put back.
+        (multiplied by zero, dead, saturated, underflow); if it is NaN or infinite, those at which
+        it becomes so (``nan``), with what to write there: the double where for sqrt and norm at 0,
+        distinct eigenvalues for eigh. What f changes is put back.
 
         Masks, indices and branches that a comparison chooses are no losses; nor is a stopped value
         that only scales. Effects that several runs of f would have are undone: random streams,

@@ -118,7 +118,7 @@ class GradientReport:
         for finding in findings:
             lines += ["", *_lines(finding, paint)]
         said = _VERDICTS.get(verdict)
-        left = lambda f: f.noise or f.kind in ("not_finite", "faint")
+        left = lambda f: f.noise or f.kind in ("nan", "vanishing")
         lost = [f for f in findings if f.whole and not left(f)]
         if verdict:  # zero at these values is no contradiction to a change elsewhere
             lost = [f for f in lost if not f.numerical]

@@ -2,7 +2,7 @@
 
 `record` runs or traces a function of flat leaves once and gives a `Recording`: the graph, and the
 framework's own error if there was one. `vanishing` takes the gradient at these very values and
-says at which operations a cotangent that was not zero became zero, NaN or too faint. Both are
+says at which operations a cotangent that was not zero became zero, NaN or vanishing. Both are
 methods of the waist; what is made of them stands above, in `diagnosis.py`.
 """
 
@@ -78,7 +78,7 @@ class Vanished:
         cancelled: Whether what comes over several paths, which meet here, adds up to zero.
         noise: Whether that is a rounding error and not zero.
         empty: Whether what it handed nothing to has no entries: an index selected nothing.
-        kind: "not_finite" or "faint" of a cotangent that became so, and not zero.
+        kind: "nan" or "vanishing" of a cotangent that became so, and not zero.
     """
 
     node: Node

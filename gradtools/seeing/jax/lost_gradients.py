@@ -1,19 +1,21 @@
-"""Where a cotangent becomes zero, NaN or too faint at these values, on a tape of the jaxpr.
+"""Where a cotangent becomes zero, NaN or vanishing at these values, on a tape of the jaxpr.
 
 The jaxpr is run once on a tape (`tape.py`), for all leaves of a program, and one cotangent goes
-back over it, step by step. What becomes zero goes no further::
+back over it, step by step::
 
-    ct of an operand += pull of a step (ct of its results),   unless that is zero
+    ct of an operand += pull of a step (ct of its results)
 
-A step whose results have a cotangent, and which hands none to an operand, is where the gradient
-vanishes. A value that is handed several which add up to zero is where it cancels; told is the
-step at which the paths from that value come together again.
+A step whose results have a cotangent that is not zero, and which hands zeros to an operand, is
+where the gradient vanishes. A value that is handed several which add up to zero is where it
+cancels; told is the step at which the paths from that value come together again. Zeros go on, for
+zero times an infinite slope is NaN.
 
 What is rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,7 +39,7 @@ from gradtools.seeing.jax.tape import Moving, Tape, TapeStep
 def vanishing(
     run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
 ) -> list[Vanished] | None:
-    """Where the cotangent of a leaf becomes zero, NaN or too faint; None if neither."""
+    """Where the cotangent of a leaf becomes zero, NaN or vanishing; None if neither."""
     traced = trace(run, leaves)
     if traced not in _known:
         _known[traced] = _returned(traced, leaves)
@@ -63,7 +65,7 @@ class _Returned:
         stops: The steps, by position, that handed nothing to some operand: the cotangents of
             their results, and the operands.
         sums: The values whose cotangents add up to zero, with the steps that handed them on.
-        extremes: For each leaf whose gradient is NaN or too faint, where it became so.
+        extremes: For each leaf whose gradient is NaN or vanishing, where it became so.
         noise: What counts as zero, being rounding noise.
     """
 
@@ -99,6 +101,9 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
         result = _Returned(tape.steps)
         ys = [y for y in outs if is_inexact(y.array)]
         grads = _Back(result, ys).gradients(args)
+        if any(map(_is_nan, grads.values())) and not _is_nan_at_once(closed, leaves):
+            result = _Returned(tape.steps)  # a zero that JAX leaves out met an infinite slope
+            grads = _Back(result, ys, zeros=False).gradients(args)
         result.reached |= sum(args[k].leaves for k in grads)
         if noise := _noise(tape.steps, ys, args, grads):
             result = _without_noise(result, ys, [args[k] for k in noise])
@@ -106,7 +111,10 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
         if jaxprs.uses_primitive(
             closed, lambda e: jaxprs.targets(e) != list(e.outvars)
         ):  # what goes through one is on no tape
-            result.reached |= _reached_at_once(closed, leaves)
+            at_once = _gradients_at_once(closed, leaves)
+            result.reached |= sum(1 << i for i, g in at_once.items() if _any(g))
+            unseen = [i for i, g in at_once.items() if _is_nan(g) and i not in result.extremes]
+            result.extremes |= {i: bad_gradients.places("nan", []) for i in unseen}
         else:
             result.reached |= _not_connected(args, outs)
     except GradtoolsError:
@@ -127,7 +135,15 @@ def _not_connected(args: Sequence[Moving], outs: Sequence[Moving]) -> int:
 
 
 class _Back:
-    """The cotangents of a tape, from the last step to the first."""
+    """The cotangents of a tape, from the last step to the first.
+
+    Args:
+        found: Where what they meet is noted.
+        outs: What they start from.
+        kept: Where they are kept, if asked for.
+        draw: The seed of the rounding errors that shake them, if asked for.
+        zeros: Whether zeros go on.
+    """
 
     def __init__(
         self,
@@ -135,8 +151,9 @@ class _Back:
         outs: Sequence[Moving],
         kept: _Kept | None = None,
         draw: int | None = None,
+        zeros: bool = True,
     ) -> None:
-        self._found, self._kept, self._draw = found, kept, draw
+        self._found, self._kept, self._draw, self._zeros = found, kept, draw, zeros
         self._cts: dict[int, Any] = {}
         self._from: dict[int, list[int]] = {}
         for y, seed in zip(outs, _seeds([y.array for y in outs]), strict=True):
@@ -146,9 +163,9 @@ class _Back:
             self._back(at, found.steps[at])
 
     def gradients(self, args: Sequence[Moving]) -> dict[int, Any]:
-        """The gradient of each leaf that has one, by its position."""
+        """The gradient of each leaf that has one which is not zero, by its position."""
         taken = {k: self._taken(x) for k, x in enumerate(args) if x.leaves}
-        return {k: ct for k, ct in taken.items() if ct is not None}
+        return {k: ct for k, ct in taken.items() if ct is not None and _any(ct)}
 
     def _back(self, at: int, step: TapeStep) -> None:
         cts = {k: self._taken(y) for k, y in step.results.items()}
@@ -163,12 +180,14 @@ class _Back:
             self._kept[at] = given, {i: ct for i, ct in pairs if ct is not None}
         noise = self._found.noise.handed
         for i, ct in zip(wanted, pulled, strict=True):
-            if ct is None or ((at, i) not in noise and _any(ct)):
-                self._add(step.operands[i], ct, at)
-            else:
+            moves = ct is None or _any(ct)
+            if (at, i) in noise or not moves:
                 stopped.append(i)
-        if stopped and not step.packs:
-            self._found.stops[at] = given, stopped
+            if (at, i) not in noise:
+                self._add(step.operands[i], ct, at, moves)
+        moving = {k: ct for k, ct in given.items() if _any(ct)}
+        if stopped and moving and not step.packs:
+            self._found.stops[at] = moving, stopped
 
     def _shaken(self, ct: Any, at: int, k: int) -> Any:
         """A cotangent, with rounding errors if asked for."""
@@ -191,18 +210,23 @@ class _Back:
             self._found.reached |= x.leaves
         return [None] * len(wanted)
 
-    def _add(self, x: Moving, ct: Any, at: int) -> None:
-        if ct is not None:
-            known = self._cts.get(x.number)
-            self._cts[x.number] = ct if known is None else known + ct
+    def _add(self, x: Moving, ct: Any, at: int, moves: bool = True) -> None:
+        """Hands a cotangent to a value; moves: whether it is not zero."""
+        if ct is None or not (moves or self._zeros):
+            return
+        known = self._cts.get(x.number)
+        self._cts[x.number] = ct if known is None else known + ct
+        if moves:
             self._from.setdefault(x.number, []).append(at)
 
     def _taken(self, x: Moving) -> Any:
-        """The whole cotangent of a value; None if it is zero."""
+        """The whole cotangent of a value; None if there is none."""
         ct, readers = self._cts.pop(x.number, None), self._from.get(x.number, [])
-        if len(readers) > 1 and (x.number in self._found.noise.values or not _any(ct)):
-            self._found.sums.append((x, readers))
-            return None
+        if len(readers) > 1:
+            is_noise = x.number in self._found.noise.values
+            if is_noise or not _any(ct):
+                self._found.sums.append((x, readers))
+                return None if is_noise or not self._zeros else ct
         return ct
 
 
@@ -251,13 +275,13 @@ def _is_noise(ct: Any, other: Any) -> bool:
     return bad_gradients.is_noise(_size(ct), _size(change), float(jnp.finfo(ct.dtype).eps))
 
 
-# --- NaN, and what is too faint ----------------------------------------------------------
+# --- NaN, and what vanishes -------------------------------------------------------------
 
 
 def _extremes(
     found: _Returned, args: Sequence[Moving], ys: Sequence[Moving], grads: Mapping[int, Any]
 ) -> dict[int, list[Vanished] | None]:
-    """Where the gradients became NaN or too faint that are so."""
+    """Where the gradients became NaN or vanishing that are so."""
     output = max((_size(y.array) for y in ys), default=0.0)
     eps = {k: float(jnp.finfo(ct.dtype).eps) for k, ct in grads.items()}
     kinds = {
@@ -277,7 +301,7 @@ def _extremes(
             operands = found.steps[at].operands
             mine = [_size(ct) for i, ct in on.items() if operands[i].leaves >> k & 1]
             if mine and not found.steps[at].packs:
-                sizes = max(map(_size, given.values())), float(np.max(mine))
+                sizes = [float(np.max(each)) for each in ([*map(_size, given.values())], mine)]
                 handed.append(bad_gradients.Handed(found.steps[at].node, *sizes))
         told[k] = bad_gradients.places(kind, handed)
     return told
@@ -376,8 +400,8 @@ def _numbers(xs: Mapping[int, Moving]) -> list[int]:
 # --- references --------------------------------------------------------------------------
 
 
-def _reached_at_once(closed: Any, leaves: Sequence[Any]) -> int:
-    """The leaves that have a gradient, by JAX's own reverse mode of the whole program."""
+def _gradients_at_once(closed: Any, leaves: Sequence[Any]) -> dict[int, Any]:
+    """The gradient of each leaf, by JAX's own reverse mode of the whole program."""
     inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
 
     def fun(*xs: Any) -> list[Any]:
@@ -386,8 +410,19 @@ def _reached_at_once(closed: Any, leaves: Sequence[Any]) -> int:
         return [y for y in outs if is_inexact(y)]
 
     outs, pullback = jax.vjp(fun, *[leaves[i] for i in inexact])
-    gradients = pullback(_seeds(outs))
-    return sum(1 << i for i, g in zip(inexact, gradients, strict=True) if _any(g))
+    return dict(zip(inexact, pullback(_seeds(outs)), strict=True))
+
+
+def _is_nan_at_once(closed: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a gradient by JAX's own reverse mode is NaN; so it is where that does not run."""
+    try:
+        return any(map(_is_nan, _gradients_at_once(closed, leaves).values()))
+    except Exception:  # something on the way leaves JAX: that is told already
+        return True
+
+
+def _is_nan(x: Any) -> bool:
+    return not math.isfinite(_size(x))
 
 
 def _leaves_jax(step: TapeStep) -> bool:

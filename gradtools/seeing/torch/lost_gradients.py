@@ -1,4 +1,4 @@
-"""Where a cotangent becomes zero, NaN or too faint at these values, in autograd's graph.
+"""Where a cotangent becomes zero, NaN or vanishing at these values, in autograd's graph.
 
 The gradient is taken once as it is. If it is zero everywhere, it is taken again with every node
 of autograd watched that leads to the leaf: one that is given a cotangent that is not zero, and
@@ -39,7 +39,7 @@ Cotangents = Sequence[Tensor | None]
 def vanishing(
     run: Run, leaves: Sequence[Any], index: int, held: Sequence[Tensor] = ()
 ) -> list[Vanished] | None:
-    """Where the cotangent of a leaf becomes zero, NaN or too faint; None if its gradient is well.
+    """Where the cotangent of a leaf becomes zero, NaN or vanishing; None if its gradient is well.
 
     One run answers for all leaves, and is remembered as long as the program that `run` belongs to.
     After the leaves the index counts on in `held`, what f holds that requires grad.
@@ -199,7 +199,7 @@ def _shaken(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
             handle.remove()
 
 
-# --- NaN, and what is too faint ----------------------------------------------------------
+# --- NaN, and what vanishes -------------------------------------------------------------
 
 
 def _with_extremes(

@@ -100,6 +100,10 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
         return use.guarded(rows[0])
 
 
+_MAY_CAST = ("ToCopyBackward", "_ProgramNodeBackward")
+"""Kinds of nodes behind which G may compute in fewer bits than it returns."""
+
+
 class _Use(Forward):
     """One evaluation of a frozen function."""
 
@@ -431,7 +435,8 @@ class _FrozenBackward(Backward):
             pulled, width = _product(us, [g for g, _ in self.pulled_first])
             pushed, other = _product(along, cts)
         use: Any = self.of
-        casts = any(kind.startswith("ToCopyBackward") for kind in use.verification.kinds[0])
+        # What G casts inside of chunked, checkpoint or frozen its own graph does not show.
+        casts = any(kind.startswith(_MAY_CAST) for kind in use.verification.kinds[0])
         dtypes = {x.dtype for x in given} | ({torch.bfloat16} if casts else set())
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         noise = 64 * eps * (_product(us, us)[0] * _product(cts, cts)[0]) ** 0.5

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import is_of, refusal
-from gradtools.host_kernels import KernelCall, Results, call_by_key, read_only
+from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual
@@ -75,11 +75,8 @@ class KernelCalls:
         arrays: list[np.ndarray] = []
         try:
             for x in args:
-                array = x.numpy()
-                if array.flags.c_contiguous:  # a tensor's memory, which NumPy knows not to be so
-                    array.setflags(False)
-                else:
-                    array = read_only(array)
+                array = x.numpy().copy()  # the kernel may keep it, and x may be stepped in place
+                array.setflags(False)
                 arrays.append(array)
         except (RuntimeError, TypeError):  # what NumPy cannot read as it stands
             return NotImplemented
@@ -177,8 +174,9 @@ def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 
 def _numpy(x: Tensor) -> np.ndarray:
+    """A copy, which the kernel may keep: the tensor may be changed in place afterwards."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
-    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
 
 
 def _fake(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:

@@ -109,7 +109,7 @@ class Snapshot:
     def _taken_again(self) -> Snapshot:
         reached = self.reached
         versions = reached.versions()
-        changed = _changed(reached.owned, self._contents)
+        changed = changed_contents(reached.owned, self._contents)
         contents, states = self._contents, [get() for get, _ in reached.generators]
         if any(changed):
             triples = zip(reached.owned, contents, changed, strict=True)
@@ -130,7 +130,7 @@ class Snapshot:
         reached = self.reached
         if not reached.stands():
             reached.restore()
-        changed = _changed(reached.owned, self._contents)
+        changed = changed_contents(reached.owned, self._contents)
         for tensor, contents, differs in zip(reached.owned, self._contents, changed, strict=True):
             if differs:
                 _put_back(tensor, contents)
@@ -584,7 +584,7 @@ def _put_back(tensor: Tensor, contents: Tensor) -> None:
         tensor.copy_(contents)
 
 
-def _changed(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
+def changed_contents(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
     """Whether tensors' contents are other bits than these copies; asked once for each device."""
     if not tensors or upstream.peek_interpreter_stack() is not None:
         return [True] * len(tensors)  # nothing can be asked of numbers in a transform

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
@@ -47,6 +48,8 @@ OWN_HOOKS = [0]  # how many were set, for whoever counts the user's
 _WAYS = 256  # of one function that are remembered, where each batch has another shape
 _PARTS = 64  # of a list or tuple that are looked at
 _DEPTH = 3  # of functions that functions close over, by which they are known
+_RULES = ("gradtools.torch.rules.", "gradtools.torch.hooks")  # where Functions of rules are
+_BLOCK = 1 << 18  # entries that are summed at a time
 _SAMPLE = 1 << 16  # entries of a module's output that are looked at, to say where it differs
 
 
@@ -93,14 +96,16 @@ class Way:
 class Verification:
     """What the first pass of one call gave, for those that compute it again.
 
-    exact: Whether to compare bits, at every chunk and module. Otherwise numbers may differ by
-        rounding, as other kernels' do, and modules are looked at for the first chunk only.
+    exact: Whether to compare bits, at every chunk and module. Otherwise outputs on another device
+        than the CPU may differ by rounding, and modules are looked at for the first chunk only.
     """
 
     def __init__(self, forward: Forward, way: Way | None, exact: bool) -> None:
         self.caller, self.reached = forward.caller, forward.start.reached
         self.way, self.exact = way, exact
         self.is_compiled = _is_compiled(forward)  # and would be compiled anew for a hook
+        # Kernels are deterministic there; compiled code may be another the second time.
+        self._outputs_exactly = self.exact or (forward.compares_bits and not self.is_compiled)
         self.places: dict[int, list[int]] = {}  # among a chunk's outputs, of what is compared
         self.outs: dict[int, list[Figures]] = {}
         self.modules: dict[int, list[tuple[torch.nn.Module, list[Figures]]]] = {}
@@ -157,7 +162,7 @@ class Verification:
         """What the first pass gave at chunk i. batches: Of vmap, that it ran under."""
         self.batches, self.modules[i] = batches, modules
         self.places[i] = _differentiated(outs)
-        self.outs[i] = self._figures([outs[k] for k in self.places[i]])
+        self.outs[i] = self._figures_of_outputs(outs, i)
 
     def compare(self, i: int, outs: Any, modules: Any, own: Any, batches: Any) -> None:
         """Raises if chunk i, computed again, is another one.
@@ -166,7 +171,7 @@ class Verification:
         """
         if batches != self.batches:
             return  # a batch is computed where one was alone before
-        result = self._figures([outs[k] for k in self.places[i]])
+        result = self._figures_of_outputs(outs, i)
         self.compared |= list(map(len, result)) == list(map(len, self.outs[i]))
         if not self._same(self.outs[i], result):
             raise self._other(i, self._where(i, modules))
@@ -177,14 +182,25 @@ class Verification:
 
     # --- numbers
 
-    def _figures(self, tree: Any, sample: int | None = None) -> list[Figures]:
+    def _figures_of_outputs(self, outs: Sequence[Any], i: int) -> list[Figures]:
+        compared = [outs[k] for k in self.places[i]]
+        return self._figures(compared, exact=self._outputs_exactly)
+
+    def _figures(
+        self, tree: Any, sample: int | None = None, exact: bool | None = None
+    ) -> list[Figures]:
         leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
         wrapped = upstream.is_wrapped
         duals = [is_dual(x) and not wrapped(x) for x in leaves]
         pairs = zip(leaves, duals, strict=True)
         leaves = [forward_ad.unpack_dual(x).primal if dual else x for x, dual in pairs]
         leaves = [x.detach() for x in leaves]
-        return [_checksum(x) if self.exact else figures(x, sample) for x in leaves]
+        if exact is None:
+            exact = self.exact
+        return [
+            _checksum(x) if self.exact or (exact and x.device.type == "cpu") else figures(x, sample)
+            for x in leaves
+        ]
 
     def _same(self, old: list[Figures], new: list[Figures]) -> bool:
         return len(old) == len(new) and all(map(is_near, old, new))
@@ -295,10 +311,16 @@ def refuse_others(reading: list[bool], *xs: Any) -> None:
 
 
 def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
-    """How many nodes of each kind there are, leaves apart, and on how many inputs they depend."""
+    """How many nodes of each kind there are, leaves apart, and on how many inputs they depend.
+
+    A rule of gradtools' is one kind, by whichever Function of ours it was called.
+    """
     result = Counter[str]()
     for node in nodes:
         kind, count = type(node).__name__, sum(x is not None for x, _ in node.next_functions)
+        if isinstance(node, BackwardCFunction):
+            home = upstream.forward_class(type(node)).__module__
+            kind = "a rule" if home.startswith(_RULES) else kind
         if kind != "AccumulateGrad":
             result[f"{kind} on {count}"] += 1
     return result
@@ -400,37 +422,52 @@ def _is_shown(x: Tensor) -> bool:
 
 
 def figures(x: Tensor, sample: int | None = None) -> Figures:
-    """Shape, dtype, size of the entries, and what they add up to with weights that all differ."""
+    """Shape, dtype, and for each entry of the first axis its size and weighted sums.
+
+    The weights all differ. An entry is an example, so that a difference in one of many shows.
+    """
     looks = (x.shape, x.dtype)
     if not _is_shown(x) or not x.numel():
         return looks
     with torch.no_grad():
-        flat = x.resolve_conj().resolve_neg().reshape(-1)
-        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        if sample is not None and flat.numel() > sample:
-            flat = flat[:: flat.numel() // sample]
-        total: Any = 0.0
-        for k, block in enumerate(flat.split(1 << 18)):
-            wide = block.to(torch.float64 if block.device.type != "mps" else torch.float32)
-            wide = wide.nan_to_num(nan=1.25, posinf=1.5, neginf=-1.75)
-            weights = torch.arange(len(wide), device=wide.device, dtype=wide.dtype)
-            weights = torch.cos(weights * 1.618033988749895 + k)
-            total = total + torch.stack([wide.abs().sum(), wide @ weights, wide.sum()])
-    # Asked of an accelerator only once it is compared.
-    return *looks, total.tolist() if total.device.type == "cpu" else total
+        x = x.resolve_conj().resolve_neg()
+        x = torch.view_as_real(x) if x.is_complex() else x
+        rows = x.reshape(len(x) if x.ndim > 1 else 1, -1)
+        if sample is not None and x.numel() > sample:
+            rows = rows.reshape(1, -1)[:, :: x.numel() // sample]
+        width = min(rows.shape[1], _BLOCK)
+        weights = torch.arange(width, device=x.device, dtype=_wide(x))
+        weights = torch.cos(weights * 1.618033988749895)
+        totals = []
+        for some in rows.split(max(1, _BLOCK // width)):
+            parts = [_sums(part, weights) for part in some.split(width, 1)]
+            totals.append(sum(parts[1:], parts[0]))
+        return *looks, torch.cat(totals, 1)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.device.type != "mps" else torch.float32
+
+
+def _sums(part: Tensor, weights: Tensor) -> Tensor:
+    """Of each row the sum of the moduli, of the weighted entries, and of the entries."""
+    wide = part.to(_wide(part))
+    if part.dtype == torch.float64:
+        wide = wide * 2.0**-64  # sums of the largest numbers are finite
+    wide = wide.nan_to_num(nan=1.25, posinf=1.5, neginf=-1.75)
+    return torch.stack([wide.abs().sum(1), wide @ weights[: wide.shape[1]], wide.sum(1)])
 
 
 def is_near(a: Figures, b: Figures) -> bool:
-    """Whether two figures are the same but for rounding; checksums wholly."""
+    """Whether two figures are the same but for rounding; checksums exactly."""
     if len(a) != len(b):
         return True  # one of them could not be read: it is a batch of vmap's, say
     if a[:2] != b[:2] or len(a) == 2 or isinstance(a[2], int):
         return a == b
     dtype = a[1]
     inexact = dtype.is_floating_point or dtype.is_complex
-    off = torch.finfo(dtype).eps ** (2 / 3) if inexact else 0.0
-    old, new = (x.tolist() if isinstance(x, Tensor) else x for x in (a[2], b[2]))
-    return all(abs(p - q) <= off * max(old[0], new[0]) for p, q in zip(old, new, strict=True))
+    slack = torch.finfo(dtype).eps ** (2 / 3) if inexact else 0.0
+    return bool(((a[2] - b[2]).abs() <= slack * torch.maximum(a[2][0], b[2][0])).all())
 
 
 def _checksum(x: Tensor) -> Figures:

@@ -53,7 +53,7 @@ from gradtools.torch.replaying.slicing import (
     untracked,
 )
 from gradtools.torch.rules.installing import reverse_only_at
-from gradtools.torch.state import Snapshot
+from gradtools.torch.state import Snapshot, changed_contents
 from gradtools.torch.upstream_bugs.gradients import WRONG
 
 left_to_python(__name__)
@@ -383,6 +383,8 @@ class Forward(ChunkProgram):
             for k, x in enumerate(self.pieces[i] if self.modes.grad else ())
             if isinstance(x, Tensor) and k not in self.moving[i] and not x.is_inference()
         }
+        sources = *map(_first_of, self.chunks.splits), *self.chunks.lists[i]
+        counted = [upstream.version_of(sources[k]) for k in before]
         try:
             with Captures(self) if self.beneath else NOTHING:
                 outs, _ = self.one(i, xs, own)
@@ -390,12 +392,22 @@ class Forward(ChunkProgram):
             if not says(error, LEAF_CHANGED):
                 raise
             raise self._in_place(f" PyTorch says: {error}") from error
+        if [upstream.version_of(sources[k]) for k in before] != counted:
+            raise self._written_elsewhere()
         for k, (x, original, version) in before.items():
             if upstream.version_of(x) != version:
                 self.originals.setdefault(i, {})[k] = original
-                sources = *map(_first_of, self.chunks.splits), *self.chunks.lists[i]
                 increment_version(sources[k])
+            elif self.verification is not None and _is_other(x, original):
+                raise self._written_elsewhere()
         return outs
+
+    def _written_elsewhere(self) -> GradtoolsError:
+        return GradtoolsError(
+            f"{self.caller}: f changes in place, by another name, an argument that is split: a "
+            "tensor that f closes over, a buffer of its module, or memory shared with NumPy. The "
+            "gradient would be taken at the changed numbers. Clone the argument first."
+        )
 
     def _in_place(self, more: str) -> GradtoolsError:
         return GradtoolsError(
@@ -487,6 +499,13 @@ class Forward(ChunkProgram):
     def reached_leaves(self) -> list[Tensor]:
         """The leaves that f reaches by itself, differentiated or not."""
         return self.leaves
+
+
+def _is_other(x: Tensor, copy: Tensor) -> bool:
+    """Whether x holds other bits than a copy of it, where both can be read."""
+    plain = type(x) is Tensor and x.device.type == "cpu" and not (x.is_conj() or x.is_neg())
+    hidden = upstream.peek_interpreter_stack() is not None or upstream.is_traced_by_make_fx()
+    return plain and not (hidden or x.is_quantized) and any(changed_contents([x], [copy]))
 
 
 def _is_cast_of_leaf(node: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Programs that people wrote in public, retold, each with the number that is right."""

@@ -1,0 +1,269 @@
+"""Recomputation in PyTorch: what is right comes out right, and what is not is refused."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import gradtools.torch as gt  # noqa: E402
+from gradtools.errors import GradtoolsError  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+def fresh(program: str) -> str:
+    """What a program prints in a process of its own, where nothing was called before."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- the batch is written by another name
+
+
+def _bank(options):
+    """A memory bank that is queried row by row and refreshed meanwhile (MoCo's queue)."""
+    bank = torch.ones(6, 1)
+    w = torch.ones(1, requires_grad=True)
+
+    def f(rows):
+        scores = rows * w
+        bank.add_(1)
+        return scores
+
+    return gt.chunked(f, 2, **options)(bank)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"retain": 0}, {}, {"retain": 2}, {"retain": 3}, {"retain": 3, "verify": True}],
+    ids=str,
+)
+def test_a_batch_that_f_writes_by_another_name_is_refused(options):
+    with pytest.raises(GradtoolsError, match="by another name"):
+        _bank(options)
+
+
+def test_a_buffer_that_is_the_batch_and_is_written_is_refused():
+    class Bank(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("bank", torch.ones(6, 1))
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, rows):
+            scores = rows * self.weight
+            self.bank.add_(1)
+            return scores
+
+    bank = Bank()
+    with pytest.raises(GradtoolsError, match="by another name"):
+        gt.chunked(bank, 2)(bank.bank)
+
+
+def test_a_batch_that_f_writes_through_numpy_is_refused():
+    memory = np.ones((6, 1), np.float32)
+    x, w = torch.from_numpy(memory), torch.ones(1, requires_grad=True)
+
+    def f(rows):
+        scores = rows * w
+        memory[...] += 1
+        return scores
+
+    with pytest.raises(GradtoolsError, match="by another name"):
+        gt.chunked(f, 2)(x)
+
+
+def test_what_f_reads_of_the_whole_batch_and_writes_elsewhere_is_no_reason_to_refuse():
+    x, seen = torch.arange(6.0).reshape(6, 1), torch.zeros(6, 1)
+    w = torch.ones(1, requires_grad=True)
+
+    def f(rows):
+        seen.add_(1)
+        return rows * w * x.mean()
+
+    gt.chunked(f, 2)(x).sum().backward()
+    assert w.grad.item() == 15 * 2.5
+
+
+def test_rows_that_f_changes_in_place_are_changed_as_in_the_plain_loop():
+    x, w = torch.ones(6, 1), torch.ones(1, requires_grad=True)
+    gt.chunked(lambda rows: rows.mul_(2) * w, 2)(x).sum().backward()
+    assert w.grad.item() == 12 and x.tolist() == [[2.0]] * 6
+
+
+# --- what differs in one of many examples, or in few bits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "change"),
+    [
+        (torch.bfloat16, 64, 0.03), (torch.float16, 64, 0.01), (torch.bfloat16, 4096, 1.0),
+        (torch.float16, 4096, 1.0), (torch.float32, 4096, 0.1), (torch.float32, 4096, 1e-6),
+        (torch.float64, 4096, 1e-15),
+    ],
+)  # fmt: skip
+def test_another_number_of_one_example_is_found(dtype, rows, change):
+    calls, w = itertools.count(), torch.ones(16, dtype=dtype, requires_grad=True)
+
+    def f(x):
+        y = x * w
+        factor = 1 + change * next(calls)
+        return y * factor if rows == 64 else torch.cat([y[:1] * factor, y[1:]])
+
+    x = torch.ones(rows, 16, dtype=dtype, requires_grad=True)
+    with pytest.raises(GradtoolsError, match="other numbers"):
+        gt.checkpoint(f)(x).sum().backward()
+
+
+def test_another_number_of_one_example_shows_in_the_figures_where_bits_are_not_compared():
+    from gradtools.torch.replaying.consistency import figures, is_near
+
+    x = torch.ones(4096, 16, dtype=torch.float32)
+    other = x.clone()
+    other[17] *= 1.1
+    assert is_near(figures(x), figures(x * (1 + 1e-7)))
+    assert not is_near(figures(x), figures(other))
+    assert not is_near(figures(x), figures(x.flip(1) * torch.arange(16.0)))
+    for odd in (torch.tensor(3.0), torch.ones(0, 3), torch.ones(5) * 1j, torch.arange(4)):
+        assert is_near(figures(odd), figures(odd.clone()))
+
+
+@pytest.mark.parametrize("operator", ["chunked", "checkpoint"])
+def test_outputs_that_add_up_beyond_the_largest_float_are_no_reason_to_refuse(operator):
+    def f(x):
+        return x * 1e308
+
+    wrapped = gt.checkpoint(f) if operator == "checkpoint" else gt.chunked(f, 2)
+    x = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+    wrapped(x)[:, 0].mul(1e-308).sum().backward()
+    assert x.grad[0].tolist() == [1e308 * 1e-308, 0, 0]
+
+
+def test_figures_of_the_largest_floats_are_finite_and_seen_to_differ():
+    from gradtools.torch.replaying.consistency import figures, is_near
+
+    x = torch.full((4, 3), 1e308, dtype=torch.float64)
+    assert torch.isfinite(figures(x)[2]).all()
+    assert is_near(figures(x), figures(x)) and not is_near(figures(x), figures(x * 0.9))
+
+
+# --- rules and edits inside, in a process in which nothing was called before
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["gt.scale_gradient(y, 1.0)", "gt.reverse_gradient(y)", "square(y)", "kernel(y)"],
+)
+def test_chunks_of_a_rule_are_right_at_the_first_call(rule):
+    program = f"""
+        import numpy as np, torch, gradtools.torch as gt
+
+        square = gt.custom_rule(lambda x: x**2)
+        square.defvjp(lambda x: (x**2, x), lambda x, c: (2 * x * c,))
+        kernel = gt.host_function(lambda x: np.sin(x))
+        kernel.defjvp(lambda p, t: (kernel(*p), torch.cos(p[0]) * t[0]))
+        w, x, u = torch.ones(3, 2) / 3, torch.ones(4, 3), torch.ones(3, 2)
+        f = lambda w, x: (lambda y: {rule})(torch.tanh(x @ w))
+        programs = (
+            lambda f: torch.func.grad(lambda w: f(w, x).sum())(w),
+            lambda f: gt.linearize(lambda w: f(w, x), w)[1](u),
+            lambda f: gt.grad(lambda w: (gt.jvp(f, (w, x), (u, 0 * x))[1] ** 2).sum())(w),
+        )
+        for program in programs:
+            in_chunks = gt.chunked(f, 2, in_axes=(None, 0))
+            once, twice, plain = program(in_chunks), program(in_chunks), program(f)
+            torch.testing.assert_close(once, plain)
+            torch.testing.assert_close(twice, plain)
+    """
+    fresh(program)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "prune", "an attribute"])
+def test_checkpoint_of_a_module_that_holds_an_attached_tensor_and_an_edit(kind):
+    layer = torch.nn.Linear(3, 3)
+    if kind == "weight_norm":
+        layer = torch.nn.utils.weight_norm(layer)
+    elif kind == "prune":
+        from torch.nn.utils import prune
+
+        layer = prune.random_unstructured(layer, "weight", amount=0.3)
+    else:
+        layer.extra = layer.weight.tanh()
+    x = torch.ones(2, 3, requires_grad=True)
+
+    def f(x):
+        return gt.reverse_gradient(layer(x))
+
+    (expected,) = torch.autograd.grad(f(x).sum(), x)
+    (result,) = torch.autograd.grad(gt.checkpoint(f)(x).sum(), x)
+    torch.testing.assert_close(result, expected)
+
+
+# --- frozen around what computes in fewer bits
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("inside", ["checkpoint", "chunked", "frozen", "twice"])
+def test_frozen_of_a_recomputed_function_in_fewer_bits(low, inside):
+    generator = torch.Generator().manual_seed(0)
+    weights = (torch.randn(16, 16, generator=generator) / 4).to(low)
+    z = torch.randn(8, 16, generator=generator).double()
+    y = torch.randn(16, generator=generator).double()
+
+    def net(z):
+        return ((z.to(low) @ weights).tanh() @ weights).double()
+
+    def slope(G):
+        def inner(y):
+            return (gt.grad(lambda z: (y * G(z)).sin().sum())(z) ** 2).sum()
+
+        return gt.grad(inner)(y)
+
+    wrapped = {
+        "checkpoint": lambda: gt.frozen(gt.checkpoint(net)),
+        "chunked": lambda: gt.frozen(gt.chunked(net, 3)),
+        "frozen": lambda: gt.frozen(gt.frozen(net)),
+        "twice": lambda: gt.frozen(gt.checkpoint(gt.chunked(net, 3))),
+    }[inside]()
+    expected = slope(net)
+    tolerance = 8 * torch.finfo(low).eps * expected.abs().max().item()
+    torch.testing.assert_close(slope(wrapped), expected, rtol=0, atol=tolerance)
+
+
+# --- a host kernel that remembers its arguments
+
+
+class _Solver:
+    """A solver with a warm start: it answers from memory where the argument is the last one."""
+
+    x = y = None
+
+    def __call__(self, x):
+        if self.x is None or not np.array_equal(self.x, x):
+            self.x, self.y = x, np.sin(x)
+        return self.y
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "a row"])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_kernel_that_keeps_its_argument_keeps_a_copy(layout, differentiated):
+    f = gt.host_function(_Solver())
+    f.defjvp(lambda p, t: (f(*p), torch.cos(p[0]) * t[0]))
+    base = torch.full((3, 3), 0.1)
+    p = {"contiguous": base, "transposed": base.T, "a row": base[1]}[layout]
+    for _ in range(3):
+        x = p.detach().requires_grad_(differentiated)
+        torch.testing.assert_close(f(x).detach(), torch.sin(p))
+        p.add_(0.1)

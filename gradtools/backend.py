@@ -335,6 +335,10 @@ class Differentiation(Arrays):
         """
         return None
 
+    def attaching(self, opened: Any, caller: str, again: Callable[[], Any]) -> Callable[..., Any]:
+        """`attach(results, select)` of a call that `opened` gave, as `Call.attaching` says."""
+        return lambda results, select=None: results
+
     def part_of(self, tree: Any) -> Any:
         """The tree with the part that is differentiated in the place of each module."""
         return tree

@@ -247,7 +247,9 @@ class Chunking(Operators):
         backend = self._backend
         positions = normalized_argnums("microbatched", argnums, len(args))
         opened: Any = backend.opened("microbatched", f, args, kwargs, positions)
-        if opened is not None and opened.is_tied:
+        again = partial(self._microbatched, f, chunk_size, argnums, in_axes, reduction, weights)
+        again = partial(again, *args, **kwargs)
+        if opened is not None and opened.opens_once:
             f, args = opened, opened.args
         given = arguments_of_call("microbatched", f, args, kwargs, in_axes, positions)
         call = _Microbatches(backend, given, positions, weights)
@@ -269,7 +271,7 @@ class Chunking(Operators):
 
         terms.__name__ = getattr(f, "__name__", type(f).__name__)
         sums = backend.sum_chunks(call.cut(terms, chunk_size))
-        if opened is not None and opened.is_tied:
+        if opened is not None and opened.opens_once:
             opened.refuse_changes()
         if reduction == "mean":
             total, *sums = sums
@@ -277,7 +279,10 @@ class Chunking(Operators):
             sums = [x / backend.real_scalar(total, x) for x in sums]
         treedef, dtypes = seen
         sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
-        return backend.unflatten(treedef, sums)
+        result = backend.unflatten(treedef, sums)
+        if opened is None:
+            return result
+        return backend.attaching(opened, "microbatched", again)(result)
 
     def gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
         """The rows of all processes (PyTorch) or devices (JAX), one after the other.

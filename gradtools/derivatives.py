@@ -256,12 +256,16 @@ class Derivatives(Operators):
 
         (bare, likes), cut = self._backend.outliving(call, result.outs), result.cut
 
+        attach = call.attaching(self.vjp, f, *primals, has_aux=has_aux)
+
         def pullback(pull: Any, cotangent: Any) -> tuple[Any, ...]:
             pulled = pull(bare.cotangents(cotangent, likes))
             refuse_cut(bare, cut(pulled))
-            return bare.to_trees(self._filled(bare, pulled))
+            trees = bare.to_trees(self._filled(bare, pulled))
+            return attach(trees, lambda result: result[1](cotangent))
 
         pulling = self._backend.linear_map(pullback, result.pullback)
+        out, aux = attach((out, aux), lambda result: (result[0], result[2] if has_aux else None))
         return (out, pulling, aux) if has_aux else (out, pulling)
 
     @overload
@@ -324,7 +328,8 @@ class Derivatives(Operators):
         outs, extras, pushed = self._backend.jvp(call, call.leaves, moving)
         out, aux = call.output(outs, extras)
         tangent_out = call.tangent_output(pushed)
-        return (out, tangent_out, aux) if has_aux else (out, tangent_out)
+        result = (out, tangent_out, aux) if has_aux else (out, tangent_out)
+        return call.attaching(self.jvp, f, primals, tangents, has_aux)(result)
 
     def linearize(self, f: Callable[P, R], *primals: Any) -> tuple[R, Callable[..., R]]:
         """The value of f and its pushforward t -> J t, from one evaluation.
@@ -354,12 +359,15 @@ class Derivatives(Operators):
         outs, extras, push = self._backend.linearize(call, call.leaves)
 
         (bare, _), expected = self._backend.outliving(call, outs), call.argnums
+        attach = call.attaching(self.linearize, f, *primals)
 
         def pushforward(push: Any, *tangents: Any) -> Any:
             _same_length("linearize", expected, tangents)
-            return bare.tangent_output(push(bare.from_trees(tangents, "tangent")))
+            pushed = bare.tangent_output(push(bare.from_trees(tangents, "tangent")))
+            return attach(pushed, lambda result: result[1](*tangents))
 
-        return call.output(outs, extras)[0], self._backend.linear_map(pushforward, push)
+        out = attach(call.output(outs, extras)[0], _first)
+        return out, self._backend.linear_map(pushforward, push)
 
     def jacobian(
         self,
@@ -462,7 +470,8 @@ class Derivatives(Operators):
             extras = result.extras
             grads, products = result.outs, self._filled(call, result.pullback(moving))
         call.settle(extras)
-        return call.to_trees(grads), call.to_trees(products)
+        pair = call.to_trees(grads), call.to_trees(products)
+        return call.attaching(self.hvp, f, primals, tangents, mode)(pair)
 
     def hessian(self, f: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
         """The Hessian of a real scalar f of real arguments.
@@ -496,8 +505,10 @@ class Derivatives(Operators):
         call.refuse_changes()
         rows = [call.to_trees(row) for row in result]
         if isinstance(argnums, tuple | list):
-            return call.to_trees(rows)
-        return call.to_trees([row[0] for row in rows])[0]
+            result = call.to_trees(rows)
+        else:
+            result = call.to_trees([row[0] for row in rows])[0]
+        return call.attaching(self._hessian_at, f, argnums, *args, **kwargs)(result)
 
     def per_example_grad(
         self,
@@ -538,9 +549,10 @@ class Derivatives(Operators):
         return _named("per_example_grad", f, argnums, call)
 
     def _per_example(
-        self, caller: _Asked, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
+        self, of: _Asked, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
     ) -> Any:
-        name, f, argnums, *rest = caller
+        name, f, argnums, *rest = caller = of
+        whole = args
         positions = normalized_argnums(name, argnums, len(args))
         opened = self._backend.opened(name, f, args, kwargs, positions)
         if opened is not None:
@@ -553,9 +565,11 @@ class Derivatives(Operators):
                 given[positions[0]] = only
         batch = Batch(self._backend, name, given)
         result = batch.map(lambda *one: self._scalar_gradient(caller, *one)[2], chunk_size)
-        if opened is not None:
-            opened.refuse_changes()
-        return result
+        if opened is None:
+            return result
+        opened.refuse_changes()
+        again = partial(self._per_example, of, in_axes, chunk_size, *whole, **kwargs)
+        return self._backend.attaching(opened, name, again)(result)
 
     def _is_split(self, given: list[Argument]) -> bool:
         """Whether there are arrays with axes among the arguments that are to be split."""
@@ -637,7 +651,10 @@ class Derivatives(Operators):
         elif call.opened is not None:
             call.settle(result.extras)
         trees = call.to_trees(grads)
-        return value, aux, trees if several else trees[0]
+        results = value if call.hands_out else None, aux, trees if several else trees[0]
+        if call.opened is None:
+            return results
+        return call.attaching(self._scalar_gradient, of, args, kwargs)(results)
 
     def _filled(self, call: Call, grads: Sequence[Array | None]) -> list[Array]:
         zeros = self._backend.zeros_like
@@ -740,7 +757,8 @@ class Derivatives(Operators):
         rows = [call.to_trees(row) for row in result]
         if not isinstance(argnums, tuple | list):
             rows = [row[0] for row in rows]
-        return call.tangent_output(rows)
+        attach = call.attaching(self._jacobian, caller, f, argnums, mode, chunk_size, args, kwargs)
+        return attach(call.tangent_output(rows))
 
 
 def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun:

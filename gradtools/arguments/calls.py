@@ -19,6 +19,7 @@ from gradtools.errors import GradtoolsError
 
 _TREES = (tuple, list, dict)
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
+Attach = Callable[..., Any]
 
 
 class Call:
@@ -189,6 +190,16 @@ class Call:
         if self.opened is not None:
             self.opened.settle(extras)
 
+    def attaching(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Attach:
+        """`attach(results, select)`, which makes results at modules differentiable again.
+
+        That is in PyTorch; it does nothing where no argument holds a module. `select` takes the
+        results from what `operator(*args, **kwargs)` returns, which may be called for them.
+        """
+        if self.opened is None:
+            return _as_they_are
+        return self.backend.attaching(self.opened, self.caller, partial(operator, *args, **kwargs))
+
     def refuse_changes(self) -> None:
         """Raises if f changed a module among its arguments: here the change would be lost."""
         if self.opened is not None:
@@ -239,6 +250,10 @@ class Call:
             f"{self.caller}: f must return one real number, an array of shape (); got {came}. "
             f"{mend}"
         )
+
+
+def _as_they_are(results: Any, select: Any = None) -> Any:
+    return results
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:

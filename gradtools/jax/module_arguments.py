@@ -172,8 +172,8 @@ class Opened:
             )
 
     @property
-    def is_tied(self) -> bool:
-        """Whether a differentiated module holds one parameter at several places."""
+    def opens_once(self) -> bool:
+        """Whether chunks get parts of one opening: a parameter may stand at several places."""
         return self._graphs is not None and self._graphs.is_tied
 
     # --- parts and wholes

@@ -205,6 +205,7 @@ class TorchBackend(Wing):
     like_module = staticmethod(transformed_modules.like_module)
 
     opened = staticmethod(module_arguments.opened)
+    attaching = staticmethod(module_arguments.Opened.attaching)
     part_of = staticmethod(module_arguments.part_of)
 
     def is_model(self, x: Any) -> bool:

@@ -10,13 +10,14 @@ stand anywhere in a tree: in a list, a dictionary, a dataclass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradtools.errors import GradtoolsError
-from gradtools.torch import trees
+from gradtools.torch import deferred_graphs, trees
 from gradtools.torch.compiling import is_compiling
 
 Tensor = torch.Tensor
@@ -63,10 +64,18 @@ def _is_module(x: Any) -> bool:
 
 def part_of(tree: Any) -> Any:
     """The tree with the parameters that are differentiated in the place of each module."""
+    return _part_of(tree, Tensor.detach)
+
+
+def _part_of(tree: Any, alias: Callable[[Tensor], Tensor]) -> Any:
     return with_parts(
         tree,
-        lambda m: {name: _alias(p) for name, p in m.named_parameters() if p.requires_grad},
+        lambda m: {name: alias(p) for name, p in m.named_parameters() if p.requires_grad},
     )
+
+
+def _itself(p: Tensor) -> Tensor:
+    return p
 
 
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
@@ -82,11 +91,6 @@ def _flattened(tree: Any) -> tuple[list[Any], Any]:
     return trees.WITH_MODULES.opened(*trees.WITH_MODULES.flatten(tree))
 
 
-def _alias(p: Tensor) -> Tensor:
-    """A parameter detached, so that results are; what a derivative around this one is taken of."""
-    return p.detach() if isinstance(p, nn.Parameter) else p
-
-
 class Opened:
     """A call some of whose arguments hold modules, as a function of their parameters.
 
@@ -94,7 +98,7 @@ class Opened:
         args: The arguments, with its parameters in the place of each differentiated module.
     """
 
-    is_tied = False  # a tied parameter is listed once
+    opens_once = True
     changed = ()  # what a call changes is written at once
 
     def __init__(
@@ -105,7 +109,9 @@ class Opened:
         self._trees = {i: _flattened(args[i]) for i in argnums}
         result = [x for leaves, _ in self._trees.values() for x in leaves if _is_module(x)]
         _check(caller, result)
-        self.args = [part_of(x) if i in self._trees else x for i, x in enumerate(args)]
+        self._graph = deferred_graphs.current()
+        alias = _itself if self._graph is None else self._graph.alias
+        self.args = [_part_of(x, alias) if i in self._trees else x for i, x in enumerate(args)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """f at modules with these parameters."""
@@ -116,7 +122,10 @@ class Opened:
         def whole(own: Any, x: Any) -> Any:
             if not _is_module(own):
                 return x
-            copies.append(Copy(own, x))
+            buffers = dict(own.named_buffers())
+            if self._graph is not None:
+                buffers = self._graph.buffers(own, buffers)
+            copies.append(Copy(own, x, buffers))
             return copies[-1].root
 
         given = list(args)
@@ -124,10 +133,22 @@ class Opened:
             pairs = zip(leaves, treedef.flatten_up_to(args[i]), strict=True)
             given[i] = trees.unflatten(treedef, [whole(own, x) for own, x in pairs])
         try:
-            return self._f(*given, **kwargs)
+            output = self._f(*given, **kwargs)
         finally:
             for copy in copies:
                 copy.hand_back()
+        if self._graph is not None:
+            self._graph.note(output)
+        return output
+
+    def attaching(self, caller: str, again: Callable[[], Any]) -> Callable[..., Any]:
+        """`attach(results, select)`: results, differentiable to the modules' parameters.
+
+        `select(again())` computes the same results once more.
+        """
+        if self._graph is None:
+            return lambda results, select=None: results
+        return partial(self._graph.attached, caller, again)
 
     def effects(self) -> list[Tensor]:
         """Nothing: what a call changes is written at once."""

@@ -39,6 +39,7 @@ Apply = Callable[..., Applied]
 
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
 SCALARS = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
 
 
@@ -233,7 +234,7 @@ def _relink(value: Any, resolve: Callable, depth: int = DEPTH) -> Any:
 def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
     """A function that closes over the tree uses the original's tensors: refused, not silent."""
     kind = type(module).__name__
-    own = {name: value for name, value in shared.items() if name not in vars(nn.Module())}
+    own = {name: value for name, value in shared.items() if name not in _OF_EVERY_MODULE}
     for name, value in own.items():
         if _closes_over(value, places):
             raise GradtoolsError(
@@ -289,9 +290,11 @@ class Copy:
         root: The copy.
     """
 
-    def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, params: Mapping[str, Tensor], buffers: dict[str, Tensor]
+    ) -> None:
         self._plan, self._originals = _plan(module), _tree(module)
-        own, self._buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        own, self._buffers = dict(module.named_parameters()), buffers
         self._copies = _copies(self._plan, {**own, **params}, self._buffers)
         self.root = self._copies[0]
 

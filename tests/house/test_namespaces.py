@@ -158,6 +158,7 @@ torch/nondifferentiable.py: results that refuse a derivative along some tensors
 torch/randomness.py: generators with a state; JAX has keys
 torch/state.py: modules and variables that change; JAX's functions are pure
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
+torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates programs
 torch/double_backward.py: what autograd loses in silence in a Function; JAX raises there
 torch/double_backward_trials.py: how that is found out
 seeing/jax/bridged_calls.py: equations that call the other framework; PyTorch has the call itself

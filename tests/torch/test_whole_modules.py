@@ -97,7 +97,7 @@ def plain(net, x=X, create_graph=False):
 def same(found, wanted):
     assert list(found) == list(wanted)
     for name, x in wanted.items():
-        torch.testing.assert_close(found[name], x.detach(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found[name].detach(), x.detach(), rtol=1e-12, atol=1e-14)
 
 
 @kinds
@@ -113,7 +113,7 @@ def test_the_gradient_is_that_of_a_plain_loop_and_so_is_what_stands_afterwards(m
     same(dict(ours.named_buffers()), dict(theirs.named_buffers()))
     assert vars(ours).get("calls") == vars(theirs).get("calls")
     assert all(p.grad is None for p in ours.parameters())
-    assert not any(g.requires_grad for g in grads.values())
+    assert all(g.requires_grad for g in [value, *grads.values()])
 
 
 @kinds
@@ -264,3 +264,176 @@ def test_a_parameter_in_two_modules_of_a_tree_is_refused_by_name():
     other.weight = one.weight
     with pytest.raises(GradtoolsError, match="grad: the parameter weight stands in two of"):
         gt.grad(lambda t: t["a"](t["b"](X.float())).sum())({"a": one, "b": other})
+
+
+# --- results that are differentiable with respect to the module
+
+
+def directions(net):
+    return {name: torch.ones_like(p) for name, p in net.named_parameters() if p.requires_grad}
+
+
+def output(net):
+    return net(X)
+
+
+def at_ones(pull):
+    out, pullback = pull
+    return out, pullback(out)
+
+
+AT_A_MODULE = {
+    "grad": lambda net, of: gt.grad(of(loss))(net, X),
+    "value_and_grad": lambda net, of: gt.value_and_grad(of(loss))(net, X),
+    "aux": lambda net, of: gt.value_and_grad(of(lambda n, x: (loss(n, x), n(x))), has_aux=True)(
+        net, X
+    ),
+    "vjp": lambda net, of: at_ones(gt.vjp(of(output), net)),
+    "jvp": lambda net, of: gt.jvp(of(output), (net,), (of.ones,)),
+    "linearize": lambda net, of: [f(of.ones) for f in gt.linearize(of(output), net)[1:]],
+    "hvp": lambda net, of: gt.hvp(of(lambda n: loss(n, X)), (net,), (of.ones,)),
+    "hvp, forward over reverse": lambda net, of: gt.hvp(
+        of(lambda n: loss(n, X)), (net,), (of.ones,), mode="forward_over_reverse"
+    ),
+    "jacobian": lambda net, of: gt.jacobian(of(output))(net),
+    "forward jacobian": lambda net, of: gt.jacobian(of(output), mode="forward")(net),
+    "hessian": lambda net, of: gt.hessian(of(lambda n: loss(n, X)))(net),
+    "per_example_grad": lambda net, of: gt.per_example_grad(of(loss))(net, X),
+    "minimax": lambda net, of: gt.minimax_value_and_grad(
+        of(lambda n, a: (n(X) * a).square().mean()), 0, 1
+    )(net, torch.ones((), dtype=X.dtype)),
+    "microbatched": lambda net, of: gt.microbatched(of(loss), 2)(net, X),
+}
+
+
+class AtItself:
+    """f at the module."""
+
+    def __init__(self, net):
+        self.ones = directions(net)
+
+    def __call__(self, f):
+        return f
+
+
+class AtItsParameters(AtItself):
+    """f at a dictionary of parameters that require grad."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.net = net
+
+    def __call__(self, f):
+        return lambda params, *rest: f(
+            lambda x: torch.func.functional_call(self.net, params, (x,)), *rest
+        )
+
+
+def size(tree):
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return sum(x.square().sum() + x.sin().sum() for x in leaves)
+
+
+@pytest.mark.parametrize("operator", AT_A_MODULE.values(), ids=AT_A_MODULE)
+def test_a_loss_made_of_a_derivative_at_a_module_trains_it(operator):
+    net, twin = mlp(), mlp()
+    total = size(operator(net, AtItself(net)))
+    total.backward()
+    params = dict(twin.named_parameters())
+    wanted = size(operator(params, AtItsParameters(twin)))
+    wanted.backward()
+    torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
+    assert any(p.grad.abs().sum() > 1e-3 for p in params.values() if p.grad is not None)
+    for name, p in net.named_parameters():
+        expected = params[name].grad
+        found = torch.zeros_like(p) if p.grad is None else p.grad
+        expected = torch.zeros_like(p) if expected is None else expected
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@kinds
+def test_a_penalty_on_the_gradient_is_double_backward_and_f_leaves_no_more_effects(make):
+    ours, theirs = make(), make()
+    torch.manual_seed(3)
+    value, grads = gt.value_and_grad(loss)(ours, X)
+    after, calls = torch.get_rng_state(), vars(ours).get("calls")
+    (value + size(grads)).backward()
+    assert torch.equal(after, torch.get_rng_state())
+    assert vars(ours).get("calls") == calls
+    value, grads = plain(theirs, create_graph=True)
+    (value + size(grads)).backward()
+    same(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_third_derivative_goes_through_a_gradient_at_a_module():
+    net = mlp()
+    params = list(net.parameters())
+
+    def third(grads):
+        second = torch.autograd.grad(size(grads), params, create_graph=True)
+        return torch.autograd.grad(size(second), params)
+
+    found = third(gt.grad(loss)(net, X))
+    for x, y in zip(found, third(plain(net, create_graph=True)[1]), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def test_what_f_captures_and_the_module_both_get_their_part():
+    net, w = mlp(), torch.ones(6, 1, dtype=X.dtype, requires_grad=True)
+    features = net[0](X)  # computed outside with the same parameters
+    f = lambda net: (net(X) * w * net[2](features.tanh())).square().mean()
+    sources = [w, *net.parameters()]
+    found = torch.autograd.grad(size(gt.grad(f)(net)), sources, retain_graph=True)
+    params = {name: p.view_as(p) for name, p in net.named_parameters()}
+    call = lambda x, net: torch.func.functional_call(net, params, (x,))
+    out = nn.functional.linear(features.tanh(), params["2.weight"], params["2.bias"])
+    value = (call(X, net) * w * out).square().mean()
+    grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
+    for x, y in zip(found, torch.autograd.grad(size(grads), sources), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def test_under_no_grad_a_gradient_at_a_module_has_no_graph():
+    net = mlp()
+    with torch.no_grad():
+        value, grads = gt.value_and_grad(loss)(net, X)
+    assert not any(x.requires_grad for x in [value, *grads.values()])
+
+
+def test_what_does_not_depend_on_the_module_has_no_graph():
+    _, aux = gt.grad(lambda net, x: (loss(net, x), (x, x + 1)), has_aux=True)(mlp(), X)
+    assert aux[0] is X and not aux[1].requires_grad
+
+
+def test_a_step_between_a_gradient_at_a_module_and_its_use_is_refused():
+    net = mlp()
+    grads = gt.grad(loss)(net, X)
+    with torch.no_grad():
+        net[0].weight -= 0.1
+    with pytest.raises(GradtoolsError, match=r"grad: a parameter .* was changed in place"):
+        size(grads).backward()
+
+
+def test_an_f_that_returns_another_value_the_second_time_is_refused():
+    net, scale = mlp(), [1.0]
+    grads = gt.grad(lambda net: scale[0] * loss(net, X))(net)
+    scale[0] = 2.0
+    with pytest.raises(GradtoolsError, match=r"evaluated again, and now returns another value"):
+        size(grads).backward()
+
+
+def test_gradients_at_a_module_may_be_changed_in_place_and_written_to_grad():
+    net = mlp()
+    optimizer = torch.optim.Adam(net.parameters())
+    grads = gt.grad(loss)(net, X)
+    for name, p in net.named_parameters():
+        p.grad = grads[name]
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    loss(net, X).backward()
+    assert all(p.grad.grad_fn is None for p in net.parameters())

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools.seeing.torch.measures import peak_bytes
+from gradtools.torch.live_bytes import peak_bytes
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROUNDS = 9

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 import gradtools.torch as gt
-from gradtools.seeing.torch.measures import LiveBytes
+from gradtools.torch.live_bytes import LiveBytes
 
 Ways = dict[str, Callable[[], Any]]
 RUNS = 3

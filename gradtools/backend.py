@@ -30,7 +30,6 @@ from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions, Chunks
-    from gradtools.seeing.graphs.recording import Run
 
 Array = Any
 P = ParamSpec("P")
@@ -121,9 +120,6 @@ class Arrays(ABC):
         """A module of a wing, for what a user called."""
         if self.rooms is None:
             raise GradtoolsError(f"{caller}: the backend {self.name!r} does not provide it.")
-        package, _, wing = self.rooms.rpartition(".")
-        if name.startswith("seeing."):
-            return import_module(f"{package}.seeing.{wing}.{name.removeprefix('seeing.')}")
         return import_module(f"{self.rooms}.{name}")
 
     @property
@@ -569,68 +565,7 @@ class Recomputation(Programs):
         return False
 
 
-class Seeing(Recomputation):
-    """What looks at a run of a program: by default it is refused."""
-
-    record = Lazily("seeing.recorded_run", lacking="why_zero")
-    """`(run, leaves, names)`: one run of a function of flat leaves, as a graph."""
-
-    vanishing = Lazily("seeing.lost_gradients", lacking="why_zero")
-    """`(run, leaves, index, held)`: where the cotangent of a connected leaf becomes zero; None if
-    its gradient is not zero. The cotangents of the outputs are random, that of one number is one.
-    """
-
-    def repeatable(self, caller: str, f: Any) -> Any:
-        """f, whose runs leave the modules that it holds unchanged, where the wing provides that."""
-        return f
-
-    def is_model(self, x: Any) -> bool:
-        """Whether x is a module of a library."""
-        return False
-
-    def model_of(self, f: Any) -> Any:
-        """The model that f is, or holds if the wing looks for one; None if there is none."""
-        return None
-
-    held = Lazily("seeing.training", lacking="why_zero")
-    optimised = Lazily("seeing.training", lacking="why_zero")
-    """The arrays of a model, or of a tree of models and arrays; what an optimiser changes."""
-
-    def lifted(
-        self, caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
-    ) -> Callable[[list[Any]], Any] | None:
-        """`f(*args, **kwargs)` as a function of arrays that f reads from outside.
-
-        None where the wing tells by a recording what is read.
-        """
-        return None
-
-    def watchable(self) -> bool:
-        """Whether `record` may be called here: not inside a transform that it cannot see into."""
-        return True
-
-    def rerun(self, run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
-        """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
-        return run(leaves)
-
-    gradient_graph = Lazily("seeing.passes")
-    """The passes of a program as one graph, or the graph behind results that exist already."""
-
-    formula_graph = Lazily("seeing.translating.programs", lacking="formula")
-    """One run of a program, forward only, in the operations of `seeing/formulas/operations/`.
-
-    ``graph.inputs`` are the program's leaves; a `Recorded` holds the arrays that it captures. An
-    operation that is not among these keeps the framework's name."""
-
-    trying = Lazily("seeing.translating.programs", lacking="formula")
-    """`(program, wide)`: a block after which all that a run of f changed is put back. wide: Arrays
-    of 64 bits may be made, and f's parameters and captured arrays are read in 64 bits."""
-
-    measure = Lazily("seeing.measures")
-    """What one call costs, a `seeing.measures.Measurement`."""
-
-
-class Backend(Seeing):
+class Backend(Recomputation):
     """All that a wing may provide."""
 
     never_changes = True  # for a walk over what a function holds

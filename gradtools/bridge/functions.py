@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,9 +31,10 @@ from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import Kernel, Spec, carrier
 from gradtools.rules import Entries, Rule, replaced_where, spread
-from gradtools.seeing.formulas.recorded import Recorded, as_recorded
-from gradtools.seeing.graphs.nodes import PlainGraph
-from gradtools.seeing.graphs.program import LeafProgram
+
+if TYPE_CHECKING:
+    from gradtools.seeing.formulas.recorded import Recorded
+    from gradtools.seeing.graphs.nodes import PlainGraph
 
 Array = Any
 Mask = tuple[bool, ...]
@@ -307,8 +308,13 @@ class KnownOfShapes:
 
     def formula(self, xs: Sequence[np.ndarray], batch: Sequence[int]) -> Recorded | None:
         """One run of the function in the formula's vocabulary; none of a derivative."""
+        from gradtools.seeing.formulas.recorded import as_recorded
+        from gradtools.seeing.frameworks import Framework
+        from gradtools.seeing.graphs.program import LeafProgram
+
         guest = self.of.guest
-        if self.base is not self or not guest.backend.watchable():
+        own = Framework(guest.backend, "formula")
+        if self.base is not self or not own.recorded_run.watchable():
             return None
         moving = tuple([i for i, s in enumerate(self.ins) if _is_inexact(s)])
         full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs]
@@ -319,7 +325,7 @@ class KnownOfShapes:
             guest.backend, "formula", run, list(map(guest.gt.asarray, xs)), {}, moving
         )
         try:
-            return as_recorded(guest.backend.formula_graph(program))
+            return as_recorded(own.programs.formula_graph(program))
         except GradtoolsError:  # it cannot be written down there: here it is one operation
             return None
 

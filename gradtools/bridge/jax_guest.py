@@ -8,7 +8,7 @@ soon as the call is over.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,12 @@ from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import Spec
 from gradtools.jax.jaxprs import live, open_jaxpr
 from gradtools.jax.reachability import reached_matrix
-from gradtools.seeing.graphs.nodes import PlainGraph
-from gradtools.seeing.jax.flops import Count
-from gradtools.seeing.jax.graphs import graph_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_wrapped
 from gradtools.torch.host import is_followed
+
+if TYPE_CHECKING:
+    from gradtools.seeing.graphs.nodes import PlainGraph
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -106,11 +106,15 @@ class JaxGuest:
 
     def graph(self, of: Foreign, specs: Sequence[Spec]) -> PlainGraph | None:
         """The operations; None where f cannot be traced."""
+        from gradtools.seeing.jax.graphs import graph_of
+
         traced = self._traced(of.run, specs)
         return None if traced is None else graph_of(traced, in_places=True)
 
     def cost(self, of: Foreign, specs: Sequence[Spec]) -> Cost | None:
         """What a call costs as `jax.jit` compiles it; None where f cannot be traced."""
+        from gradtools.seeing.jax.flops import Count
+
         traced = self._traced(of.run, specs)
         if traced is None:
             return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -39,19 +39,18 @@ from gradtools.function_variables import globals_of
 from gradtools.host_kernels import Spec
 from gradtools.jax.reachability import within_a_trace
 from gradtools.rules import held_by
-from gradtools.seeing.graphs.nodes import PlainGraph
-from gradtools.seeing.graphs.passes import FORWARD, Differentiated
-from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.torch.flops import Flops
-from gradtools.seeing.torch.measures import LiveBytes
-from gradtools.seeing.torch.recording.undo import Undo
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
+from gradtools.torch.live_bytes import LiveBytes
 from gradtools.torch.modes import without_casts
 from gradtools.torch.modules import SEEDING
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import figures, is_near
+from gradtools.torch.rerunning import Undo
 from gradtools.torch.state import Snapshot
+
+if TYPE_CHECKING:
+    from gradtools.seeing.graphs.nodes import PlainGraph
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))
@@ -134,14 +133,21 @@ class TorchGuest:
 
     def graph(self, of: Foreign, specs: Sequence[Spec]) -> PlainGraph | None:
         """The operations, recorded with fake tensors; None where f does not take them."""
+        from gradtools.seeing.graphs.passes import FORWARD, Differentiated
+        from gradtools.seeing.graphs.program import LeafProgram
+        from gradtools.seeing.torch.passes import gradient_graph
+
         with self._faked(of, specs) as xs:
             if _taken(of.run, [x.clone() for x in xs]) is None:
                 return None
             program = LeafProgram(self.backend, "gradient_graph", lambda *xs: of.run(*xs), xs, {})
-            return self.backend.gradient_graph(Differentiated(program, FORWARD))
+            graph: PlainGraph = gradient_graph(Differentiated(program, FORWARD))
+            return graph
 
     def cost(self, of: Foreign, specs: Sequence[Spec]) -> Cost | None:
         """What a call costs, counted with fake tensors; None where f does not take them."""
+        from gradtools.seeing.torch.flops import Flops
+
         with self._faked(of, specs) as xs, LiveBytes() as live, Flops() as flops:
             if _taken(of.run, xs) is None:
                 return None

@@ -13,7 +13,7 @@ import numpy as np
 from gradtools.backend import Array, Lazily, Wing
 from gradtools.jax import arrays, engines, module_arguments, shardings, transformed_modules, trees
 from gradtools.jax.known_errors import flax_explained
-from gradtools.jax.recomputing import checkpointed, stateful
+from gradtools.jax.recomputing import checkpointed
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap
@@ -147,14 +147,6 @@ class JaxBackend(Wing):
     opened = staticmethod(module_arguments.opened)
     part_of = staticmethod(module_arguments.part_of)
 
-    is_model = staticmethod(module_arguments.is_module)
-
-    def repeatable(self, caller: str, f: Any) -> Any:
-        return stateful(caller, f, ()) or f
-
-    model_of = Lazily("seeing.training")
-    lifted = Lazily("seeing.training")
-
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)
 
@@ -176,14 +168,3 @@ class JaxBackend(Wing):
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return jax.jit(f, **options)
-
-    # --- seeing
-
-    def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
-        from gradtools.bridged_calls import noted
-        from gradtools.seeing.jax import recorded_run
-
-        if noted() is None or not recorded_run.crosses(run, leaves):
-            return run(leaves)  # JAX keeps no state that it could change
-        with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
-            return run(leaves)

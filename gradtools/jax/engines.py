@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -174,16 +174,9 @@ class _TracedFunction:
 
     def where_lost(self, index: int) -> list[str]:
         """The operations at which leaf `index` is lost, one for each line."""
-        from gradtools.seeing.graphs.derivative_flow import losses
-        from gradtools.seeing.jax.graphs import graph_of
+        from gradtools.seeing.jax.recorded_run import where_lost
 
-        graph = graph_of(self.closed)
-        shown = replace(graph, outputs=graph.outputs[: len(self.out_avals)])
-        result: dict[str, str] = {}
-        for loss in losses(shown, index):
-            place = f" at {loss.node.source}" if loss.node.source else ""
-            result.setdefault(place or loss.node.native, loss.node.native + place)
-        return list(result.values())
+        return where_lost(self.closed, len(self.out_avals), index)
 
     def refuse_signs(self, fun: Fun) -> None:
         """Raises where a derivative goes through the sign of complex numbers."""

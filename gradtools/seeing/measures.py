@@ -22,6 +22,7 @@ from gradtools import notebook_html
 from gradtools.arguments.wording import with_article
 from gradtools.backend import Operators, P
 from gradtools.errors import GradtoolsError
+from gradtools.seeing.frameworks import Framework
 
 _RUNS, _ENOUGH = (3, 25), 1.0  # at least, at most; seconds after which no further run starts
 
@@ -164,8 +165,7 @@ class Measures(Operators):
             raise GradtoolsError(
                 f"measure: f is {with_article(type(f).__name__)}; expected a function."
             )
-        result: Measurement = self._backend.measure(f, args, kwargs)
-        return result
+        return Framework(self._backend, "measure").measures.measure(f, args, kwargs)
 
 
 # --- time --------------------------------------------------------------------------------

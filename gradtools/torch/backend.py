@@ -208,12 +208,6 @@ class TorchBackend(Wing):
     attaching = staticmethod(module_arguments.Opened.attaching)
     part_of = staticmethod(module_arguments.part_of)
 
-    def is_model(self, x: Any) -> bool:
-        return isinstance(x, torch.nn.Module)
-
-    def model_of(self, f: Any) -> Any:
-        return f if self.is_model(f) else None
-
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return compiled(f, **options)
 
@@ -221,11 +215,6 @@ class TorchBackend(Wing):
 
     is_replaying = Lazily("replaying.guards", "asks_is_replaying")
     frozen_uses = Lazily("freezing", "Uses")
-
-    # --- seeing
-
-    watchable = Lazily("seeing.recorded_run")
-    rerun = Lazily("seeing.recorded_run")
 
 
 def _checkpointed(

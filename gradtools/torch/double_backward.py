@@ -45,6 +45,7 @@ from gradtools.torch.double_backward_trials import TangentTrial, Trial, Untried,
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.nondifferentiable import beside
 from gradtools.torch.patches import functions_applied
+from gradtools.torch.rerunning import rerun
 from gradtools.torch.rules.checking import value_of
 from gradtools.torch.upstream_bugs.gradients import rightly
 
@@ -526,8 +527,6 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     Raises:
         Untried: No call could be tried.
     """
-    from gradtools.seeing.torch.recorded_run import rerun
-
     result: list[set[str] | None] = []
     why: list[str] = []
 

@@ -55,6 +55,7 @@ from gradtools.torch.known_errors import explain, explained
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, forward_mode
 from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import DERIVATIVE, detached
+from gradtools.torch.rerunning import rerun
 from gradtools.torch.rules.installing import evaluated_to_push
 from gradtools.torch.upstream_bugs.derivatives import (
     RightGradients,
@@ -426,7 +427,6 @@ def _with_gates(fun: Fun) -> Fun:
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:
     """Runs f again to find what made graph nodes that no mode showed, and refuses it by name."""
-    from gradtools.seeing.torch.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -438,7 +438,6 @@ def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -
 
 def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
     """Leaves that are cut after a derivative inside, as reverse mode sees it; f runs once more."""
-    from gradtools.seeing.torch.recorded_run import rerun
 
     def run(xs: Sequence[Tensor]) -> list[int]:
         result = uncompiled(_eager_vjp, fun, list(xs), True)

@@ -17,11 +17,11 @@ import torch
 from gradtools.arguments.chunks import progress_bar
 from gradtools.errors import GradtoolsError
 from gradtools.rules import held_by
-from gradtools.seeing.torch.measures import LiveBytes
 from gradtools.tiles.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import batches_first, levels
+from gradtools.torch.live_bytes import LiveBytes
 from gradtools.torch.modes import as_cast_now, casts_now, without_casts
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Figures, Way, figures, is_near, part_of

@@ -63,7 +63,7 @@ def test_a_value_takes_one_product_and_a_gradient_three_more(n, m, gt, backend_n
 def peak(gt, backend_name, f, *args):
     """Bytes beyond the arguments."""
     if backend_name == "torch":
-        from tests.support.live_bytes import LiveBytes
+        from gradtools.torch.live_bytes import LiveBytes
 
         with LiveBytes() as live:
             f(*args)
@@ -104,7 +104,7 @@ def test_a_budget_bounds_the_bytes(gt, backend_name):
 def test_the_parts_of_a_derivative_are_let_go_as_they_are_joined():
     torch = pytest.importorskip("torch")
     import gradtools.torch as gt
-    from gradtools.seeing.torch.measures import LiveBytes
+    from gradtools.torch.live_bytes import LiveBytes
 
     x, y = (z.requires_grad_() for z in torch.randn(2, 32 * TILE, D))
     loss = contrast(gt)(x, y)

@@ -289,6 +289,46 @@ def test_a_bare_import_loads_few_rooms_and_none_that_are_asked_for(backend):
     assert [n for n in loaded if n.split(".")[0] in costly] == []
 
 
+MISSION = """
+    import sys
+    import numpy as np
+    import gradtools.{backend} as gt
+
+    x = gt.asarray(np.float32([1.0, 2.0, 3.0, 4.0]))
+    total, cube = gt.xp.sum, lambda x: x**3
+    loss = lambda x: total(x**3)
+    gt.grad(loss)(x), gt.value_and_grad(loss)(x), gt.hessian(loss)(x), gt.jacobian(cube)(x)
+    gt.vjp(cube, x)[1](x), gt.jvp(cube, (x,), (x,)), gt.linearize(cube, x)[1](x)
+    gt.hvp(loss, (x,), (x,)), gt.jvp(gt.grad(loss), (x,), (x,))
+    gt.per_example_grad(lambda w, x: w[0] * x)(x, x)
+    gt.minimax_value_and_grad(lambda x, y: total(x * y), 0, 1)(x, x)
+    gt.mixed_partial(lambda y, g: total(y * g**2), cube, x, x, x)
+    for f in (gt.chunked(cube, 2), gt.frozen(cube), gt.checkpoint(cube)):
+        g = lambda x: total(f(x) ** 2)
+        gt.grad(lambda x: total(gt.grad(g)(x) ** 2))(x)
+    gt.microbatched(lambda w, x: total(w * x) / len(x), 2)(x[0], x)
+    gt.tiled(lambda x, y: x[:, None] * y, "logsumexp", 2)(x, x)
+    edit = gt.straight_through(gt.xp.round)
+    edits = lambda x: gt.known_gradient(gt.clip_gradient(gt.reverse_gradient(x), 1.0), x)
+    gt.grad(lambda x: total(gt.scale_gradient(gt.stop_gradient(x) * edit(edits(x)), 2.0)))(x)
+    rule = gt.custom_rule(lambda x: x * x)
+    rule.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
+    host = gt.host_function(np.square)
+    host.defvjp(lambda x: (host(x), x), lambda x, c: (2 * x * c,))
+    for f in (rule, host):
+        gt.grad(lambda x: total(gt.grad(lambda x: total(f(x)))(x) ** 2))(x)
+    held = gt.GradientAccumulator()
+    held.add(gt.grad(loss)(x))
+    held.mean()
+    print(sorted(name for name in sys.modules if name.startswith("gradtools.seeing")))
+"""
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_derivatives_edits_rules_and_chunks_import_nothing_of_seeing(backend):
+    assert run(MISSION.format(backend=backend)) == "[]"
+
+
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_name_that_was_read_is_kept_and_no_room_takes_its_place(backend):
     program = f"""

@@ -156,6 +156,8 @@ torch/modes.py: flags that choose kernels; JAX has none
 torch/hooks.py: hooks on gradients; JAX has none
 torch/nondifferentiable.py: results that refuse a derivative along some tensors
 torch/randomness.py: generators with a state; JAX has keys
+torch/rerunning.py: f runs again and all that it changed is put back; JAX's functions are pure
+torch/live_bytes.py: the bytes of a tile, counted as it runs; JAX's compiler says them
 torch/state.py: modules and variables that change; JAX's functions are pure
 torch/autograd_graph.py: a walk over autograd's graph at each derivative; JAX has a jaxpr
 torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates programs

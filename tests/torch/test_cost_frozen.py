@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
-from gradtools.seeing.torch.measures import LiveBytes
 from gradtools.torch.forward_mode.symbolic_zeros import NoProductsOfZero
+from gradtools.torch.live_bytes import LiveBytes
 
 ROWS, WIDTH = 8, 64
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradtools.torch as gt
-from gradtools.seeing.torch.measures import peak_bytes
+from gradtools.torch.live_bytes import peak_bytes
 from gradtools.torch.replaying import summing
 
 ROWS, CHUNK, WIDTH = 12, 4, 5

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools
 import gradtools.torch as gt
-from gradtools.seeing.torch.measures import LiveBytes
+from gradtools.torch.live_bytes import LiveBytes
 
 
 def flops(f, *args):

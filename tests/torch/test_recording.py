@@ -23,6 +23,7 @@ from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.torch.recorded_run import record
 from gradtools.seeing.torch.recording import numpy_round_trips, refusals
 from gradtools.seeing.torch.translating import programs
 from gradtools.torch.backend import TorchBackend
@@ -35,7 +36,7 @@ BACKEND = TorchBackend()
 
 def recorded(f, *args):
     program = LeafProgram(BACKEND, "test", f, args, {}, (0,))
-    return BACKEND.record(program.run, program.leaves, program.names)
+    return record(program.run, program.leaves, program.names)
 
 
 def operations(f, *args):
@@ -398,7 +399,7 @@ def test_every_refusal_of_pytorch_is_in_the_corpus():
     texts = set()
     for cause in CAUSES:
         program = LeafProgram(BACKEND, "test", cause.f, cause.args, {}, (0,))
-        found = BACKEND.record(program.run, program.leaves, program.names).refusal
+        found = record(program.run, program.leaves, program.names).refusal
         texts |= {part for part in refusals.KINDS if found and part in found.message}
     assert texts == set(refusals.KINDS)
 
@@ -639,7 +640,7 @@ def test_every_recording_knows_alike_what_is_written_through_shared_memory(f):
     reached = not torch.equal(f(X, z), f(X, z + 1))
     assert reached == SHARED[f]
     program = LeafProgram(BACKEND, "test", f, (X, z), {}, (0, 1))
-    calls = BACKEND.record(program.run, program.leaves, program.names).graph
+    calls = record(program.run, program.leaves, program.names).graph
     graph = gt.gradient_graph(f, X, z, wrt=(0, 1), order=0)
     formula = programs.formula_graph(program)
     for recording in (calls, graph, formula):

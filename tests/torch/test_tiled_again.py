@@ -9,8 +9,8 @@ import torch
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.seeing.torch.measures import LiveBytes
 from gradtools.torch import tiling
+from gradtools.torch.live_bytes import LiveBytes
 
 Tensor = torch.Tensor
 

@@ -75,7 +75,9 @@ def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> l
         return [refused(program, recording.refusal)]
     graph, matrix = recording.graph, dependence_matrix(recording.graph)
     findings: list[Finding] = []
-    at_values = lambda index: backend.vanishing(program.run, program.leaves, index)
+    at_values = lambda index: program.framework.lost_gradients.vanishing(
+        program.run, program.leaves, index
+    )
     factors = [
         Factor(program.names[k], (graph.inputs[k],), program.leaves[k], partial(at_values, k))
         for k in program.wrt
@@ -98,7 +100,7 @@ def _across(backend: Backend, program: LeafProgram, findings: list[Finding]) -> 
         return findings
     leaves, result = list(program.leaves), []
     with noting() as calls:
-        backend.rerun(program.run, leaves)
+        program.framework.recorded_run.rerun(program.run, leaves)
     for finding in findings:
         named = [call.name == finding.operation for call in calls]
         if finding.kind != "rule" or not any(named):
@@ -107,7 +109,7 @@ def _across(backend: Backend, program: LeafProgram, findings: list[Finding]) -> 
         index = program.names.index(finding.argument)
         changed = [*leaves[:index], _nudged(backend, leaves[index]), *leaves[index + 1 :]]
         with noting() as after:
-            backend.rerun(program.run, changed)
+            program.framework.recorded_run.rerun(program.run, changed)
         inside = [
             replace(one, argument=finding.argument, whole=finding.whole)
             for call, again, ours in zip(calls, after, named, strict=False)
@@ -433,7 +435,7 @@ class _MovedRun:
 
     def _outputs(self, leaves: Sequence[Any]) -> list[Any]:
         self.runs, backend = self.runs + 1, self._backend
-        outs = backend.rerun(self._program.run, leaves)
+        outs = self._program.framework.recorded_run.rerun(self._program.run, leaves)
         return [backend.to_numpy(x) if backend.is_array(x) else np.asarray(x) for x in outs]
 
 

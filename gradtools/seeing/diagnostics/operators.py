@@ -19,6 +19,7 @@ from gradtools.seeing.diagnostics.diagnosis import (
 )
 from gradtools.seeing.diagnostics.report import DependenceTable, GradientReport, grouped
 from gradtools.seeing.diagnostics.training import Loop, after_backward, briefly, trained
+from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import Recording
@@ -134,7 +135,7 @@ class SeeingOperators(Operators):
 
         Source: asked for in jax#10867.
         """
-        is_model = self._backend.is_model(f)
+        is_model = Framework(self._backend, "why_zero").recorded_run.is_model(f)
         in_training = model is not None or optimizer is not None or is_model or not args
         of_arguments = not in_training or (is_model and model is None and self._has_floats(args))
         result = (
@@ -224,7 +225,7 @@ class SeeingOperators(Operators):
         self, f: Any, options: Any, first: list[bool], /, *args: Any, **kwargs: Any
     ) -> Any:
         failed = None
-        if first and self._backend.watchable():
+        if first and Framework(self._backend, "guard_gradients").recorded_run.watchable():
             first.clear()
             failed = self._guard(f, args, kwargs, *options)
         out = f(*args, **kwargs)  # where f raises, the error is f's own
@@ -266,7 +267,8 @@ class SeeingOperators(Operators):
 
     def _recorded(self, program: LeafProgram) -> Recording:
         try:
-            return self._backend.record(program.run, program.leaves, program.names)
+            record = program.framework.recorded_run.record
+            return record(program.run, program.leaves, program.names)
         except GradtoolsError:
             raise
         except Exception as error:

@@ -26,6 +26,7 @@ from gradtools.seeing.diagnostics.diagnosis import (
     starting,
 )
 from gradtools.seeing.diagnostics.findings import Finding
+from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.derivative_flow import backward, losses_of
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
@@ -104,7 +105,9 @@ class Loop:
 
     def with_model(self, backend: Backend) -> Loop:
         """With the model that f is or holds, where none was named."""
-        return self if self.model is not None else replace(self, model=backend.model_of(self.f))
+        if self.model is not None:
+            return self
+        return replace(self, model=_training(backend, self).model_of(self.f))
 
 
 Record = Callable[[LeafProgram], Recording]
@@ -113,9 +116,15 @@ _CUT_OR_UNREAD = "or the way is cut, of which a finished graph shows nothing; gi
 computes the loss, why_zero names the line"
 
 
+def _training(backend: Backend, loop: Loop) -> Any:
+    """What finds the model and the arrays of a training loop in a framework."""
+    return Framework(backend, loop.caller).training
+
+
 def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> TrainingDiagnosis:
     """The findings for what a loop trains; also at these values, if asked for."""
-    held = None if loop.model is None else backend.held(loop.caller, loop.model)
+    own = _training(backend, loop)
+    held = None if loop.model is None else own.held(loop.caller, loop.model)
     run = _LossRun.of(backend, loop, held, record)
     result = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
     run.look(result, values)
@@ -144,7 +153,7 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiag
     result.findings = [
         replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in result.findings
     ]
-    for held in backend.held(loop.caller, loop.model):
+    for held in _training(backend, loop).held(loop.caller, loop.model):
         grad = getattr(held.array, "grad", None)
         is_told = any(finding.argument == held.name for finding in result.findings)
         if held.role != PARAMETER or grad is None or is_told:
@@ -172,7 +181,9 @@ class _LossRun:
         cls, backend: Backend, loop: Loop, held: list[HeldArray] | None, record: Record
     ) -> _LossRun:
         arrays = [] if held is None else [h.array for h in held]
-        lifted = backend.lifted(loop.caller, loop.f, loop.args, loop.kwargs, arrays)
+        lifted = _training(backend, loop).lifted(
+            loop.caller, loop.f, loop.args, loop.kwargs, arrays
+        )
         if lifted is None:
             program = LeafProgram(backend, loop.caller, loop.f, loop.args, loop.kwargs)
         else:
@@ -254,10 +265,11 @@ class _LossRun:
         """Where the gradient of one becomes zero; None where it does not."""
         run, leaves = self.program.run, self.program.leaves
         if self._is_lifted:
-            return self.backend.vanishing(run, leaves, k)
+            return self.program.framework.lost_gradients.vanishing(run, leaves, k)
         before = sum(h.role == PARAMETER for h in self.held[:k])
         moving = [h.array for h in self.held if h.role == PARAMETER]
-        return self.backend.vanishing(run, leaves, len(leaves) + before, moving)
+        vanishing = self.program.framework.lost_gradients.vanishing
+        return vanishing(run, leaves, len(leaves) + before, moving)
 
     def _note_what_is_read(self, found: TrainingDiagnosis, matters: Any) -> None:
         """Notes arrays that the loss would give a gradient, and that ask for none."""
@@ -307,7 +319,9 @@ def _optimised(backend: Backend, loop: Loop, run: _LossRun, found: TrainingDiagn
             found.names += names
             found.notes = [note for note in found.notes if note[0] != _NOTES[0][1]]
         return
-    optimised = backend.optimised(loop.caller, loop.optimizer, loop.model, run.held)
+    optimised = _training(backend, loop).optimised(
+        loop.caller, loop.optimizer, loop.model, run.held
+    )
     in_vain = []
     for held in run.held:
         holds = optimised.holds(held)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from gradtools.arguments.checks import order_among
 from gradtools.backend import Backend, Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
+from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.program import LeafProgram, spoken
 
@@ -92,7 +94,7 @@ class Formulating(Operators):
         algorithmic differentiation, 2008; for complex numbers Kreutz-Delgado, 2009.
         """
         order = order_among("formula", order, (1, 2), "1, or 2 with the double backward")
-        if not self._backend.watchable():
+        if not Framework(self._backend, "formula").recorded_run.watchable():
             raise GradtoolsError(
                 "formula: f is looked at with numbers, in plain eager code only, not inside of a "
                 "transform (vmap, grad, jit) or in compiled code. Call formula outside."
@@ -156,7 +158,7 @@ def _missing(program: LeafProgram) -> str:
         return [y for y in ys if backend.is_inexact(y)], []
 
     try:
-        with backend.trying(program, wide=False):
+        with _trying(program, wide=False):
             xs = [program.leaves[k] for k in program.wrt]
             result = backend.vjp(outputs, xs, groups=None, once=False)
             result.pullback([backend.ones_like(y) for y in result.outs])
@@ -168,7 +170,7 @@ def _missing(program: LeafProgram) -> str:
 def _runs(program: LeafProgram) -> bool:
     """Whether f runs when nobody writes it down."""
     try:
-        program.backend.rerun(program.run, program.leaves)
+        program.framework.recorded_run.rerun(program.run, program.leaves)
     except Exception:  # f's own error, which is told with its line
         return False
     return True
@@ -210,6 +212,25 @@ def _leaf_names(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
 # --- the formula and its comparison ------------------------------------------------------
 
 
+def _trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
+    """A block after which all that a run of f changed is put back.
+
+    wide: Arrays of 64 bits may be made; f's parameters and captured arrays are read in 64 bits.
+    """
+    block: AbstractContextManager[Any] = program.framework.programs.trying(program, wide)
+    return block
+
+
+def _formula_graph(program: LeafProgram) -> PlainGraph:
+    """One run, forward only, in the operations of `seeing/formulas/operations/`.
+
+    Its inputs are the program's leaves; a `Recorded` holds the arrays that it captures. An
+    operation that is not among these keeps the framework's name.
+    """
+    graph: PlainGraph = program.framework.programs.formula_graph(program)
+    return graph
+
+
 def _formulated(program: LeafProgram, names: Sequence[str], order: int, wide: bool) -> Formula:
     """The formula of one run, compared."""
     from gradtools.seeing.formulas import derive
@@ -217,10 +238,10 @@ def _formulated(program: LeafProgram, names: Sequence[str], order: int, wide: bo
 
     backend = program.backend
     given = [_values(backend, x) for x in program.leaves]
-    with backend.trying(program, wide):
+    with _trying(program, wide):
         if wide:
             program.leaves = [_widened(backend, x) for x in program.leaves]
-        recorded = as_recorded(backend.formula_graph(program))
+        recorded = as_recorded(_formula_graph(program))
         case = _RecordedRun(
             program, recorded, wide, [*given, *_held(backend, recorded, recorded.wanted)]
         )
@@ -400,9 +421,9 @@ class _RecordedRun:
         try:
             for _ in range(_POINTS):
                 inputs = self._rounded(sample(rng))[0]
-                with self.backend.trying(self.program, self.wide):
+                with _trying(self.program, self.wide):
                     self.program.leaves = self.leaves(inputs[: len(before)])
-                    if fingerprint(self.backend.formula_graph(self.program)) != self._mark:
+                    if fingerprint(_formula_graph(self.program)) != self._mark:
                         return True
         finally:
             self.program.leaves = before
@@ -429,7 +450,7 @@ class _RecordedRun:
         """A derivation in the framework as one of NumPy arrays, in the same precision."""
 
         def called(*values: np.ndarray) -> Any:
-            with self.backend.trying(self.program, self.wide):
+            with _trying(self.program, self.wide):
                 result = derivation(*self.arrays(values))
                 parts = list(result) if isinstance(result, tuple | list) else [result]
                 done = [None if x is None else self.backend.to_numpy(x) for x in parts]
@@ -482,7 +503,7 @@ class _FrameworkNumbers:
         self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
     ) -> tuple[list[Any], ...]:
         case = self._case
-        with case.backend.trying(case.program, case.wide):
+        with _trying(case.program, case.wide):
             self._leaves = case.leaves(inputs)
             xs = [self._leaves[k] for k in self._active]
             cts, us = case.arrays(cotangents), case.arrays(directions)
@@ -490,9 +511,9 @@ class _FrameworkNumbers:
             grads = self._filled(first.pullback(cts), xs)
             results = [self._ordered(first.outs, first.extras), self._spread(grads)]
         if self._order == 2:
-            with case.backend.trying(case.program, case.wide):  # the same draws again
+            with _trying(case.program, case.wide):  # the same draws again
                 results.append(self._second(xs, cts, us))
-        with case.backend.trying(case.program, case.wide):
+        with _trying(case.program, case.wide):
             return tuple([self._numpy(x) for x in group] for group in results)
 
     def _outputs(self, *xs: Any) -> tuple[list[Any], list[Any]]:

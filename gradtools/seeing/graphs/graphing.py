@@ -9,6 +9,7 @@ from gradtools.arguments.checks import order_among
 from gradtools.backend import Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
+from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.graph import Graph
 from gradtools.seeing.graphs.passes import SECOND, Differentiated, Live, with_spoken_names
 from gradtools.seeing.graphs.program import LeafProgram
@@ -86,11 +87,12 @@ class Graphing(Operators):
                 "gradient_graph: expected either a function with its arguments or outputs=, "
                 f"results that exist already; got {'neither' if f is None else 'both'}."
             )
+        passes = Framework(self._backend, "gradient_graph").passes
         if f is None:
-            return Graph(**vars(self._backend.gradient_graph(Live(outputs))))
+            return Graph(**vars(passes.gradient_graph(Live(outputs))))
         program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, wrt)
         try:
-            graph = self._backend.gradient_graph(Differentiated(program, order))
+            graph = passes.gradient_graph(Differentiated(program, order))
             return Graph(**vars(with_spoken_names(graph, program.spoken)))
         except GradtoolsError:
             raise

@@ -18,6 +18,7 @@ from gradtools.arguments.checks import differentiable_leaf, normalized_argnums
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
+from gradtools.seeing.frameworks import Framework
 
 _Taken = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a static for a leaf
 
@@ -28,6 +29,7 @@ class LeafProgram:
     """``f(*args, **kwargs)`` as a function of its array leaves.
 
     Attributes:
+        framework: What looks at programs of its framework.
         leaves: Every array among the arguments; NumPy arrays are made the framework's.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
         out_names: The name of each leaf of what f returned in its latest run.
@@ -50,11 +52,13 @@ class LeafProgram:
             raise GradtoolsError(f"{caller}: f is {f!r}; expected a function.")
         self.backend, self.caller, self.f = backend, caller, f
         self.argnums = normalized_argnums(caller, wrt, len(args), name) if wrt != () else ()
-        self._strict, self._called = strict, backend.repeatable(caller, f)
+        self.framework = Framework(backend, caller)
+        runs = self.framework.recorded_run
+        self._strict, self._called = strict, runs.repeatable(caller, f)
         opened = None
         if self.argnums:
             opened = backend.opened(caller, self._called, args, kwargs, self.argnums)
-        self._models = {i for i in self.argnums if backend.is_model(args[i])} if opened else set()
+        self._models = {i for i in self.argnums if runs.is_model(args[i])} if opened else set()
         if opened is not None:
             self._called, args = opened, opened.args
         self.out_names: list[str] = []

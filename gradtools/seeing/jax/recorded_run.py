@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -22,10 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradtools.bridged_calls import noted
 from gradtools.code_origin import USER, Source, whose
 from gradtools.function_variables import cells_of, globals_of
 from gradtools.jax import jaxprs
 from gradtools.jax.known_errors import refused_number
+from gradtools.jax.module_arguments import is_module
+from gradtools.jax.recomputing import stateful
+from gradtools.seeing.graphs.derivative_flow import losses
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.recording import Recording, Refusal, Run
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
@@ -54,6 +58,39 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     return Recording(
         graph, host_outputs=traced.host_outputs, stand_ins=_stand_ins(traced, leaves, result)
     )
+
+
+def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
+    """`run(leaves)` once more; JAX keeps no state that it could change."""
+    if noted() is None or not crosses(run, leaves):
+        return run(leaves)
+    with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
+        return run(leaves)
+
+
+def watchable() -> bool:
+    """Whether `record` may be called here: a run may be traced inside of any transform."""
+    return True
+
+
+def repeatable(caller: str, f: Any) -> Any:
+    """f, whose runs leave the modules that it holds unchanged."""
+    return stateful(caller, f, ()) or f
+
+
+def is_model(x: Any) -> bool:
+    """Whether x is a module of a library."""
+    return is_module(x)
+
+
+def where_lost(closed: Any, outs: int, index: int) -> list[str]:
+    """The operations at which input `index` of a jaxpr is lost to its first `outs` outputs."""
+    graph = graph_of(closed)
+    result: dict[str, str] = {}
+    for loss in losses(replace(graph, outputs=graph.outputs[:outs]), index):
+        place = f" at {loss.node.source}" if loss.node.source else ""
+        result.setdefault(place or loss.node.native, loss.node.native + place)
+    return list(result.values())
 
 
 # --- the trace ---------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from gradtools.bridged_calls import ForeignProgram
-from gradtools.host_kernels import call_by_key
 from gradtools.seeing import measures as costs
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.live_bytes import inside_of
 
 Tensor = torch.Tensor
 Rule = Callable[..., int]  # (arguments, what came out) to operations
@@ -87,12 +86,6 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
     if parts is not None:
         return parts.total, frozenset(parts.unknown)
     return _last_resort(func, args, kwargs, out)
-
-
-def inside_of(func: Any, args: Any) -> ForeignProgram | None:
-    """What looks into the other framework's function that an operation calls."""
-    is_ours = func.namespace == "gradtools" and func.overloadpacket.__name__ == "call_kernel"
-    return call_by_key(args[0]).kernel.inside if is_ours else None
 
 
 def _name(func: Any) -> str:

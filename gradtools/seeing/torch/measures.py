@@ -10,8 +10,6 @@ operations (a NumPy array of a tensor's memory, ``p.data = ...``) is kept where 
 from __future__ import annotations
 
 import gc
-import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +22,12 @@ from gradtools.errors import GradtoolsError
 from gradtools.function_variables import cells_of, globals_of
 from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
-from gradtools.seeing.torch.flops import Flops, inside_of
+from gradtools.seeing.torch.flops import Flops
 from gradtools.seeing.torch.operands import written
-from gradtools.seeing.torch.recording.undo import Undo, eagerly
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
+from gradtools.torch.live_bytes import LiveBytes, is_plain
+from gradtools.torch.rerunning import Undo, eagerly
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -109,71 +108,6 @@ def _is_compiled(f: Any) -> bool:
 
 
 # --- bytes -------------------------------------------------------------------------------
-
-
-class LiveBytes(upstream.Watching):
-    """Counts storages that operations inside make, from when they are made to when they die.
-
-    Attributes:
-        now: Their bytes.
-        peak: The most there were at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, tuple[int, int]] = {}
-        self._count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (inside := inside_of(func, args)) is not None and (cost := inside.cost()) is not None:
-            self.peak = max(self.peak, self.now + math.prod(args[2]) * cost.peak_bytes)
-        fresh = func is torch.ops.aten.lift_fresh.default  # of numbers of Python's
-        before = () if fresh else upstream.tree_leaves((args, kwargs))
-        given = {_key(x) for x in before if _is_plain(x)}
-        for x in upstream.tree_leaves(result):
-            if _is_plain(x):
-                self._note(x.untyped_storage(), given)
-        return result
-
-    def number_of(self, x: Any) -> int | None:
-        """The number of a tensor's storage, which no later one gets; None of those before."""
-        result = self._known.get(_key(x)) if _is_plain(x) else None
-        return None if result is None else result[0]
-
-    def bytes_of(self, x: Tensor) -> int:
-        return self._known[_key(x)][1]
-
-    def _note(self, storage: Any, given: set[int]) -> None:
-        key = id(storage)
-        if key in self._known or key in given:
-            return
-        size = storage.nbytes()
-        self._count += 1
-        self._known[key] = self._count, size
-        weakref.finalize(storage, self._forget, key, size).atexit = False
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-    def _forget(self, key: int, size: int) -> None:
-        if self._known.pop(key, None) is not None:
-            self.now -= size
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.layout is torch.strided
-
-
-def _key(x: Tensor) -> int:
-    return id(x.untyped_storage())
-
-
-def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
-    """The most bytes that were alive at once of what `run()` made, and what it returned."""
-    with LiveBytes() as live:
-        result = run()
-    return live.peak, result
 
 
 @contextmanager
@@ -286,7 +220,7 @@ class PutBack(upstream.Watching):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for x in written(func, args, kwargs):
-            if _is_plain(x) and self._live.number_of(x) is None:
+            if is_plain(x) and self._live.number_of(x) is None:
                 self._undo.watch(x)
                 self._undo.keep(x)
         return func(*args, **kwargs)

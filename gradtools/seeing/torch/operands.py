@@ -19,6 +19,7 @@ from gradtools.seeing.graphs.attributes import numbers_text
 from gradtools.seeing.torch.recording import operations
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in
+from gradtools.torch.rerunning import name_of
 
 Tensor = torch.Tensor
 
@@ -28,7 +29,7 @@ class AtenCall:
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.raw, self.name = func.overloadpacket.__name__, operations.name_of(func.overloadpacket)
+        self.raw, self.name = func.overloadpacket.__name__, name_of(func.overloadpacket)
         self.outs: list[Tensor] = []
         self.schema = upstream.arguments_of(func)
         self.bound = [*_bound(func, args, kwargs)]

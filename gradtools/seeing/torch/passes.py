@@ -41,9 +41,8 @@ from gradtools.seeing.torch.live_graph import graph_behind
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
-from gradtools.seeing.torch.recording.observation import copied, recording_run
+from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.recording.recorder import Origin, Recorder
-from gradtools.seeing.torch.recording.undo import Undo
 from gradtools.seeing.torch.recording.values import Write, numbers_in, shows_all_of, slice_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
@@ -53,6 +52,7 @@ from gradtools.torch.modes import Modes
 from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.replaying.guards import mark as mark_of_running
 from gradtools.torch.replaying.guards import marked
+from gradtools.torch.rerunning import Undo, copied
 
 Tensor = torch.Tensor
 _KERNEL = "aten.call_kernel"

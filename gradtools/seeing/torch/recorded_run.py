@@ -16,11 +16,12 @@ from gradtools.backend import Fun
 from gradtools.seeing.graphs.derivative_flow import losses
 from gradtools.seeing.graphs.recording import Recording, Run
 from gradtools.seeing.torch.recording.numpy_round_trips import copies, follow
-from gradtools.seeing.torch.recording.observation import copied, observed, put_back, watchable
+from gradtools.seeing.torch.recording.observation import observed, watchable
+from gradtools.torch.rerunning import rerun
 
 Tensor = torch.Tensor
 _NUMBERS = (np.ndarray, np.generic, bool, int, float, complex)
-__all__ = ["record", "rerun", "watchable", "where_lost"]
+__all__ = ["is_model", "record", "repeatable", "rerun", "watchable", "where_lost"]
 
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
@@ -74,11 +75,11 @@ def where_lost(fun: Fun, leaves: Sequence[Any], index: int) -> list[str]:
     return list(dict.fromkeys(places))
 
 
-def rerun(run: Run, leaves: Sequence[Any]) -> list[Any]:
-    """`run(leaves)` from the state of now, which is put back; its results have no graph.
+def repeatable(caller: str, f: Any) -> Any:
+    """f: a run's effects are undone."""
+    return f
 
-    The leaves require grad, for f may take a derivative itself.
-    """
-    with put_back(run, leaves), torch.inference_mode(False), torch.enable_grad():
-        outs = run([copied(x) for x in leaves])
-        return [x.detach() if isinstance(x, Tensor) else x for x in outs]
+
+def is_model(x: Any) -> bool:
+    """Whether x is a module."""
+    return isinstance(x, torch.nn.Module)

@@ -25,6 +25,15 @@ Tensor = torch.Tensor
 _DEPTH = 4  # how deep plain containers are searched
 
 
+def lifted(caller: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> None:
+    """Nothing: a recording tells which tensors f reads from outside."""
+
+
+def model_of(f: Any) -> nn.Module | None:
+    """The module that f is."""
+    return f if isinstance(f, nn.Module) else None
+
+
 def held(caller: str, model: Any) -> list[HeldArray]:
     """The arrays of a model, or of a tree of models and tensors, each once."""
     result = list(_of(model, ""))

@@ -12,15 +12,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graphs.derivative_flow import between
-from gradtools.seeing.graphs.nodes import Node
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction
+
+if TYPE_CHECKING:
+    from gradtools.seeing.graphs.nodes import Node
 
 Path = tuple[str, ...]
 
@@ -147,6 +148,8 @@ class Side(FlatFunction):
 
     def operations(self, leaves: Arrays) -> set[str]:
         """The names of the operations, and of the framework's functions, that it differentiates."""
+        from gradtools.seeing.graphs.derivative_flow import between
+
         names: set[str] = set()
 
         def seen(node: Node) -> bool:

@@ -35,13 +35,13 @@ from gradtools.seeing.torch.recording.taint import (
     tagged,
     tags_in,
 )
-from gradtools.seeing.torch.recording.undo import Undo
 from gradtools.seeing.torch.recording.value_numbers import Numbering, version_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.double_backward import Called
 from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
 from gradtools.torch.operation_marks import CHUNK, function_of_ours, reason_of_detach
+from gradtools.torch.rerunning import Undo, name_of
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
@@ -208,7 +208,7 @@ class CallRecorder(Numbering):
             self.refresh(tensors)
             return RecordedCall(
                 raw,
-                operations.name_of(fun),
+                name_of(fun),
                 args,
                 kwargs,
                 tensors,

@@ -19,15 +19,12 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.recording import Refusal, Run
 from gradtools.seeing.torch.recording.calls import CallRecorder, Replace
-from gradtools.seeing.torch.recording.undo import Undo, eagerly
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
-from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.replaying.guards import recorded
-from gradtools.torch.state import Snapshot
+from gradtools.torch.rerunning import Undo, copied, put_back
 
 Tensor = torch.Tensor
-_ONE = threading.RLock()  # what is watched while a run is recorded belongs to the process
 _here = threading.local()
 
 
@@ -136,30 +133,6 @@ def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
             _here.recording = False
 
 
-@contextmanager
-def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Inside, f may run; afterwards all that it can reach is as it was."""
-    with _ONE:
-        undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
-        try:
-            with eagerly(), undo:
-                yield undo
-        finally:
-            undo.put_back()
-            undo.start.restore()
-
-
-def _roots(run: Run) -> list[Any]:
-    """What may change: what the user's function can reach, and what it is given.
-
-    The leaves are copied for it, and what is last is walked first and gives the names.
-    """
-    owner: Any = getattr(run, "__self__", None)
-    if not hasattr(owner, "f"):
-        return [run]
-    return [getattr(owner, "statics", None), owner.f]
-
-
 def _run(recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Seen:
     aliases = [copied(x) for x in leaves]
     inputs = [recorder.introduced(x, name) for x, name in zip(aliases, names, strict=True)]
@@ -171,13 +144,6 @@ def _run(recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequenc
             raise
         seen.refusal = recorder.refusal[1]
     return seen
-
-
-def copied(x: Any, tracked: bool = True) -> Any:
-    """A copy of a leaf, which requires grad if asked for and if it may."""
-    if not isinstance(x, Tensor):
-        return x
-    return x.detach().clone().requires_grad_(tracked and is_inexact(x))
 
 
 def _comes_from(error: BaseException | None, origin: BaseException) -> bool:

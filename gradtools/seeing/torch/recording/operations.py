@@ -130,26 +130,9 @@ NAMES = {name: name for name in _SAME.split()} | {
 }
 
 
-def name_of(function: Any) -> str:
-    """PyTorch's name of what is called, without the marks of its variants."""
-    name = getattr(function, "__name__", None) or type(function).__name__
-    if name in ("__get__", "__set__"):
-        name = ("" if name == "__get__" else "set_") + function.__self__.__name__
-    if name.startswith("__") and name.endswith("__"):
-        return name[2:-2]
-    return name.strip("_") or name
-
-
 def neutral(name: str) -> str:
     """The name in the vocabulary of both frameworks, or PyTorch's own."""
     return NAMES.get(name, name)
-
-
-def changes_in_place(raw: str, kwargs: Any) -> bool:
-    """Whether a call, by the name as PyTorch spells it, may overwrite its arguments."""
-    if raw.startswith("__"):
-        return raw.startswith("__i") or raw in ("__setitem__", "__set__")
-    return raw.endswith("_") or "out" in kwargs or kwargs.get("inplace") is True
 
 
 # --- why a call carries no derivative ----------------------------------------------------

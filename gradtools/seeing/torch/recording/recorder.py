@@ -33,10 +33,10 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Node, Value
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording.source_lines import Scopes, place
-from gradtools.seeing.torch.recording.undo import Undo
 from gradtools.seeing.torch.recording.values import KnownTensor, TensorTable, Write, like
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.patches import functions_applied, parameters_made
+from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 V = TypeVar("V")

@@ -19,10 +19,10 @@ from gradtools.seeing.graphs.nodes import Dependence, Links, Node, Value
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.recorder import Recorder
 from gradtools.seeing.torch.recording.taint import tags_at
-from gradtools.seeing.torch.recording.undo import Undo
 from gradtools.seeing.torch.recording.values import KnownTensor, Write, holds_numbers
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
+from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE

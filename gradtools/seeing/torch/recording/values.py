@@ -17,6 +17,7 @@ import torch
 
 from gradtools.seeing.graphs.attributes import numbers_text
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.rerunning import memory_of, owner_of
 
 Tensor = torch.Tensor
 V = TypeVar("V")
@@ -138,17 +139,6 @@ def like(x: Tensor) -> Like:
     """A tensor's shape and dtype."""
     with upstream.DisableTorchFunction():
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
-
-
-def owner_of(x: Tensor) -> Any:
-    """The storage of a tensor, or itself: where two tensors have one owner, they share memory."""
-    with upstream.DisableTorchFunction():  # a mode may give another tensor in its place
-        return x.untyped_storage() if x.layout is torch.strided else x
-
-
-def memory_of(x: Tensor) -> int:
-    """Which piece of memory a tensor shows."""
-    return id(owner_of(x))
 
 
 def may_share(a: Tensor, b: Tensor) -> bool:

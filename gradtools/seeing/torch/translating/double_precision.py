@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradtools.seeing.torch.recording.values import memory_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.patches import functions_applied
+from gradtools.torch.rerunning import memory_of
 
 Tensor = torch.Tensor
 _DOUBLE = {

@@ -16,7 +16,7 @@ import torch
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.nodes import needed
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.torch.recording.observation import copied, put_back, recording_run
+from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.translating.arrays import ARRAYS
 from gradtools.seeing.torch.translating.composites import FUNCTIONS, PLAIN
 from gradtools.seeing.torch.translating.control import followed
@@ -28,6 +28,7 @@ from gradtools.seeing.torch.translating.writer import Ref
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import Modes
 from gradtools.torch.replaying.guards import plainly
+from gradtools.torch.rerunning import copied, put_back
 
 Tensor = torch.Tensor
 OPERATIONS = {**ARRAYS, **LAYERS}  # all others are said as the graph says them

@@ -19,17 +19,17 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import _BY_KEY
 from gradtools.seeing.formulas.recorded import body_of
-from gradtools.seeing.torch.flops import inside_of
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.operations import NO_DATA
 from gradtools.seeing.torch.recording.recorder import Operations, Recorder
-from gradtools.seeing.torch.recording.undo import Undo
 from gradtools.seeing.torch.recording.values import Write, view_of
 from gradtools.seeing.torch.translating import aliasing
 from gradtools.seeing.torch.translating.writer import Ref, Writer, as_said, drawn, like
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
+from gradtools.torch.live_bytes import inside_of
+from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
 Translation = Callable[[Writer, Any], Any]

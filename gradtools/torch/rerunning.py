@@ -1,23 +1,67 @@
-"""Copy-on-write backup of what a run changes beyond a snapshot: memory, flags and `.grad`.
+"""Runs a user's function again, and puts back everything that it changed.
 
-Copy on write: each is copied when a call is about to change it, and most runs change none.
+What a `Snapshot` holds is restored from it. Memory, flags and `.grad` beyond that are copied on
+write, just before a call changes them; most runs change none.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradtools.seeing.torch.recording import operations
-from gradtools.seeing.torch.recording.values import memory_of, owner_of
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
+from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
+Run = Callable[[Sequence[Any]], Sequence[Any]]
+_ONE = threading.RLock()  # what a run changes belongs to the process
+
+
+def rerun(run: Run, leaves: Sequence[Any]) -> list[Any]:
+    """`run(leaves)` from the state of now, which is put back; its results have no graph.
+
+    The leaves require grad, for f may take a derivative itself.
+    """
+    with put_back(run, leaves), torch.inference_mode(False), torch.enable_grad():
+        outs = run([copied(x) for x in leaves])
+        return [x.detach() if isinstance(x, Tensor) else x for x in outs]
+
+
+@contextmanager
+def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
+    """Inside, f may run; afterwards all that it can reach is as it was."""
+    with _ONE:
+        undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
+        try:
+            with eagerly(), undo:
+                yield undo
+        finally:
+            undo.put_back()
+            undo.start.restore()
+
+
+def _roots(run: Run) -> list[Any]:
+    """What may change: what the user's function can reach, and what it is given.
+
+    The leaves are copied for it, and what is last is walked first and gives the names.
+    """
+    owner: Any = getattr(run, "__self__", None)
+    if not hasattr(owner, "f"):
+        return [run]
+    return [getattr(owner, "statics", None), owner.f]
+
+
+def copied(x: Any, tracked: bool = True) -> Any:
+    """A copy of a leaf, which requires grad if asked for and if it may."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().clone().requires_grad_(tracked and is_inexact(x))
 
 
 class Undo(TorchFunctionMode):
@@ -60,8 +104,8 @@ class Undo(TorchFunctionMode):
             for _, grad in self._grads:
                 if grad is not None:
                     self.keep(grad)
-        elif raw in _HANDS_OUT or operations.changes_in_place(raw, kwargs):
-            self._keep_all(operations.name_of(fun), args, kwargs)
+        elif raw in _HANDS_OUT or changes_in_place(raw, kwargs):
+            self._keep_all(name_of(fun), args, kwargs)
         return fun(*args, **kwargs)
 
     def _keep_all(self, name: str, args: Any, kwargs: Any) -> None:
@@ -118,3 +162,34 @@ def eagerly() -> AbstractContextManager[Any]:
     if not upstream.dynamo_is_loaded():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+# --- calls, and the memory that they write to ---------------------------------------------
+
+
+def name_of(function: Any) -> str:
+    """PyTorch's name of what is called, without the marks of its variants."""
+    name = getattr(function, "__name__", None) or type(function).__name__
+    if name in ("__get__", "__set__"):
+        name = ("" if name == "__get__" else "set_") + function.__self__.__name__
+    if name.startswith("__") and name.endswith("__"):
+        return name[2:-2]
+    return name.strip("_") or name
+
+
+def changes_in_place(raw: str, kwargs: Any) -> bool:
+    """Whether a call, by the name as PyTorch spells it, may overwrite its arguments."""
+    if raw.startswith("__"):
+        return raw.startswith("__i") or raw in ("__setitem__", "__set__")
+    return raw.endswith("_") or "out" in kwargs or kwargs.get("inplace") is True
+
+
+def owner_of(x: Tensor) -> Any:
+    """The storage of a tensor, or itself: where two tensors have one owner, they share memory."""
+    with upstream.DisableTorchFunction():  # a mode may give another tensor in its place
+        return x.untyped_storage() if x.layout is torch.strided else x
+
+
+def memory_of(x: Tensor) -> int:
+    """Which piece of memory a tensor shows."""
+    return id(owner_of(x))

@@ -1,0 +1,37 @@
+"""What seeing needs of a framework: the modules of `gradtools.seeing.torch` or `.jax`, by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gradtools.errors import GradtoolsError
+
+if TYPE_CHECKING:
+    from gradtools.backend import Backend
+
+
+class Framework:
+    """The modules that look at one framework's programs, each imported when it is first read.
+
+    Both frameworks have these: `recorded_run`, `lost_gradients`, `training`, `passes`, `programs`
+    and `measures`.
+
+    Args:
+        backend: Whose arrays the user's program computes with.
+        caller: The operator that the user called, for the error.
+
+    Raises:
+        GradtoolsError: The backend is neither PyTorch's nor JAX's.
+    """
+
+    def __init__(self, backend: Backend, caller: str) -> None:
+        if backend.name not in ("torch", "jax"):
+            raise GradtoolsError(f"{caller}: the backend {backend.name!r} does not provide it.")
+        self._package = f"gradtools.seeing.{backend.name}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        place = "translating.programs" if name == "programs" else name
+        return import_module(f"{self._package}.{place}")

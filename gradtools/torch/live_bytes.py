@@ -1,0 +1,89 @@
+"""The bytes that are alive at once of what operations make, storage by storage."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradtools.host_kernels import call_by_key
+from gradtools.torch import _upstream as upstream
+
+if TYPE_CHECKING:
+    from gradtools.bridged_calls import ForeignProgram
+
+Tensor = torch.Tensor
+
+
+class LiveBytes(upstream.Watching):
+    """Counts storages that operations inside make, from when they are made to when they die.
+
+    Attributes:
+        now: Their bytes.
+        peak: The most there were at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, tuple[int, int]] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (inside := inside_of(func, args)) is not None and (cost := inside.cost()) is not None:
+            self.peak = max(self.peak, self.now + math.prod(args[2]) * cost.peak_bytes)
+        fresh = func is torch.ops.aten.lift_fresh.default  # of numbers of Python's
+        before = () if fresh else upstream.tree_leaves((args, kwargs))
+        given = {_key(x) for x in before if is_plain(x)}
+        for x in upstream.tree_leaves(result):
+            if is_plain(x):
+                self._note(x.untyped_storage(), given)
+        return result
+
+    def number_of(self, x: Any) -> int | None:
+        """The number of a tensor's storage, which no later one gets; None of those before."""
+        result = self._known.get(_key(x)) if is_plain(x) else None
+        return None if result is None else result[0]
+
+    def bytes_of(self, x: Tensor) -> int:
+        return self._known[_key(x)][1]
+
+    def _note(self, storage: Any, given: set[int]) -> None:
+        key = id(storage)
+        if key in self._known or key in given:
+            return
+        size = storage.nbytes()
+        self._count += 1
+        self._known[key] = self._count, size
+        weakref.finalize(storage, self._forget, key, size).atexit = False
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int, size: int) -> None:
+        if self._known.pop(key, None) is not None:
+            self.now -= size
+
+
+def is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided
+
+
+def _key(x: Tensor) -> int:
+    return id(x.untyped_storage())
+
+
+def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
+    """The most bytes that were alive at once of what `run()` made, and what it returned."""
+    with LiveBytes() as live:
+        result = run()
+    return live.peak, result
+
+
+def inside_of(func: Any, args: Any) -> ForeignProgram | None:
+    """What looks into the other framework's function that an operation calls."""
+    is_ours = func.namespace == "gradtools" and func.overloadpacket.__name__ == "call_kernel"
+    return call_by_key(args[0]).kernel.inside if is_ours else None

@@ -36,13 +36,13 @@ Tensor = torch.Tensor
 class _Recomputing(threading.local):
     """The recomputation in this thread that no call has taken up yet."""
 
-    pending: Recomputation | None = None
+    pending: RecomputedDerivative | None = None
 
 
 _here = _Recomputing()
 
 
-def current() -> DeferredGraph | Recomputation | None:
+def current() -> DeferredGraph | RecomputedDerivative | None:
     """How a call that begins here treats parameters; None where graphs are built at once.
 
     So they are inside of functorch's transforms and of forward mode, whose levels are gone when a
@@ -114,7 +114,7 @@ class DeferredGraph:
             if isinstance(x, Tensor) and is_inexact(x) and id(x) not in constants
         ]
         run = again if select is None else partial(_selected, select, again)
-        program = Recomputation(caller, self, places, run)
+        program = RecomputedDerivative(caller, self, places, run)
         chosen = [leaves[k] for k in places]
         outs = _Deferred.apply(program, len(self._parameters), *self._parameters, *chosen)
         for k, y in zip(places, outs, strict=True):
@@ -122,7 +122,7 @@ class DeferredGraph:
         return trees.unflatten(treedef, leaves)
 
 
-class Recomputation:
+class RecomputedDerivative:
     """Results of a derivative, computed once more with a graph."""
 
     def __init__(
@@ -225,7 +225,7 @@ class _Deferred(torch.autograd.Function):
     """The identity on results, whose graph leads to parameters as well."""
 
     @staticmethod
-    def forward(ctx: Any, program: Recomputation, count: int, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, program: RecomputedDerivative, count: int, *tensors: Tensor) -> Any:
         ctx.program, ctx.count = program, count
         ctx.save_for_backward(*tensors[:count])
         ctx.set_materialize_grads(False)

@@ -349,7 +349,9 @@ def _alias(x: Tensor, keep: bool) -> Tensor:
     if x.is_inference():
         return x.clone().requires_grad_()
     if keep and x.requires_grad:
-        return x.view_as(x)
+        alias = x.view_as(x)
+        if alias.grad_fn is not None:  # forward mode under no_grad records no graph
+            return alias
     return _detached(x).requires_grad_()
 
 

@@ -8,8 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradtools.conformance.records import Scenario as Scenario
-    from gradtools.conformance.records import scenarios as scenarios
     from gradtools.testing.checking.checks import check_derivatives as check_derivatives
     from gradtools.testing.checking.kinks import conventions as conventions
     from gradtools.testing.checking.rule_checks import check_rule as check_rule
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
     from gradtools.testing.diverging.layouts import Layout as Layout
     from gradtools.testing.diverging.layouts import ParameterMapping as ParameterMapping
     from gradtools.testing.diverging.layouts import match_parameters as match_parameters
+    from gradtools.testing.records import Scenario as Scenario
+    from gradtools.testing.records import scenarios as scenarios
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
@@ -36,8 +36,8 @@ _HOMES = {
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",
-    "Scenario": ".conformance.records",
-    "scenarios": ".conformance.records",
+    "Scenario": "records",
+    "scenarios": "records",
     "tolerance": "cross_checking.tolerances",
     "tolerance_table": "cross_checking.tolerances",
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradtools.conformance.matrix import OPERATORS, cells, families
-from gradtools.conformance.trial import answers
 from gradtools.testing.cross_checking.tolerances import tolerance
+from tests.conformance.rig.matrix import OPERATORS, cells, families
+from tests.conformance.rig.trial import answers
 
 pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradtools.conformance.checking import forget_compiled, judged
-from gradtools.conformance.matrix import (
+from tests.conformance.rig.checking import forget_compiled, judged
+from tests.conformance.rig.matrix import (
     ARGUMENTS,
     DTYPES,
     OPERATORS,
@@ -137,8 +137,8 @@ def test_numbers_without_axes_and_empty_arrays_meet_every_family():
 
 
 def test_every_oracle_is_used(backend_name):
-    from gradtools.conformance import problem
-    from gradtools.conformance.trial import compared
+    from tests.conformance.rig import problem
+    from tests.conformance.rig.trial import compared
 
     wanted = {problem.DIFFERENCES, problem.CALL, problem.CLOSED, problem.DOT, problem.EAGER}
     names = ("vjp", "value_and_grad", "clip_gradient", "grad")
@@ -156,7 +156,7 @@ def test_every_oracle_is_used(backend_name):
 
 
 def test_second_differences_are_allowed_ten_times_what_first_ones_are():
-    from gradtools.conformance import problem
+    from tests.conformance.rig import problem
 
     cell = next(c for c in cells("jax") if c.dtype == "float64")
     allowed = lambda order: problem.Problem._allowed(

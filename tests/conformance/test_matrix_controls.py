@@ -23,12 +23,12 @@ import gradtools.chunking
 import gradtools.custom_structure
 import gradtools.derivatives
 import gradtools.edits
-from gradtools.conformance.checking import CellVerdict, forget_compiled, judged
-from gradtools.conformance.matrix import Cell, cells
-from gradtools.conformance.problem import CALL, CLOSED, DIFFERENCES, EAGER
-from gradtools.conformance.reference import each_leaf
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.testing.cross_checking import tolerances
+from tests.conformance.rig.checking import CellVerdict, forget_compiled, judged
+from tests.conformance.rig.matrix import Cell, cells
+from tests.conformance.rig.problem import CALL, CLOSED, DIFFERENCES, EAGER
+from tests.conformance.rig.reference import each_leaf
 
 pytest_plugins = ["tests.support.compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")

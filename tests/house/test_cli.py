@@ -7,7 +7,7 @@ import pytest
 
 import gradtools
 from gradtools import GradtoolsError, cli, command_inputs
-from gradtools.conformance import checking
+from gradtools.testing import check
 
 
 def run(*args: str) -> "subprocess.CompletedProcess[str]":
@@ -108,7 +108,7 @@ def test_a_check_that_cannot_be_run_is_status_2(capsys, monkeypatch):
     def refuse(_):
         raise GradtoolsError("no such device")
 
-    monkeypatch.setattr(checking, "check", refuse)
+    monkeypatch.setattr(check, "check", refuse)
     assert cli.main(["check", "--device", "none"]) == 2
     assert capsys.readouterr().err == "gradtools check: no such device\n"
 

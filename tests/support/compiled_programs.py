@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradtools.conformance.checking import programs_kept
 from gradtools.testing.plugin import wanted_backends
+from tests.conformance.rig.checking import programs_kept
 
 
 @pytest.fixture(scope="module")

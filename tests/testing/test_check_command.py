@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gradtools import cli
-from gradtools.conformance import checking, trial
-from gradtools.conformance.matrix import OPERATORS, cells
+from gradtools.testing import check
+from gradtools.testing.check import TRANSFORMS, cells
+from gradtools.testing.operators import OPERATORS
+from tests.conformance.rig.checking import support_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
 
+def cell_of(backend, operator, dtype="float64", transform="eager"):
+    return next(
+        c
+        for c in cells(backend)
+        if (c.operator, c.dtype, c.transform) == (operator, dtype, transform) and not c.left_out
+    )
+
+
 @pytest.fixture
 def few(backend_name):
-    """A filter that leaves few cells, in one backend."""
-    cell = next(c for c in cells(backend_name) if c.operator.name == "reverse_gradient")
-    name = f"reverse_gradient | {cell.program.name} | {cell.dtype} | eager"
-    return ["check", "--backend", backend_name, "--filter", name]
+    """A filter that leaves one cell, in one backend."""
+    cell = str(cell_of(backend_name, "reverse_gradient"))
+    return ["check", "--backend", backend_name, "--filter", cell]
 
 
 def test_cells_that_hold_are_tabled_and_the_status_is_0(few, capsys):
@@ -29,21 +39,39 @@ def test_cells_that_hold_are_tabled_and_the_status_is_0(few, capsys):
     assert "0 failed" in out
 
 
+def planted(monkeypatch, compute):
+    wrong = replace(OPERATORS["reverse_gradient"], compute=compute)
+    monkeypatch.setitem(OPERATORS, "reverse_gradient", wrong)
+
+
 def test_a_cell_that_fails_is_named_and_the_status_is_1(few, capsys, monkeypatch):
-    wrong = lambda p, name: trial._gradient_of(p, p.loss, lambda found: p.slopes(found, -0.6))
-    monkeypatch.setitem(trial.ASKS, "reverse_gradient", lambda p: wrong(p, ""))
+    planted(monkeypatch, lambda p, xs: p.grad(p.loss)(*xs))
     assert cli.main(few) == 1
     out = capsys.readouterr().out
     assert "FAILED" in out and "reverse_gradient | " in out and "finite differences" in out
 
 
 def test_a_cell_that_raises_is_named_and_the_status_is_1(few, capsys, monkeypatch):
-    def broken(p):
+    def broken(p, xs):
         raise ValueError("planted")
 
-    monkeypatch.setitem(trial.ASKS, "reverse_gradient", broken)
+    planted(monkeypatch, broken)
     assert cli.main(few) == 1
     assert "ValueError: planted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_operator_holds_and_a_small_error_of_it_is_seen(backend_name, operator, monkeypatch):
+    whole, cell = OPERATORS[operator], cell_of(backend_name, operator)
+    with check.in_double_precision(backend_name == "jax"):
+        assert check.error_of(cell) <= 1
+        off = 1 + (1e-4 if whole.order == 2 else 1e-5)
+
+        def scaled(p, xs):
+            return [x * off for x in p.backend.flatten(whole.compute(p, xs))[0]]
+
+        monkeypatch.setitem(OPERATORS, operator, replace(whole, compute=scaled))
+        assert check.error_of(cell) > 1
 
 
 def test_a_filter_that_leaves_nothing_is_status_2(capsys):
@@ -57,13 +85,22 @@ def test_json_holds_every_cell_with_its_error_in_units_of_the_tolerance(few, cap
     assert found["held"] and len(found["cells"]) == 1
     (cell,) = found["cells"]
     assert cell["backend"] == backend_name and 0 <= cell["worst"] <= 1
-    assert cell["oracle"] and not cell["failure"]
+    assert cell["order"] == 1 and not cell["failure"]
 
 
-def test_a_quick_run_meets_every_family_of_operators(backend_name):
-    run = [c for c in checking.chosen(backend_name, quick=True) if not c.reason]
-    assert {c.operator.family for c in run} == {o.family for o in OPERATORS}
-    assert len(run) >= 50
+def test_a_quick_run_meets_every_operator(backend_name):
+    run = [c for c in check.chosen(backend_name, quick=True) if not c.left_out]
+    assert {c.operator for c in run} == set(OPERATORS)
+    assert {c.transform for c in run} == {"eager", "vmap"}
+
+
+def test_a_whole_run_meets_every_operator_in_every_transform_and_every_program(backend_name):
+    run = [c for c in check.chosen(backend_name) if not c.left_out]
+    missing = {"checkpoint", "checkpoint, twice", "frozen, twice", "chunked, twice"}
+    met = {(c.operator, c.transform) for c in run}
+    lacking = {(o, t) for o in OPERATORS for t in TRANSFORMS} - met
+    assert lacking == ({(o, "compile") for o in missing} if backend_name == "torch" else set())
+    assert len({c.scenario.name for c in run}) >= 60
 
 
 def test_64_bits_are_on_in_jax_for_the_command_alone(few, backend_name, default_precision):
@@ -81,4 +118,4 @@ def test_the_table_of_support_is_the_generated_one():
     _, _, rest = PAGE.read_text().partition(begin)
     table, found, _ = rest.partition(end)
     assert found, "docs/support.md has no support table between its two marks"
-    assert table.strip() == checking.support_table(), "python -m gradtools.conformance.checking"
+    assert table.strip() == support_table(), "python -m tests.conformance.rig.checking"

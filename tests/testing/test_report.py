@@ -25,7 +25,7 @@ MODULES = (
     "testing.checking.kinks",
     "testing.diverging.factor_names",
     "testing.report",
-    "conformance.records",
+    "testing.records",
 )
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows (gradtools/conformance/gpu.py): it runs wherever PyTorch has one.
+"""What only a GPU shows (gradtools/testing/gpu.py): it runs wherever PyTorch has one.
 
     python -m pytest tests/torch/test_cuda.py -rs
 
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from gradtools.cli import main
-from gradtools.conformance import gpu
-from gradtools.conformance.gpu import SCENARIOS, Absent, GpuScenario
+from gradtools.testing import gpu
+from gradtools.testing.gpu import SCENARIOS, Absent, GpuScenario
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -69,7 +69,7 @@ def test_the_command_runs_the_scenarios_on_a_gpu_and_fails_with_them(monkeypatch
     scenarios = {"one": GpuScenario(lambda device: None), "two": GpuScenario(falls)}
     monkeypatch.setattr(gpu, "SCENARIOS", {**scenarios, "three": GpuScenario(lacks)})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("gradtools.conformance.checking.placed", placed_anywhere)
+    monkeypatch.setattr("gradtools.testing.check.placed", placed_anywhere)
     asked = ["check", "--backend", "torch", "--quick", "--filter", "stop_gradient"]
     assert main([*asked, "--device", "cuda"]) == 1
     said = capsys.readouterr().out

@@ -60,9 +60,9 @@ class Stops(TorchFunctionMode):
         self._around: list[int | None] = []  # that, around each block in which they are on again
 
     def __enter__(self) -> Stops:
-        super().__enter__()
-        self._compiled = as_written()
+        self._compiled = as_written()  # which may refuse: before this mode is entered
         self._compiled.__enter__()
+        super().__enter__()
         if self._asked is not None:
             self._hooks = PassedBy(self._asked, self._moves)
         return self

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.conformance.records import Scenario, scenarios
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.tolerances import real_name
+from gradtools.testing.records import Scenario, scenarios
 
 Leaves = list[Any]
 Path = Callable[[Leaves], Leaves]

@@ -16,8 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.conformance.matrix import Cell
-from gradtools.conformance.reference import (
+from gradtools.testing.checking.probe import inner, size
+from gradtools.testing.cross_checking.tolerances import FINITE_DIFFERENCES, real_name, tolerance
+from gradtools.testing.flat import FlatFunction
+from tests.conformance.rig.matrix import Cell
+from tests.conformance.rig.reference import (
     BatchReference,
     Kit,
     Leaves,
@@ -28,9 +31,6 @@ from gradtools.conformance.reference import (
     rebuilt,
     reference_of,
 )
-from gradtools.testing.checking.probe import inner, size
-from gradtools.testing.cross_checking.tolerances import FINITE_DIFFERENCES, real_name, tolerance
-from gradtools.testing.flat import FlatFunction
 
 DIFFERENCES = "finite differences in NumPy"
 CALL = "a call in NumPy"

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.conformance.matrix import Cell
-from gradtools.conformance.problem import (
+from gradtools.testing.checking.probe import inner, size, wide
+from tests.conformance.rig.matrix import Cell
+from tests.conformance.rig.problem import (
     CLOSED,
     DIFFERENCES,
     DOT,
@@ -25,8 +26,7 @@ from gradtools.conformance.problem import (
     CellComparison,
     Problem,
 )
-from gradtools.conformance.reference import Leaves, each_leaf, leaves_of, moved
-from gradtools.testing.checking.probe import inner, size, wide
+from tests.conformance.rig.reference import Leaves, each_leaf, leaves_of, moved
 
 Judge = Callable[[list[np.ndarray]], Iterator[CellComparison]]
 _SCALE = 0.6

@@ -97,7 +97,7 @@ def _add_check(commands: Commands) -> None:
     command = _add(
         commands,
         "check",
-        "testing.check:check",
+        "testing.check_command:check",
         "try every operator on this machine: dtypes, transforms, orders, against NumPy",
         "Exit status 0 if every cell of the matrix held, 1 if one did not, 2 if it could not be "
         "run.",

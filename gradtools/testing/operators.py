@@ -1,6 +1,6 @@
 """What `gradtools check` computes by each operator: a known multiple of one derivative of a loss.
 
-Every entry takes a `Problem` (see `gradtools.testing.check`) and its leaves, and returns the
+Every entry takes a `Problem` (see `gradtools.testing.check_command`) and its leaves, and returns the
 gradient times a number, or at order 2 the Hessian's product with the problem's direction times it.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from gradtools.testing.check import Problem
+    from gradtools.testing.check_command import Problem
 
 Loss = Callable[..., Any]
 _SCALE = 0.6

@@ -7,7 +7,7 @@ import pytest
 
 import gradtools
 from gradtools import GradtoolsError, cli, command_inputs
-from gradtools.testing import check
+from gradtools.testing import check_command
 
 
 def run(*args: str) -> "subprocess.CompletedProcess[str]":
@@ -108,7 +108,7 @@ def test_a_check_that_cannot_be_run_is_status_2(capsys, monkeypatch):
     def refuse(_):
         raise GradtoolsError("no such device")
 
-    monkeypatch.setattr(check, "check", refuse)
+    monkeypatch.setattr(check_command, "check", refuse)
     assert cli.main(["check", "--device", "none"]) == 2
     assert capsys.readouterr().err == "gradtools check: no such device\n"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gradtools import cli
-from gradtools.testing import check
-from gradtools.testing.check import TRANSFORMS, cells
+from gradtools.testing import check_command
+from gradtools.testing.check_command import TRANSFORMS, cells
 from gradtools.testing.operators import OPERATORS
 from tests.conformance.rig.checking import support_table
 
@@ -63,15 +63,15 @@ def test_a_cell_that_raises_is_named_and_the_status_is_1(few, capsys, monkeypatc
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_operator_holds_and_a_small_error_of_it_is_seen(backend_name, operator, monkeypatch):
     whole, cell = OPERATORS[operator], cell_of(backend_name, operator)
-    with check.in_double_precision(backend_name == "jax"):
-        assert check.error_of(cell) <= 1
+    with check_command.in_double_precision(backend_name == "jax"):
+        assert check_command.error_of(cell) <= 1
         off = 1 + (1e-4 if whole.order == 2 else 1e-5)
 
         def scaled(p, xs):
             return [x * off for x in p.backend.flatten(whole.compute(p, xs))[0]]
 
         monkeypatch.setitem(OPERATORS, operator, replace(whole, compute=scaled))
-        assert check.error_of(cell) > 1
+        assert check_command.error_of(cell) > 1
 
 
 def test_a_filter_that_leaves_nothing_is_status_2(capsys):
@@ -89,13 +89,13 @@ def test_json_holds_every_cell_with_its_error_in_units_of_the_tolerance(few, cap
 
 
 def test_a_quick_run_meets_every_operator(backend_name):
-    run = [c for c in check.chosen(backend_name, quick=True) if not c.left_out]
+    run = [c for c in check_command.chosen(backend_name, quick=True) if not c.left_out]
     assert {c.operator for c in run} == set(OPERATORS)
     assert {c.transform for c in run} == {"eager", "vmap"}
 
 
 def test_a_whole_run_meets_every_operator_in_every_transform_and_every_program(backend_name):
-    run = [c for c in check.chosen(backend_name) if not c.left_out]
+    run = [c for c in check_command.chosen(backend_name) if not c.left_out]
     missing = {"checkpoint", "checkpoint, twice", "frozen, twice", "chunked, twice"}
     met = {(c.operator, c.transform) for c in run}
     lacking = {(o, t) for o in OPERATORS for t in TRANSFORMS} - met

@@ -69,7 +69,7 @@ def test_the_command_runs_the_scenarios_on_a_gpu_and_fails_with_them(monkeypatch
     scenarios = {"one": GpuScenario(lambda device: None), "two": GpuScenario(falls)}
     monkeypatch.setattr(gpu, "SCENARIOS", {**scenarios, "three": GpuScenario(lacks)})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("gradtools.testing.check.placed", placed_anywhere)
+    monkeypatch.setattr("gradtools.testing.check_command.placed", placed_anywhere)
     asked = ["check", "--backend", "torch", "--quick", "--filter", "stop_gradient"]
     assert main([*asked, "--device", "cuda"]) == 1
     said = capsys.readouterr().out

@@ -3,5 +3,5 @@
 `gradtools.testing.records` has the scenarios, `matrix` the cells of scenario, operator, transform
 and dtype, `problem` and `trial` what one cell computes and with what it is compared, `reference`
 the finite differences in NumPy, `checking` the verdicts and the table of what is tried. Users have
-a smaller one: `gradtools check` (`gradtools.testing.check`).
+a smaller one: `gradtools check` (`gradtools.testing.check_command`).
 """

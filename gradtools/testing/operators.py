@@ -1,6 +1,6 @@
 """What `gradtools check` computes by each operator: a known multiple of one derivative of a loss.
 
-Every entry takes a `Problem` (see `gradtools.testing.check_command`) and its leaves, and returns the
+Every entry takes a `Problem` of `gradtools.testing.check_command` and its leaves. It returns the
 gradient times a number, or at order 2 the Hessian's product with the problem's direction times it.
 """
 

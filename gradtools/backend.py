@@ -281,10 +281,18 @@ class Differentiation(Arrays):
         pairs = zip(values, likes, strict=True)
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
-    def pull(self, fun: Any, xs: Sequence[Array], cts: Any) -> list[Array]:
-        """The pullback at xs of `cts` (None: zero), or of what they give at fun's outputs."""
+    def pull(
+        self, fun: Any, xs: Sequence[Array], cts: Any, reached: list[bool] | None = None
+    ) -> list[Array]:
+        """The pullback at xs of `cts` (None: zero), or of what they give at fun's outputs.
+
+        reached: Is filled, if it is empty, with whether each of xs may reach the outputs.
+        """
         result = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)
-        return self.filled(result.pullback(cts(result.outs) if callable(cts) else cts), xs)
+        grads = result.pullback(cts(result.outs) if callable(cts) else cts)
+        if reached == []:
+            reached += [g is not None for g in grads]
+        return self.filled(grads, xs)
 
     def push(self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]) -> list[Array]:
         return self.value_and_push(fun, xs, dxs)[1]

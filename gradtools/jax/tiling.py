@@ -20,7 +20,7 @@ from gradtools.jax import shardings
 from gradtools.jax.chunking import promoted
 from gradtools.jax.jaxpr_equality import derived
 from gradtools.jax.jaxprs import bound, read, uses_primitive
-from gradtools.jax.reachability import within_a_trace
+from gradtools.jax.reachability import reached, within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
 from gradtools.rules import held_by
 from gradtools.tiles.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
@@ -324,6 +324,19 @@ def explicit(
         result.trace([_with_length(x, n) for x, n in zip(xs, lengths, strict=True)])
     result.complete = True
     return result, result.captured
+
+
+def unreached(
+    fun: Callable[[Arrays], Any], xs: Sequence[Any], lengths: Sequence[int | None]
+) -> tuple[int, ...]:
+    """The places of arrays that do not reach a tile's scores, read from the tile's jaxpr.
+
+    lengths: Those of the tile, for the arrays that have sides.
+    """
+    lengths = [*lengths, *[None] * (len(xs) - len(lengths))]
+    avals = [_with_length(x, n) for x, n in zip(xs, lengths, strict=True)]
+    closed = jax.make_jaxpr(fun)(avals)
+    return tuple([i for i, there in enumerate(reached(closed)) if not there])
 
 
 def _with_length(x: Any, n: int | None) -> Any:

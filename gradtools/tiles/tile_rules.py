@@ -103,6 +103,7 @@ def apply_over_tiles(backend: Backend, of: SumOverTiles | Reduced, xs: Sequence[
         primal=of.primal,
         linearize=of.linearize,
         user_functions=of.call.user_functions,
+        nondifferentiable=of.call.unreached if of.is_call else (),
         symbolic_zeros=frozenset({"cotangent"}),
     )
     return backend.apply_rule(rule, *xs)
@@ -129,6 +130,7 @@ class SumOverTiles:
     cut: TileGrid
     name: str = "tiled"
     dtypes: list[str] = field(default_factory=list)
+    is_call: bool = False  # whether it is the call itself, and not one of its derivatives
 
     def apply(self, xs: Sequence[Array]) -> Arrays:
         return apply_over_tiles(self.call.backend, self, xs)
@@ -165,17 +167,19 @@ class SumOverTiles:
             return self.call.backend.push(at, [xs[i] for i in given], tile[n:])
 
         roles = (*self.roles, *(self.roles[i] for i in given))
-        push = replace(self, h=pushed, roles=roles, name="tiled (tangent)", dtypes=[])
+        push = replace(
+            self, h=pushed, roles=roles, name="tiled (tangent)", dtypes=[], is_call=False
+        )
         return push.apply([*xs, *(dxs[i] for i in given)])
 
     def _cotangent(self, moving: list[int], xs: Sequence[Array], cts: Sequence[Any]) -> Arrays:
-        given, n = _given(cts), len(xs)
+        given, n, reached = _given(cts), len(xs), list[bool]()
 
         def pulled(tile: Arrays) -> Arrays:
             cts = dict(zip(given, tile[n:], strict=True))
             full = lambda outs: [cts.get(i) for i in range(len(outs))]
-            xs = tile[:n]
-            return self.call.backend.pull(_at(self.h, xs, moving), [xs[i] for i in moving], full)
+            xs, at = tile[:n], _at(self.h, tile[:n], moving)
+            return self.call.backend.pull(at, [xs[i] for i in moving], full, reached)
 
         pull = replace(
             self,
@@ -184,8 +188,10 @@ class SumOverTiles:
             sides=[self.roles[i] for i in moving],
             name="tiled (cotangent)",
             dtypes=[],
+            is_call=False,
         )
-        return replaced_at([None] * n, moving, pull.apply([*xs, *(cts[i] for i in given)]))
+        result = pull.apply([*xs, *(cts[i] for i in given)])
+        return replaced_at([None] * n, moving, _reaching(result, reached))
 
 
 def _given(entries: Sequence[Any]) -> list[int]:
@@ -213,6 +219,7 @@ class Reduced:
 
     call: TiledCall
     name: str = "tiled"
+    is_call: bool = True
 
     def primal(self, *xs: Array) -> Arrays:
         call = self.call
@@ -290,10 +297,12 @@ class Reduced:
         if not any(counts):
             return [None] * n
 
+        reached = list[bool]()
+
         def pulled(tile: Arrays) -> Arrays:
             xs, at = tile[:n], _at(call.of_tile, tile[:n], moving)
             cts = partial(of_scores, xs, parted(tile[n:], counts))
-            return call.backend.pull(at, [xs[i] for i in moving], cts)
+            return call.backend.pull(at, [xs[i] for i in moving], cts, reached)
 
         def of_scores(xs: Arrays, at_tile: list[Arrays], out: Arrays) -> Arrays:
             full: Arrays = [None] * len(out)
@@ -306,7 +315,13 @@ class Reduced:
 
         roles, out = (*call.roles, *self._spread(counts)), [call.roles[i] for i in moving]
         total = SumOverTiles(call, pulled, roles, out, call.cut, "tiled (cotangent)")
-        return replaced_at([None] * n, moving, total.apply([*xs, *(x for g in known for x in g)]))
+        result = total.apply([*xs, *(x for g in known for x in g)])
+        return replaced_at([None] * n, moving, _reaching(result, reached))
+
+
+def _reaching(grads: Arrays, reached: Sequence[bool]) -> Arrays:
+    """The gradients, None for inputs that do not reach the results of a tile."""
+    return [g if there else None for g, there in zip(grads, reached, strict=True)]
 
 
 def fold_columns(call: TiledCall, xs: Arrays) -> Any:
@@ -346,5 +361,5 @@ def fold_columns(call: TiledCall, xs: Arrays) -> Any:
     at = [i for i, role in enumerate(call.roles) if role == COLUMNS]
     roles = tuple(SHARED if role == COLUMNS else role for role in call.roles)
     rows = TileGrid(cut.rows, 1, cut.most_rows, 1)
-    leaves = SumOverTiles(call, of_rows, roles, ROWS, rows).apply(xs)
+    leaves = SumOverTiles(call, of_rows, roles, ROWS, rows, is_call=True).apply(xs)
     return backend.unflatten(out[0], leaves)

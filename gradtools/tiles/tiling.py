@@ -247,6 +247,7 @@ class TiledCall:
         self.cut = TileGrid(1, 1, 1, 1)
         self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
         self.captured: tuple[int, ...] = ()  # of the arrays those that f closes over
+        self.unreached: tuple[int, ...] = ()  # of the arrays those that do not reach the scores
         self.watch: Callable[[Arrays], None] | None = None  # a wing's, of f's output at a tile
         self.sweeping = False  # whether a sweep over its tiles is under way
         self.watched: Any = None  # what a wing knows of tiles that f has seen
@@ -277,6 +278,7 @@ class TiledCall:
         if call.call is not fun:  # then it closes over nothing
             call.user_functions = ()
         call.captured = tuple(range(len(xs), len(xs) + len(captured)))
+        call.unreached = backend.tiles.unreached(call.call, [*xs, *captured], call._tiles()[0])
         xs += captured
         call.roles += [SHARED] * len(captured)
         for side, n in ((ROWS, rows), (COLUMNS, columns)):  # f is not called with these

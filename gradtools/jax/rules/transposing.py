@@ -83,8 +83,15 @@ def transpose(
     return transpose_map(rule, which, own, [jax.typeof(x) for x in examples], values)
 
 
-def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs."""
+def pull(
+    fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any, reached: list[bool] | None = None
+) -> list[Any]:
+    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs.
+
+    reached: Is filled, if it is empty: a jaxpr says elsewhere which of xs reach the outputs.
+    """
+    if reached == []:
+        reached += [True for _ in xs]
     known = [] if callable(cts) else without_none(cts)
     axes = frozenset().union(*map(varies, [*xs, *known]))
     outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import surveyed
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.upstream_bugs.gradients import right_vjp, rightly, wrong_nodes
@@ -114,9 +115,28 @@ def vjp_of_inexact(
     return [next(left) if y is None else y for y in spread(result, carried)], carried, pullback
 
 
-def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Any) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs."""
-    outs, carried, pullback = vjp_of_inexact(fun, *xs)
+def pull(
+    fun: Callable[..., list[Tensor]],
+    xs: Sequence[Tensor],
+    cts: Any,
+    reached: list[bool] | None = None,
+) -> list[Any]:
+    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs.
+
+    reached: Is filled, if it is empty, with whether each of xs reaches the outputs.
+    """
+
+    def noting(*xs: Tensor) -> list[Tensor]:
+        outs = fun(*xs)
+        assert reached is not None
+        if is_compiling():  # dynamo shows no graph
+            reached.extend(True for _ in xs)
+        else:
+            leaves = {id(leaf) for leaf in surveyed(outs).leaves}
+            reached.extend(id(x) in leaves for x in xs)
+        return outs
+
+    outs, carried, pullback = vjp_of_inexact(noting if reached == [] else fun, *xs)
     triples = zip(outs, cts(outs) if callable(cts) else cts, carried, strict=True)
     full = [torch.zeros_like(y) if ct is None else ct for y, ct, c in triples if c]
     del outs, triples  # as large as a tile

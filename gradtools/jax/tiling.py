@@ -327,11 +327,15 @@ def explicit(
 
 
 def unreached(
-    fun: Callable[[Arrays], Any], xs: Sequence[Any], lengths: Sequence[int | None]
+    fun: Callable[[Arrays], Any],
+    xs: Sequence[Any],
+    lengths: Sequence[int | None],
+    in_backward: bool,
 ) -> tuple[int, ...]:
     """The places of arrays that do not reach a tile's scores, read from the tile's jaxpr.
 
     lengths: Those of the tile, for the arrays that have sides.
+    in_backward: Whether PyTorch's backward pass finds them.
     """
     lengths = [*lengths, *[None] * (len(xs) - len(lengths))]
     avals = [_with_length(x, n) for x, n in zip(xs, lengths, strict=True)]

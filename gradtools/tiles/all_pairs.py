@@ -21,7 +21,7 @@ import numpy as np
 from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
-from gradtools.tiles.tile_reductions import NARROW, wide
+from gradtools.tiles.tile_reductions import wide
 from gradtools.tiles.tiling import Tiling
 
 TileSize = int | tuple[int, int] | None
@@ -78,7 +78,7 @@ class Pairs(Operators):
             progress: Whether to show a progress bar.
 
         Returns:
-            An array without axes.
+            An array without axes, in float32 for features of 16 bits.
 
         Raises:
             GradtoolsError: Shapes that do not fit; a label_smoothing outside of 0 to 1; an option
@@ -128,13 +128,12 @@ class Pairs(Operators):
         positive, mean = logits.positive(x, y) if apart else None, backend.xp.mean
         columns = logits.with_negatives(spread(y), spread(own), negatives)
         if sigmoid:
-            return _rounded(backend, mean(logits.losses(x, own, columns, positive)), x, y)
+            return mean(logits.losses(x, own, columns, positive))
         both = symmetric and not apart
         losses = logits.entropies(x, own, columns, positive, both)
         if symmetric and apart:
             losses += logits.entropies(y, own, {"y": spread(x), "b": spread(own)}, positive)
-        result = sum(map(mean, losses[1:]), mean(losses[0])) / len(losses)
-        return _rounded(backend, result, x, y)
+        return sum(map(mean, losses[1:]), mean(losses[0])) / len(losses)
 
     def linear_cross_entropy(
         self,
@@ -166,7 +165,8 @@ class Pairs(Operators):
             progress: Whether to show a progress bar.
 
         Returns:
-            An array without axes, or of target's shape. A target that is no class gives NaN.
+            An array without axes, or of target's shape, in float32 for an input of 16 bits. A
+            target that is no class gives NaN.
 
         Raises:
             GradtoolsError: Shapes that do not fit; a target of floats; an unknown reduction; a
@@ -222,11 +222,11 @@ class Pairs(Operators):
         loss = xp.where((t >= 0) & (t < classes), loss, zero + float("nan"))
         loss = xp.where(counts, loss, zero)
         if reduction == "none":
-            return _rounded(backend, xp.reshape(loss, shape), h, w, b)
+            return xp.reshape(loss, shape)
         total = xp.sum(loss)
         if reduction == "mean":
             total = total / xp.sum(backend.cast(counts, loss))
-        return _rounded(backend, total, h, w, b)
+        return total
 
     def attention(
         self,
@@ -319,12 +319,6 @@ def _check_shape(caller: str, name: str, x: Any, shape: tuple[int, ...], meaning
 def _tiled(backend: Backend, f: Any, reduce: Any, **options: Any) -> Callable[..., Any]:
     """Of a function that stands here, which is known to be the same again."""
     return Tiling(backend).tiled(f, reduce, verify=False, **options)
-
-
-def _rounded(backend: Backend, loss: Array, *inputs: Any) -> Array:
-    """The loss in 16 bits, if all inputs are: it is a difference of numbers larger than itself."""
-    names = {backend.dtype_name(x) for x in inputs if x is not None}
-    return backend.cast(loss, *names) if len(names) == 1 and names <= {*NARROW} else loss
 
 
 # --- contrastive -------------------------------------------------------------------------

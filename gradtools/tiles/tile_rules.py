@@ -155,6 +155,8 @@ class SumOverTiles:
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """The sums, and both maps, which are sums over tiles again."""
         moving, ys = moving_inputs(self.call, self.name, xs, perturbed), self.primal(*xs)
+        if self.is_call:
+            moving = [i for i in moving if i not in self.call.unreached]
         saves = tuple(range(len(xs)))
         return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
 
@@ -219,7 +221,7 @@ class Reduced:
 
     call: TiledCall
     name: str = "tiled"
-    is_call: bool = True
+    is_call = True  # as in `SumOverTiles`
 
     def primal(self, *xs: Array) -> Arrays:
         call = self.call
@@ -251,6 +253,8 @@ class Reduced:
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """The results, and both maps, which are sums over tiles."""
         moving, ys = moving_inputs(self.call, self.name, xs, perturbed), self.primal(*xs)
+        if self.is_call:
+            moving = [i for i in moving if i not in self.call.unreached]
         saves = tuple(range(len(xs) + len(ys)))
         return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
 

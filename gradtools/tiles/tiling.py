@@ -278,7 +278,9 @@ class TiledCall:
         if call.call is not fun:  # then it closes over nothing
             call.user_functions = ()
         call.captured = tuple(range(len(xs), len(xs) + len(captured)))
-        call.unreached = backend.tiles.unreached(call.call, [*xs, *captured], call._tiles()[0])
+        call.unreached = backend.tiles.unreached(
+            call.call, [*xs, *captured], call._tiles()[0], not options.own
+        )
         xs += captured
         call.roles += [SHARED] * len(captured)
         for side, n in ((ROWS, rows), (COLUMNS, columns)):  # f is not called with these

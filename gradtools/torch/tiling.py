@@ -16,15 +16,17 @@ import torch
 
 from gradtools.arguments.chunks import progress_bar
 from gradtools.errors import GradtoolsError
-from gradtools.rules import held_by
+from gradtools.rules import held_by, replaced_at
 from gradtools.tiles.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.torch import _upstream as upstream
+from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import batches_first, levels
+from gradtools.torch.functorch_wrappers import batches_first, is_inexact, levels
 from gradtools.torch.live_bytes import LiveBytes
 from gradtools.torch.modes import as_cast_now, casts_now, without_casts
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import Figures, Way, figures, is_near, part_of
+from gradtools.torch.rules.transposing import pull
 
 Tensor = torch.Tensor
 State = list[Tensor]
@@ -224,9 +226,26 @@ def explicit(caller: str, fun: Any, own: Any, xs: Any, sides: Any) -> tuple[Any,
     return fun, []
 
 
-def unreached(fun: Any, xs: Any, lengths: Any) -> tuple[int, ...]:
-    """None is known before the backward pass, which returns None for them."""
-    return ()
+def unreached(
+    fun: Callable[[State], Any],
+    xs: Sequence[Tensor],
+    lengths: Sequence[int | None],
+    in_backward: bool,
+) -> tuple[int, ...]:
+    """The places of arrays that do not reach a tile's scores.
+
+    in_backward: Whether the backward pass finds them, at no cost; else one tile is evaluated.
+    """
+    if in_backward:
+        return ()
+    tile = [x if n is None else x[:n] for x, n in zip(xs, lengths, strict=True)]
+    moving, reached = [i for i, x in enumerate(tile) if is_inexact(x)], list[bool]()
+
+    def scores(*changed: Tensor) -> list[Tensor]:
+        return trees.flatten(fun(replaced_at(tile, moving, changed)))[0]
+
+    pull(scores, [tile[i] for i in moving], lambda outs: [None] * len(outs), reached)
+    return tuple([i for i, there in zip(moving, reached, strict=True) if not there])
 
 
 def sharded_like(x: Tensor, other: Tensor) -> Tensor:

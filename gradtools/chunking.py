@@ -82,7 +82,10 @@ class Chunking(Operators):
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
-                examples along its entry of `out_axes`.
+                examples along its entry of `out_axes`: its length there follows the chunk's. Where
+                all chunks are equal, f at another number of examples tells: in JAX by shapes
+                alone, in PyTorch by a run at the first call (not with `verify=False`), after which
+                everything stands as it stood.
             chunk_size: How many examples at once; the last chunk may hold fewer.
             in_axes: The batch axis, as in `vmap`: an integer or one entry for each positional
                 argument, or a dict from f's parameters to axes, however they are passed; None
@@ -122,8 +125,9 @@ class Chunking(Operators):
             GradtoolsError: chunk_size is below 1; (on call) the batch is empty, its axes differ
                 in length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap
                 the module that calls chunked instead), f changes what cannot be replayed, or
-                returns what cannot be joined. None, and strings, flags and other constants that
-                are equal in all chunks, pass.
+                returns what cannot be joined, such as batch statistics or a table of all pairs;
+                the message says how to leave it out. None, and strings, flags and other
+                constants that are equal in all chunks, pass.
 
         Example:
             >>> square = gt.chunked(lambda x: x ** 2, chunk_size=2)

@@ -1,8 +1,10 @@
-"""A batch of arguments, split into what its examples share and what each has of its own."""
+"""A batch of arguments: each leaf with the axis that it is split on, or shared by all examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,43 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """A leaf of an argument.
+
+    Attributes:
+        value: An array, or what is none.
+        axis: The axis that it is split on; None if it is shared.
+        is_array: Whether it is an array.
+        place: Which of the argument's leaves it is.
+    """
+
+    value: Any
+    axis: Any
+    is_array: bool
+    place: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatArgument:
+    """An argument as its leaves.
+
+    Attributes:
+        argument: What was passed, under which name.
+        treedef: Its structure; None if it is one array.
+        leaves: Its leaves.
+        is_list: Whether it is a list of examples, of which each chunk gets a slice.
+    """
+
+    argument: Argument
+    treedef: Any
+    leaves: list[Leaf]
+    is_list: bool
+
+
+Place = tuple[FlatArgument, Leaf | None]  # where the batch has a size; a list has no leaf
+
+
 class Batch:
     """Arguments with the axis on which each leaf is split; None where it is shared.
 
@@ -19,99 +58,92 @@ class Batch:
     Arrays without axes are shared unless the user named an axis of theirs.
     """
 
-    leaves: list[list[Any]]
-    treedefs: list[Any]  # None for an argument that is one array
-    is_array: list[list[bool]]
-    lists: list[int]
-    axes: list[list[Any]]
-    size: int
-
     def __init__(
         self, backend: Backend, caller: str, arguments: Sequence[Argument], lists: bool = False
     ) -> None:
-        self._read(backend, caller, arguments)
-        self.lists = [
-            i
-            for i, a in enumerate(arguments)
-            if lists and type(a.value) is list and isinstance(a.axes, int)
-        ]
-        for leaves, is_array in zip(self.leaves, self.is_array, strict=True):
-            for k, leaf in enumerate(leaves):  # NumPy's are split as well, what is none is shared
-                if isinstance(leaf, np.ndarray):
-                    leaves[k], is_array[k] = backend.asarray(leaf), True
-        self.axes = [
-            [None] * len(leaves) if i in self.lists else self._leaf_axes(i, leaves)
-            for i, leaves in enumerate(self.leaves)
-        ]
+        self.backend, self.caller = backend, caller
+        self.arguments = [self._flat(a, lists, True) for a in arguments]
         self.size = self._checked_size()
 
     @classmethod
     def whole(cls, backend: Backend, caller: str, args: Sequence[Any], kwargs: Any) -> Batch:
         """Arguments of which nothing is split."""
         batch = cls.__new__(cls)
-        shared = [Argument(key, x) for key, x in (*enumerate(args), *kwargs.items())]
-        batch._read(backend, caller, shared)
-        batch.lists, batch.size = [], 1
-        batch.axes = [[None] * len(leaves) for leaves in batch.leaves]
+        batch.backend, batch.caller, batch.size = backend, caller, 1
+        pairs = *enumerate(args), *kwargs.items()
+        batch.arguments = [batch._flat(Argument(key, x), False, False) for key, x in pairs]
         return batch
 
-    def _read(self, backend: Backend, caller: str, arguments: Sequence[Argument]) -> None:
-        self.backend, self.caller, self.arguments = backend, caller, arguments
-        self.args = tuple([a.value for a in arguments])
-        self.keywords = [a.key for a in arguments if isinstance(a.key, str)]
-        self.treedefs, self.leaves, self.is_array = [], [], []
-        for x in self.args:
-            leaves, treedef, kinds = [x], None, ["array"]  # mostly
-            if type(x) is not backend.array_type and not backend.is_array(x):
-                leaves, treedef, kinds = backend.flatten_arrays(x)
-            self.treedefs.append(treedef)
-            self.leaves.append(leaves)
-            self.is_array.append([kind is not None for kind in kinds])
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """What was passed, by position and then by keyword."""
+        return tuple([flat.argument.value for flat in self.arguments])
 
-    def parted(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """One value for each argument as what `f(*args, **kwargs)` takes."""
-        if not self.keywords:
-            return tuple(values), {}
-        count = len(values) - len(self.keywords)
-        return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
+    @property
+    def keywords(self) -> list[str]:
+        """The names of the last arguments."""
+        keys = [flat.argument.key for flat in self.arguments]
+        return [key for key in keys if isinstance(key, str)]
 
-    def _leaf_axes(self, i: int, leaves: list[Any]) -> list[int | None]:
-        argument = self.arguments[i]
+    # --- reading
+
+    def _flat(self, argument: Argument, lists: bool, converts: bool) -> FlatArgument:
+        """converts: Whether NumPy's arrays become the framework's."""
+        x, backend = argument.value, self.backend
+        values, treedef, kinds = [x], None, ["array"]  # mostly
+        if type(x) is not backend.array_type and not backend.is_array(x):
+            values, treedef, kinds = backend.flatten_arrays(x)
+        are_arrays = [kind is not None for kind in kinds]
+        for k, value in enumerate(values if converts else ()):
+            if isinstance(value, np.ndarray):
+                values[k], are_arrays[k] = backend.asarray(value), True
+        is_list = lists and type(x) is list and isinstance(argument.axes, int)
+        axes = [None] * len(values)
+        if not is_list and argument.axes is not None:
+            axes = self._axes(argument, treedef, values, are_arrays)
+        triples = zip(values, axes, are_arrays, strict=True)
+        leaves = [Leaf(*triple, place) for place, triple in enumerate(triples)]
+        return FlatArgument(argument, treedef, leaves, is_list)
+
+    def _axes(
+        self, argument: Argument, treedef: Any, values: list[Any], are_arrays: list[bool]
+    ) -> list[Any]:
+        """The axis of each leaf, counted from the front where it is there."""
         axes = argument.axes
-        if axes is None or isinstance(axes, int):
+        if isinstance(axes, int):
             least = 0 if argument.named else 1  # axes that an array must have to be split
-            pairs = zip(leaves, self.is_array[i], strict=True)
-            result = [axes if there and _rank(leaf) >= least else None for leaf, there in pairs]
-        elif self.treedefs[i] is None:
+            pairs = zip(values, are_arrays, strict=True)
+            result = [axes if there and _rank(x) >= least else None for x, there in pairs]
+        elif treedef is None:
             result = [axes]
         else:
             try:
-                result = self.treedefs[i].flatten_up_to(axes)
+                result = treedef.flatten_up_to(axes)
             except (ValueError, TypeError) as error:
                 raise GradtoolsError(
                     f"{self.caller}: in_axes[{argument.key!r}] is {axes!r}; expected an integer, "
-                    f"None, or a tree of them like {argument.name}, {self.treedefs[i]}."
+                    f"None, or a tree of them like {argument.name}, {treedef}."
                 ) from error
         return [
-            axis + len(leaf.shape) if type(axis) is int and -_rank(leaf) <= axis < 0 else axis
-            for axis, leaf in zip(result, leaves, strict=True)
+            axis + _rank(x) if type(axis) is int and -_rank(x) <= axis < 0 else axis
+            for axis, x in zip(result, values, strict=True)
         ]
 
     def _checked_size(self) -> int:
         """How many examples there are, the same in every split axis."""
-        places: dict[int, list[tuple[int, int | None]]] = {}  # argument, leaf; a list has none
-        for i in self.lists:
-            argument = self.arguments[i]
-            if argument.axes not in (0, -1):
-                raise GradtoolsError(
-                    f"{self.caller}: {argument.name} is a list of examples, which has only the "
-                    f"axis 0; in_axes says {argument.axes}."
-                )
-            places.setdefault(len(self.args[i]), []).append((i, None))
-        for i, (leaves, axes) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
-                if axis is not None:
-                    places.setdefault(self._size(i, k, leaf, axis), []).append((i, k))
+        places: dict[int, list[Place]] = {}
+        for flat in self.arguments:
+            if flat.is_list:
+                if flat.argument.axes not in (0, -1):
+                    raise GradtoolsError(
+                        f"{self.caller}: {flat.argument.name} is a list of examples, which has "
+                        f"only the axis 0; in_axes says {flat.argument.axes}."
+                    )
+                places.setdefault(len(flat.argument.value), []).append((flat, None))
+            for leaf in flat.leaves:
+                if leaf.axis is not None:
+                    size = self._size(flat, leaf, leaf.axis)
+                    places.setdefault(size, []).append((flat, leaf))
         if not places:
             self._refuse_numbers()
             raise GradtoolsError(
@@ -121,57 +153,62 @@ class Batch:
         if len(places) > 1:
             self._refuse_sizes(places)
         if 0 in places:
-            name = self.name_of(*places[0][0])
+            name = self._name_of(*places[0][0])
             raise GradtoolsError(f"{self.caller}: the batch is empty ({name} has size 0).")
-        [(size, [self._counted, *_])] = places.items()
+        [(size, [(flat, leaf), *_])] = places.items()
+        self._counted = self.arguments.index(flat), leaf
         return size
 
     def _refuse_numbers(self) -> None:
         """Names an array without axes that was to be split, if there is one."""
-        for i, (argument, leaves) in enumerate(zip(self.arguments, self.leaves, strict=True)):
-            for k, leaf in enumerate(leaves):
-                if isinstance(argument.axes, int) and self.is_array[i][k]:
-                    self._size(i, k, leaf, argument.axes)
+        for flat in self.arguments:
+            for leaf in flat.leaves:
+                if isinstance(flat.argument.axes, int) and leaf.is_array:
+                    self._size(flat, leaf, flat.argument.axes)
 
-    def _refuse_sizes(self, places: dict[int, list[tuple[int, int | None]]]) -> None:
-        result = ", ".join(f"{n} in {self.name_of(*of_size[0])}" for n, of_size in places.items())
-        i, _ = min(reversed(places.values()), key=len)[0]
-        odd = self.arguments[i].key
+    def _refuse_sizes(self, places: dict[int, list[Place]]) -> None:
+        listed = ", ".join(f"{n} in {self._name_of(*there[0])}" for n, there in places.items())
+        flat, _ = min(reversed(places.values()), key=len)[0]
+        odd = flat.argument.key
         how = f": in_axes={{{odd!r}: None}}" if isinstance(odd, str) else ""
         raise GradtoolsError(
-            f"{self.caller}: the batch sizes differ: {result}. Set in_axes so that every split "
+            f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
             f"axis has one entry for each example; None shares an argument{how}."
         )
 
-    def _size(self, i: int, k: int, leaf: Any, axis: Any) -> int:
+    def _size(self, flat: FlatArgument, leaf: Leaf, axis: Any) -> int:
+        name = partial(self._name_of, flat, leaf)
+        share = "Set its entry of in_axes to None to share it."
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise GradtoolsError(
-                f"{self.caller}: the entry of in_axes for {self.name_of(i, k)} is {axis!r}; "
-                "expected an integer or None."
+                f"{self.caller}: the entry of in_axes for {name()} is {axis!r}; expected an "
+                "integer or None."
             )
-        if not self.is_array[i][k]:
+        if not leaf.is_array:
             raise GradtoolsError(
-                f"{self.caller}: {self.name_of(i, k)} is a {type(leaf).__name__}, which has no "
-                "axis to split on. Set its entry of in_axes to None to share it."
+                f"{self.caller}: {name()} is a {type(leaf.value).__name__}, which has no axis to "
+                f"split on. {share}"
             )
-        if not 0 <= axis < len(leaf.shape):
+        if not 0 <= axis < len(leaf.value.shape):
             raise GradtoolsError(
-                f"{self.caller}: {self.name_of(i, k)} of shape {tuple(leaf.shape)} has no axis "
-                f"{axis} to split on. Set its entry of in_axes to None to share it."
+                f"{self.caller}: {name()} of shape {tuple(leaf.value.shape)} has no axis {axis} "
+                f"to split on. {share}"
             )
-        return leaf.shape[axis]
+        return leaf.value.shape[axis]
+
+    def _name_of(self, flat: FlatArgument, leaf: Leaf | None) -> str:
+        """What a leaf of an argument is called in messages, or a list of examples."""
+        value, name = flat.argument.value, flat.argument.name
+        return name + (", a list" if leaf is None else self.backend.leaf_paths(value)[leaf.place])
+
+    # --- parts of the batch
 
     def size_of(self, values: Sequence[Any]) -> int:
         """How many examples a part of the batch has: one value for each argument."""
-        i, k = self._counted
-        if k is None:
+        i, leaf = self._counted
+        if leaf is None:
             return len(values[i])
-        return self.backend.flatten(values[i])[0][k].shape[self.axes[i][k]]
-
-    def name_of(self, i: int, k: int | None) -> str:
-        """What leaf k of argument i is called in messages, or a list of examples."""
-        path = ", a list" if k is None else self.backend.leaf_paths(self.args[i])[k]
-        return f"{self.arguments[i].name}{path}"
+        return self.backend.flatten(values[i])[0][leaf.place].shape[leaf.axis]
 
     def map(self, one: Callable[..., Any], chunk_size: int | None) -> Any:
         """`one(args, kwargs)` at each example, stacked."""
@@ -190,19 +227,19 @@ class Batch:
     @property
     def split(self) -> list[tuple[Array, int]]:
         """The leaves that are split, with their axes."""
-        pairs = zip(self.leaves, self.axes, strict=True)
-        flat = [pair for leaves, axes in pairs for pair in zip(leaves, axes, strict=True)]
-        return [(leaf, axis) for leaf, axis in flat if axis is not None]
+        leaves = [leaf for flat in self.arguments for leaf in flat.leaves]
+        return [(leaf.value, leaf.axis) for leaf in leaves if leaf.axis is not None]
 
     def at(self, example: Sequence[Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with an example's arrays in place of the leaves that are split."""
-        left = iter(example)
+        left: Iterator[Array] = iter(example)
         values = []
-        for treedef, leaves, axes in zip(self.treedefs, self.leaves, self.axes, strict=True):
-            pairs = zip(leaves, axes, strict=True)
-            full = [leaf if axis is None else next(left) for leaf, axis in pairs]
-            values.append(full[0] if treedef is None else self.backend.unflatten(treedef, full))
-        return self.parted(values)
+        for flat in self.arguments:
+            full = [x.value if x.axis is None else next(left) for x in flat.leaves]
+            one_array = flat.treedef is None
+            values.append(full[0] if one_array else self.backend.unflatten(flat.treedef, full))
+        count = len(values) - len(self.keywords)
+        return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 
 
 def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:

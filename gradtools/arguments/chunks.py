@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import compress
-from operator import is_, itemgetter
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import whole_number, whole_or_none
-from gradtools.arguments.wording import describe, in_words, is_numeric, with_article
+from gradtools.arguments.chunk_outputs import SUMMED, Outputs, OutputShapes, other_structure
+from gradtools.arguments.wording import describe, with_article
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
 
-SUMMED = object()  # in place of the axes of outputs that are added up and not joined
 _CONTAINERS = (list, dict, tuple)
-_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
-_UNKNOWN = object()  # before the first output
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,7 @@ class Chunks:
         carry: The leaves of what is handed from chunk to chunk.
         carry_names: Their names, for messages.
         arguments: What f was called with.
+        recut: The same call in other chunks.
     """
 
     caller: str
@@ -109,6 +108,7 @@ class Chunks:
     carry: list[Any]
     carry_names: list[str]
     arguments: tuple[Any, ...]
+    recut: Callable[[Partition], Chunks]
 
     @classmethod
     def of(
@@ -122,28 +122,64 @@ class Chunks:
         carried: tuple[int, ...] = (),
     ) -> Chunks:
         """The call `f(batch)`; keys, carried: Which arguments are random keys and carries."""
-        backend, args = batch.backend, batch.args
+        backend = batch.backend
         leaves, plan = _sorted(batch, carried)
         plans, lists = _with_lists(batch, cut, plan, len(leaves[_PIECES]))
-        given = [args[i] for i in carried]
+        carries = [batch.arguments[i].argument for i in carried]
+        trees = [carry.value for carry in carries]
         containers = [
             i
-            for i, (_, places) in enumerate(plan)
-            if type(args[i]) in _CONTAINERS and args[i] and i not in batch.lists
+            for i, (flat, (_, places)) in enumerate(zip(batch.arguments, plan, strict=True))
+            if type(x := flat.argument.value) in _CONTAINERS and x and not flat.is_list
             if all(kind == _SHARED for kind, _ in places)
         ]
-        outputs = Outputs(backend, batch.caller, out_axes, cut, bool(batch.lists))
+        outputs = Outputs(
+            backend, batch.caller, out_axes, cut, any(flat.is_list for flat in batch.arguments)
+        )
         call = ChunkFunction(
             backend, f, batch.keywords, plans, keys, containers,
-            backend.flatten(given[0] if len(given) == 1 else tuple(given))[1] if given else None,
+            backend.flatten(trees[0] if len(trees) == 1 else tuple(trees))[1] if trees else None,
             outputs,
         )  # fmt: skip
-        pairs = [(batch.arguments[i].name, backend.leaf_paths(args[i])) for i in carried]
-        names = [f"{name}{path}" for name, paths in pairs for path in paths]
+        names = [f"{carry.name}{p}" for carry in carries for p in backend.leaf_paths(carry.value)]
         return cls(
             batch.caller, call, outputs, cut, options, leaves[_PIECES], lists, leaves[_SHARED],
-            leaves[_CARRY], names, args,
+            leaves[_CARRY], names, batch.args,
+            lambda cut: cls.of(f, batch, cut, options, out_axes, keys, carried),
         )  # fmt: skip
+
+    def check_rows(
+        self,
+        shapes: Sequence[tuple[int, Sequence[Sequence[int]]]],
+        again: Callable[[Chunks], Sequence[Sequence[int]] | None] | None = None,
+        sizes: Sequence[int] = (),
+        by_data: bool = False,
+    ) -> None:
+        """Raises unless outputs of these shapes are rows of examples, once for each shape.
+
+        Args:
+            shapes: The size of each chunk, or kind of chunk, and the shapes of its arrays.
+            again: The shapes of the first chunk's arrays, of the same call in other chunks.
+            sizes: For how many examples f may be called to tell.
+            by_data: Whether lengths may depend on numbers.
+        """
+        if self.outputs.axes is None or self.cut.count == 1:
+            return
+        seen = self.options.latest.setdefault("rows", set())
+        key = self.cut, *[(size, *map(tuple, of_size)) for size, of_size in shapes]
+        if key in seen:
+            return
+
+        def elsewhere() -> OutputShapes | None:
+            for size in sizes if again else ():
+                with suppress(Exception):  # f does not take so many
+                    other = self.recut(Partition(self.cut.size, min(size, self.cut.size)))
+                    found = again(other)
+                    return None if found is None else OutputShapes(other.cut.sizes[0], found)
+            return None
+
+        self.outputs.check_rows([OutputShapes(*s) for s in shapes], elsewhere, by_data)
+        seen.add(key)
 
     def structure_of(self, number: int) -> tuple[Any, ...]:
         """Equal for chunks of the same size and structure; shapes inside `lists` may differ."""
@@ -156,37 +192,50 @@ class Chunks:
 
 
 _PIECES, _SHARED, _CARRY = range(3)
-Plan = list[tuple[Any, list[tuple[int, int]]]]
-"""For each argument its structure (None: one array), and for each of its leaves the pair
-(`_PIECES`, `_SHARED` or `_CARRY`, position in that list of the chunk's leaves)."""
 
 
-def _sorted(batch: Batch, carried: tuple[int, ...]) -> tuple[tuple[list[Any], ...], Plan]:
+class ArgumentPlan(NamedTuple):
+    """How an argument is made of a chunk's leaves.
+
+    Attributes:
+        treedef: Its structure; None if it is one array.
+        places: Of each leaf which list it is in (`_PIECES`, `_SHARED` or `_CARRY`), and where.
+    """
+
+    treedef: Any
+    places: list[tuple[int, int]]
+
+
+def _sorted(
+    batch: Batch, carried: tuple[int, ...]
+) -> tuple[tuple[list[Any], ...], list[ArgumentPlan]]:
     """The leaves that are split, with their axes, those that are shared and the carries."""
-    result: tuple[list[Any], ...] = ([], [], [])
-    plan: Plan = []
-    for i, (leaves, axes) in enumerate(zip(batch.leaves, batch.axes, strict=True)):
+    sorted_leaves: tuple[list[Any], ...] = ([], [], [])
+    plan = []
+    for i, flat in enumerate(batch.arguments):
         places = []
-        for leaf, axis in () if i in batch.lists else zip(leaves, axes, strict=True):
-            kind = _CARRY if i in carried else _SHARED if axis is None else _PIECES
-            places.append((kind, len(result[kind])))
-            result[kind].append((leaf, axis) if kind == _PIECES else leaf)
-        plan.append((batch.treedefs[i], places))
-    return result, plan
+        for leaf in () if flat.is_list else flat.leaves:
+            kind = _CARRY if i in carried else _SHARED if leaf.axis is None else _PIECES
+            places.append((kind, len(sorted_leaves[kind])))
+            of_kind = (leaf.value, leaf.axis) if kind == _PIECES else leaf.value
+            sorted_leaves[kind].append(of_kind)
+        plan.append(ArgumentPlan(flat.treedef, places))
+    return sorted_leaves, plan
 
 
 def _with_lists(
-    batch: Batch, cut: Partition, plan: Plan, start: int
-) -> tuple[list[Plan], list[list[Any]]]:
+    batch: Batch, cut: Partition, plan: list[ArgumentPlan], start: int
+) -> tuple[list[list[ArgumentPlan]], list[list[Any]]]:
     """The plan of each chunk, whose slices of lists follow its other pieces, and their leaves."""
     plans, lists = [], []
     for rows in cut.rows:
         own, leaves = list(plan), list[Any]()
-        for i in batch.lists:
-            more, treedef = batch.backend.flatten([batch.args[i][k] for k in rows])
-            first = start + len(leaves)
-            own[i] = treedef, [(_PIECES, first + k) for k in range(len(more))]
-            leaves += more
+        for i, flat in enumerate(batch.arguments):
+            if flat.is_list:
+                more, treedef = batch.backend.flatten([flat.argument.value[k] for k in rows])
+                first = start + len(leaves)
+                own[i] = ArgumentPlan(treedef, [(_PIECES, first + k) for k in range(len(more))])
+                leaves += more
         plans.append(own)
         lists.append(leaves)
     return plans, lists
@@ -210,7 +259,7 @@ class ChunkFunction:
     backend: Backend
     f: Callable[..., Any]
     keywords: list[str]
-    plans: list[Plan]
+    plans: list[list[ArgumentPlan]]
     keys: tuple[int, ...]
     containers: list[int]
     carry_def: Any
@@ -244,7 +293,7 @@ class ChunkFunction:
             self._check_unchanged(x, leaves, treedef)
         return self.outputs.noted(number, out), new_carry
 
-    def _values(self, plan: Plan, leaves: tuple[list[Any], ...]) -> list[Any]:
+    def _values(self, plan: list[ArgumentPlan], leaves: tuple[list[Any], ...]) -> list[Any]:
         values = []
         for treedef, places in plan:
             if treedef is None:
@@ -274,182 +323,8 @@ class ChunkFunction:
             )
         leaves, treedef = self.backend.flatten(result[1])
         if treedef != self.carry_def:
-            raise _other_structure("carry", treedef, self.carry_def, number)
+            raise other_structure("carry", treedef, self.carry_def, number)
         return result[0], leaves
-
-
-def _other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
-    return GradtoolsError(
-        f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "
-        f"{in_words(known)}, as before. It must be the same for all chunks."
-    )
-
-
-class Outputs:
-    """What is known of f's output: its structure and constants are the same at all chunks.
-
-    Attributes:
-        axes: The axis on which each array is joined. None before f was called, where outputs are
-            added up, and if f makes lists of lists, of which each chunk has leaves of its own.
-    """
-
-    def __init__(
-        self, backend: Backend, caller: str, out_axes: Any, cut: Partition, of_lists: bool
-    ) -> None:
-        self.backend, self.caller, self.cut = backend, caller, cut
-        self.axes: list[int] | None = None
-        self._out_axes, self._of_lists = out_axes, of_lists
-        self._treedef: Any = _UNKNOWN  # None if the output is one array
-        self._constants: dict[int, Any] = {}  # leaves that are no arrays
-        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's parts of a list
-
-    def same_as(self, number: int, others: range) -> None:
-        """Chunk `number` was called for all of these: their parts of lists are as its own."""
-        for other in others:
-            self._lists[other] = self._lists[number]
-
-    def noted(self, number: int, out: Any) -> list[Array]:
-        """The arrays in a chunk's output, checked against the structure of the chunks before."""
-        if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
-            flat = [self.backend.flatten(x) for x in out]
-            self._lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
-            return [leaf for leaves, _ in flat for leaf in leaves]
-        leaves, kinds = self._flattened(number, out)
-        if self._out_axes is SUMMED:
-            self._check_numeric(leaves, out)
-            return leaves
-        if self.axes is None:
-            self.axes = self._axes_of(leaves, kinds, out)
-        arrays: list[Array] = []
-        size = self.cut.sizes[number] if self.cut.interleaved else None
-        for k, leaf in enumerate(leaves):
-            if kinds[k] is None:
-                self._note_constant(leaf, out, k, number)
-                continue
-            axis, shape = self.axes[len(arrays)], leaf.shape
-            if not -len(shape) <= axis < len(shape) or size not in (None, shape[axis]):
-                raise self._unjoinable(tuple(shape), axis, out, k, size)
-            arrays.append(leaf)
-        return arrays
-
-    def _flattened(self, number: int, out: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves of an output, and of which kind each is."""
-        leaves, treedef, kinds = [out], None, ["array"]  # mostly
-        if type(out) is not self.backend.array_type and not self.backend.is_array(out):
-            leaves, treedef, kinds = self.backend.flatten_arrays(out)
-        if self._treedef is _UNKNOWN:
-            self._treedef = treedef
-        elif treedef != self._treedef:
-            array = self.backend.flatten(self.backend.asarray(0.0))[1]
-            now, known = (array if t is None else t for t in (treedef, self._treedef))
-            raise _other_structure("output", now, known, number)
-        return leaves, kinds
-
-    def _axes_of(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
-        if leaves and kinds.count(None) == len(kinds):
-            path = self.backend.leaf_paths(out)[0]
-            mend = f" To take what the loss needs of it: outputs=lambda out: out{path}.<name>"
-            raise GradtoolsError(
-                f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
-                "array with an entry for each example."
-                + (mend if type(leaves[0]).__hash__ in _BY_IDENTITY else "")
-            )
-        axes = [self._out_axes] * len(leaves)
-        if type(self._out_axes) is not int:
-            axes = _axes_of(self.backend, self._out_axes, out)
-        return [*compress(axes, kinds)]  # of arrays
-
-    def _check_numeric(self, leaves: list[Any], out: Any) -> None:
-        if self.caller == "checkpoint":
-            return  # what is no array passes, as in a plain call
-        for k, leaf in enumerate(leaves):
-            if not is_numeric(self.backend, leaf):
-                raise GradtoolsError(
-                    f"{self.caller}: the function returned {describe(self.backend, leaf)} at "
-                    f"output{self.backend.leaf_paths(out)[k]}, expected an array. Return arrays."
-                )
-
-    def _unjoinable(
-        self, shape: tuple[int, ...], axis: int, out: Any, k: int, size: int | None
-    ) -> GradtoolsError:
-        """An array without the axis, or with too few or many entries for so many examples."""
-        name = f"chunked: f's output{self.backend.leaf_paths(out)[k]} has"
-        if -len(shape) <= axis < len(shape):
-            return GradtoolsError(
-                f"{name} {shape[axis]} entries on axis {axis} for {size} examples; with "
-                "interleaved=True the order is restored, which needs one for each."
-            )
-        several = len(self.backend.flatten(out)[0]) > 1
-        more = f" {self._how_to_leave_out(out)}." if several else ""
-        return GradtoolsError(
-            f"{name} shape {shape}, which has no axis {axis} to join chunks on. f returns one "
-            "entry for each example; for a loss that is a mean or a sum over examples use "
-            f"microbatched.{more}"
-        )
-
-    def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
-        """A leaf that is no array passes if it is a constant, the same for all chunks."""
-        name = f"f's output{self.backend.leaf_paths(out)[k]}"
-        if type(leaf).__hash__ in _BY_IDENTITY:  # only an object with an identity
-            raise GradtoolsError(
-                f"chunked: {name} is {describe(self.backend, leaf)}; expected an array with an "
-                f"entry for each example, or a constant. {self._how_to_leave_out(out)}."
-            )
-        counts = isinstance(leaf, int) and not isinstance(leaf, bool)
-        if counts and leaf == self.cut.sizes[number] and self.cut.count > 1:
-            raise GradtoolsError(
-                f"chunked: {name} is {leaf}, the number of examples in its chunk, and so not what "
-                "the whole batch would give. Return an array with an entry for each example. "
-                f"{self._how_to_leave_out(out)}."
-            )
-        known = self._constants.setdefault(k, leaf)
-        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # NaN is itself
-        if not bool(same):
-            raise GradtoolsError(
-                f"chunked: {name} is {leaf!r} at chunk {number} and {known!r} before; what is no "
-                "array must be the same for all chunks. Return an array with an entry for each "
-                f"example. {self._how_to_leave_out(out)}."
-            )
-
-    def _how_to_leave_out(self, out: Any) -> str:
-        leaves, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
-        pairs = zip(leaves, paths, strict=True)
-        path = next((p for x, p in pairs if len(getattr(x, "shape", ())) > 0), "[0]")
-        return f"To leave it out: outputs=lambda out: out{path}"
-
-    def joined(self, outs: list[Array]) -> Any:
-        """The output for the whole batch, of joined leaves or of all chunks' leaves of lists."""
-        left = iter(outs)
-        if self.axes is None and any(self._lists):
-            parts = [part for chunk in self._lists for part in chunk]
-            out = [self.backend.unflatten(t, [next(left) for _ in range(n)]) for t, n in parts]
-            rows = [row for rows in self.cut.rows for row in rows]
-            return [x for _, x in sorted(zip(rows, out, strict=True), key=itemgetter(0))]
-        if self._treedef is None:
-            return outs[0]
-        count, held = len(outs) + len(self._constants), self._constants
-        leaves = [held[k] if k in held else next(left) for k in range(count)]
-        return self.backend.unflatten(self._treedef, leaves)
-
-
-def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
-    if isinstance(axes, int) and not isinstance(axes, bool):
-        return [axes] * len(backend.flatten(out)[0])
-    if type(axes) is type(out) and type(out) in (tuple, list, dict) and len(axes) == len(out):
-        if type(out) is dict:
-            if axes.keys() == out.keys():  # leaves of a dict stand in the order of its tree
-                keys = backend.flatten({key: key for key in out})[0]
-                return [a for key in keys for a in _axes_of(backend, axes[key], out[key])]
-        else:
-            pairs = zip(axes, out, strict=True)
-            return [a for one, part in pairs for a in _axes_of(backend, one, part)]
-    if isinstance(out, Mapping) and type(axes) is dict and axes.keys() == out.keys():
-        return [a for key in out for a in _axes_of(backend, axes[key], out[key])]
-    raise GradtoolsError(
-        f"chunked: out_axes holds {axes!r} for {describe(backend, out)}; expected an integer, or "
-        "a tree of integers like f's output. An output that is the same for all chunks, or has no "
-        "axis for examples, cannot be joined."
-    )
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
@@ -459,16 +334,6 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
         f"{what} a batch normalisation in training mode. It normalises each chunk by that chunk's "
         "own statistics, as the plain loop over chunks does, so the result is not the full "
         "batch's. For that use evaluation mode, or a normalisation of single examples.",
-    )
-
-
-def unlike_outputs(cut: Partition, axis: int, i: int, shape: Any, first: Any) -> GradtoolsError:
-    """An output of chunk i cannot be joined with that of the first."""
-    return GradtoolsError(
-        f"chunked: an output of f has shape {tuple(shape)} for {cut.sizes[i]} examples and "
-        f"{tuple(first)} for {cut.sizes[0]}; they cannot be joined on axis {axis}. Only that axis "
-        "may depend on the size of a chunk; outputs=... leaves out what has another, such as a "
-        "table of all pairs."
     )
 
 

@@ -25,7 +25,6 @@ from gradtools.arguments.chunks import (
     Chunks,
     Partition,
     progress_bar,
-    unlike_outputs,
     warn_of_batch_norm,
 )
 from gradtools.backend import Array
@@ -62,10 +61,20 @@ def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     axes = chunks.outputs.axes
     if axes is None:
         return [x[i] for run, outs in parts for i in range(len(run.numbers)) for x in outs], carry
+    shapes = [(chunks.cut.sizes[run.first], [x.shape[1:] for x in outs]) for run, outs in parts]
+    size = chunks.cut.sizes[0]
+    chunks.check_rows(shapes, partial(_shapes_again, carry), (2 * size, size // 2 or 2, size + 1))
     columns = [[(run, outs[k]) for run, outs in parts] for k in range(len(axes))]
     entry = next((s.entry for s in steps.splits if s.entry is not None), None)
     pairs = zip(axes, columns, strict=True)
     return [_joined(chunks.cut, axis, column, entry) for axis, column in pairs], carry
+
+
+def _shapes_again(carry: list[Array], other: Chunks) -> list[tuple[int, ...]]:
+    """The shapes of f's outputs at the first chunk of the same call in other chunks."""
+    steps = _Steps(other)
+    outs, _ = jax.eval_shape(lambda: steps.of(0)(*steps.inputs(0), carry))
+    return [y.shape for y in outs]
 
 
 def sum_chunks(chunks: Chunks) -> list[Array]:
@@ -250,7 +259,7 @@ class _Steps:
     def at(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
         """The function of a kind of chunk; not traced ahead where there is one chunk of it."""
         if self.kinds.count(kind) == 1 and self.chunks.options.memory_budget is None:
-            return self._of(self.kinds.index(kind))
+            return self.of(self.kinds.index(kind))
         return self.traced(kind, carry)
 
     def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
@@ -261,7 +270,7 @@ class _Steps:
         number = self.kinds.index(kind)
         made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
-        closed, result = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
+        closed, result = jax.make_jaxpr(self.of(number), return_shape=True)(*shapes, carry)
         if jaxprs.uses_primitive(closed, is_batch_statistic):
             warn_of_batch_norm(("jax", self.name), f"{self.chunks.caller}: {self.name} holds")
         outs, count = closed.out_avals, len(result[0])
@@ -290,7 +299,7 @@ class _Steps:
         lists = [jnp.stack(row) for row in rows if _is_array(row[0])]
         return np.asarray(run.numbers, np.int32), slots, lists
 
-    def _of(self, number: int) -> Callable[..., Any]:
+    def of(self, number: int) -> Callable[..., Any]:
         chunks = self.chunks
         size = len(chunks.cut.rows[number])
 
@@ -467,7 +476,6 @@ def _joined(
     Over a mesh of Explicit axes the result is sharded along it as the batch is.
     """
     axis %= parts[0][1].ndim - 1
-    _check_shapes(cut, axis, parts)
     if not cut.interleaved:
         rows = [_merged(jnp.moveaxis(x, 0, axis), axis) for _, x in parts]
         return shardings.placed(_concatenated(rows, axis), axis, entry)
@@ -503,14 +511,6 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
             shardings.like(shardings.whole(x, axis), shardings.whole(parts[0], axis)) for x in parts
         ]
     return jnp.concatenate(parts, axis)
-
-
-def _check_shapes(cut: Partition, axis: int, parts: Sequence[tuple[_ChunkRun, Array]]) -> None:
-    _, known = parts[0]
-    for run, x in parts:
-        rest = [s[1 : axis + 1] + s[axis + 2 :] for s in (x.shape, known.shape)]
-        if rest[0] != rest[1]:
-            raise unlike_outputs(cut, axis, run.first, x.shape[1:], known.shape[1:])
 
 
 # --- how many graphs are kept

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from gradtools.arguments.batches import Batch
-from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, unlike_outputs
+from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
+from gradtools.torch.replaying.another_size import Rerun
 from gradtools.torch.replaying.guards import here, is_plain, is_replaying, marked
 from gradtools.torch.replaying.nodes import node_of
 from gradtools.torch.replaying.replay import Forward
@@ -43,7 +44,21 @@ def plain_loop(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     for i, piece in enumerate(pieces_of(chunks)):
         outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
         rows.append(outs)
+    _check_rows(chunks, rows)
     return _joined(chunks, rows), carry
+
+
+def _check_rows(chunks: Chunks, rows: Rows, rerun: Rerun | None = None) -> None:
+    """Raises unless the outputs of all chunks can be joined."""
+    if chunks.outputs.axes is None:
+        return
+    size = chunks.cut.sizes[0]
+    shapes = [[x.shape for x in row] for row in rows]
+    # the fewer examples the cheaper, but a single one may be no batch to f
+    sizes = size // 2 or 2, size + 1
+    chunks.check_rows([*zip(chunks.cut.sizes, shapes, strict=True)], rerun, sizes, by_data=True)
+    if rerun is not None:
+        rerun.was_right()
 
 
 def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
@@ -51,8 +66,10 @@ def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     forward = Forward(chunks, beneath, chunks.options.latest.get("start"))
     if not beneath:
         chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
+    rerun = None if beneath or chunks.cut.count == 1 else Rerun(forward)
     known = None if beneath else forward.evaluate(forward.xs, forward.shared)
     rows, carry = node_of(forward, forward.xs, forward.shared, known)
+    _check_rows(chunks, rows, rerun)
     return _joined(chunks, rows), [*map(untracked, carry)] if beneath else forward.carry
 
 
@@ -61,7 +78,8 @@ def checkpointed(
 ) -> Any:
     """f as a program of one chunk, which is computed again in the backward pass."""
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
-    leaves = [x for xs in batch.leaves for x in xs if isinstance(x, Tensor)]
+    every = [leaf.value for flat in batch.arguments for leaf in flat.leaves]
+    leaves = [x for x in every if isinstance(x, Tensor)]
     if torch.compiler.is_exporting() or not _is_differentiated(leaves):
         return f(*args, **kwargs)
     whole = Chunks.of(f, batch, Partition(1, 1), options)
@@ -94,18 +112,9 @@ def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:
     if axes is None:
         return flattened(rows)
     columns = zip(zip(*rows, strict=True), axes, strict=True)
-    result = [_concatenated(chunks, column, axis) for column, axis in columns]
+    result = [torch.cat(column, axis) for column, axis in columns]
     if not chunks.cut.interleaved:
         return result
     order = torch.tensor(flattened(chunks.cut.rows)).argsort()
     pairs = zip(result, axes, strict=True)
     return [y.index_select(axis, order.to(y.device)) for y, axis in pairs]
-
-
-def _concatenated(chunks: Chunks, column: tuple[Tensor, ...], axis: int) -> Tensor:
-    first = list(column[0].shape)
-    for i, x in enumerate(column):
-        first[axis] = x.shape[axis] if len(x.shape) == len(first) else -1
-        if list(x.shape) != first:
-            raise unlike_outputs(chunks.cut, axis, i, x.shape, column[0].shape)
-    return torch.cat(column, axis)

@@ -216,8 +216,8 @@ def test_an_empty_tree_is_an_output_and_an_argument():
 
 
 def test_outputs_need_not_have_one_entry_for_each_example():
-    run = gt.chunked(lambda x: x.sum(0, keepdims=True), 4)
-    same(run(X), jnp.stack([X[:4].sum(0), X[4:8].sum(0), X[8:].sum(0)]))
+    run = gt.chunked(lambda x: x.reshape(-1, 2, *x.shape[1:]).sum(1), 4)
+    same(run(X), X.reshape(-1, 2, *X.shape[1:]).sum(1))
 
 
 gradient_in_double = jax.jit(jax.grad(lambda w, x: contrast(embed(w, x))))

@@ -103,7 +103,7 @@ class Verification:
     def __init__(self, forward: Forward, way: Way | None, exact: bool) -> None:
         self.caller, self.reached = forward.caller, forward.start.reached
         self.way, self.exact = way, exact
-        self.is_compiled = _is_compiled(forward)  # and would be compiled anew for a hook
+        self.is_compiled = is_compiled(forward)  # and would be compiled anew for a hook
         # Kernels are deterministic there; compiled code may be another the second time.
         self._outputs_exactly = self.exact or (forward.compares_bits and not self.is_compiled)
         self.places: dict[int, list[int]] = {}  # among a chunk's outputs, of what is compared
@@ -122,7 +122,7 @@ class Verification:
             return None
         if exact:
             return cls(forward, None, forward.compares_bits)
-        way = _way(forward)
+        way = way_of(forward)
         if way.is_known():
             return None
         result = cls(forward, way, False)
@@ -326,13 +326,13 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
     return result
 
 
-def _is_compiled(forward: Forward) -> bool:
+def is_compiled(forward: Forward) -> bool:
     modules = (m for m, _ in forward.start.reached.modules.values())
     functions = (f for f, _ in forward.start.reached.holders)
     return any(map(upstream.is_compiled, (forward.chunks.call.f, *functions, *modules)))
 
 
-def _way(forward: Forward) -> Way:
+def way_of(forward: Forward) -> Way:
     shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
     modes, modules = forward.modes, forward.start.reached.modules.values()
     training = tuple([module.training for module, _ in modules])

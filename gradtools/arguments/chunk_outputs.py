@@ -1,0 +1,335 @@
+"""What is known of the outputs of chunks: their structure, constants, and whether they join.
+
+What is joined are rows of examples, so the length of an output follows that of its chunk. Where
+chunks differ in size their outputs tell; where all are equal, f at another number of examples does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradtools.arguments.wording import describe, in_words, is_numeric
+from gradtools.backend import Array, Backend
+from gradtools.errors import GradtoolsError
+
+if TYPE_CHECKING:
+    from gradtools.arguments.chunks import Partition
+
+SUMMED = object()  # in place of the axes of outputs that are added up and not joined
+_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
+_UNKNOWN = object()  # before the first output
+_STEP = re.compile(r"\[[^\[\]]*\]|\.\w+")  # of a path: an index, a key or an attribute
+
+
+class OutputShapes(NamedTuple):
+    """The shapes of a chunk's output arrays, and for how many examples."""
+
+    size: int
+    shapes: Sequence[Sequence[int]]
+
+
+class Outputs:
+    """What is known of f's output: its structure and constants are the same at all chunks.
+
+    Attributes:
+        axes: The axis on which each array is joined. None before f was called, where outputs are
+            added up, and if f makes lists of lists, of which each chunk has leaves of its own.
+    """
+
+    def __init__(
+        self, backend: Backend, caller: str, out_axes: Any, cut: Partition, of_lists: bool
+    ) -> None:
+        self.backend, self.caller, self.cut = backend, caller, cut
+        self.axes: list[int] | None = None
+        self._out_axes, self._of_lists = out_axes, of_lists
+        self._treedef: Any = _UNKNOWN  # None if the output is one array
+        self._constants: dict[int, Any] = {}  # leaves that are no arrays
+        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's parts of a list
+
+    def same_as(self, number: int, others: range) -> None:
+        """Chunk `number` was called for all of these: their parts of lists are as its own."""
+        for other in others:
+            self._lists[other] = self._lists[number]
+
+    def noted(self, number: int, out: Any) -> list[Array]:
+        """The arrays in a chunk's output, checked against the structure of the chunks before."""
+        if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
+            flat = [self.backend.flatten(x) for x in out]
+            self._lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
+            return [leaf for leaves, _ in flat for leaf in leaves]
+        leaves, kinds = self._flattened(number, out)
+        if self._out_axes is SUMMED:
+            self._check_numeric(leaves, out)
+            return leaves
+        if self.axes is None:
+            self.axes = self._axes_of(leaves, kinds, out)
+        arrays: list[Array] = []
+        size = self.cut.sizes[number] if self.cut.interleaved else None
+        for k, leaf in enumerate(leaves):
+            if kinds[k] is None:
+                self._note_constant(leaf, out, k, number)
+                continue
+            axis, shape = self.axes[len(arrays)], leaf.shape
+            if not -len(shape) <= axis < len(shape) or size not in (None, shape[axis]):
+                raise self._unjoinable(tuple(shape), axis, out, k, number)
+            arrays.append(leaf)
+        return arrays
+
+    def _flattened(self, number: int, out: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves of an output, and of which kind each is."""
+        leaves, treedef, kinds = [out], None, ["array"]  # mostly
+        if type(out) is not self.backend.array_type and not self.backend.is_array(out):
+            leaves, treedef, kinds = self.backend.flatten_arrays(out)
+        if self._treedef is _UNKNOWN:
+            self._treedef = treedef
+        elif treedef != self._treedef:
+            array = self.backend.flatten(self.backend.asarray(0.0))[1]
+            now, known = (array if t is None else t for t in (treedef, self._treedef))
+            raise other_structure("output", now, known, number)
+        return leaves, kinds
+
+    def _axes_of(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
+        if leaves and kinds.count(None) == len(kinds):
+            path = self.backend.leaf_paths(out)[0]
+            fix = f" To take what the loss needs of it: outputs=lambda out: out{path}.<name>"
+            raise GradtoolsError(
+                f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
+                "array with an entry for each example."
+                + (fix if type(leaves[0]).__hash__ in _BY_IDENTITY else "")
+            )
+        axes = [self._out_axes] * len(leaves)
+        if type(self._out_axes) is not int:
+            axes = _axes_of(self.backend, self._out_axes, out)
+        return [*compress(axes, kinds)]  # of arrays
+
+    def _check_numeric(self, leaves: list[Any], out: Any) -> None:
+        if self.caller == "checkpoint":
+            return  # what is no array passes, as in a plain call
+        for k, leaf in enumerate(leaves):
+            if not is_numeric(self.backend, leaf):
+                raise GradtoolsError(
+                    f"{self.caller}: the function returned {describe(self.backend, leaf)} at "
+                    f"output{self.backend.leaf_paths(out)[k]}, expected an array. Return arrays."
+                )
+
+    def _unjoinable(
+        self, shape: tuple[int, ...], axis: int, out: Any, k: int, number: int
+    ) -> GradtoolsError:
+        """An array without the axis, or with too few or many entries for so many examples."""
+        name = f"chunked: f's output{self.backend.leaf_paths(out)[k]} has"
+        size = self.cut.sizes[number]
+        if -len(shape) <= axis < len(shape):
+            return GradtoolsError(
+                f"{name} {shape[axis]} entries on axis {axis} for {size} examples; with "
+                "interleaved=True the order is restored, which needs one for each."
+            )
+        return GradtoolsError(
+            f"{name} shape {shape}, which has no axis {axis} to join chunks on. f returns one "
+            "entry for each example; for a loss that is a mean or a sum over examples use "
+            f"microbatched.{self._without(out, size)}"
+        )
+
+    def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
+        """A leaf that is no array passes if it is a constant, the same for all chunks."""
+        name, size = f"f's output{self.backend.leaf_paths(out)[k]}", self.cut.sizes[number]
+        if type(leaf).__hash__ in _BY_IDENTITY:  # only an object with an identity
+            raise GradtoolsError(
+                f"chunked: {name} is {describe(self.backend, leaf)}; expected an array with an "
+                f"entry for each example, or a constant.{self._without(out, size)}"
+            )
+        counts = isinstance(leaf, int) and not isinstance(leaf, bool)
+        if counts and leaf == size and self.cut.count > 1:
+            raise GradtoolsError(
+                f"chunked: {name} is {leaf}, the number of examples in its chunk, and so not what "
+                "the whole batch would give. Return an array with an entry for each example."
+                f"{self._without(out, size)}"
+            )
+        known = self._constants.setdefault(k, leaf)
+        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # NaN is itself
+        if not bool(same):
+            raise GradtoolsError(
+                f"chunked: {name} is {leaf!r} at chunk {number} and {known!r} before; what is no "
+                "array must be the same for all chunks. Return an array with an entry for each "
+                f"example.{self._without(out, size)}"
+            )
+
+    # --- whether they are rows of examples
+
+    def check_rows(
+        self,
+        chunks: Sequence[OutputShapes],
+        again: Callable[[], OutputShapes | None] = lambda: None,
+        by_data: bool = False,
+    ) -> None:
+        """Raises unless the outputs of all chunks are rows of examples.
+
+        Args:
+            chunks: The shapes of each chunk's arrays, or of each kind of chunk.
+            again: Those for another number of examples; None where f takes no other. Called where
+                all chunks have equal shapes.
+            by_data: Whether lengths may depend on numbers, as those of `x[mask]` do.
+        """
+        axes, known = self.axes or [], chunks[0]
+        for chunk in chunks:
+            if chunk.shapes == known.shapes:
+                continue
+            for axis, shape, first in zip(axes, chunk.shapes, known.shapes, strict=True):
+                if _rest(shape, axis) != _rest(first, axis):
+                    raise self._other_shape(axis, chunk.size, shape, known.size, first)
+        if self.cut.count > 1 and all(chunk == known for chunk in chunks):
+            other = again()
+            if other is None or len(other.shapes) != len(axes):
+                return
+            for axis, shape, first in zip(axes, other.shapes, known.shapes, strict=True):
+                if _grows(_rest(shape, axis), other.size, _rest(first, axis), known.size):
+                    raise self._other_shape(axis, other.size, shape, known.size, first)
+            chunks = [*chunks, other]
+        elif len({chunk.size for chunk in chunks}) == 1:
+            return
+        follows = self._follow(chunks, by_data)
+        if not all(follows) and by_data and len(chunks) < 3 and (other := again()) is not None:
+            chunks = [*chunks, other]
+            follows = self._follow(chunks, by_data)
+        if not all(follows):
+            raise self._no_rows(follows, chunks)
+
+    def _follow(self, chunks: Sequence[OutputShapes], by_data: bool) -> list[bool]:
+        """Which arrays have so many entries for each example."""
+        return [
+            _follows([(c.size, c.shapes[k][axis]) for c in chunks], by_data)
+            for k, axis in enumerate(self.axes or [])
+        ]
+
+    def _no_rows(self, follows: list[bool], chunks: Sequence[OutputShapes]) -> GradtoolsError:
+        k, known = follows.index(False), chunks[0]
+        axis, other = (self.axes or [])[k], next(c for c in chunks if c.size != known.size)
+        tree = self._tree()
+        arrays = [i for i in range(len(follows) + len(self._constants)) if i not in self._constants]
+        good = {arrays[i] for i, f in enumerate(follows) if f}
+        paths = self.backend.leaf_paths(tree)
+        means = "" if good else " For a mean or a sum over examples use microbatched."
+        known_length, length = (c.shapes[k][axis] for c in (known, other))
+        return GradtoolsError(
+            f"chunked: f's output{paths[arrays[k]]} has length {known_length} on axis {axis} for "
+            f"{known.size} examples and {length} for {other.size}; only rows of examples can be "
+            "joined. State that goes from chunk to chunk, such as batch statistics, belongs in an "
+            f"argument that carry_argnums names.{_without(paths, tree, good)}{means}"
+        )
+
+    def _other_shape(
+        self, axis: int, size: int, shape: Sequence[int], of_first: int, first: Sequence[int]
+    ) -> GradtoolsError:
+        """An output cannot be joined with that of the first chunk."""
+        return GradtoolsError(
+            f"chunked: an output of f has shape {tuple(shape)} for {size} examples and "
+            f"{tuple(first)} for {of_first}; they cannot be joined on axis {axis}. Only that axis "
+            "may depend on the size of a chunk; outputs=... leaves out what has another, such as "
+            "a table of all pairs."
+        )
+
+    def _tree(self) -> Any:
+        """A tree like f's output, of numbers."""
+        count, number = len(self.axes or []) + len(self._constants), self.backend.asarray(0.0)
+        if self._treedef is None:
+            return number
+        leaves = [self._constants.get(k, number) for k in range(count)]
+        return self.backend.unflatten(self._treedef, leaves)
+
+    def _without(self, out: Any, size: int) -> str:
+        """How to leave out what cannot be joined, by the shapes for so many examples."""
+        leaves, axis = self.backend.flatten(out)[0], self._out_axes
+        shapes = {k: getattr(x, "shape", ()) for k, x in enumerate(leaves)}
+        axis = axis if type(axis) is int else 0
+        there = {k: s[axis] for k, s in shapes.items() if -len(s) <= axis < len(s)}
+        good = {k for k, length in there.items() if length == size}
+        return _without(self.backend.leaf_paths(out), out, good or set(there))
+
+    # --- the whole output
+
+    def joined(self, outs: list[Array]) -> Any:
+        """The output for the whole batch, of joined leaves or of all chunks' leaves of lists."""
+        left = iter(outs)
+        if self.axes is None and any(self._lists):
+            parts = [part for chunk in self._lists for part in chunk]
+            out = [self.backend.unflatten(t, [next(left) for _ in range(n)]) for t, n in parts]
+            rows = [row for rows in self.cut.rows for row in rows]
+            return [x for _, x in sorted(zip(rows, out, strict=True), key=itemgetter(0))]
+        if self._treedef is None:
+            return outs[0]
+        count, held = len(outs) + len(self._constants), self._constants
+        leaves = [held[k] if k in held else next(left) for k in range(count)]
+        return self.backend.unflatten(self._treedef, leaves)
+
+
+def _rest(shape: Sequence[int], axis: int) -> list[int]:
+    """A shape without the axis that is joined."""
+    rest = list(shape)
+    if -len(rest) <= axis < len(rest):
+        del rest[axis]
+    return rest
+
+
+def _grows(rest: list[int], size: int, first: list[int], of_first: int) -> bool:
+    """Whether another axis than that of the rows grows with the number of examples."""
+    pairs = zip(rest, first, strict=False)
+    return len(rest) != len(first) or any(a != b and a * of_first == b * size for a, b in pairs)
+
+
+def _follows(lengths: list[tuple[int, int]], by_data: bool) -> bool:
+    """Whether lengths for so many examples are so many entries for each example."""
+    size, length = lengths[0]
+    if all(n * size == length * m for m, n in lengths):
+        return True
+    if not by_data:
+        return False
+    # So many in any case, or so many more than there are examples, is no accident of the data.
+    return len({n for _, n in lengths}) > 1 and (len({n - m for m, n in lengths}) > 1)
+
+
+def _without(paths: list[str], out: Any, good: set[int]) -> str:
+    """How to leave out what cannot be joined. good: The leaves that can be."""
+    heads: dict[str, list[int]] = {}  # the leaves below each part of the output
+    for k, path in enumerate(paths):
+        step = _STEP.match(path)
+        heads.setdefault(step[0] if step else path, []).append(k)
+    parts: list[str] = []
+    for head, below in heads.items():
+        parts += [head] if good.issuperset(below) else [paths[k] for k in below if k in good]
+    chosen = f"({', '.join(f'out{part}' for part in parts)})"
+    if isinstance(out, tuple | list) and parts == [f"[{k}]" for k in range(len(parts))]:
+        chosen = f"out[:{len(parts)}]"
+    if len(parts) == 1:
+        chosen = f"out{parts[0]}"
+    return f" To leave it out: outputs=lambda out: {chosen}." if parts and len(paths) > 1 else ""
+
+
+def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
+    if isinstance(axes, int) and not isinstance(axes, bool):
+        return [axes] * len(backend.flatten(out)[0])
+    if type(axes) is type(out) and type(out) in (tuple, list, dict) and len(axes) == len(out):
+        if type(out) is dict:
+            if axes.keys() == out.keys():  # leaves of a dict stand in the order of its tree
+                keys = backend.flatten({key: key for key in out})[0]
+                return [a for key in keys for a in _axes_of(backend, axes[key], out[key])]
+        else:
+            pairs = zip(axes, out, strict=True)
+            return [a for one, part in pairs for a in _axes_of(backend, one, part)]
+    if isinstance(out, Mapping) and type(axes) is dict and axes.keys() == out.keys():
+        return [a for key in out for a in _axes_of(backend, axes[key], out[key])]
+    raise GradtoolsError(
+        f"chunked: out_axes holds {axes!r} for {describe(backend, out)}; expected an integer, or "
+        "a tree of integers like f's output. An output that is the same for all chunks, or has no "
+        "axis for examples, cannot be joined."
+    )
+
+
+def other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
+    """An output or a carry has another structure than that of the chunks before."""
+    return GradtoolsError(
+        f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "
+        f"{in_words(known)}, as before. It must be the same for all chunks."
+    )

@@ -176,13 +176,13 @@ def notebook(content: dict[str, Any]) -> str:
 
 
 def _output(output: dict[str, Any]) -> str:
-    """One output, in its richest form that a page can show without a script."""
+    """One output, in its richest form that a page can show."""
     if output["output_type"] == "stream":
         return fenced("".join(output["text"]), "text")
     data = {kind: "".join(shown) for kind, shown in output["data"].items()}
-    for kind in ("image/svg+xml", "text/html"):
-        if kind in data:
-            return f'<div class="output" data-search-exclude>\n{_in_one_block(data[kind])}\n</div>'
+    if "text/html" in data:
+        shown = _in_one_block(data["text/html"])
+        return f'<div class="output" data-search-exclude>\n{shown}\n</div>'
     if "image/png" in data:
         return f'<p><img alt="" src="data:image/png;base64,{data["image/png"]}"></p>'
     return fenced(data["text/plain"], "text")

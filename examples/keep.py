@@ -16,7 +16,6 @@ FOLDER = Path(__file__).parent
 PRINTED = FOLDER / "printed"
 PICTURES = {
     "u03_latent_gradients": ["frozen.png"],
-    "u09_formula": ["sinh_order_2_torch.svg", "sinh_order_2_jax.svg"],
     "u10_lost_gradient": ["u10_lost_gradient_torch.png"],
 }
 BOTH = "cross_check_minilm"  # it needs both backends, and takes no --backend

@@ -73,9 +73,8 @@ def drawn(gt, backend, name, f, x):
     for order in (1, 2):
         graph = gt.gradient_graph(f, x, order=order)
         saved = {edge.value: edge.bytes for edge in graph.edges if edge.saved}
-        path = OUT / f"{name}_order_{order}_{backend}.svg"
+        path = OUT / f"{name}_order_{order}_{backend}.html"
         graph.save(path)
-        graph.save(path.with_suffix(".html"))
         passes = len({node.phase for node in graph.nodes})
         claim(
             f"out/{path.name}: {len(graph.nodes)} operations in {passes} passes, "

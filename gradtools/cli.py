@@ -147,7 +147,7 @@ def _add_graph(commands: Commands) -> None:
         "Exit status 0 if the graph was made, 2 if it could not be.",
     )
     orders = "0 forward alone, 1 with backward, 2 with backward of the backward (default: 1)"
-    files = "by its suffix a picture (.svg), a page (.html), .dot, .mmd or .txt"
+    files = "by its suffix a page (.html), a picture (.svg), .dot, .mmd or .txt"
     _add_written(command, (0, 1, 2), orders, files)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-FORMS = {"_repr_svg_": "image/svg+xml", "_repr_html_": "text/html", "_repr_latex_": "text/latex"}
+FORMS = {"_repr_html_": "text/html", "_repr_latex_": "text/latex"}
 
 
 def run(notebook: dict[str, Any], name: str) -> list[list[dict[str, Any]]]:

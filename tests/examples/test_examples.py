@@ -106,7 +106,7 @@ PRINTED = {
     ],
     "u09_formula": [
         r"order 1: x̄ = 3 ȳ ⊙ x²\n  order 2: ∂s/∂x = 6 ȳ ⊙ x ⊙ u, ∂s/∂ȳ = 3 u ⊙ x²",
-        r"out/sinh_order_2_(torch|jax)\.svg: \d+ operations in 3 passes, \d+ bytes kept",
+        r"out/sinh_order_2_(torch|jax)\.html: \d+ operations in 3 passes, \d+ bytes kept",
         r"natively: W̄ = ȳ Iᴴ, Ī = Wᴴ ȳ, b̄ = ȳ",
         r"put together: W̄ = Ō Iᴴ, Ī = Wᴴ Ō, b̄ = Ō",
         r"with Wᵀ for Wᴴ: no: Ī\[0\] is \S+ by the formula, \S+ by the derivation",

@@ -329,6 +329,26 @@ def test_derivatives_edits_rules_and_chunks_import_nothing_of_seeing(backend):
     assert run(MISSION.format(backend=backend)) == "[]"
 
 
+DRAWN = """
+    import numpy as np
+    import gradtools
+    import gradtools.{backend} as gt
+    graph = gt.gradient_graph(gt.xp.exp, gt.asarray(np.ones(3, np.float32)), order=2)
+    drawn = str(graph), graph.to_html(), graph._repr_html_(), graph.to_mermaid(), graph.to_dot()
+    assert all("exp" in form for form in drawn) and not hasattr(graph, "_repr_svg_")
+    try:
+        graph.to_svg()
+    except gradtools.GradtoolsError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_graphs_are_drawn_without_the_extra_and_a_picture_in_a_file_names_it(backend):
+    said = run(DRAWN.format(backend=backend), without=("quickjs",))
+    assert said.startswith("to_svg: ") and 'pip install "gradtools[svg]"' in said
+
+
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_name_that_was_read_is_kept_and_no_room_takes_its_place(backend):
     program = f"""

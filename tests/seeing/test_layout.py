@@ -12,8 +12,8 @@ import pytest
 from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.outline import ALIVE, Block, size_text
 from gradtools.seeing.pictures.box_text import LINE, card_of, short, size_of, text_width
-from gradtools.seeing.pictures.drawing import drawn
-from gradtools.seeing.pictures.layout import interpreter, script
+from gradtools.seeing.pictures.drawing import interpreter
+from gradtools.seeing.pictures.page_data import script
 from gradtools.seeing.pictures.row_order import arrange
 from tests.support.scenes import Scene, fitted, picture_of
 from tests.support.seeing_graphs import SHAPES, Builder, random_graph, transformer
@@ -222,7 +222,7 @@ def test_what_is_cut_is_drawn_over_other_lines(picture):
 
 
 def test_what_explains_the_colours_lies_on_the_page_below_all_else(picture):
-    drawing = drawn(picture)
+    drawing = picture.file
     top, height = (float(n) for n in re.search(r'viewBox="0 (\S+) \S+ (\S+)"', drawing).groups())
     key = drawing[drawing.index(picture.body) + len(picture.body) :]
     places = [float(y) for y in re.findall(r'<text[^>]* y="([^"]+)"', key)]

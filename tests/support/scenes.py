@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from gradtools.seeing.graphs.nodes import Dependence
-from gradtools.seeing.graphs.outline import Arrow, Block, Box
-from gradtools.seeing.pictures import layout
+from gradtools.seeing.graphs.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.pictures.box_text import Card, card_of
+from gradtools.seeing.pictures.drawing import interpreter
+from gradtools.seeing.pictures.page_data import data_of
 
 Point = tuple[float, float]
 Step = tuple[str, tuple[float, ...]]  # "M", "L" or "C" with its coordinates
@@ -82,8 +84,51 @@ class Label:
     arrow: Arrow
 
 
-class Scene(layout.Picture):
-    """A picture, of which every part is an object."""
+_DRAWN = """
+(data, opened) => {
+  const G = JSON.parse(data);
+  const view = opened === null ? layout.fitted(G) : { opened: new Set(JSON.parse(opened)) };
+  const { spots, ...picture } = view.picture || layout.layout(G, view.opened);
+  const body = markup.body(G, picture), file = markup.file(G, picture, "");
+  return JSON.stringify({ ...picture, body, file, opened: [...view.opened] });
+}
+"""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture, of which every part is an object.
+
+    Attributes:
+        outline: What it shows.
+        opened: The keys of the blocks that are open.
+        drawn: What the scripts gave: where each box, frame, line and label stands.
+        body: All of it as SVG, without a document around it.
+        file: The document, without a style sheet.
+    """
+
+    outline: Outline
+    opened: frozenset[int]
+    drawn: dict[str, Any]
+    top: float
+    width: float
+    height: float
+    body: str
+    file: str
+
+    @property
+    def items(self) -> list[Box | Block]:
+        """What stands in it as a box: boxes and closed blocks."""
+        return self._of("boxes")
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The open blocks, which have a frame."""
+        return self._of("frames")
+
+    def _of(self, kind: str) -> list[Any]:
+        known = {item.key: item for c in self.outline.columns for item in (c, *c.walk())}
+        return [known[found["key"]] for found in self.drawn[kind]]
 
     @cached_property
     def boxes(self) -> list[Placed]:
@@ -116,15 +161,14 @@ def _arrow(found: dict[str, Any]) -> Arrow:
     return Arrow(*ends, found["saved"], Dependence(found["strength"]), found["cut"])
 
 
-def _scene(picture: layout.Picture) -> Scene:
-    return Scene(**vars(picture))
+def picture_of(outline: Outline, opened: frozenset[int] | None) -> Scene:
+    """An outline laid out with some blocks open; None: as many as fit one screen."""
+    said = None if opened is None else json.dumps(sorted(opened))
+    found = json.loads(interpreter().eval(_DRAWN)(json.dumps(data_of(outline)), said))
+    whole = [found.pop(name) for name in ("top", "width", "height", "body", "file")]
+    return Scene(outline, frozenset(found.pop("opened")), found, *whole)
 
 
-def picture_of(*how: Any) -> Scene:
-    """`layout.picture_of`, as a scene."""
-    return _scene(layout.picture_of(*how))
-
-
-def fitted(*how: Any) -> Scene:
-    """`layout.fitted`, as a scene."""
-    return _scene(layout.fitted(*how))
+def fitted(outline: Outline) -> Scene:
+    """An outline with as many blocks open as fit one screen."""
+    return picture_of(outline, None)

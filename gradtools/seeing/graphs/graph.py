@@ -45,7 +45,7 @@ class Graph(PlainGraph):
         return mermaid.to_mermaid(self, **view)
 
     def to_svg(self, **view: Any) -> str:
-        """The graph as a picture. The options are those of `drawing.to_svg`."""
+        """The graph as a picture, which needs `gradtools[svg]`; options as in `drawing.to_svg`."""
         return drawing.to_svg(self, **view)
 
     def to_html(self, **view: Any) -> str:
@@ -55,9 +55,6 @@ class Graph(PlainGraph):
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
         """Writes the form that the suffix names: .svg, .html, .dot, .gv, .mmd, .md or .txt."""
         saving.save(self, FORMS, path, **view)
-
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
 
     def _repr_html_(self) -> str:
         return page.framed(self.to_html())

@@ -1,5 +1,5 @@
 // Where every box, frame and line of a graph stands, for given open blocks. The only layout there
-// is: a page runs it when blocks open and close, and layout.py runs it for a picture that stands.
+// is: a page runs it when blocks open and close, and drawing.py runs it for a picture in a file.
 //
 // From the inside out, each open block is laid out by itself. Along a row, the places are pulled
 // towards the mean of their neighbours in the next row and keep their order and distance:
@@ -15,7 +15,7 @@
 // line between columns, or one too long for a place in every row) leaves its box to the side, goes
 // between the rows to the border of its column, up or down in the gutter, and in again.
 //
-// Rows and their order come from arrange.py; data.py says what the data holds. Nothing here knows
+// Rows and their order come from row_order.py; page_data.py says what the data holds. Nothing here knows
 // of a page.
 "use strict";
 const layout = (() => {
@@ -28,6 +28,9 @@ const layout = (() => {
   const SWEEPS = 7, STILL = 0.2; // what moves less does not move
   const NOTHING = 0.05, SHORT = 1; // steps so short have no direction, and none to be seen
   const ROUND = 6;
+  const SCREEN = [1800, 1400];
+  const NEARLY = 1.75; // screens: so large is still better than hardly anything to see
+  const HARDLY = 12; // boxes, where the nearly fitting view has twice as many
 
   const last = (list) => list[list.length - 1];
   const sum = (list) => list.reduce((a, b) => a + b, 0);
@@ -610,6 +613,21 @@ const layout = (() => {
       ({ key, x: page.gutters[i][1], y: size.top + MARGIN + 8 }));
     return { boxes, frames, lines, labels: threaded.labels, headings, spots, ...size };
   };
+  // The first of the data's views that fits one screen, with its picture. One block of all may be
+  // what fits; then the first view that nearly fits is taken, if it shows much more.
+  const fitted = (G) => {
+    let nearly = null, shown = null;
+    for (const view of G.views) {
+      const opened = new Set(view), picture = layout(G, opened);
+      shown = { opened, picture };
+      const screens = Math.max(picture.width / SCREEN[0], picture.height / SCREEN[1]);
+      if (screens <= NEARLY && !nearly) nearly = shown;
+      if (screens <= 1) break;
+    }
+    const count = (view) => view.picture.boxes.length;
+    const more = nearly && count(shown) < HARDLY && count(nearly) >= 2 * count(shown);
+    return more ? nearly : shown;
+  };
   const seenAs = (G, opened, key) => {
     if (!graphs.has(G)) graphs.set(G, { G, ...nested(G) });
     return standing(graphs.get(G), opened, key);
@@ -618,5 +636,5 @@ const layout = (() => {
     if (!graphs.has(G)) graphs.set(G, { G, ...nested(G) });
     return around(graphs.get(G), key).filter((block) => !G.columns.includes(block));
   };
-  return { layout, seenAs, blocksAround, sizeText, pooled, rowsNear, MARGIN, LABEL };
+  return { layout, fitted, seenAs, blocksAround, sizeText, pooled, rowsNear, MARGIN, LABEL };
 })();

@@ -1,8 +1,9 @@
-// The picture as SVG: one element for each box, frame, line and label. It makes text, so that a
-// page shows the picture that layout.py writes to a file; what a page adds is `hands`.
+// The picture as SVG: one element for each box, frame, line and label, and the key of its colours
+// and lines. It makes text, so that a page shows the picture that drawing.py writes to a file; what
+// a page adds is `hands`. Arrowheads are plain shapes, so that pictures on one page share no names.
 "use strict";
 const markup = (() => {
-  const ARROWHEAD = 7;
+  const ARROWHEAD = 7, MARGIN = 24, KEY_ROW = 20, LEAST_WIDTH = 300;
 
   const n = (number) => number.toFixed(1).replace(/\.0$/, "");
   const content = (text) =>
@@ -155,7 +156,80 @@ const markup = (() => {
       ...picture.labels.flatMap(label),
     ].join("\n");
   };
-  // How lines look in a picture, for its key.
-  const looks = (G, picture) => [...new Set(picture.lines.map((it) => look(G, it.arrow)[0]))];
-  return { body, looks };
+
+  // --- the key --------------------------------------------------------------------------------
+
+  // What appears in the picture and needs a word: its kind, classes, the word, and how wide it is.
+  const legend = (G, picture) => {
+    const items = picture.boxes.map((it) => G.items[it.key]);
+    const looks = [...new Set(picture.lines.map((it) => look(G, it.arrow)[0]))].sort();
+    const phases = [...new Set(items.map((item) => item.phase))].sort();
+    const entry = (kind, classes, name) => [kind, classes, ...G.words[name]];
+    const found = phases.length > 1 ? phases.map((p) => entry("box", `box p${p % 3}`, p)) : [];
+    for (const kind of ["input", "captured"]) {
+      if (items.some((item) => item.kind === kind)) {
+        found.push(entry("box", `box leaf ${kind} p0`, kind));
+      }
+    }
+    const saved = looks.filter((classes) => classes.includes("saved"));
+    if (saved.length) found.push(entry("line", saved[saved.length - 1], "saved"));
+    for (const name of ["data", "zero", "cut"]) {
+      if (looks.some((classes) => classes.split(" ").includes(name))) {
+        found.push(entry("line", `edge ${name}`, name));
+      }
+    }
+    const drawn = [...items, ...picture.frames.map((it) => G.items[it.key])];
+    if (drawn.some((item) => item.count > 1)) found.push(entry("", "", "repeated"));
+    return found;
+  };
+  const keyWidth = ([kind, , , width]) => width + (kind ? 36 : 0) + 18;
+  const keyEntry = ([kind, classes, word], x, y) => {
+    const radius = classes.includes("leaf") ? 6 : 3, parts = [];
+    if (kind === "box") {
+      parts.push(`<g class="${classes}">${rect(x, y - 6, 26, 12, radius, "card")}</g>`);
+    } else if (kind === "line") {
+      parts.push(`<path class="${classes}" d="M${n(x)},${n(y)} L${n(x + 26)},${n(y)}"/>`);
+    }
+    parts.push(text(x + (kind ? 33 : 0), y + 3.8, word, "label"));
+    return parts;
+  };
+  // The key as one picture for each entry, so that a page wraps them; the styles are the page's.
+  const key = (G, picture) => legend(G, picture).map((entry) =>
+    `<svg class="gt" width="${n(keyWidth(entry))}" height="${n(KEY_ROW)}">` +
+    `${keyEntry(entry, 2, 10).join("")}</svg>`).join("");
+  // The entries in rows no wider than this, each with its place along the row.
+  const keyRows = (entries, width) => {
+    const rows = [];
+    let x = width;
+    for (const entry of entries) {
+      if (x + keyWidth(entry) > width || !rows.length) { rows.push([]); x = 0; }
+      rows[rows.length - 1].push([x, entry]);
+      x += keyWidth(entry);
+    }
+    return rows;
+  };
+
+  // A picture as a document of its own: a title, the picture and its key.
+  const file = (G, picture, style) => {
+    const width = Math.max(picture.width, LEAST_WIDTH, G.title.width + 2 * MARGIN);
+    const rows = keyRows(legend(G, picture), width - 2 * MARGIN);
+    const above = G.title.text ? 30 : 0, below = rows.length ? rows.length * KEY_ROW + 12 : 0;
+    const top = picture.top - above, height = picture.height + above + below;
+    const under = picture.top + picture.height + 8;
+    const drawn = body(G, picture);
+    return [
+      '<svg xmlns="http://www.w3.org/2000/svg" class="gt" ' +
+      `viewBox="0 ${n(top)} ${n(width)} ${n(height)}" width="${n(width)}" height="${n(height)}" ` +
+      `role="img" aria-label="${attribute(G.summary)}">`,
+      `<style>\n${style}</style>`,
+      `<rect class="paper" x="0" y="${n(top)}" width="${n(width)}" height="${n(height)}"/>`,
+      ...(G.title.text
+        ? [text(MARGIN, top + MARGIN + 6, G.title.text, "heading", ' style="font-size:15px"')] : []),
+      ...(drawn ? [drawn] : []),
+      ...rows.flatMap((row, i) =>
+        row.flatMap(([x, entry]) => keyEntry(entry, MARGIN + x, under + i * KEY_ROW))),
+      "</svg>",
+    ].join("\n") + "\n";
+  };
+  return { body, key, file };
 })();

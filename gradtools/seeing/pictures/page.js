@@ -6,7 +6,7 @@
   const G = JSON.parse(document.getElementById("graph").textContent);
   const LEGIBLE = 0.62, FAR = 0.25; // scales: what can be read with ease, and not at all
   const MANY = 400; // boxes: of a picture that has more, only what is in view is drawn
-  const opened = new Set(G.opened);
+  const opened = layout.fitted(G).opened;
   const item = (key) => G.items[key];
   const isBlock = (key) => item(key).children !== undefined;
   const standing = (key) => layout.seenAs(G, opened, key);
@@ -46,6 +46,7 @@
   const draft = () => layout.layout(G, opened);
   const draw = () => {
     picture = draft();
+    document.getElementById("key").innerHTML = markup.key(G, picture);
     paint();
     world.setAttribute("data-width", picture.width);
     show();

@@ -1,8 +1,7 @@
 """A graph as a page of its own: one file that loads nothing, in which blocks open and close.
 
 The page holds the arrangement of every block as data (`page_data.py`). `layout.js` and `markup.js`
-drew the first view; in the page they draw it again whenever a block opens or closes, and `page.js`
-listens to the reader. Without scripts the first view stands there as it is.
+draw it, again whenever a block opens or closes, and `page.js` listens to the reader.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from typing import Any
 
 from gradtools.seeing.graphs.collapse import outline_of
 from gradtools.seeing.graphs.nodes import PlainGraph
-from gradtools.seeing.graphs.outline import Outline
 from gradtools.seeing.pictures.box_text import short
-from gradtools.seeing.pictures.drawing import drawn, key_of
-from gradtools.seeing.pictures.layout import fitted, picture_of, script
+from gradtools.seeing.pictures.page_data import data_of, script
 from gradtools.seeing.pictures.palette import DARK, LIGHT, Colours, shapes_and_colours
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -43,8 +40,8 @@ _PAGE = """\
 <button id="fit" type="button">Fit</button>
 <button id="theme" type="button" aria-label="Light or dark">◐</button>
 </header>
-<main id="stage">{svg}</main>
-<div id="key">{key}</div>
+<main id="stage"><noscript>This page draws its graph with a script.</noscript></main>
+<div id="key"></div>
 <div id="status" role="status" aria-live="polite"></div>
 <script type="application/json" id="graph">{data}</script>
 <script>
@@ -65,28 +62,13 @@ def to_html(
 ) -> str:
     """A graph as a page that loads nothing; the options are those of `drawing.to_svg`."""
     outline = outline_of(graph, fold=fold, expand=expand, title=title)
-    return page_of(outline, None if depth is None else outline.opened(depth, expand), expand, theme)
-
-
-def page_of(
-    outline: Outline,
-    opened: frozenset[int] | None = None,
-    expand: str | Iterable[str] = (),
-    theme: str = "auto",
-) -> str:
-    """An outline as a page, with some blocks open; None: as many as fit."""
-    picture = fitted(outline, expand) if opened is None else picture_of(outline, opened)
-    data = picture.data | {"opened": sorted(picture.opened)}
     names = " and ".join(column.title for column in outline.columns)
-    title = escape(short(outline.title, 120) or f"Gradient graph: {names or 'empty'}")
     return _PAGE.format(
         theme=f' data-theme="{theme}"' if theme in ("light", "dark") else "",
         policy=_POLICY,
-        title=title,
+        title=escape(short(outline.title, 120) or f"Gradient graph: {names or 'empty'}"),
         style=_style(),
-        svg=drawn(picture, theme),
-        key=key_of(picture),
-        data=_embedded(data),
+        data=_embedded(data_of(outline, depth, expand)),
         script="".join(map(script, ("layout.js", "markup.js", "page.js"))),
     )
 

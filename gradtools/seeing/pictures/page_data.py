@@ -1,4 +1,4 @@
-"""An arranged outline as plain data, which layout.js, markup.js and page.js read.
+"""An outline, its rows arranged, as plain data that layout.js, markup.js and page.js read.
 
 Widths of text are measured here, once; the scripts measure none but those of sizes in bytes,
 whose letters are `advance` wide.
@@ -6,16 +6,46 @@ whose letters are `advance` wide.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from gradtools.seeing.graphs.outline import ALIVE, Arrow, Block, Box, value_text
+from gradtools.seeing.graphs.outline import ALIVE, PHASES, Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.pictures.box_text import LINE, Row, card_of, short, shown, text_width
-from gradtools.seeing.pictures.row_order import Arrangement, Level
+from gradtools.seeing.pictures.row_order import Level, arrange
+
+_LIMITS = (44, 36, 30, 25, 21, 17, 14, 11, 8, 5, 2)  # boxes
+_WORDS = {
+    **dict(enumerate(PHASES)),
+    "input": "input or output",
+    "captured": "parameter or constant",
+    "saved": "kept for a later pass, with its bytes",
+    "data": "data without a derivative",
+    "zero": "derivative zero everywhere",
+    "cut": "✕ the gradient is cut here",
+    "repeated": "×n: n alike in a row, drawn once",
+}
 
 
-def data_of(arrangement: Arrangement) -> dict[str, Any]:
-    """An arranged outline as what JSON can hold."""
-    outline = arrangement.outline
+@cache
+def script(name: str) -> str:
+    """The text of a script or a style sheet of this folder."""
+    return files("gradtools.seeing.pictures").joinpath(name).read_text(encoding="utf-8")
+
+
+def data_of(
+    outline: Outline, depth: int | None = None, expand: str | Iterable[str] = ()
+) -> dict[str, Any]:
+    """An outline as what JSON can hold.
+
+    Args:
+        outline: What is shown.
+        depth: How many levels of blocks are open; None: as many as fit one screen.
+        expand: Names of blocks to open in any case.
+    """
+    arrangement = arrange(outline)
+    views = [outline.opened(depth, expand, limit) for limit in _LIMITS]
     items = [item for column in outline.columns for item in (column, *column.walk())]
     return {
         "columns": [column.key for column in outline.columns],
@@ -26,9 +56,19 @@ def data_of(arrangement: Arrangement) -> dict[str, Any]:
         "bytes": [outline.bytes_of([v]) for v in range(len(outline.values))],
         "memory": [outline.memory_of(v) for v in range(len(outline.values))],
         "alive": ALIVE,
+        "views": [sorted(opened) for opened in dict.fromkeys(views)],
+        "title": {"text": shown(outline.title), "width": text_width(shown(outline.title), 15)},
+        "summary": shown(_summary(outline)),
+        "words": {name: (word, text_width(word, LINE)) for name, word in _WORDS.items()},
         "texts": [_shown(value_text(outline.values[v])) for v in range(len(outline.values))],
         "advance": text_width("0", LINE),
     }
+
+
+def _summary(outline: Outline) -> str:
+    names = ", ".join(column.title for column in outline.columns)
+    operations = sum(column.operations for column in outline.columns)
+    return outline.title or f"A graph of {operations} operations: {names}"
 
 
 def _item(item: Box | Block) -> dict[str, Any]:

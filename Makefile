@@ -16,7 +16,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 .PHONY: demo test test-all lint format types examples docs bench mutants tpu cuda clean
 
 demo: $(STAMP)
-	$(BIN)/gradtools demo
+	$(BIN)/python examples/demo.py
 
 # What a contributor waits for; CI runs all (tests/support/tiers.py says which tests are left out).
 test: MARKED := not slow and not sweep and not ahead

@@ -1,4 +1,4 @@
-"""The command line: ``gradtools demo``, ``backends``, ``check``, ``crosscheck`` and others.
+"""The command line: ``gradtools backends``, ``check``, ``crosscheck`` and others.
 
 No framework is imported before a command needs it, so ``--help`` answers at once.
 Exit status: 0 when the command did what was asked, 1 when it did not or what it looked at does
@@ -9,11 +9,8 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TypeAlias
 
 import gradtools
@@ -21,11 +18,6 @@ import gradtools
 _FRAMEWORKS = {
     "torch": ("torch", "array-api-compat"),
     "jax": ("jax", "jaxlib", "flax", "optax", "equinox"),
-}
-_DEMO_NEEDS = {
-    "both": ("sklearn", "scipy", "matplotlib", "tqdm"),
-    "torch": ("torch", "array_api_compat"),
-    "jax": ("jax",),
 }
 
 
@@ -66,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gradtools {gradtools.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    _add_demo(commands)
     _add(commands, "backends", "cli:backends", "say what is installed, with versions", failed=1)
     _add_check(commands)
     _add_crosscheck(commands)
@@ -198,22 +189,6 @@ def _add_inputs(command: argparse.ArgumentParser, required: bool) -> None:
     command.add_argument("--seed", type=_not_negative, default=0, metavar="N", help=said)
 
 
-def _add_demo(commands: Commands) -> None:
-    demo = _add(
-        commands,
-        "demo",
-        "cli:demo_command",
-        "domain-adversarial training on real digits, by one program on both frameworks",
-        "Trains a digit classifier on clean images so that it also reads images of another "
-        "domain, whose labels it never sees, by reversing one gradient.",
-        failed=1,
-    )
-    demo.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
-    demo.add_argument("--seeds", type=_positive, default=5, metavar="N", help="default: 5")
-    demo.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="default: out")
-    demo.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
-
-
 def _add_measure(commands: Commands) -> None:
     command = _add(
         commands,
@@ -237,13 +212,10 @@ def _positions(text: str) -> list[int]:
         ) from None
 
 
-def _whole(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, got {text!r}")
     return int(text)
-
-
-_positive, _not_negative = partial(_whole, 1), partial(_whole, 0)
 
 
 def backends(_: argparse.Namespace) -> int:
@@ -261,26 +233,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "absent"
-
-
-def demo_command(args: argparse.Namespace) -> int:
-    """Domain-adversarial training on both frameworks."""
-    backends = ("torch", "jax") if args.backend == "both" else (args.backend,)
-    _require(_DEMO_NEEDS["both"] + sum((_DEMO_NEEDS[name] for name in backends), ()))
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        said = f"no picture can be written there: {error.strerror}."
-        raise gradtools.GradtoolsError(f"--out {args.out}: {said}") from error
-    from gradtools.demo import run_demo
-
-    return run_demo(backends, seeds=args.seeds, out=args.out, quick=args.quick)
-
-
-def _require(modules: Sequence[str]) -> None:
-    missing = [module for module in modules if find_spec(module) is None]
-    if missing:
-        raise gradtools.GradtoolsError(
-            f"the demo needs {', '.join(missing)}, which cannot be imported here. "
-            'Mend: pip install "gradtools[demo]"'
-        )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+sys.path.append(str(FOLDER.parent))  # the programs that cells import
 FORMS = {"_repr_html_": "text/html", "_repr_latex_": "text/latex"}
 
 

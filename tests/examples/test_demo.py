@@ -1,15 +1,23 @@
 """The demo: reversal does what it says, both frameworks agree, and the count is real."""
 
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import gradtools
-from gradtools import demo
 from gradtools.testing.plugin import wanted_backends
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
+
+SPEC = spec_from_file_location("demo", Path(__file__).parents[2] / "examples" / "demo.py")
+demo = module_from_spec(SPEC)
+sys.modules["demo"] = demo  # its dataclasses look for their module
+SPEC.loader.exec_module(demo)
 
 HEAD_LEAVES = 6  # labels: matrix and bias; domain: two of each
 
@@ -148,7 +156,7 @@ def test_the_scale_rises_from_zero_to_its_maximum():
 
 
 def test_the_quick_demo_prints_its_table_and_writes_its_picture(backend, tmp_path, capsys):
-    assert demo.run_demo((backend,), seeds=2, out=tmp_path, quick=True) == 0
+    demo.run_demo((backend,), seeds=2, out=tmp_path, quick=True)
     printed = capsys.readouterr().out
     assert "mean" in printed
     assert ": 1 a step" in printed

@@ -260,7 +260,7 @@ LOADED = """
 FRAMEWORK = {"torch": "torch", "jax": "jax, jax.numpy, jax.extend.core"}
 # Rooms of which most programs need nothing.
 ASKED_FOR = (
-    *("seeing", "testing", "demo", "cli", "display", "keras_layers"),
+    *("seeing", "testing", "cli", "display", "keras_layers"),
     *("accumulate", "chunking", "custom", "frozen", "kernels", "models", "measures", "modules"),
 )
 

@@ -1,4 +1,6 @@
-"""``gradtools demo``: domain-adversarial training, one program that both frameworks run.
+"""Domain-adversarial training: one program that both frameworks run, compared at every step.
+
+    python examples/demo.py [--backend torch|jax|both] [--seeds N] [--out FOLDER] [--quick]
 
 A network learns to read clean digits, whose labels it sees, and has to read rotated, noised,
 faintly inverted ones, whose labels it never sees. A second head tells the two domains apart;
@@ -13,6 +15,7 @@ each step is compared. The constants were chosen on seeds 100 to 109, whose spli
 demo (seeds 0, 1, ...) does not use; accuracy is that of the last step, none being picked.
 """
 
+import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -277,8 +280,8 @@ def train_all(
 
 def run_demo(
     backends: Sequence[str], seeds: int = 5, out: Path = Path("out"), quick: bool = False
-) -> int:
-    """Runs the whole demo and returns an exit status.
+) -> None:
+    """Runs the whole demo.
 
     Args:
         backends: "torch", "jax" or both; with both, each step is compared.
@@ -292,7 +295,6 @@ def run_demo(
     print("\n".join([*_accuracies(trainings, backends), *_comparison(trainings, backends)]))
     print(f"picture: {draw(trainings, backends, out)}")
     print(f"took {perf_counter() - started:.0f} s")
-    return 0
 
 
 def _accuracies(trainings: Sequence[Training], backends: Sequence[str]) -> Iterator[str]:
@@ -344,3 +346,19 @@ def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> P
     out.mkdir(parents=True, exist_ok=True)
     figure.savefig(out / "demo.png", dpi=110)
     return out / "demo.png"
+
+
+def main() -> None:
+    """Runs the demo as the command line says."""
+    parser = argparse.ArgumentParser(description="Domain-adversarial training on real digits.")
+    parser.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="default: 5")
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="default: out")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
+    given = parser.parse_args()
+    backends = ("torch", "jax") if given.backend == "both" else (given.backend,)
+    run_demo(backends, given.seeds, given.out, given.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -84,8 +84,8 @@ class Chunking(Operators):
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
                 examples along its entry of `out_axes`: its length there follows the chunk's. Where
                 all chunks are equal, f at another number of examples tells: in JAX by shapes
-                alone, in PyTorch by a run at the first call (not with `verify=False`), after which
-                everything stands as it stood.
+                alone, in PyTorch by a run at the first call if shapes leave a doubt (and not with
+                `verify=False`), after which everything stands as it stood.
             chunk_size: How many examples at once; the last chunk may hold fewer.
             in_axes: The batch axis, as in `vmap`: an integer or one entry for each positional
                 argument, or a dict from f's parameters to axes, however they are passed; None

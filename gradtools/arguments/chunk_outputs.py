@@ -284,10 +284,7 @@ def _follows(lengths: list[tuple[int, int]], by_data: bool) -> bool:
     size, length = lengths[0]
     if all(n * size == length * m for m, n in lengths):
         return True
-    if not by_data:
-        return False
-    # So many in any case, or so many more than there are examples, is no accident of the data.
-    return len({n for _, n in lengths}) > 1 and (len({n - m for m, n in lengths}) > 1)
+    return by_data and len({n for _, n in lengths}) > 1  # so many in any case is no accident
 
 
 def _without(paths: list[str], out: Any, good: set[int]) -> str:

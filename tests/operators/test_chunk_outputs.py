@@ -59,7 +59,6 @@ def no_rows(gt):
             lambda x: {"h": x, "s": {"mean": mean(x), "x": x}},
             r"output\['s'\]\['mean'\] has .*: \(out\['h'\], out\['s'\]\['x'\]\)\.",
         ),
-        "prototypes": (lambda x: xp.concat([x, w[:2]]), "output has length .* use microbatched"),
         "a mean": (lambda x: mean(x)[None], "output has length 1 on axis 0 .* use microbatched"),
         "all pairs": (lambda x: x @ x.T, r"shape \(\d, \d\) for \d examples .* all pairs"),
         "between rows": (lambda x: (x, mean(x), x[:, 0]), r": \(out\[0\], out\[2\]\)\."),
@@ -96,3 +95,10 @@ def test_out_axes_name_the_axis_that_follows(gt):
     assert gt.chunked(time_first, 4, out_axes=1)(gt.asarray(X)).shape == (4, 12, 1)
     with pytest.raises(GradtoolsError, match=r"output has length 8 on axis 1 "):
         gt.chunked(lambda x: gt.xp.mean(x, axis=0)[None], 4, out_axes=1)(gt.asarray(X))
+
+
+def test_rows_that_are_added_to_each_chunk_are_refused_where_lengths_are_no_data():
+    """PyTorch's may be, as those of `x[mask]`."""
+    gt = pytest.importorskip("gradtools.jax")
+    with pytest.raises(GradtoolsError, match=r"output has length 6 on axis 0 for 4 examples"):
+        gt.chunked(lambda x: gt.xp.concat([x, gt.asarray(W)[:2]]), 4)(gt.asarray(X))

@@ -414,7 +414,7 @@ def _verified(f: Callable[..., Any]) -> dict[Any, Callable[[], Any]]:
         return {}
 
 
-def _is_shown(x: Tensor) -> bool:
+def is_shown(x: Tensor) -> bool:
     """Whether the numbers can be read."""
     plain = type(x) in (Tensor, torch.nn.Parameter)
     known = plain and x.layout is torch.strided and x.device.type != "meta" and not x.is_quantized
@@ -427,7 +427,7 @@ def figures(x: Tensor, sample: int | None = None) -> Figures:
     The weights all differ. An entry is an example, so that a difference in one of many shows.
     """
     looks = (x.shape, x.dtype)
-    if not _is_shown(x) or not x.numel():
+    if not is_shown(x) or not x.numel():
         return looks
     with torch.no_grad():
         x = x.resolve_conj().resolve_neg()
@@ -472,7 +472,7 @@ def is_near(a: Figures, b: Figures) -> bool:
 
 def _checksum(x: Tensor) -> Figures:
     """Shape, dtype and a checksum of all bits."""
-    if not _is_shown(x) or not x.numel():
+    if not is_shown(x) or not x.numel():
         return x.shape, x.dtype
     plain = x.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return x.shape, x.dtype, zlib.crc32(plain.view(torch.uint8).numpy().tobytes())

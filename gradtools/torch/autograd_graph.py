@@ -26,7 +26,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import LOST, nodes_of
 from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.patches import scripts_called
-from gradtools.torch.upstream_bugs.gradients import WRONG, is_wrong
+from gradtools.torch.plain_programs.backward_nodes import WRONG, is_wrong
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped

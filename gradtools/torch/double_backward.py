@@ -45,9 +45,9 @@ from gradtools.torch.double_backward_trials import TangentTrial, Trial, Untried,
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.nondifferentiable import beside
 from gradtools.torch.patches import functions_applied
+from gradtools.torch.plain_programs.backward_nodes import corrected
 from gradtools.torch.rerunning import rerun
 from gradtools.torch.rules.checking import value_of
-from gradtools.torch.upstream_bugs.gradients import rightly
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -103,7 +103,7 @@ class Guard:
             nodes = [node for node in self.survey.custom if not _is_fine(node)]
             handles += [node.register_hook(self._gate(node)) for node in nodes]
         try:
-            with rightly(self.survey.wrong):
+            with corrected(self.survey.wrong, again):
                 yield
         finally:
             for handle in handles:

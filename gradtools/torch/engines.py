@@ -27,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradtools.backend import Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
-from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import (
@@ -50,28 +49,18 @@ from gradtools.torch.compiling import (
     uncompiled,
 )
 from gradtools.torch.forward_mode.no_grad import Stops
+from gradtools.torch.forward_mode.pushing import RightTangents, gated_where_unseen
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.known_errors import explain, explained
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, forward_mode
-from gradtools.torch.nondifferentiable import gated
 from gradtools.torch.operation_marks import DERIVATIVE, detached
+from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
+from gradtools.torch.plain_programs.modes import (
+    PlainPrograms,
+    PlainProgramsInTrace,
+)
 from gradtools.torch.rerunning import rerun
 from gradtools.torch.rules.installing import evaluated_to_push
-from gradtools.torch.upstream_bugs.derivatives import (
-    RightGradients,
-    RightTangents,
-    TwiceByPlainOperations,
-)
-from gradtools.torch.upstream_bugs.gradients import rightly
-from gradtools.torch.upstream_bugs.lost_terms import (
-    NORMALISATIONS,
-    WRONG_IN_BATCHES,
-    first_of,
-    guarded_gradients,
-    guarded_tangents,
-    refuse_in_batches,
-    third,
-)
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -150,16 +139,12 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         guard = None
         if not ordinary:
             guard = guarded(caller_of(fun), fun, leaves, survey, aliases, again)
-        if not once and any(map(is_wrapped, given)):
-            refuse_in_batches(caller_of(fun), ys, given, first_of(WRONG_IN_BATCHES, outs))
         try:
             # Without `again` tangents go wrong.
             grads = _pulled(ys, aliases, given, create or not once, again, inside.spent, guard)
         except RuntimeError as error:
             explain(caller_of(fun), error)
             raise
-        if again:
-            grads = guarded_gradients(caller_of(fun), ys, grads)
         if here.opened:
             note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
@@ -229,7 +214,7 @@ def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create:
 
 @skipped_by_dynamo
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    with TwiceByPlainOperations():
+    with PlainPrograms(control_flow=True):
         evaluated = evaluated_to_push(caller_of(fun), _evaluate, fun, leaves)
     outs, extras, aliases, attached, survey, inside = evaluated
     tracked = [y for y in outs if y.requires_grad]
@@ -253,9 +238,9 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             )
             again = create or upstream.forward_level() >= 0
             ps, ts = [p for p, _ in moved], [_normal(t) for _, t in moved]
-            with explained(caller_of(fun)):
+            wrong = wrong_nodes(ps) if again else ()
+            with explained(caller_of(fun)), corrected(wrong):
                 result = _pulled(ps, dummies, ts, True, again, inside.spent)
-            result = guarded_gradients(caller_of(fun), ps, result)
             note_taken(tracked, result, leaves, aliases, create, inside)
             result = result if create else _freed(result)
         pushed = spread(result, [y.requires_grad for y in outs])
@@ -404,8 +389,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             torch.zeros_like(y) if t is None or upstream.is_zero(t) else t for y, t in unpacked
         ]
         if keep:
-            caller = caller_of(fun)
-            pushed = guarded_tangents(caller, fun, leaves, tangents, primals, pushed)
+            pushed = _gated_at_custom_code(fun, leaves, tangents, primals, pushed)
     if unseen:
         _refuse_unseen(fun, leaves, tangents)
     if nested and all(t is None for _, t in unpacked):
@@ -414,6 +398,20 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
     if torch.is_grad_enabled():
         return primals, extras, pushed
     return [_freed(xs) for xs in (primals, extras, pushed)]
+
+
+def _gated_at_custom_code(
+    fun: Fun, leaves: Any, tangents: Any, primals: list[Tensor], pushed: list[Tensor]
+) -> list[Tensor]:
+    """The tangents; what custom code loses of their derivatives is refused."""
+    tracked = [y for y in primals if y.requires_grad]
+    pushed = gated_where_unseen(caller_of(fun), tracked, pushed)
+    custom = surveyed(tracked).custom if tracked else []
+    if not custom:
+        return pushed
+    from gradtools.torch.double_backward import gated_tangents
+
+    return gated_tangents(caller_of(fun), fun, leaves, tangents, primals, custom, pushed)
 
 
 def _with_gates(fun: Fun) -> Fun:
@@ -486,27 +484,26 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     reached: list[bool] = []
     nested: list[bool] = []
     entered: list[OpenDerivative] = []
-    wrong: list[str | None] = []
     empty: list[bool] = []
-    mended: list[Any] = []
-    keep = torch.is_grad_enabled()
+    wrong: list[Any] = []
 
     def paired(*xs: Tensor) -> Any:
         caller = groups if groups is not None and is_compiling() else ()
         if is_compiling():
-            with _again_in_trace(keep, 1 + len(caller)), RightGradients():
+            nested_in_trace = bool(_open_derivatives())
+            with PlainProgramsInTrace(1 + len(caller), nested_in_trace):
                 outs, extras, inside = _watched(lambda *a: _probed(fun, a, caller, reached), xs)
             nested[:] = [inside]
         else:
             again = _is_differentiated_again(1)
             guarding = _calls_guarded(caller_of(fun)) if again else nullcontext()
-            with _opened(xs) as inside, guarding, _pushed_from_outside():
+            with _opened(xs) as inside, guarding, PlainPrograms(), _pushed_from_outside():
                 outs, extras = fun(*xs)
-            entered[:], wrong[:] = [inside], [first_of(WRONG_IN_BATCHES, outs)]
+            entered[:] = [inside]
             survey = surveyed(outs)
             if again:
                 refuse_torchscript(caller_of(fun), outs)
-            result, mended[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
+            result, wrong[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
             reached[:] = [id(x) in result for x in xs]
         empty[:] = [not outs]
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
@@ -520,10 +517,8 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         filled = tuple(
             torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
         )
-        if any(wrong):
-            refuse_in_batches(caller_of(fun), outs, filled, wrong[0])
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
-        with explained(caller_of(fun)), rightly(mended) if mended else nullcontext():
+        with explained(caller_of(fun)), corrected(wrong):
             grads = [g.view_as(g) for g in pull(filled)]
         if not is_compiling():
             note_taken(outs, grads, leaves, leaves, torch.is_grad_enabled(), *entered)
@@ -612,15 +607,6 @@ def _twice_in_trace() -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
-    """Around a function that is pulled back in compiled code, perhaps with a graph."""
-    from gradtools.torch.upstream_bugs.fused_attention import PlainWhereLive
-
-    if _open_derivatives():
-        return _twice_in_trace()
-    return PlainWhereLive(levels) if keep else nullcontext()
-
-
 def _pushed_from_outside() -> AbstractContextManager[Any]:
     """Around a function that is pulled back inside of the framework's own `torch.func.jvp`."""
     if not _is_pushed_again():
@@ -636,7 +622,7 @@ def _looked_at_twice(caller: str) -> Iterator[None]:
         with _twice_in_trace():
             yield
         return
-    with _calls_guarded(caller), TwiceByPlainOperations():
+    with _calls_guarded(caller), PlainPrograms(times=1, control_flow=True):
         yield
 
 
@@ -647,28 +633,19 @@ def _calls_guarded(caller: str) -> AbstractContextManager[Any]:
 
 
 def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    wrong: list[str] = []
-
     def paired(*xs: Tensor) -> Any:
         with _looked_at_twice(caller_of(fun)):
             outs, extras = evaluated_to_push(caller_of(fun), fun, *xs)
         if not is_compiling():
             refuse_torchscript(caller_of(fun), outs)
-        result = first_of(NORMALISATIONS, outs) if _is_differentiated_again() else None
-        wrong[:] = [result] if result else []
         return tuple(outs), tuple(extras)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
-    if wrong and _is_pushed_again():
-        raise GradtoolsError(third(caller_of(fun), wrong[0]))
     ones = tuple(torch.ones_like(y) for y in outs)
     _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
 
     def pushforward(tangents: list[Tensor]) -> list[Tensor]:
-        pushed = push(tuple(tangents))[0]
-        if not wrong:
-            return list(pushed)
-        return list(gated(pushed, outs, third(caller_of(fun), wrong[0]), transposed=True))
+        return list(push(tuple(tangents))[0])
 
     return list(outs), list(extras), pushforward
 

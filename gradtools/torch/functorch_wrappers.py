@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,30 @@ def levels(x: Tensor) -> Iterator[int]:
     while is_wrapped(x):
         yield upstream.maybe_get_level(x)
         x = upstream.get_unwrapped(x)
+
+
+def levels_differentiating(xs: Iterable[Any]) -> set[int]:
+    """The levels that differentiate any of these: functorch's, and what is beneath them.
+
+    `OF_AUTOGRAD` is autograd's own graph, `OF_DUAL_NUMBERS` forward mode outside of functorch,
+    which functorch hides: if it is open, any of these may be pushed.
+    """
+    result: set[int] = set()
+    hidden = upstream.forward_level() >= 0 and upstream.peek_interpreter_stack() is not None
+    for x in xs:
+        if not isinstance(x, Tensor) or not is_inexact(x):
+            continue
+        is_pushed = hidden or is_dual(x)
+        while is_wrapped(x):
+            if upstream.is_gradtrackingtensor(x):
+                result.add(upstream.maybe_get_level(x))
+            x = upstream.get_unwrapped(x)
+        result |= {OF_AUTOGRAD} if x.requires_grad else set()
+        result |= {OF_DUAL_NUMBERS} if is_pushed else set()
+    return result
+
+
+OF_AUTOGRAD, OF_DUAL_NUMBERS = -1, -2
 
 
 def is_mapped(x: Tensor) -> bool:

@@ -67,8 +67,8 @@ def test_every_room_that_the_page_names_is_there():
 BACK = {
     "seeing.formulas.algebra.products": {"seeing.formulas.algebra"},  # its rooms use each other
     "seeing.formulas.algebra.reshapes": {"seeing.formulas.algebra"},
-    "torch.upstream_bugs.gradients": {
-        "torch.upstream_bugs.fused_attention"
+    "torch.plain_programs.backward_nodes": {
+        "torch.plain_programs.known_values"
     },  # a rule, which is transposed by it
     "torch.autograd_graph": {"torch.double_backward"},
 }

@@ -135,7 +135,7 @@ ALONE = dict(
     for line in """
 torch/forward_mode/: where PyTorch's forward mode is wrong, lacking or slow; JAX's is right
 torch/replaying/: f run again, chunk by chunk; JAX differentiates a scan
-torch/upstream_bugs/: what PyTorch differentiates wrongly; JAX has no such seam
+torch/plain_programs/: what PyTorch differentiates wrongly; JAX has no such seam
 seeing/torch/recording/: a run is recorded as it happens; JAX traces a jaxpr
 seeing/torch/translating/: aten's operations
 seeing/jax/translating/: JAX's primitives

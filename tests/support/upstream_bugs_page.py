@@ -19,18 +19,17 @@ import torch.autograd.forward_ad as forward_ad
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.torch.upstream_bugs.derivatives import (
-    BUGS,
+from gradtools.torch.plain_programs.rows import (
+    GRADIENT,
+    GRADIENT_AGAIN,
+    MAPPED,
+    OF_STRIDED,
+    TABLE,
     TANGENT,
     TANGENT_AGAIN,
     TANGENT_OF_GRADIENT,
-    Bug,
-)
-from gradtools.torch.upstream_bugs.gradients import (
-    GRADIENT,
-    GRADIENT_AGAIN,
-    WRONG_GRADIENTS,
-    WrongGradient,
+    THIRD,
+    PlainProgram,
 )
 from tests.support.sweeps import DIFFERS, jax_ledger, torch_ledger, twins
 
@@ -41,29 +40,28 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """One bug: what its example gives."""
+    """One wrong derivative: what its example gives."""
 
-    bug: Bug | WrongGradient
+    row: PlainProgram
+    wrong: str
     plain: str
     ours: str
 
 
-SHOWN = [bug for bug in [*WRONG_GRADIENTS, *BUGS] if bug.example]
+SHOWN = [(row, wrong) for row in TABLE for wrong in row.wrong if wrong in row.examples]
 
 
-def row_of(bug: Bug | WrongGradient) -> Row:
+def row_of(row: PlainProgram, wrong: str) -> Row:
     """Runs its example, as PyTorch does it and as gradtools does."""
-    f = eval(f"lambda x: {bug.example}", {"torch": torch})
     generator = torch.Generator().manual_seed(3)
     x = torch.rand(3, 3, dtype=torch.float64, generator=generator) + 0.3
     t = torch.randn(3, 3, dtype=torch.float64, generator=generator)
-    first = bug.wrong in (GRADIENT, TANGENT)
+    f = eval(f"lambda x: {row.examples[wrong]}", {"torch": torch, "x0": x})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = _slope(f, x, t) if first else _slope(_along(f, t), x, t)
-        wrong = _TWICE if isinstance(bug, WrongGradient) and not first else bug.wrong
+        expected = _slope(_BY_DIFFERENCES.get(wrong, _along)(f, t), x, t)
         plain, ours = (_told(ways[wrong], f, x, t, expected) for ways in (_PLAIN, _OURS))
-    return Row(bug, plain, ours)
+    return Row(row, wrong, plain, ours)
 
 
 def _slope(f, x, t):
@@ -80,6 +78,39 @@ def _along(f, t):
         return (torch.autograd.grad(f(x), x)[0] * t).sum()
 
     return slope
+
+
+def _along_twice(f, t):
+    """The second derivative of f along t, by reverse mode twice."""
+    return lambda x: (_along(lambda x: (_gradient(f, x) * t).sum(), t))(x)
+
+
+def _gradient(f, x):
+    return torch.autograd.grad(f(x), x, create_graph=True)[0]
+
+
+SCALES = torch.tensor([0.5, 1.5], dtype=torch.float64)
+
+
+def _along_each(f, t):
+    """The sum of the derivatives of x -> f(s x) along t, one s after the other."""
+    return lambda x: sum(_along(lambda x, s=s: f(s * x), t)(x) for s in SCALES)
+
+
+def _mapped(vmap, grad, f, t):
+    """The same by vmap."""
+    each = lambda x: vmap(lambda s: grad(lambda x: f(s * x))(x))(SCALES)
+    return lambda x: (each(x) * t).sum()
+
+
+# What is held against differences, where it is not the derivative of f along t.
+_BY_DIFFERENCES = {
+    GRADIENT: lambda f, t: f,
+    OF_STRIDED: lambda f, t: f,
+    TANGENT: lambda f, t: f,
+    THIRD: _along_twice,
+    MAPPED: _along_each,
+}
 
 
 def _told(way, f, x, t, expected) -> str:
@@ -123,33 +154,44 @@ def _pushed_gradient(f, x, t):
         return forward_ad.unpack_dual((g * t).sum()).tangent
 
 
-def _pulled_twice(f, x, t):
+def _three_times(f, x, t):
     x = x.requires_grad_()
-    y = f(x)
-    u = torch.ones_like(y, requires_grad=True)
-    (g,) = torch.autograd.grad(y, x, u, create_graph=True)
-    (pushed,) = torch.autograd.grad(g, u, t, create_graph=True)
-    return (torch.autograd.grad(pushed, x)[0] * t).sum()
+    second = (_gradient(lambda x: (_gradient(f, x) * t).sum(), x) * t).sum()
+    return (torch.autograd.grad(second, x)[0] * t).sum()
 
 
-_TWICE = "reverse over reverse"
+def _plainly_mapped(f, x, t):
+    return _along(_mapped(torch.func.vmap, torch.func.grad, f, t), t)(x)
+
+
 _PLAIN = {
-    _TWICE: _gradient_of(_pulled),
+    THIRD: _three_times,
+    MAPPED: _plainly_mapped,
     GRADIENT: lambda f, x, t: _along(f, t)(x),
+    OF_STRIDED: lambda f, x, t: _along(f, t)(x),
     TANGENT: _tangent,
     TANGENT_AGAIN: _gradient_of(_tangent),
     TANGENT_OF_GRADIENT: _pushed_gradient,
-    GRADIENT_AGAIN: _pulled_twice,
+    GRADIENT_AGAIN: _gradient_of(_pulled),
 }
+
+
+def _ours_three_times(f, x, t):
+    along = lambda f: lambda x: (gt.grad(f)(x) * t).sum()
+    return along(along(along(f)))(x)
+
+
 _OURS = {
-    _TWICE: lambda f, x, t: (gt.hvp(f, (x,), (t,), "reverse_over_reverse")[1][0] * t).sum(),
+    THIRD: _ours_three_times,
+    MAPPED: lambda f, x, t: (gt.grad(_mapped(gt.vmap, gt.grad, f, t))(x) * t).sum(),
     GRADIENT: lambda f, x, t: (gt.grad(f)(x) * t).sum(),
+    OF_STRIDED: lambda f, x, t: (gt.grad(f)(x) * t).sum(),
     TANGENT: lambda f, x, t: gt.jvp(f, (x,), (t,))[1],
     TANGENT_AGAIN: lambda f, x, t: (gt.grad(lambda x: gt.jvp(f, (x,), (t,))[1])(x) * t).sum(),
     TANGENT_OF_GRADIENT: lambda f, x, t: (
         gt.hvp(f, (x,), (t,), mode="forward_over_reverse")[1][0] * t
     ).sum(),
-    GRADIENT_AGAIN: lambda f, x, t: (gt.grad(lambda x: gt.linearize(f, x)[1](t))(x) * t).sum(),
+    GRADIENT_AGAIN: lambda f, x, t: (gt.hvp(f, (x,), (t,), "reverse_over_reverse")[1][0] * t).sum(),
 }
 
 _HEAD = """# What the frameworks get wrong
@@ -158,19 +200,19 @@ PyTorch's table of operators holds some 670 programs, JAX's namespaces some 500 
 sweeps of `tests/support/sweeps` send each through every way of differentiating that
 gradtools has, and hold what comes out against the framework's own reverse mode, its double
 backward, the dot-product test and finite differences. This page is what they found in the
-frameworks. It is written by `python -m tests.support.upstream_bugs_page` from the tables in
-`derivatives.py` and `gradients.py` in `gradtools/torch/upstream_bugs` and from the ledgers of the
-sweeps; a test runs each row, and fails when upstream has mended one.
+frameworks. It is written by `python -m tests.support.upstream_bugs_page` from the table in
+`gradtools/torch/plain_programs/rows.py` and from the ledgers of the sweeps; a test runs each row,
+and fails when upstream has fixed one.
 
 In a checkout, `python -m tests.support.run_sweeps` runs the sweeps on your machine and versions.
 
-## PyTorch {version}: wrong, or lacking, and had in another way
+## PyTorch {version}: wrong or missing, and computed by plain programs
 
-A gradient that is wrong is put right while gradtools pulls back (`grad`, `vjp`, `hvp`, `chunked`
-and all others). While it pushes a tangent (`jvp`, `linearize`, forward `jacobian`, `hvp` forward
-over reverse, `mixed_partial`, `frozen`), it looks at what runs, and takes these another way: by
-transposing reverse mode, at any order, or by plain operations. Both hold in eager code, inside
-`torch.func` and in compiled code. `x` is a 3 by 3 matrix; each example is a loss of it.
+gradtools differentiates these operations by programs of simple ones, which are right at every
+order. A first derivative still runs the fused kernel: the program takes over where the kernel's
+gradient is wrong, where it is differentiated again, and where a tangent is pushed. All operators do
+so, in eager code, inside `torch.func` and in compiled code. `x` is a 3 by 3 matrix, `x0` its value;
+each example is a loss of it.
 
 | operation | example | what is wrong | plain PyTorch gives | gradtools gives | upstream |
 |---|---|---|---|---|---|
@@ -198,14 +240,6 @@ order, TorchScript is right.
 **Under `torch.no_grad`** plain forward mode goes on (pytorch#128600); gradtools' stops, but in
 compiled code.
 
-**Normalisations.** The second derivatives of layer and batch normalisation are right in reverse
-mode, the third ones lack a term (torch#175754, torch#186256): these are refused along the input.
-Of a layer norm with a bias and no weight PyTorch's gradient of the bias has no derivative (zero, or
-an error; no report was found): gradtools takes that gradient for the sum that it is.
-
-**cdist** has a backward pass that is wrong where `vmap` maps the cotangent alone (no report was
-found): that is refused, as in `jacobian` with more than one row at a time.
-
 **Complex numbers under a dispatch mode.** Forward over reverse mode of `linalg.pinv` gives another
 number while any `TorchDispatchMode` is active (no report was found); `frozen` keeps clear of that.
 
@@ -218,10 +252,11 @@ gradient of the numbers that they overwrite, as if these were still there (no re
 graph shows that: `grad` and `vjp` in eager code, and `dependence`, give what PyTorch gives. What
 pushes a tangent, and compiled code, is right. Write `torch.logical_not(x)`.
 
-**Else reverse mode is trusted as it is**, beyond the gradients in the table above. These are found
-in the graph before each pullback of gradtools; a pullback of PyTorch's own (`backward()` of a loss,
-`torch.autograd.grad`) gives PyTorch's number, and so does one into a function that `torch.compile`
-compiled before gradtools differentiates it.
+**PyTorch's own operators.** Beyond the table reverse mode is trusted as it is. A pullback of
+PyTorch's own (`backward()` of a loss, `torch.autograd.grad`) gives PyTorch's number, and so do
+`torch.func.grad` and `torch.func.vmap` that f calls itself, in eager code: use `gt.grad`, `gt.vmap`
+and `gt.per_example_grad` there. So does a function that `torch.compile` compiled before gradtools
+differentiates it.
 
 ## JAX: refused
 
@@ -250,12 +285,12 @@ frameworks was found by holding one against the other; the program has its name 
 def page() -> str:
     """The page's text."""
     text = _HEAD.replace("{version}", torch.__version__.partition("+")[0])
-    for row in map(row_of, SHOWN):
-        bug = row.bug
-        issue = bug.issue or "no report was found"
-        example = _cell(bug.example.replace("torch.nn.functional.", "F."))
+    for found in (row_of(*shown) for shown in SHOWN):
+        row, wrong = found.row, found.wrong
+        issue = row.issue or "no report was found"
+        example = _cell(row.examples[wrong].replace("torch.nn.functional.", "F."))
         text += (
-            f"| `{bug.operation}` | `{example}` | {bug.wrong} | {row.plain} | {row.ours} "
+            f"| `{row.operation}` | `{example}` | {wrong} | {found.plain} | {found.ours} "
             f"| {issue} |\n"
         )
     text += _CUSTOM

@@ -279,7 +279,7 @@ def test_a_second_derivative_out_of_sight_is_refused_in_words():
 @pytest.mark.parametrize("name", ["FlashAttention", "EfficientAttention", "CudnnAttention"])
 def test_kernels_of_cuda_take_the_same_way(name):
     """Of a node with their names for what it saved, on the CPU."""
-    from gradtools.torch.upstream_bugs.fused_attention import differentiable
+    from gradtools.torch.plain_programs.backward_nodes import NODES
 
     class Node:
         _saved_query, _saved_key, _saved_value = X
@@ -291,7 +291,8 @@ def test_kernels_of_cuda_take_the_same_way(name):
     y, pull = gt.vjp(lambda *xs: by_hand(*xs, attn_mask=mask), *X)
     xs = [x.clone().requires_grad_() for x in X]
     Node._saved_query, Node._saved_key, Node._saved_value = xs
-    found = dot(differentiable(Node, pull(y), y), T)
+    hook = NODES[f"ScaledDotProduct{name}Backward0"].hook(Node, again=True)
+    found = dot(hook(pull(y), [y]), T)
     expected = gt.grad(
         lambda *xs: dot(gt.vjp(lambda *xs: by_hand(*xs, attn_mask=mask), *xs)[1](y), T), (0, 1, 2)
     )(*X)

@@ -985,12 +985,14 @@ def test_double_and_third_backward_through_dropout_and_batch_norm(retain, order,
 
 
 @pytest.mark.parametrize("retain", [0, 1])
-def test_a_third_derivative_of_batch_norm_is_refused(retain):
+def test_a_third_derivative_of_batch_norm_is_right(retain):
     """PyTorch's own lacks a term, torch#186256."""
-    model, x = stateful(), X.clone().requires_grad_()
-    chunked = gt.chunked(model, CHUNK, retain=retain)
-    with pytest.raises(GradtoolsError, match="a third derivative is taken of batch_norm"):
-        first_to_third(chunked, model, x, 3)
+    found = []
+    for norm in (nn.BatchNorm1d, PlainBatchNorm):
+        torch.manual_seed(1)
+        model, x = stateful(norm), X.clone().requires_grad_()
+        found.append(first_to_third(gt.chunked(model, CHUNK, retain=retain), model, x, 3))
+    assert all_same(*found, 1e-11)
 
 
 def test_gradgradcheck():

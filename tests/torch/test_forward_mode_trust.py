@@ -78,7 +78,7 @@ def test_a_custom_operator_with_a_backward_alone_has_every_mode(way):
 
 
 def test_plain_pytorch_still_drops_a_custom_operators_tangent():
-    """When this fails, upstream has mended it: `_is_custom` in upstream_bugs.py may go."""
+    """When this fails, upstream has mended it: `_is_custom` in pushing.py may go."""
     with torch.autograd.forward_ad.dual_level():
         y = cube(torch.autograd.forward_ad.make_dual(X, T))
         assert torch.autograd.forward_ad.unpack_dual(y).tangent is None
@@ -221,7 +221,7 @@ def test_what_no_mode_sees_is_refused_along_its_input_alone():
         return torch.linalg.slogdet(x)[1]
 
     A, t = torch.outer(X, T) + 2 * torch.eye(3, dtype=X.dtype), torch.outer(T, X)
-    with pytest.raises(GradtoolsError, match=r"^jvp: .*linalg\.slogdet \(torch#192540\)"):
+    with pytest.raises(GradtoolsError, match=r"^jvp: .*TorchScript that holds LinalgSlogdet"):
         gt.grad(lambda x: gt.jvp(scripted, (x,), (t,))[1])(A)
     W = A.clone().requires_grad_()
     pushed = gt.jvp(lambda x: torch.linalg.det(W) * (x**2).sum(), (X,), (T,))[1]
@@ -232,10 +232,10 @@ def test_what_no_mode_sees_is_refused_along_its_input_alone():
 def test_cdist_is_not_mapped_by_the_batching_rule_that_is_wrong():
     A = torch.outer(X, T)
     f = lambda x: torch.cdist(x, 1 - 2 * x)
-    with pytest.raises(GradtoolsError, match=r"cdist.*chunk_size=1"):
-        gt.jacobian(f)(A)
     rows = gt.jacobian(f, chunk_size=1)(A)
-    torch.testing.assert_close(rows, gt.jacobian(f, mode="forward")(A))
+    torch.testing.assert_close(gt.jacobian(f)(A), rows)
+    torch.testing.assert_close(torch.func.vmap(gt.jacobian(f))(A[None])[0], rows)
+    torch.testing.assert_close(gt.jacobian(f, mode="forward")(A), rows)
 
 
 def test_frozen_takes_complex_linear_algebra_rightly():

@@ -687,16 +687,6 @@ def test_a_frozen_pullback_that_loses_its_cotangents_is_refused_at_each_use(case
                 raise AssertionError(gt.grad(slope)(x))
 
 
-def test_what_pytorch_computes_wrongly_where_vmap_maps_the_cotangent_alone_is_refused():
-    from gradtools.torch.upstream_bugs.lost_terms import refuse_in_batches
-
-    y, cts = torch.ones(2), torch.ones(3, 2)
-    refuse = lambda *pair: refuse_in_batches("vjp", pair[:1], pair[1:], "cdist") or pair[1]
-    torch.vmap(refuse)(cts, cts)
-    with pytest.raises(GradtoolsError, match="vmap maps the cotangent alone"):
-        torch.vmap(lambda ct: refuse(y, ct))(cts)
-
-
 class _Step(torch.autograd.Function):
     """A function whose backward says None: it is constant between its steps."""
 

@@ -22,8 +22,9 @@ import torch
 from torch.overrides import TorchFunctionMode, redispatch_function
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.forward_mode.pushing import pushed_rightly
 from gradtools.torch.hooks import PassedBy
-from gradtools.torch.upstream_bugs.derivatives import is_wrong_at, pushed_rightly
+from gradtools.torch.plain_programs.rows import is_wrong_at
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]

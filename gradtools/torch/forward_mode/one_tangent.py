@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.forward_mode.no_grad import Stops, graphs
+from gradtools.torch.forward_mode.pushing import pushed_by_pytorch
 from gradtools.torch.forward_mode.symbolic_zeros import NoProductsOfZero
-from gradtools.torch.upstream_bugs.derivatives import pushed_by_pytorch
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]

@@ -26,6 +26,7 @@ from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING
+from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.replaying.again import as_it_began, check_storages, going_back, without_hooks
 from gradtools.torch.replaying.guards import here, marked, steps
 from gradtools.torch.replaying.slicing import (
@@ -40,8 +41,6 @@ from gradtools.torch.replaying.slicing import (
 )
 from gradtools.torch.replaying.summing import Joint, Sums, adding_leaves, join, joint_of
 from gradtools.torch.rules.installing import BatchedRule, apply_rule, reverse_only_at
-from gradtools.torch.upstream_bugs.gradients import rightly, wrong_nodes
-from gradtools.torch.upstream_bugs.lost_terms import guarded_gradients
 
 left_to_python(__name__)
 _requires_grad = attrgetter("requires_grad")
@@ -382,10 +381,8 @@ def pulled_back(
         return [None] * len(inputs)
     ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
     wrong = [] if is_right else wrong_nodes(ys)
-    with rightly(wrong) if wrong else NOTHING:
+    with corrected(wrong, create):
         grads: Any = pulled(ys, xs, [ct for _, ct in pairs], keep, create)
-    if create:
-        grads = guarded_gradients("chunked or frozen", ys, grads)
     return list(grads) if all(caller) else spread(grads, caller)
 
 

@@ -23,6 +23,7 @@ from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
+from gradtools.torch.plain_programs.backward_nodes import WRONG
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.again import check_end
 from gradtools.torch.replaying.consistency import OWN_HOOKS, Verification, kinds_of, refuse_others
@@ -54,7 +55,6 @@ from gradtools.torch.replaying.slicing import (
 )
 from gradtools.torch.rules.installing import reverse_only_at
 from gradtools.torch.state import Snapshot, changed_contents
-from gradtools.torch.upstream_bugs.gradients import WRONG
 
 left_to_python(__name__)
 _PLAIN: set[type] = set()  # PyTorch's own nodes, whose gradients are right

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -28,12 +27,12 @@ from gradtools.rules import Linearized
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, is_wrapped, like
 from gradtools.torch.patches import WATCHING
+from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import installing
 from gradtools.torch.rules.checking import Question, hold_linear
 from gradtools.torch.rules.installing import is_alias_of
 from gradtools.torch.rules.transposing import EAGER, HERE, Transposing, unpacked
-from gradtools.torch.upstream_bugs.gradients import rightly, wrong_nodes
 
 Tensor = torch.Tensor
 _is_tracked = attrgetter("requires_grad")
@@ -664,8 +663,7 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
     dy = None
     if pairs:
         ends, seeds = zip(*pairs, strict=True)
-        wrong = wrong_nodes(ends)
-        with rightly(wrong) if wrong else nullcontext():
+        with corrected(wrong_nodes(ends), again=False):
             (dy,) = upstream.run_engine(
                 ends, seeds, False, False, (ct,), allow_unreachable=True, accumulate_grad=False
             )

@@ -57,10 +57,10 @@ from gradtools.torch.functorch_wrappers import (
 )
 from gradtools.torch.operation_marks import RULE
 from gradtools.torch.patches import are_watched
+from gradtools.torch.plain_programs.backward_nodes import corrected_vjp
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.checking import Question, hold_linear, hold_zero
 from gradtools.torch.rules.transposing import in_eager, in_own_transpose, transposed
-from gradtools.torch.upstream_bugs.gradients import right_vjp
 
 Tensor = torch.Tensor
 
@@ -714,7 +714,7 @@ def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
         return tuple([e for e, w in zip(result.extras, wanted, strict=True) if w])
 
     with restored(point.randomness):
-        _, pullback = right_vjp(run, *moving)
+        _, pullback = corrected_vjp(run, *moving)
     return pullback, mask
 
 

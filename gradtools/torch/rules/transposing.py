@@ -26,7 +26,11 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import surveyed
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped
-from gradtools.torch.upstream_bugs.gradients import right_vjp, rightly, wrong_nodes
+from gradtools.torch.plain_programs.backward_nodes import (
+    corrected,
+    corrected_vjp,
+    wrong_nodes,
+)
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -68,7 +72,7 @@ def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -
         if not kept:
             return [None] * len(vs)
         ends, given = zip(*kept, strict=True)
-        with rightly(wrong_nodes(ends)):
+        with corrected(wrong_nodes(ends), again=False):
             return list(torch.autograd.grad(ends, vs, given, allow_unused=True))
 
 
@@ -90,7 +94,7 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
         return tuple(out[i] for i in came_out) or (torch.zeros(()),)
 
     with Transposing(rule) as own:
-        outs, pullback = right_vjp(dense, *examples)
+        outs, pullback = corrected_vjp(dense, *examples)
         given = [values[i] for i in came_out] or [None]
         pairs = zip(outs, given, strict=True)
         filled = [torch.zeros_like(o) if v is None else v for o, v in pairs]
@@ -110,7 +114,7 @@ def vjp_of_inexact(
         pairs = list(zip(ys, carried, strict=True))
         return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
 
-    result, pullback, others = right_vjp(run, *xs, has_aux=True)
+    result, pullback, others = corrected_vjp(run, *xs, has_aux=True)
     left = iter(others)
     return [next(left) if y is None else y for y in spread(result, carried)], carried, pullback
 

@@ -1,0 +1,1 @@
+"""Plain programs for what PyTorch differentiates wrongly, or not at all."""

@@ -1,0 +1,381 @@
+"""Plain programs in reverse mode: gradients at the nodes of autograd's graph.
+
+In eager code reverse mode needs no mode that watches the function: which operations ran is known
+from the graph. Before a pullback the nodes of the table's operations are looked up in it, and while
+it runs a hook at each returns what the node should have returned:
+
+- where the gradient itself is wrong, the vjp of the plain program;
+- where its derivative is wrong or missing, and the pullback keeps a graph, the kernel's own numbers
+  with the derivative of the plain program's vjp (`known_values.py`). A pullback that keeps no graph
+  runs the kernel alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import is_compiling, nodes_of
+from gradtools.torch.functorch_wrappers import is_mapped
+from gradtools.torch.plain_programs import programs
+
+Tensor = torch.Tensor
+Values = Sequence[Any]
+Call = tuple[Callable[..., Any], list[Any]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BackwardNode:
+    """What is done at the nodes of one operation.
+
+    Attributes:
+        call: Of a node, the plain program and its arguments, one for each edge of the node.
+        wrong: Whether the gradient itself is wrong at a node; otherwise only its derivatives are.
+        when: Whether anything is wrong at a node.
+        mapped: Whether the gradient is wrong where vmap maps the cotangent alone.
+        result: Of the node, what it returned and its cotangents: what it should have returned,
+            where no program is as simple.
+    """
+
+    call: Callable[[Any], Call] | None = None
+    wrong: Callable[[Any], bool] = lambda node: False
+    when: Callable[[Any], bool] = lambda node: True
+    mapped: bool = False
+    result: Callable[[Any, Values, Values], Any] | None = None
+
+    def hook(self, node: Any, again: bool) -> Callable[[Values, Values], Any] | None:
+        """What is hooked to a node; None where nothing is wrong with the numbers alone."""
+        wrong = self.wrong(node)
+        if wrong or again or self.mapped:
+            return partial(self._corrected, node, wrong)
+        return None
+
+    def _corrected(self, node: Any, wrong: bool, given: Values, cts: Values) -> Any:
+        cts = [cts] if isinstance(cts, Tensor) else cts
+        if all(ct is None for ct in cts):
+            return None
+        wrong = wrong or (self.mapped and any(ct is not None and is_mapped(ct) for ct in cts))
+        if not (wrong or torch.is_grad_enabled()):
+            return None
+        if self.result is not None:
+            return self.result(node, given, cts)
+        assert self.call is not None
+        program, xs = self.call(node)
+        places = [i for i, g in enumerate(given) if g is not None and i < len(xs)]
+        pulled = partial(_pulled, program, places, [x is not None for x in xs])
+        if wrong:
+            result = pulled(*_present(cts), *_present(xs), cts=cts)
+        else:
+            from gradtools.torch.plain_programs.known_values import (  # rules, which import this
+                with_derivative,
+            )
+
+            values = [given[i] for i in places]
+            pulled = partial(pulled, cts=[None if ct is None else ... for ct in cts])
+            name = type(node).__name__.removesuffix("Backward0")
+            result = with_derivative(name, pulled, [*_present(cts), *_present(xs)], values)
+        left = iter(result)
+        return tuple([next(left) if i in places else g for i, g in enumerate(given)])
+
+
+def _present(xs: Values) -> list[Any]:
+    return [x for x in xs if x is not None]
+
+
+def _pulled(
+    program: Callable[..., Any], places: list[int], there: list[bool], *tensors: Any, cts: Values
+) -> list[Any]:
+    """The program's vjp to the arguments at these places.
+
+    tensors: The cotangents that are there, and the arguments that are.
+    cts: One for each output; only which of them are there matters.
+    """
+    left = iter(tensors)
+    full = [None if ct is None else next(left) for ct in cts]
+    xs = [next(left) if t else None for t in there]
+
+    def run(*moving: Tensor) -> Any:
+        again = list(xs)
+        for i, x in zip(places, moving, strict=True):
+            again[i] = x
+        outs = program(*again)
+        outs = [outs] if isinstance(outs, Tensor) else outs
+        pairs = zip(outs, full, strict=False)
+        return tuple([y for y, ct in pairs if ct is not None and y is not None])
+
+    outs, pull = torch.func.vjp(run, *[xs[i] for i in places])
+    seeds = [ct.to(y.dtype) for ct, y in zip(_present(full), outs, strict=True)]
+    return [g.view_as(g) for g in pull(tuple(seeds))]
+
+
+# --- the programs at nodes -----------------------------------------------------------------------
+
+
+def _saved(node: Any, *names: str) -> list[Any]:
+    return [upstream.saved(node, name) for name in names]
+
+
+def _signed(number: int) -> int:
+    """A number that the node shows without its sign."""
+    return number - (number >= 2**63) * 2**64
+
+
+def _unary(name: str, program: Callable[[Tensor], Tensor]) -> Callable[[Any], Call]:
+    return lambda node: (program, _saved(node, name))
+
+
+def _layer_norm(node: Any) -> Call:
+    x, shape, weight, bias = _saved(node, "input", "normalized_shape", "weight", "bias")
+    eps = _eps_of(x, tuple(range(-len(shape), 0)), upstream.saved(node, "result2"))
+    return lambda x, w, b: programs.layer_norm(x, shape, w, b, eps), [x, weight, bias]
+
+
+def _eps_of(x: Tensor, dims: Any, rstd: Tensor) -> Tensor:
+    """The eps of a normalisation, by the deviation that it saved."""
+    variance = programs.value_of(x).var(dims, unbiased=False, keepdim=True)
+    return rstd.detach().reshape(variance.shape) ** -2 - variance
+
+
+def _batch_norm(node: Any) -> Call:
+    x, weight, mean, var, trains, eps = _saved(
+        node, "input", "weight", "running_mean", "running_var", "training", "eps"
+    )
+    bias = None if weight is None else torch.zeros_like(weight)
+    if trains:
+        run = lambda x, w, b: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
+    else:
+        run = lambda x, w, b: programs.batch_norm_by_statistics(x, w, b, mean, var, eps)
+    return run, [x, weight, bias]
+
+
+def _norm_pullback(program: Callable[..., Any], x: Tensor, weight: Any) -> Callable[..., Any]:
+    """The pullback of a normalisation, as a program of cotangent, input and weight."""
+
+    def run(ct: Tensor, x: Tensor, weight: Any = None, *others: Any) -> tuple[Tensor, ...]:
+        xs = [x] if weight is None else [x, weight]
+        bias = [] if weight is None else [torch.zeros_like(weight)]
+        _, pull = torch.func.vjp(program, *xs, *bias)
+        return tuple(pull(ct))
+
+    return run
+
+
+def _layer_norm_pullback(node: Any) -> Call:
+    ct, x, shape, rstd, weight = _saved(
+        node, "grad_out", "input", "normalized_shape", "rstd", "weight"
+    )
+    eps = _eps_of(x, tuple(range(-len(shape), 0)), rstd)
+    norm = lambda x, w=None, b=None: programs.layer_norm(x, shape, w, b, eps)
+    run = _norm_pullback(norm, x, weight)
+    return lambda ct, x, mean, rstd, weight, bias=None: run(ct, x, weight), [
+        *(ct, x, None, None),
+        *(weight, None),
+    ]
+
+
+def _batch_norm_pullback(node: Any) -> Call:
+    ct, x, weight, eps = _saved(node, "grad_out", "input", "weight", "eps")
+    norm = lambda x, w=None, b=None: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
+    return _norm_pullback(norm, x, weight), [ct, x, weight]
+
+
+def _cudnn_batch_norm_pullback(node: Any) -> Call:
+    x, ct, weight, eps = _saved(node, "input", "grad_output", "weight", "epsilon")
+    norm = lambda x, w=None, b=None: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
+    run = _norm_pullback(norm, x, weight)
+    return lambda x, ct, weight: run(ct, x, weight), [x, ct, weight]
+
+
+def _weight_norm(node: Any) -> Call:
+    v, g, dim = _saved(node, "v", "g", "dim")
+    return lambda v, g: programs.weight_norm(v, g, dim), [v, g]
+
+
+def _logcumsumexp(node: Any) -> Call:
+    x, dim = _saved(node, "self", "dim")
+    return lambda x: programs.logcumsumexp(x, _signed(dim)), [x]
+
+
+def _cdist(node: Any) -> Call:
+    p = upstream.saved(node, "p")
+    return lambda a, b: programs.cdist(a, b, p), _saved(node, "x1", "x2")
+
+
+def _pdist(node: Any) -> Call:
+    p = upstream.saved(node, "p")
+    return lambda x: programs.pdist(x, p), _saved(node, "self")
+
+
+def _attention(node: Any) -> Call:
+    mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
+    causal, scale = _saved(node, "is_causal", "scale")
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = mask) -> Tensor:
+        grouped = q.shape[-3] != k.shape[-3]
+        kind = q.dtype
+        if kind in (torch.bfloat16, torch.float16):  # as the kernels do, and rounded at the end
+            q, k, v = (x.float() for x in (q, k, v))
+        return programs.attention(q, k, v, mask, 0.0, causal, scale, grouped).to(kind)
+
+    return run, [*_saved(node, "query", "key", "value"), mask]
+
+
+def _ldexp(node: Any, given: Values, cts: Values) -> Any:
+    x, *others = given
+    if x is None:
+        return None
+    scale = torch.ldexp(torch.ones_like(cts[0]), upstream.saved(node, "other"))
+    return ((cts[0] * scale).sum_to_size(x.shape).to(x.dtype), *others)
+
+
+def _as_strided_scatter(node: Any, given: Values, cts: Values) -> Any:
+    size, stride, offset = _saved(node, "size", "stride", "storage_offset")
+    flat, kept = cts[0].flatten(), torch.arange(cts[0].numel(), device=cts[0].device)
+    places = kept.as_strided(size, stride, offset or 0)
+    result = flat.index_fill(0, places.flatten(), 0).reshape(cts[0].shape), flat[places]
+    return tuple([None if g is None else r for g, r in zip(given, result, strict=True)])
+
+
+def _sparse(node: Any, given: Values, cts: Values) -> Any:
+    """The cotangent's entries at the indices, which PyTorch looks up without a graph."""
+    at, ct = upstream.indices_of(upstream.saved(node, "result").detach()), cts[0]
+    places = [k for k, g in enumerate(given) if g is not None]
+    result = ct[tuple(at)] if ct.layout is torch.strided else _looked_up(ct, at)
+    return tuple([result if k in places else g for k, g in enumerate(given)])
+
+
+def _looked_up(x: Tensor, at: Tensor) -> Tensor:
+    """The entries of a sparse tensor at these indices, by bisection among its own."""
+    x = x.coalesce()
+    sizes = torch.tensor(x.shape[: at.shape[0]], device=at.device)
+    steps = torch.cat((sizes.flip(0).cumprod(0).flip(0)[1:], sizes.new_ones(1)))[:, None]
+    own, wanted = ((indices * steps).sum(0) for indices in (x.indices(), at))
+    entries = x.values()
+    if not len(own):
+        return entries.new_zeros((len(wanted), *entries.shape[1:]))
+    k = torch.searchsorted(own, wanted).clamp(max=len(own) - 1)
+    there = (own[k] == wanted).reshape(-1, *[1] * (entries.dim() - 1))
+    return entries[k].masked_fill(~there, 0.0)
+
+
+# --- the table by nodes --------------------------------------------------------------------------
+
+
+def _by_integers(node: Any) -> bool:
+    other = upstream.saved(node, "other")  # None where nothing needs it
+    return other is not None and not (other.is_floating_point() or other.is_complex())
+
+
+def _has_strided_statistics(node: Any) -> bool:
+    statistics = _saved(node, "weight", "running_mean", "running_var")
+    return not all(x is None or x.is_contiguous() for x in statistics)
+
+
+def _has_bias_alone(node: Any) -> bool:
+    return upstream.saved(node, "weight") is None and upstream.saved(node, "bias") is not None
+
+
+def _is_singular(node: Any) -> bool:
+    """Whether a pivot is next to zero: without a graph PyTorch's gradient is then zero."""
+    pivots = upstream.saved(node, "LU").diagonal(dim1=-2, dim2=-1).abs()
+    if not pivots.numel():
+        return False
+    eps = torch.finfo(pivots.dtype).eps
+    return bool((pivots.amin(-1) <= 100 * eps * pivots.amax(-1)).any())
+
+
+def _trains(node: Any) -> bool:
+    return bool(upstream.saved(node, "train", upstream.saved(node, "training", True)))
+
+
+_ALWAYS = lambda node: True
+_KERNELS = ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
+NODES = {
+    "LdexpBackward0": BackwardNode(result=_ldexp, wrong=_ALWAYS, when=_by_integers),
+    "AsStridedScatterBackward0": BackwardNode(result=_as_strided_scatter, wrong=_ALWAYS),
+    "SiluBackward0": BackwardNode(
+        _unary("self", programs.silu),
+        wrong=_ALWAYS,
+        when=lambda node: upstream.saved(node, "self").is_complex(),
+    ),
+    "LogcumsumexpBackward0": BackwardNode(_logcumsumexp),
+    "SparseCooTensorWithDimsAndTensorsBackward0": BackwardNode(result=_sparse),
+    "NativeLayerNormBackward0": BackwardNode(_layer_norm, when=_has_bias_alone),
+    "NativeLayerNormBackwardBackward0": BackwardNode(_layer_norm_pullback),
+    "NativeBatchNormBackward0": BackwardNode(
+        _batch_norm, wrong=_ALWAYS, when=_has_strided_statistics
+    ),
+    "NativeBatchNormBackwardBackward0": BackwardNode(_batch_norm_pullback, when=_trains),
+    "CudnnBatchNormBackwardBackward0": BackwardNode(_cudnn_batch_norm_pullback, when=_trains),
+    "WeightNormInterfaceBackward0": BackwardNode(_weight_norm),
+    "CdistBackward0": BackwardNode(_cdist, mapped=True),
+    "PdistBackward0": BackwardNode(_pdist),
+    "HardsigmoidBackward0": BackwardNode(_unary("self", programs.hardsigmoid)),
+    "SincBackward0": BackwardNode(_unary("self", programs.sinc)),
+    "LinalgDetBackward0": BackwardNode(_unary("A", programs.det), wrong=_is_singular),
+    **{
+        f"ScaledDotProduct{kernel}Backward0": BackwardNode(
+            _attention,
+            when=lambda node: not upstream.saved(node, "dropout_p"),  # no program draws it again
+        )
+        for kernel in _KERNELS
+    },
+}
+WRONG = frozenset(NODES)
+"""The types of the nodes."""
+
+
+def is_wrong(node: Any) -> bool:
+    row = NODES.get(type(node).__name__)
+    return row is not None and row.when(node)
+
+
+def wrong_nodes(outs: Sequence[Any]) -> list[Any]:
+    """The nodes in the graph of outs at which PyTorch's derivatives are wrong."""
+    nodes = nodes_of([y for y in outs if y.requires_grad])
+    return [node for node in nodes if is_wrong(node)]
+
+
+def corrected(nodes: Sequence[Any], again: bool = True) -> AbstractContextManager[None]:
+    """Inside, a pullback runs, and these nodes return what they should.
+
+    again: Whether what they return may be differentiated.
+    """
+    return _corrected(nodes, again) if nodes else nullcontext()
+
+
+@contextmanager
+def _corrected(nodes: Sequence[Any], again: bool) -> Iterator[None]:
+    pairs = [(node, NODES[type(node).__name__].hook(node, again)) for node in nodes]
+    handles = [node.register_hook(hook) for node, hook in pairs if hook is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def corrected_vjp(fun: Callable[..., Any], *xs: Tensor, has_aux: bool = False) -> Any:
+    """`torch.func.vjp` of a function that returns a sequence of tensors, with right gradients."""
+    if is_compiling():
+        return torch.func.vjp(fun, *xs, has_aux=has_aux)  # type: ignore[misc]
+    wrong: list[Any] = []
+
+    def noted(*xs: Tensor) -> Any:
+        result = fun(*xs)
+        wrong[:] = wrong_nodes(result[0] if has_aux else result)
+        return result
+
+    outs, pull, *aux = torch.func.vjp(noted, *xs, has_aux=has_aux)  # type: ignore[misc]
+
+    def pullback(cts: Any) -> Any:
+        with corrected(wrong):
+            return pull(cts)
+
+    return outs, pullback, *aux

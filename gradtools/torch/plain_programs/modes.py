@@ -1,0 +1,157 @@
+"""Modes that call plain programs in place of PyTorch's operations.
+
+Inside of torch.func no graph is seen whose nodes could be corrected, and batching rules take for
+constants what the kernels return besides (means, deviations). So there an operation is called by
+its plain program if several levels differentiate it.
+"""
+
+from __future__ import annotations
+
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode, redispatch_function
+
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_mapped, levels_differentiating
+from gradtools.torch.plain_programs.rows import (
+    GRADIENT,
+    GRADIENT_AGAIN,
+    MAPPED,
+    THIRD,
+    UNDER_VMAP,
+    PlainProgram,
+    row_of,
+    traced_programs,
+)
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_REVERSE = (GRADIENT, GRADIENT_AGAIN, THIRD, MAPPED, UNDER_VMAP)
+
+
+class PlainPrograms(TorchFunctionMode):
+    """Around a function that torch.func pulls back, with a level of its own.
+
+    times: How many levels must differentiate an operation for its program to be called.
+    control_flow: Whether operators that take functions (cond, scan, map) run by plain code as well:
+        PyTorch does not differentiate their backward pass.
+    """
+
+    def __init__(self, times: int = 2, control_flow: bool = False) -> None:
+        super().__init__()
+        self._times = times
+        self._control_flow = control_flow
+        self._inside: Any = None  # a builtin may have the name of the function that calls it
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        row = _ROWS.get(fun, _UNKNOWN)
+        if row is _UNKNOWN:
+            row = _ROWS[fun] = _row_in_reverse(fun)
+        if row is not None and "out" not in kwargs and row.applies(args, kwargs):
+            leaves = upstream.tree_leaves((args, kwargs))
+            mapped = UNDER_VMAP in row.wrong and any(map(_is_mapped, leaves))
+            times = 1 if GRADIENT in row.wrong else self._times
+            if mapped or len(levels_differentiating(leaves)) >= times:
+                return row.program(*args, **kwargs)
+        if type(fun) is FunctionType and fun is not self._inside and row is None:
+            return self._within(fun, types, args, kwargs)
+        if self._control_flow and not isinstance(fun, _ORDINARY):
+            fun = _of_plain_code(fun)
+        return fun(*args, **kwargs) if kwargs else fun(*args)
+
+    def _within(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A function of PyTorch's in Python, whose operations are seen."""
+        before, self._inside = self._inside, fun
+        try:
+            with self:
+                return redispatch_function(fun, types, args, kwargs)
+        finally:
+            self._inside = before
+
+
+def _is_mapped(x: Any) -> bool:
+    return isinstance(x, Tensor) and is_mapped(x)
+
+
+def _row_in_reverse(fun: Any) -> PlainProgram | None:
+    row = row_of(fun)
+    usable = row is not None and row.program is not None and any(k in row.wrong for k in _REVERSE)
+    return row if usable else None
+
+
+def _of_plain_code(fun: Any) -> Any:
+    is_operator = isinstance(fun, upstream.HigherOrderOperator)
+    return (is_operator and plain_kernel(fun)) or fun
+
+
+def plain_kernel(fun: upstream.HigherOrderOperator) -> Any:
+    """What an operator that takes functions runs, by plain code."""
+    return fun.py_kernels.get(upstream.DispatchKey.CompositeExplicitAutograd)
+
+
+_UNKNOWN: Any = object()
+_ROWS: dict[Any, Any] = {}  # by function of PyTorch's
+
+
+# What is no operator of functions; `isinstance` with that class itself costs four times as much.
+_ORDINARY = (BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType)
+
+
+# --- in compiled code ----------------------------------------------------------------------------
+
+
+class PlainProgramsInTrace(TorchFunctionMode):
+    """While dynamo traces a function that is pulled back, which shows no graph.
+
+    The compiled graph is differentiated as a whole if what goes into it requires grad, the backward
+    passes in it too.
+
+    levels: How many of `torch.func`'s levels are this derivative's own; what is beneath them may
+        require grad.
+    nested: Whether another derivative is being traced around this one.
+    """
+
+    def __init__(self, levels: int, nested: bool) -> None:
+        super().__init__()
+        self.levels, self.nested = levels, nested
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if fun in _TRACED:
+            return traced(_TRACED[fun], fun, args, kwargs)
+        attends = getattr(fun, "__name__", "") in _ATTENDING
+        if not (attends or fun in _TRACED_AGAIN) or not self._is_differentiated_again(args, kwargs):
+            return fun(*args, **kwargs)
+        if attends:
+            with sdpa_kernel(SDPBackend.MATH):
+                return fun(*args, **kwargs)
+        return traced(_TRACED_AGAIN[fun], fun, args, kwargs)
+
+    def _is_differentiated_again(self, args: Any, kwargs: Any) -> bool:
+        """Whether an operand, without this derivative's levels, requires grad."""
+        if self.nested:
+            return True
+        for x in upstream.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                for level in range(self.levels, 0, -1):
+                    x = upstream.unwrap_for_grad(x, level)
+                if x.requires_grad:
+                    return True
+        return False
+
+
+def traced(row: PlainProgram, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The program of a row, where it applies."""
+    if row.program is None or "out" in kwargs or not row.applies(args, kwargs):
+        return fun(*args, **kwargs)
+    return row.program(*args, **kwargs)
+
+
+_ATTENDING = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_TRACED = traced_programs((GRADIENT,))
+_TRACED_AGAIN = traced_programs((GRADIENT_AGAIN, THIRD, MAPPED))

@@ -1,1 +1,0 @@
-"""What PyTorch differentiates wrongly, with the right derivative or a refusal in its place."""

@@ -1,0 +1,265 @@
+"""Operations that plain programs differentiate: to third order, by all mixes of modes and of vmap.
+
+Each program is a scalar function of parameters; each derivative of it, again a scalar function of
+them, is differentiated once more. The oracle is a central difference of what is differentiated.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gradtools.torch as gt
+
+D = torch.float64
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(3, 4, 5, dtype=D, generator=GENERATOR)
+P = {
+    "W": torch.randn(5, 6, dtype=D, generator=GENERATOR) / 2,
+    "w": torch.rand(6, dtype=D, generator=GENERATOR) + 0.5,
+    "b": torch.randn(6, dtype=D, generator=GENERATOR),
+}
+T = {k: torch.randn(v.shape, dtype=D, generator=GENERATOR) for k, v in P.items()}
+
+
+def _normalised(norm):
+    return lambda p, x: norm(torch.tanh(x @ p["W"]), p["w"], p["b"]).tanh().square().sum()
+
+
+def _attention(p, x):
+    q = (x @ p["W"])[None, None]
+    return F.scaled_dot_product_attention(q * p["w"], q * p["b"], q).tanh().square().sum()
+
+
+def _recurrent(kind, gates):
+    def f(p, x):
+        zeros = torch.zeros(1, 1, 6, dtype=D)
+        state = (zeros, zeros) if kind is torch.lstm else zeros
+        w = torch.cat([p["W"].T * (1 - k / 5) for k in range(gates)])
+        u = torch.outer(p["w"], p["b"]).repeat(gates, 1) / 10
+        result = kind(x[:, None], state, [w, u], False, 1, 0.0, False, False, False)
+        return result[0].square().sum()
+
+    return f
+
+
+def _cell(p, x):
+    w, u = (torch.cat([a] * 3) for a in (p["W"].T, torch.outer(p["w"], p["b"])))
+    return torch.gru_cell(x, torch.tanh(x @ p["W"]), w, u).square().sum()
+
+
+PROGRAMS = {
+    "layer_norm": _normalised(lambda x, w, b: F.layer_norm(x, (6,), w, b)),
+    "layer_norm with a bias alone": _normalised(lambda x, w, b: w * F.layer_norm(x, (6,), bias=b)),
+    "batch_norm": _normalised(lambda x, w, b: F.batch_norm(x, None, None, w, b, True)),
+    "instance_norm": _normalised(lambda x, w, b: F.instance_norm(x.T[None], weight=w, bias=b)),
+    "group_norm": _normalised(lambda x, w, b: F.group_norm(x, 2, w, b)),
+    "hardsigmoid": lambda p, x: F.hardsigmoid(x @ p["W"] * p["w"] + p["b"]).pow(3).sum(),
+    "cdist": lambda p, x: torch.cdist(x @ p["W"], (p["w"] * p["b"])[None]).pow(3).sum(),
+    "pdist": lambda p, x: F.pdist(x @ p["W"] * p["w"] * p["b"]).pow(3).sum(),
+    "sinc": lambda p, x: torch.sinc((x @ p["W"]) * p["w"] - p["b"]).pow(2).sum(),
+    "attention": _attention,
+    "gru": _recurrent(torch.gru, 3),
+    "lstm": _recurrent(torch.lstm, 4),
+    "gru_cell": _cell,
+}
+
+
+def _size(tree):
+    return sum(v.square().sum() for v in tree.values())
+
+
+def _along(tree):
+    return sum((tree[k] * T[k]).sum() for k in tree)
+
+
+DERIVATIVES = {
+    "grad": lambda f: lambda p: _size(gt.grad(f)(p, X[0])),
+    "grad of grad": lambda f: lambda p: _size(gt.grad(lambda p: _size(gt.grad(f)(p, X[0])))(p)),
+    "per_example_grad": lambda f: lambda p: _size(gt.per_example_grad(f)(p, X)),
+    "grad of per_example_grad": lambda f: (
+        lambda p: _size(gt.grad(lambda p: _size(gt.per_example_grad(f)(p, X)))(p))
+    ),
+    "vmap of hvp": lambda f: (
+        lambda p: gt.vmap(lambda x: _along(gt.hvp(lambda p: f(p, x), (p,), (T,))[1][0]))(X).sum()
+    ),
+    "forward over reverse": lambda f: (
+        lambda p: _size(gt.hvp(lambda p: f(p, X[0]), (p,), (T,), mode="forward_over_reverse")[1][0])
+    ),
+    "linearize": lambda f: lambda p: gt.linearize(lambda p: f(p, X[0]), p)[1](T) ** 2,
+    "jvp of per_example_grad": lambda f: (
+        lambda p: _size(gt.jvp(lambda p: gt.per_example_grad(f)(p, X), (p,), (T,))[1])
+    ),
+}
+
+
+def _by_backward(h):
+    leaves = {k: v.clone().requires_grad_() for k, v in P.items()}
+    h(leaves).backward()
+    return _along({k: v.grad for k, v in leaves.items()})
+
+
+OUTER = {
+    "grad": lambda h: _along(gt.grad(h)(P)),
+    "backward": _by_backward,
+    "torch.func.grad": lambda h: _along(torch.func.grad(h)(P)),
+    "jvp": lambda h: gt.jvp(h, (P,), (T,))[1],
+    "linearize": lambda h: gt.linearize(h, P)[1](T),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_mix_of_modes_is_right(program, derivative):
+    h = DERIVATIVES[derivative](PROGRAMS[program])
+    moved = lambda step: {k: P[k] + step * T[k] for k in P}
+    slope = lambda step: (h(moved(step)) - h(moved(-step))).detach() / (2 * step)
+    expected = (4 * slope(1e-4) - slope(2e-4)) / 3
+    for outer, way in OUTER.items():
+        found = way(h).detach()
+        torch.testing.assert_close(
+            found, expected, rtol=2e-6, atol=1e-6, msg=lambda text, outer=outer: f"{outer}: {text}"
+        )
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+def test_recurrent_modules_have_per_example_gradients(kind, bidirectional):
+    torch.manual_seed(0)
+    module = getattr(torch.nn, kind)(
+        5, 3, num_layers=2, bidirectional=bidirectional, batch_first=True, dtype=D
+    )
+    params = {k: v.detach() for k, v in module.named_parameters()}
+    loss = lambda p, x: torch.func.functional_call(module, p, (x[None],))[0].square().sum()
+    found = gt.per_example_grad(loss)(params, X)
+    for k, row in enumerate(X):
+        for name, g in gt.grad(loss)(params, row).items():
+            torch.testing.assert_close(found[name][k], g)
+
+
+def test_first_derivatives_run_the_fused_kernels():
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
+            seen.add(fun.overloadpacket._qualified_op_name)
+            return fun(*args, **(kwargs or {}))
+
+    captured = torch.ones(6, dtype=D, requires_grad=True)  # so that the gradient keeps a graph
+    for scale in (torch.ones(6, dtype=D), captured):
+        seen: set[str] = set()
+        f = lambda x, scale=scale: F.layer_norm(x, (6,), scale).tanh().sum()
+        with Names():
+            gt.grad(f)(X[0] @ P["W"])
+        assert {"aten::native_layer_norm", "aten::native_layer_norm_backward"} <= seen
+
+
+# --- special points ------------------------------------------------------------------------------
+
+MATRICES = {
+    "regular": torch.tensor([[2.0, 1.0, 0.0], [1.0, 3.0, 1.0], [0.5, 0.0, 1.0]], dtype=D),
+    "the identity": torch.eye(3, dtype=D),
+    "of rank 2": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [5.0, 7.0, 9.0]], dtype=D),
+    "of rank 2, with a zero pivot": torch.diag(torch.tensor([1.0, 2.0, 0.0], dtype=D)),
+    "of rank 1": torch.ones(3, 3, dtype=D),
+    "zero": torch.zeros(3, 3, dtype=D),
+}
+
+
+def _leibniz(a):
+    return sum(
+        a[..., 0, i] * (a[..., 1, j] * a[..., 2, k] - a[..., 1, k] * a[..., 2, j])
+        for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1))
+    )
+
+
+DET_WAYS = {
+    "grad": lambda f, a, t: (gt.grad(f)(a) * t).sum(),
+    "jvp": lambda f, a, t: gt.jvp(f, (a,), (t,))[1],
+    "hvp": lambda f, a, t: gt.hvp(f, (a,), (t,))[1][0],
+    "hvp, forward": lambda f, a, t: gt.hvp(f, (a,), (t,), mode="forward_over_reverse")[1][0],
+    "grad of jvp": lambda f, a, t: gt.grad(lambda a: gt.jvp(f, (a,), (t,))[1])(a),
+    "hessian": lambda f, a, t: gt.hessian(f)(a),
+    "third": lambda f, a, t: gt.grad(
+        lambda a: (gt.grad(lambda a: (gt.grad(f)(a) * t).sum())(a) * t).sum()
+    )(a),
+    "frozen": lambda f, a, t: gt.hvp(gt.frozen(f), (a,), (t,))[1][0],
+    "vmap of hvp": lambda f, a, t: gt.vmap(lambda a: gt.hvp(f, (a,), (t,))[1][0])(a[None]),
+    "under torch.func": lambda f, a, t: torch.func.grad(lambda a: gt.grad(f)(a).mul(t).sum())(a),
+}
+
+
+@pytest.mark.parametrize("way", DET_WAYS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_a_determinant_has_every_derivative(matrix, way):
+    a, t = MATRICES[matrix], torch.randn(3, 3, dtype=D, generator=torch.Generator().manual_seed(1))
+    found, expected = (DET_WAYS[way](f, a, t) for f in (torch.linalg.det, _leibniz))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_complex_and_stacked_determinants_have_second_derivatives():
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(4, 3, 3, dtype=torch.complex128, generator=generator)
+    a[1], a[2, 0] = 0, a[2, 1]
+    f = lambda det: lambda a: (det(a).abs() ** 2 + det(a).real).sum()
+    for way in (lambda f: gt.grad(f)(a), lambda f: gt.hvp(f, (a,), (a,))[1][0]):
+        torch.testing.assert_close(way(f(torch.linalg.det)), way(f(_leibniz)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+def test_sinc_has_every_derivative_at_and_next_to_zero(dtype):
+    x = torch.tensor([0.0, 1e-9, 1e-3, 0.3, 0.32, 1.0, -1.5], dtype=dtype)
+    even = lambda f: lambda x: (f(x) * x.new_ones(())).real.sum()
+    series = lambda x: sum(
+        (-1) ** n
+        * (torch.pi * x) ** (2 * n)
+        / torch.lgamma(torch.tensor(2.0 * n + 2, dtype=D)).exp()
+        for n in range(20)
+    ).to(x.dtype)
+    ones = torch.ones_like(x)
+    for way in (
+        lambda f: gt.grad(f)(x),
+        lambda f: gt.hvp(f, (x,), (ones,))[1][0],
+        lambda f: gt.hvp(f, (x,), (ones,), mode="forward_over_reverse")[1][0],
+    ):
+        found, expected = way(even(torch.sinc)), way(even(series))
+        rtol = 1e-3 if dtype is torch.float32 else 1e-7
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
+
+
+def test_as_strided_scatter_has_the_gradient_of_what_it_keeps():
+    base, source = torch.arange(6, dtype=D) + 1, torch.arange(3, dtype=D) - 7
+
+    def by_index(base, source):
+        return base.index_copy(0, torch.tensor([0, 2, 4]), source)
+
+    loss = lambda f: lambda base, source: (f(base, source) ** 3).sum()
+    scatter = lambda base, source: torch.as_strided_scatter(base, source, (3,), (2,))
+    for way in (
+        lambda f: gt.grad(f, argnums=(0, 1))(base, source),
+        lambda f: gt.hvp(f, (base, source), (base, source))[1],
+        lambda f: gt.jvp(f, (base, source), (base, source))[1],
+        lambda f: torch.func.grad(lambda b: gt.grad(f)(b, source).pow(2).sum())(base),
+    ):
+        torch.testing.assert_close(way(loss(scatter)), way(loss(by_index)))
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 1.5, 2.0, 3.0, float("inf")])
+def test_distances_of_equal_points_have_no_gradient(p):
+    """As in PyTorch, also where it is differentiated again."""
+    x = torch.tensor([[1.0, 2.0], [1.0, 2.0], [0.5, -1.0]], dtype=D)
+    f = lambda x: torch.cdist(x, x, p).sum()
+    (expected,) = torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)
+    torch.testing.assert_close(gt.grad(f)(x), expected)
+    torch.testing.assert_close(torch.func.vmap(gt.grad(f))(x[None])[0], expected)
+    assert gt.hessian(f)(x).isfinite().all()
+
+
+@pytest.mark.parametrize("outer", ["grad", "torch.func.grad"])
+def test_under_autocast_and_in_bfloat16_a_norm_has_second_derivatives(outer):
+    x, w = X[0].to(torch.bfloat16), torch.ones(5)
+    f = lambda x: F.layer_norm(x, (5,), w.to(x.dtype)).float().pow(3).sum()
+    grad = gt.grad if outer == "grad" else torch.func.grad
+    found = grad(lambda x: gt.grad(f)(x).float().square().sum())(x)
+    expected = grad(lambda x: gt.grad(f)(x).square().sum())(x.float())
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).norm() <= 0.1 * expected.norm()

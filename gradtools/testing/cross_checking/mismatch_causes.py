@@ -33,6 +33,7 @@ _COPY = (
     "nnx.update(jax_model, mapping.to_jax(...)), and cross_check(..., mapping=mapping)."
 )
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # how far off a kink is looked at
+_FLOAT32 = 1e-5  # the largest relative difference that rounding in float32 is held to make
 _SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next coarser dtype
 
 
@@ -90,7 +91,7 @@ class CauseSearch:
     def _pattern(self) -> Found:
         if self.c.quantity == "parameter":
             return self._parameter()
-        for question in (self._not_finite, self._numbers, self._precision):
+        for question in (self._not_finite, self._in_float32, self._numbers, self._precision):
             result = question()
             if result:
                 return result
@@ -258,6 +259,40 @@ class CauseSearch:
         )
 
     # --- precision
+
+    def _in_float32(self) -> Found | None:
+        """A difference of float32's size in a run in float64, of a side that moves in steps.
+
+        It comes before the patterns: numbers that nearly agree fit many of them. Once a side has
+        been seen to compute in float32, other differences of that size have the same cause.
+        """
+        if tolerances.real_name(self.c.dtype) != "float64":
+            return None
+        arrays = [widened(x) for x in (*self.answer.first, *self.answer.second) if x is not None]
+        scale = max((float(np.abs(x).max(initial=0.0)) for x in arrays), default=0.0)
+        difference = float(np.abs(widened(self.a) - widened(self.b)).max(initial=0.0))
+        if not 1e-10 * scale < difference < _FLOAT32 * scale:
+            return None
+        sides = self.scope.in_float32
+        if not sides:
+            size = max(float(np.abs(widened(x)).max(initial=0.0)) for x in (self.a, self.b))
+            if size < 1e-3 * scale:  # what cancels moves in steps on both sides
+                return None
+            sides = [name for k, name in enumerate(self.names) if self._is_stepped(k)]
+            if len(sides) != 1:  # both move in steps where a point is ill-conditioned
+                return None
+            self.scope.in_float32 = sides
+        flax = (
+            " flax's attention and jax.nn.dot_product_attention do so under x64, too."
+            if "jax" in sides
+            else ""
+        )
+        return (
+            f"float32 on the way in {sides[0]}",
+            f"The largest difference is {difference / scale:.1e} of the largest entry: float32's "
+            f"rounding in a run in float64, and no fault of the port.{flax} Compare in float32 "
+            'with dtype="float32", or compute in float64 there.',
+        )
 
     def _precision(self) -> Found | None:
         a, b = widened(self.a), widened(self.b)

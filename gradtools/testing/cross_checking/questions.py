@@ -7,6 +7,7 @@ disagreement, and can be asked again at points nearby, which is what `mismatch_c
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -296,8 +297,14 @@ class CrossCheck:
     # --- asking
 
     def _ask(self, probe: Quantity, k: int, leaves: Arrays) -> Found:
-        """One side's answer in JAX's layout."""
-        result = probe.ask(k, leaves)
+        """One side's answer in JAX's layout.
+
+        Where a program makes errors of warnings, a framework's own are none of the user's.
+        """
+        with warnings.catch_warnings():
+            for framework in ("torch", "jax"):
+                warnings.filterwarnings("ignore", category=DeprecationWarning, module=framework)
+            result = probe.ask(k, leaves)
         return self.carried(result) if k == 0 and probe.to_leaves else list(result)
 
     def asked_nearby(

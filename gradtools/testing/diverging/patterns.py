@@ -77,8 +77,8 @@ class ArrayPair:
         if ratio is None:
             return None
         named = name_factor(ratio, sizes)
-        if named is None and self.a.size < 2:
-            return None
+        if named is None and (self.a == self.a.reshape(-1)[0]).all():
+            return None  # of one number, or of one that is repeated, any other is a multiple
         text = _ratio_text(ratio)
         detail = f"{self.names[0]} is {text} times {self.names[1]}."
         if named and ("size" in named or "entries" in named):
@@ -112,6 +112,8 @@ class ArrayPair:
         if self.a.ndim < 2 or not (self.a.any() and self.b.all()):
             return None
         ratio = self.a / self.b
+        if equal(ratio, np.ones_like(ratio), 1e-3):  # a factor of 1 each
+            return None
         for axis in range(self.a.ndim):
             rest = tuple(n for n in range(self.a.ndim) if n != axis)
             means = ratio.mean(axis=rest, keepdims=True)

@@ -28,6 +28,7 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
+from gradtools.torch.rerunning import put_back
 from gradtools.torch.rules.checking import value_of
 
 Tensor = torch.Tensor
@@ -162,8 +163,6 @@ class RecomputedDerivative:
     @contextmanager
     def _from_the_start(self) -> Iterator[None]:
         """Inside, f may be evaluated as the first time; its effects are undone."""
-        from gradtools.seeing.torch.recording.observation import put_back
-
         with put_back(self._again, self._first._parameters), torch.inference_mode(False):
             if self._first._start is None:
                 yield

@@ -34,7 +34,7 @@ def rerun(run: Run, leaves: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
+def put_back(run: Callable[..., Any], leaves: Sequence[Any]) -> Iterator[Undo]:
     """Inside, f may run; afterwards all that it can reach is as it was."""
     with _ONE:
         undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
@@ -46,7 +46,7 @@ def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
             undo.start.restore()
 
 
-def _roots(run: Run) -> list[Any]:
+def _roots(run: Callable[..., Any]) -> list[Any]:
     """What may change: what the user's function can reach, and what it is given.
 
     The leaves are copied for it, and what is last is walked first and gives the names.

@@ -324,6 +324,25 @@ MISSION = """
 """
 
 
+OF_MODULES = """
+    import sys
+    import torch
+    import gradtools.torch as gt
+
+    model, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
+    grads = gt.grad(lambda m, x: m(x).tanh().sum())(model, x)
+    sum((g**2).sum() for g in grads.values()).backward()
+    gt.checkpoint(model)(x).sum().backward()
+    gt.functionalize(model)
+    print(sorted(name for name in sys.modules if name.startswith("gradtools.seeing")))
+"""
+
+
+@needs("torch")
+def test_derivatives_at_modules_import_nothing_of_seeing():
+    assert run(OF_MODULES) == "[]"
+
+
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_derivatives_edits_rules_and_chunks_import_nothing_of_seeing(backend):
     assert run(MISSION.format(backend=backend)) == "[]"

@@ -16,7 +16,7 @@ from gradtools.seeing.pictures.box_text import LINE, Row, card_of, short, shown,
 from gradtools.seeing.pictures.row_order import Level, arrange
 
 _LIMITS = (44, 36, 30, 25, 21, 17, 14, 11, 8, 5, 2)  # boxes
-_WORDS = {
+_WORDS: dict[int | str, str] = {
     **dict(enumerate(PHASES)),
     "input": "input or output",
     "captured": "parameter or constant",

@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# What a contributor waits for; CI runs all (tests/support/tiers.py says which tests are left out).
+# What a contributor waits for; CI runs all (tests/support/tiers.py: how marks say what is quick).
 test: MARKED := not slow and not sweep and not ahead
 test-all: MARKED := not sweep and not ahead
 test test-all: $(STAMP)

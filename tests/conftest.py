@@ -35,17 +35,30 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Registers the package's own plugin, which an installed package registers by itself."""
     if not pluginmanager.has_plugin(plugin.__name__):
         pluginmanager.register(plugin, plugin.__name__)
-    parser.addoption("--times", help="a file for the seconds that each test takes; see tiers.py")
+    parser.addoption("--times", help="a file for the seconds that each test takes")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What the lists of slow and of rare tests name is marked."""
-    lists = ((tiers.read(), pytest.mark.slow), (tiers.read(tiers.RARE), pytest.mark.sweep))
-    for item in items:
-        for listed, mark in lists:
-            if not listed.isdisjoint((item.nodeid, tiers.function_of(item.nodeid))):
-                item.add_marker(mark)
+    """Cases that a mark on their function names are slow, or a sweep."""
+    tiers.mark_tiers(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A quick test that takes too long fails, where GRADTOOLS_TEST_SECONDS says how long that is.
+
+    What imports modules is let off: the first test that needs the compiler loads it for all.
+    """
+    limit = os.environ.get("GRADTOOLS_TEST_SECONDS")
+    before, modules = sum(os.times()[:4]), len(sys.modules)
+    result = yield
+    taken = sum(os.times()[:4]) - before
+    if limit and tiers.is_quick(item) and len(sys.modules) < modules + 20:
+        here = tiers.seconds_here(float(limit))
+        if taken > here:
+            pytest.fail(f"a quick test took {taken:.1f} s of {here:.1f} s: mark it as slow", False)
+    return result
 
 
 @pytest.hookimpl(wrapper=True)

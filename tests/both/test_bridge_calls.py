@@ -93,6 +93,8 @@ IN_JAX = {
 }
 
 
+@pytest.mark.quick_at("vmap of vmap")
+@pytest.mark.sampled(slow=3)
 @pytest.mark.parametrize("name", IN_JAX)
 def test_a_torch_function_composes_with_the_transforms_of_jax(name):
     of = IN_JAX[name]
@@ -144,6 +146,10 @@ IN_TORCH = {
 }
 
 
+@pytest.mark.quick_at("func.grad", "checkpoint")
+@pytest.mark.sweep_at(
+    "forward over reverse", "third order", "compile of grad", "backward of compile"
+)
 @pytest.mark.parametrize("name", IN_TORCH)
 def test_a_jax_function_composes_with_the_transforms_of_torch(name):
     of = IN_TORCH[name]
@@ -158,6 +164,7 @@ def test_a_zero_without_memory_arrives_as_zeros():
         near(bridge.to_torch(lambda a: a @ a.T)(t), np.zeros((t.shape[0],) * 2))
 
 
+@pytest.mark.whole_at("rrr")
 @pytest.mark.parametrize("mix", [*map("".join, itertools.product("fr", repeat=3))])
 def test_each_mix_of_modes_in_torch_is_the_native_one_at_third_order(mix):
     args = torch.from_numpy(X), torch.from_numpy(W)
@@ -218,6 +225,7 @@ def test_integers_booleans_numbers_and_words_go_across_and_have_no_derivative():
     near(found, expected)
 
 
+@pytest.mark.sampled(1, 18)
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool", "complex128"])
 def test_each_dtype_and_shape_keeps_its_bits_both_ways_traced_or_not(dtype, shape):
@@ -242,6 +250,7 @@ def test_arrays_are_not_copied_on_their_way_in_or_out():
     assert inside == [t.data_ptr()]
 
 
+@pytest.mark.slow_at("True")
 @pytest.mark.parametrize("compiling", [False, True])
 def test_results_are_not_copied_unless_somebody_else_holds_them(compiling):
     """Nor where dynamo has once refused a function: a caller then holds what it calls with."""
@@ -414,6 +423,7 @@ def _held(net):
     return {name: t.clone() for name, t in net.state_dict().items()}
 
 
+@pytest.mark.slow_at("vmap")
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
 def test_what_a_refused_function_wrote_is_put_back_bit_for_bit(around):
     net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).double()
@@ -457,6 +467,7 @@ OUTS = {
 }
 
 
+@pytest.mark.slow_at("another shape")
 @pytest.mark.parametrize("which", OUTS)
 def test_what_out_says_wrongly_is_noticed_in_eager_mode_as_under_jit(which):
     out, words = OUTS[which]
@@ -492,6 +503,7 @@ def test_a_function_of_more_than_its_arguments_is_refused(which, around):
         jax.block_until_ready(around(bridge.to_jax(lambda t: (t * draw()).sum()))(jnp.ones(3)))
 
 
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize(
     "f",
     [
@@ -527,6 +539,7 @@ def test_a_tensor_on_a_device_that_jax_does_not_see_is_refused_by_name():
         bridge.to_torch(lambda a: a)(torch.ones(2, device="meta"))
 
 
+@pytest.mark.slow
 def test_without_x64_wide_dtypes_are_refused_and_never_narrowed():
     program = f"""
 import jax.numpy as jnp, torch
@@ -548,6 +561,7 @@ print("refused")
     assert found.stdout == "refused\n", found.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_wings_import_neither_the_bridge_nor_each_other():
     program = """
 import sys
@@ -584,6 +598,7 @@ def test_outside_of_jit_a_torch_function_that_calls_jax_is_mapped():
     near(jax.vmap(jax.grad(f))(X), jax.vmap(jax.grad(lambda x: (jnp.sin(x) * x).sum()))(X))
 
 
+@pytest.mark.slow
 def test_a_result_is_on_the_device_of_the_arguments():
     program = """
 import jax, jax.numpy as jnp, numpy as np
@@ -654,6 +669,7 @@ def test_memory_is_shared_where_pytorch_has_the_device_of_an_array(
     assert memory.comes_back(_stands(platform, number)) == shared
 
 
+@pytest.mark.slow
 def test_arrays_on_any_of_several_devices_of_the_cpu_and_what_is_done_with_each():
     program = """
 import itertools, jax, jax.numpy as jnp, numpy as np, torch
@@ -697,6 +713,7 @@ print("all", len(jax.devices()))
     assert found.stdout == "all 4\n", found.stderr[-2000:]
 
 
+@pytest.mark.whole_at("jit")
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit])
 def test_a_function_that_writes_in_its_argument_has_every_derivative(around):
     f = bridge.to_jax(lambda t: (t.mul_(2).sub_(1) ** 2).sum())

@@ -99,6 +99,7 @@ def answers(native, f, scenario):
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 
 
+@pytest.mark.sampled(jax=(1, 22), torch=(1, 16))
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RECORDS]
 )
@@ -137,6 +138,12 @@ UNREACHED = {
 }
 
 
+@pytest.mark.slow_at(
+    ("jax", "of another output"),
+    ("jit", "unused"),
+    ("torch", "stopped"),
+    ("torch", "of another output"),
+)
 @pytest.mark.parametrize("name", UNREACHED)
 @pytest.mark.parametrize("host", ["jax", "jit", "torch"])
 def test_an_input_that_reaches_nothing_is_refused_as_natively(host, name):

@@ -127,6 +127,7 @@ def flax_network():
     return model, model.init({"params": KEY, "dropout": KEY}, jnp.asarray(X))
 
 
+@pytest.mark.slow
 def test_a_flax_model_is_a_module_that_trains_keeps_statistics_and_saves():
     model, variables = flax_network()
     module = bridge.to_torch(model, variables=variables)
@@ -233,6 +234,7 @@ def test_a_reversal_inside_a_torch_function_reverses_in_jax():
     near(jax.hessian(f)(jnp.ones(2)), 0.5 * np.eye(2))
 
 
+@pytest.mark.slow
 def test_a_chunked_torch_encoder_inside_a_jax_loss_is_the_whole_one():
     encode = lambda w, x: torch.tanh(x @ w)
     chunked = gt.chunked(encode, 3, in_axes=(None, 0))
@@ -249,6 +251,7 @@ def test_a_chunked_torch_encoder_inside_a_jax_loss_is_the_whole_one():
     near(found, jax.grad(loss(lambda w, x: jnp.tanh(x @ w)))(w))
 
 
+@pytest.mark.slow
 def test_a_frozen_torch_generator_gives_the_gradient_penalty_of_jax():
     frozen = bridge.to_jax(gt.frozen(lambda z: torch.exp(torch.tanh(z))))
     native = lambda z: jnp.exp(jnp.tanh(z))

@@ -36,6 +36,11 @@ TO_TORCH = gt, lambda f: lambda x: bridge.to_torch(f)(2 * x)
 AROUND = gt, lambda f: lambda x: bridge.to_torch(lambda a: bridge.to_jax(f)(a))(x)
 
 
+@pytest.mark.slow_at(
+    "host0-cut_in_torch-detached-lost in torch",
+    "host1-cut_in_jax-detached-lost in jax",
+    "host3-cut_in_torch-detached-lost in torch",
+)
 @pytest.mark.parametrize(
     ("host", "f", "kind", "line"),
     [
@@ -63,6 +68,7 @@ _IN_JAX = {
 }
 
 
+@pytest.mark.slow_at("vmap", "jit of vmap", "scan", ("dead_in_torch-dead-dead in torch", "jit"))
 @pytest.mark.parametrize("around", _IN_JAX)
 @pytest.mark.parametrize(
     ("f", "kind", "line"),
@@ -116,6 +122,8 @@ ACROSS = [
 MATRIX = np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3)
 
 
+@pytest.mark.slow_at("host0-quadratic_in_torch-quadratic_in_torch in PyTorch", "1", "2")
+@pytest.mark.sweep_at(("2", "host0-quadratic_in_torch-quadratic_in_torch in PyTorch"))
 @pytest.mark.parametrize(("host", "f", "name"), ACROSS)
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_a_graph_shows_the_other_frameworks_operations_in_each_pass(host, f, name, order):
@@ -158,6 +166,7 @@ def test_what_takes_no_fake_tensors_is_drawn_without_its_operations():
 # --- measured ----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep_at("host1-quadratic_in_jax-quadratic_in_jax in JAX")
 @pytest.mark.parametrize(("host", "f", "name"), ACROSS)
 def test_measure_counts_a_bridged_function_as_if_it_were_the_frameworks_own(host, f, name):
     own, across = host
@@ -220,6 +229,7 @@ def layer_in_jax(x):
 LAYERS = [(gj, bridge.to_jax(layer_in_torch)), (gt, bridge.to_torch(layer_in_jax))]
 
 
+@pytest.mark.sweep_at("gradtools.torch-layer_in_jax", "2")
 @pytest.mark.parametrize(("own", "layer"), LAYERS)
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_formula_is_that_of_the_same_program_in_one_framework(own, layer, order):
@@ -267,6 +277,9 @@ MAPPED = {
 }
 
 
+@pytest.mark.sweep_at(
+    "2", "gradtools.torch-vmap-product_in_jax-product_in_torch", "rows", "one side", "both sides"
+)
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("how", MAPPED)
 @pytest.mark.parametrize(
@@ -287,6 +300,7 @@ def test_a_formula_of_a_mapped_bridged_function_is_that_of_the_native_one(
     assert spread or len(found.lines(order)) == len(same.lines(order))
 
 
+@pytest.mark.sampled(1, 3)
 @pytest.mark.parametrize(
     "around",
     [
@@ -338,6 +352,7 @@ class HalfPorted(torch.nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
+@pytest.mark.sweep_at("float32")
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_first_divergence_compares_a_model_that_is_bridged_in_part(dtype, narrow):
     keys = jax.random.split(jax.random.key(0))

@@ -68,6 +68,8 @@ KINDS = {
 }
 
 
+@pytest.mark.slow_at("jit in JAX")
+@pytest.mark.sweep_at("eager in JAX")
 @pytest.mark.parametrize("kind", KINDS)
 def test_sixteen_threads_call_at_once_and_all_are_right(kind):
     work = KINDS[kind]()

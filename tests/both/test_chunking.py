@@ -11,6 +11,8 @@ from tests.operators.test_chunking import lifted, numbers
 from tests.support.chunking_table import CASES, chunked, loss
 
 
+@pytest.mark.quick_at("larger than the batch", ("2", "one chunk"))
+@pytest.mark.sampled(slow=6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("order", [1, 2])
 def test_both_backends_give_the_same_numbers(case, order, rng):

@@ -105,6 +105,8 @@ def lists_of(tree):
     return tuple(tree) if type(tree) is list else tree
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(("jax", "a dict"), ("jax", "an OrderedDict"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_container_of_arrays_is_split_and_joined(gt, kind):
     make = KINDS[kind]
@@ -165,6 +167,7 @@ def test_a_tree_of_axes_may_name_what_a_container_holds(gt):
     np.testing.assert_allclose(gt.to_numpy(ours(given)), X * [2.0, 3.0])
 
 
+@pytest.mark.slow_at("jax")
 def test_none_and_constants_pass(gt):
     constants = {"none": None, "name": "bert", "flag": True, "level": Level.HIGH, "layers": 12}
     f = lambda x: {"x": x * 2, **constants}
@@ -186,6 +189,7 @@ def test_what_checkpoint_computes_again_may_return_containers_and_texts(gt):
     np.testing.assert_allclose(gt.to_numpy(pullback(out)[0]), gt.to_numpy(plain(expected)[0]))
 
 
+@pytest.mark.slow_at("torch")
 def test_what_is_measured_may_return_a_container(gt):
     x = gt.asarray(X)
     alone = gt.measure(lambda x: gt.xp.sum(x**3), x)
@@ -223,6 +227,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.quick_at("a clipped dataclass")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_pytorch_opens_containers_as_eager_does(name):
     x, m = torch.arange(1.0, 4.0), torch.arange(6.0).reshape(2, 3)
@@ -264,6 +269,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_at(("jax", "a table of all pairs"))
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_joined_is_refused_by_name(gt, kind):
     f, words = REFUSED[kind]
@@ -273,6 +279,7 @@ def test_what_cannot_be_joined_is_refused_by_name(gt, kind):
         gt.chunked(f, 2, outputs=0)
 
 
+@pytest.mark.slow_at("jax")
 def test_outputs_says_what_is_wanted(gt):
     f = lambda x: {"x": x**2, "cache": Cache(x), "loss": x.sum()}
     ours = gt.chunked(f, 2, outputs=lambda out: out["x"])

@@ -29,6 +29,7 @@ def _agree(found: list[Any]) -> None:
 scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 
 
+@pytest.mark.slow_at("cube of a number")
 @scenarios
 def test_values_and_gradients_agree(scenario):
     _agree(
@@ -73,6 +74,11 @@ def test_hessian_products_agree(scenario, mode):
     _agree(found)
 
 
+@pytest.mark.sweep_at(
+    ("hessian", "a network over a pytree"),
+    ("hessian", "a network in weights and data"),
+    ("hessian", "a linear solve"),
+)
 @pytest.mark.parametrize("scenario", REAL, ids=str)
 @pytest.mark.parametrize("operator", ["jacobian", "hessian"])
 def test_jacobians_and_hessians_agree(scenario, operator):
@@ -84,6 +90,7 @@ def test_jacobians_and_hessians_agree(scenario, operator):
     _agree(found)
 
 
+@pytest.mark.slow_at("None", "2")
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 def test_gradients_of_single_examples_agree(chunk_size, rng):
     w, x = rng.normal(size=4), rng.normal(size=(5, 4))

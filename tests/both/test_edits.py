@@ -48,6 +48,7 @@ def test_values_and_gradients_agree(edit, rng):
     agree([gradient for _, gradient in both])
 
 
+@pytest.mark.slow_at("reverse", "clip_norm", "clip_value", "surrogate")
 @pytest.mark.parametrize("edit", list(EDITS))
 def test_products_with_the_hessian_agree_reverse_over_reverse(edit, rng):
     a, x, v = rng.normal(size=(3, 4)), rng.normal(size=4), rng.normal(size=4)
@@ -58,6 +59,8 @@ def test_products_with_the_hessian_agree_reverse_over_reverse(edit, rng):
     agree([products[0] for _, products in both])
 
 
+@pytest.mark.slow_at("False", "clip_both")
+@pytest.mark.sweep_at(("False", "clip_norm"))
 @pytest.mark.parametrize("edit", ["clip_norm", "clip_value", "clip_both", "transform", "reverse"])
 @pytest.mark.parametrize("real", [False, True])
 def test_complex_gradients_agree(edit, real, rng):

@@ -243,6 +243,7 @@ def both(formulas: dict[str, tuple[Any, Any]], name: str) -> tuple[Any, Any]:
     return formulas[name]
 
 
+@pytest.mark.sampled(4, 42)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_reads_alike_in_both_frameworks(name, formulas):
     of_torch, of_jax = both(formulas, name)
@@ -368,6 +369,7 @@ TEXTBOOK = {
 }
 
 
+@pytest.mark.sweep_at("layer norm")
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_the_rules_of_the_textbooks_stand_there_word_for_word(name, formulas):
     assert [f.lines(1) for f in both(formulas, name)] == [TEXTBOOK[name]] * 2
@@ -398,6 +400,9 @@ def test_separate_parts_are_put_together_to_the_same_rule(formulas):
 TWICE = ("linear", "complex affine", "cross entropy", "attention", "layer norm", "solve", "where")
 
 
+@pytest.mark.sweep_at(
+    "complex affine", "cross entropy", "attention", "layer norm", "solve", "where"
+)
 @pytest.mark.parametrize("name", TWICE)
 def test_double_backward_reads_alike(name):
     of_torch, of_jax = (FUNCTIONS[name].formula(backend, 2) for backend in ("torch", "jax"))
@@ -405,6 +410,7 @@ def test_double_backward_reads_alike(name):
     assert of_torch.lines(2)
 
 
+@pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_what_second_derivatives_are_of_shares_its_name_with_no_value(backend):
     loss = lambda gt, X, w: gt.xp.mean(gt.xp.log(1 + gt.xp.exp(X @ w)))

@@ -22,6 +22,7 @@ TIES = {
 }
 
 
+@pytest.mark.slow_at(("torch", "max"), ("torch", "clip"), ("jax", "product with a zero"))
 @pytest.mark.parametrize("name", TIES)
 def test_a_tie_at_the_arguments_is_told_with_both_values(gt, name):
     f = lambda x: TIES[name](gt.xp, x)
@@ -32,6 +33,7 @@ def test_a_tie_at_the_arguments_is_told_with_both_values(gt, name):
     assert apart.check.given and "but not" not in str(apart)
 
 
+@pytest.mark.slow_at("jax")
 def test_what_overflows_in_the_framework_is_written_as_f_computes_it(gt):
     f = lambda x: gt.xp.sum(gt.xp.log(1 + gt.xp.exp(x)))
     assert np.isnan(gt.to_numpy(gt.grad(f)(array(gt, 800.0, 1.0)))[0])
@@ -45,6 +47,7 @@ def test_what_overflows_in_the_framework_is_written_as_f_computes_it(gt):
     assert small.lines(0) == ["L = Σᵢ softplus(x)"] and small.check.given
 
 
+@pytest.mark.slow_at("jax")
 def test_a_derivation_is_not_said_to_agree_in_what_the_formula_does_not_have(gt):
     A, x = gt.asarray(np.diag([1.0, 2.0]).astype(np.float32)), array(gt, 1.0, 3.0)
     found = gt.formula(lambda A, x: x @ (A @ x), A, x, wrt=1)
@@ -55,6 +58,7 @@ def test_a_derivation_is_not_said_to_agree_in_what_the_formula_does_not_have(gt)
         found.agrees_with(lambda A, x, ct: (5 * A, right(A, x, ct)))
 
 
+@pytest.mark.slow_at("jax")
 def test_the_nuclear_norm_has_the_gradient_u_v_transposed(gt):
     M = gt.asarray(np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32))
     found = gt.formula(lambda x: gt.xp.sum(gt.xp.linalg.svdvals(x)), M)

@@ -40,12 +40,14 @@ def by_jax(picture):
     return [{name: tensor(x) for name, x in xs.items()} for xs in (given, out)]
 
 
+@pytest.mark.sweep_at("jax_wgan_gp")
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_graph_computes_what_jax_computes(name):
     given, expected = by_jax(BY_NAME[name])
     assert not differing(computed(BY_NAME[name].graph(), given), expected)
 
 
+@pytest.mark.sweep_at("jax_wgan_gp")
 @pytest.mark.parametrize("name", BY_NAME)
 def test_each_edge_of_a_graph_counts(name):
     given, expected = by_jax(BY_NAME[name])

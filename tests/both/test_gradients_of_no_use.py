@@ -71,6 +71,13 @@ PLANTED = [
 X = np.array([0.0, 2.0], np.float32)
 
 
+@pytest.mark.slow_at(
+    "forty_sigmoids",
+    ("jax", "another_is_greater"),
+    ("jax", "masked_root"),
+    ("jax", "overflowing"),
+    ("jax", "nothing_selected"),
+)
 @pytest.mark.parametrize(("f", "kind"), PLANTED, ids=[f.__name__ for f, _ in PLANTED])
 def test_a_gradient_of_no_use_is_told_with_its_line(gt, f, kind):
     report = gt.why_zero(lambda x: f(gt, x), gt.asarray(X))
@@ -166,6 +173,14 @@ NOISE = [
 ]
 
 
+@pytest.mark.slow_at("jax", ("shifted_scores", "float32"))
+@pytest.mark.sweep_at(
+    ("jax", "of_probabilities"),
+    ("jax", "equal_rewards"),
+    ("jax", "shifted_scores"),
+    ("jax", "bias_before_a_normalisation"),
+    ("jax", "bias_of_keys"),
+)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("f", NOISE, ids=lambda f: f.__name__)
 def test_a_gradient_that_is_rounding_noise_is_told_as_what_cancels(gt, f, dtype):
@@ -182,6 +197,7 @@ def test_a_gradient_that_is_rounding_noise_is_told_as_what_cancels(gt, f, dtype)
     assert told  # by chance it is zero for some
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_parameter_without_effect_among_others_is_a_note(gt):
     f = lambda p: gt.xp.sum(gt.xp.tanh(normalised(gt, rows(gt, 16, 8) @ p["w"] + p["b"])) ** 3)
     report = gt.why_zero(f, {"w": rows(gt, 8, 3), "b": rows(gt, 3)})
@@ -213,6 +229,13 @@ HEALTHY = {
 }
 
 
+@pytest.mark.slow_at(
+    "a deep network",
+    ("jax", "a difference of what is near"),
+    ("jax", "almost a softmax's sum"),
+    ("jax", "a shift of a softmax"),
+)
+@pytest.mark.sweep_at(("jax", "a deep network"), ("jax", "a mean of many"))
 @pytest.mark.parametrize("name", HEALTHY)
 def test_an_ordinary_gradient_is_no_finding(gt, name):
     report = gt.why_zero(lambda x: HEALTHY[name](gt, x), gt.asarray(X))
@@ -234,6 +257,7 @@ def of_states(gt):
     return [gt.asarray(rng.normal(size=n).astype(np.float32)) for n in (3, (4, 3), (4, 3))]
 
 
+@pytest.mark.slow_at("jax")
 def test_a_stopped_target_is_no_finding(gt):
     def learning(w, s, t):
         target = 1 + 0.9 * gt.stop_gradient(values(gt, w, t))
@@ -242,6 +266,7 @@ def test_a_stopped_target_is_no_finding(gt):
     assert not gt.why_zero(learning, *of_states(gt))
 
 
+@pytest.mark.slow_at("jax")
 def test_a_stopped_policy_in_a_ratio_is_no_finding(gt):
     def clipped(w, s, t):
         ratio = gt.xp.exp(values(gt, w, s) - gt.stop_gradient(values(gt, w, s)))
@@ -293,6 +318,8 @@ def closed(gt, params, x):
     return gt.xp.sum((params["gate"] * (x @ params["w"])) ** 2)
 
 
+@pytest.mark.slow_at(("jax", "ReZero"))
+@pytest.mark.sweep_at(("jax", "LoRA"))
 @pytest.mark.parametrize(
     ("f", "factors"),
     [

@@ -177,6 +177,7 @@ AFFINE = {
 }
 
 
+@pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("which", AFFINE)
 @pytest.mark.parametrize("mode", ["vjp", "jvp"])
 def test_a_kernel_that_is_not_zero_at_zero_is_refused_in_its_own_mode_and_in_the_other(
@@ -207,6 +208,7 @@ def test_a_kernel_is_asked_with_numbers_at_hand_and_not_while_a_program_is_trace
         gt.grad(lambda x: f(x).sum())(gt.asarray(X))
 
 
+@pytest.mark.sweep_at("jax")
 def test_the_first_use_of_a_kernel_may_be_in_a_hessian(gt, x):
     f = gt.host_function(lambda x, c: x * c)
     f.defvjp(lambda x, c: (f(x, c), (x, c)), lambda r, c: (f(r[1], c), f(r[0], c)))
@@ -215,6 +217,7 @@ def test_the_first_use_of_a_kernel_may_be_in_a_hessian(gt, x):
     np.testing.assert_allclose(found, 8 * np.eye(2))
 
 
+@pytest.mark.slow_at("jax")
 def test_a_backward_kernel_is_asked_once_whether_it_is_linear_whatever_fwd_saves(gt, x):
     calls = []
     cube, twice = gt.host_function(lambda x: x**3), lambda x, c: (calls.append(1), 3 * x**2 * c)[1]
@@ -237,6 +240,7 @@ def test_a_backward_kernel_that_clips_serves_reverse_mode(gt, x):
     assert plain(gt.grad(lambda x: f(x).sum())(x)).tolist() == [0.5, 0.5]
 
 
+@pytest.mark.slow_at("jax", "a constant is added", "it adds instead of multiplying")
 @pytest.mark.parametrize("which", AFFINE)
 def test_check_rule_finds_a_kernel_that_is_not_linear(gt, which):
     with pytest.raises(AgreementError, match="not linear in the cotangent"):
@@ -258,6 +262,7 @@ def test_the_output_of_fwd_is_held_to_the_kernels(gt, x):
         gt.grad(lambda x: sin(x).sum())(x)
 
 
+@pytest.mark.slow_at("jax")
 def test_what_a_backward_rule_returns_is_held_to_its_arguments(gt, x):
     for bwd, says in (
         (lambda x, c: gt.xp.cos(x) * c, "bwd returned an array .* expected a tuple of 1"),
@@ -270,6 +275,7 @@ def test_what_a_backward_rule_returns_is_held_to_its_arguments(gt, x):
             gt.grad(lambda x, sin=sin: sin(x).sum())(x)
 
 
+@pytest.mark.slow_at("jax")
 def test_with_both_rules_what_fwd_saves_of_the_output_stands_for_every_derivative(gt):
     exp = gt.host_function(np.exp)
     exp.defvjp(lambda x: (exp(x), (x, exp(x))), lambda saved, c: (c * saved[1],))

@@ -113,6 +113,8 @@ def by_xla(f, *args):
     return total - table
 
 
+@pytest.mark.quick_at("a transpose")
+@pytest.mark.sampled(slow=6)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_pytorch_keeps_is_what_its_hooks_are_handed(name):
     torch = pytest.importorskip("torch")
@@ -122,6 +124,8 @@ def test_what_pytorch_keeps_is_what_its_hooks_are_handed(name):
     assert told(gt, f, *args) == (by_hooks(f, *args),) * 2
 
 
+@pytest.mark.slow_at("an embedding", "a pool", "sorted")
+@pytest.mark.whole_at("an embedding", "a pool", "singular values", "sorted")
 @pytest.mark.parametrize("name", OF_PYTORCH)
 def test_what_pytorchs_own_functions_keep_is_what_its_hooks_are_handed(name):
     torch = pytest.importorskip("torch")
@@ -130,6 +134,8 @@ def test_what_pytorchs_own_functions_keep_is_what_its_hooks_are_handed(name):
     assert told(gt, f, torch.tensor(X)) == (by_hooks(f, torch.tensor(X)),) * 2
 
 
+@pytest.mark.quick_at("a sum")
+@pytest.mark.sweep_at("attention", "a gate")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_jax_keeps_is_what_xla_says(name):
     jax = pytest.importorskip("jax")

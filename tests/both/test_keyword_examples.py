@@ -116,6 +116,14 @@ def sizes_of(gt):
     return SIZES if gt.__name__.endswith("torch") else (2,)
 
 
+@pytest.mark.slow_at(
+    ("microbatched", "jax"),
+    ("jax", "all by position"),
+    ("per_example_grad", "jax", "one by keyword"),
+    ("per_example_grad", "jax", "all but one by keyword"),
+    ("per_example_grad", "jax", "in another order"),
+)
+@pytest.mark.sweep_at(("chunked", "jax"), ("per_example_grad", "jax", "all by position"))
 @pytest.mark.parametrize("way", WAYS)
 def test_examples_are_split_however_they_are_passed(gt, check, way):
     run, operator = check
@@ -131,6 +139,10 @@ def test_examples_are_split_however_they_are_passed(gt, check, way):
         run(gt, f, args, kwargs, axes, FULL, sizes_of(gt))
 
 
+@pytest.mark.slow_at(
+    ("chunked", "jax"), ("microbatched", "jax", "True"), ("per_example_grad", "jax", "True")
+)
+@pytest.mark.sweep_at(("chunked", "jax", "True"))
 @pytest.mark.parametrize("keyword", [True, False])
 def test_a_dict_names_other_axes_and_what_is_shared(gt, check, keyword):
     run, _ = check
@@ -149,6 +161,8 @@ def test_a_dict_names_other_axes_and_what_is_shared(gt, check, keyword):
     run(gt, f, args, kwargs, axes, wanted, sizes_of(gt))
 
 
+@pytest.mark.slow_at(("microbatched", "jax"), ("per_example_grad", "jax"))
+@pytest.mark.sweep_at(("chunked", "jax"))
 def test_arrays_without_axes_and_what_is_no_array_are_shared(gt, check):
     run, operator = check
     scale, names = gt.asarray(np.float64(2.0)), ("a", "b")
@@ -163,6 +177,7 @@ def test_arrays_without_axes_and_what_is_no_array_are_shared(gt, check):
         run(gt, f, args, kwargs, default(operator, None), (out, rows), sizes_of(gt))
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_batch_by_keywords_alone(gt):
     batch = data(gt, {"x": X, "mask": MASK})
     f = lambda x, mask: (x * mask).sum(-1) ** 2
@@ -172,6 +187,7 @@ def test_a_batch_by_keywords_alone(gt):
     close(gt, total(batch["x"]), 4 * ((X * MASK).sum(-1) ** 3)[:, None] * MASK)
 
 
+@pytest.mark.slow_at("jax")
 def test_keywords_that_go_to_no_parameter_by_name(gt):
     f = lambda **batch: batch["x"] * batch["scale"] + batch["mask"]
     given = data(gt, {"x": X, "mask": MASK, "scale": SHARED})
@@ -179,6 +195,7 @@ def test_keywords_that_go_to_no_parameter_by_name(gt):
         close(gt, gt.chunked(f, 2, in_axes=axes)(**given), X * SHARED + MASK)
 
 
+@pytest.mark.slow_at("jax")
 def test_arguments_of_a_variadic_parameter(gt):
     f = lambda x, *rest: x * rest[0] + rest[1]
     x, mask, shared = gt.asarray(X), gt.asarray(MASK), gt.asarray(SHARED)
@@ -193,6 +210,7 @@ def test_a_list_by_keyword_is_a_list_of_examples(gt):
     close(gt, gt.chunked(f, 2)(rows=rows), X.sum(1))
 
 
+@pytest.mark.sweep_at("jax")
 def test_per_example_grad_of_one_argument_splits_it(gt):
     f = lambda x, power=2: (x**power).sum()
     for size in (None, 1, 2):
@@ -206,6 +224,7 @@ def test_per_example_grad_of_one_argument_splits_it(gt):
     close(gt, found["b"], X)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_keyword_weight_is_given_to_the_function_of_weights(gt):
     mean = lambda w, x, *, n: (gt.xp.tanh(x @ w) * n).sum() / n.sum()
     n = np.array([3.0, 1.0, 0.0, 2.0, 4.0])

@@ -35,12 +35,14 @@ def _gradient(gt, kernel, dtype):
     return gt.to_numpy(gt.grad(lambda x: rule(x).sum())(x))
 
 
+@pytest.mark.sweep_at(("jax", "cancels"))
 @pytest.mark.parametrize("dtype", BIG)
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_linear_kernel_whose_terms_cancel_is_transposed(gt, dtype, name):
     np.testing.assert_array_equal(_gradient(gt, LINEAR[name], dtype), np.ones(N))
 
 
+@pytest.mark.slow_at(("jax", "square", "float32"))
 @pytest.mark.parametrize("dtype", BIG)
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_a_kernel_that_is_not_linear_is_refused(gt, dtype, name):

@@ -43,6 +43,7 @@ def error_of(cell, found, expected):
     )
 
 
+@pytest.mark.whole_at("checkpoint")
 @pytest.mark.parametrize("family", families())
 def test_both_frameworks_give_the_same_numbers(family):
     failed = []
@@ -55,6 +56,7 @@ def test_both_frameworks_give_the_same_numbers(family):
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.slow
 def test_a_hundred_cells_are_compared_of_every_operator():
     assert len(compared()) >= 100
     assert {cell.operator for cell in compared()} == set(OPERATORS)

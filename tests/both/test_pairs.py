@@ -118,6 +118,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(torch=(1, 17), jax=(0, 1))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_contrastive_loss_is_that_of_its_matrix(options, world):
     x, y, scale, bias, more = world.arrays((7, 3), (7, 3), (), (), (4, 3))
@@ -139,6 +140,7 @@ def test_a_contrastive_loss_is_that_of_its_matrix(options, world):
     world.holds(found, wanted, args)
 
 
+@pytest.mark.sweep_at("True")
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_loss_over_the_devices_is_their_mean(symmetric):
     """Over the lanes of a vmap, which JAX takes for devices."""
@@ -156,6 +158,8 @@ def test_a_loss_over_the_devices_is_their_mean(symmetric):
 # --- cross entropy -----------------------------------------------------------------------
 
 
+@pytest.mark.slow_at("0.1", "True", "mean", "none")
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("biased", [False, True])
@@ -201,6 +205,7 @@ def test_pytorchs_own_cross_entropy_agrees():
         torch.testing.assert_close(found, dense, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_target_that_is_no_class_gives_nan(world):
     h, weight = world.arrays((2, 3), (4, 3))
     (t,) = world.ints([1, 4])
@@ -237,6 +242,8 @@ def attentions():
             yield pytest.param(*case, id="-".join(map(str, case)), marks=marks)
 
 
+@pytest.mark.quick_at(("torch", "4-rows-True-True"))
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize(("heads", "name", "boolean", "causal"), [*attentions()])
 def test_attention_is_that_of_its_scores(heads, name, boolean, causal, world):
     q, k, v, factor = world.arrays((2, 4, 5, 3), (2, heads, 6, 3), (2, heads, 6, 2), (2, 4, 5, 2))
@@ -287,6 +294,7 @@ def test_the_frameworks_own_layouts_and_numbers():
     )  # fmt: skip
 
 
+@pytest.mark.slow_at("jax")
 def test_a_scale_and_a_bias_of_python_are_exact(gt):
     x = gt.asarray(np.random.default_rng(0).normal(size=(6, 3)))
     loss = lambda scale, bias: float(gt.contrastive_loss(x, x * 2, scale, bias, sigmoid=True))

@@ -100,6 +100,7 @@ def test_an_accumulator_goes_on(gt, again, at):
     close(gt, held.sum()["a"], 2 * X)
 
 
+@pytest.mark.slow_at(("pickle", "jax"))
 def test_reports_say_the_same(gt, again, at):
     graph = gt.gradient_graph(own.loss, *at)
     assert again(graph).to_mermaid() == graph.to_mermaid()
@@ -119,6 +120,7 @@ def test_an_error_keeps_its_type_and_text(again):
         assert type(error) is kind and str(error) == "said"
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_gets_them():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = [pool.apply(own.in_another_process, (own.Work(g),)) for g in (gt_torch, gj)]

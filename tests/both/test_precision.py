@@ -117,6 +117,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.slow_at("check_derivatives")
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_compares_at_the_highest_precision_and_says_what_is_set(name):
     matmul = torch.backends.mkldnn.matmul

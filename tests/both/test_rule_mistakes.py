@@ -14,6 +14,7 @@ def test_the_lists_are_long_enough():
     assert len({m.name for m in [*MISTAKES, *RIGHT]}) == len(MISTAKES) + len(RIGHT)
 
 
+@pytest.mark.sampled(torch=(9, 36), jax=(6, 17))
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
 def test_a_planted_mistake_is_found_and_named(mistake, gt, backend_name):
     if mistake.only not in ("", backend_name):
@@ -25,6 +26,13 @@ def test_a_planted_mistake_is_found_and_named(mistake, gt, backend_name):
     assert not missing, str(raised.value)
 
 
+@pytest.mark.slow_at("sin, forward", "a saved output", "complex numbers, holomorphic")
+@pytest.mark.whole_at(
+    ("torch", "sin, forward"),
+    ("torch", "a saved output"),
+    ("torch", "complex numbers, holomorphic"),
+    ("torch", "float32"),
+)
 @pytest.mark.parametrize("rule", RIGHT, ids=str)
 def test_a_right_rule_passes(rule, gt, backend_name):
     made, args = rule.make(gt)

@@ -335,6 +335,7 @@ TOPICS = {
 }
 
 
+@pytest.mark.sampled(torch=(124, 124), jax=(86, 124))
 @pytest.mark.parametrize("way", ["gt.grad", "native grad", "vmap", "gt.jvp"])
 @pytest.mark.parametrize("name", TOPICS)
 def test_a_rule_holds_wherever_a_function_may_stand(name, way, gt, backend_name):
@@ -357,6 +358,13 @@ def test_a_rule_holds_wherever_a_function_may_stand(name, way, gt, backend_name)
 DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 
 
+@pytest.mark.slow_at(
+    ("jax", "bfloat16"),
+    ("jax", "complex64"),
+    ("jax", "float16", "vjp"),
+    ("jax", "float32", "vjp"),
+    ("jax", "complex128", "vjp"),
+)
 @pytest.mark.parametrize("given", ["vjp", "jvp"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rule_keeps_its_arguments_dtype_in_both_modes(dtype, given, gt, backend_name):
@@ -382,6 +390,7 @@ def test_a_rule_keeps_its_arguments_dtype_in_both_modes(dtype, given, gt, backen
             np.testing.assert_array_equal(np.asarray(real), [1.5, -6.0, 12.0])
 
 
+@pytest.mark.sampled(torch=(10, 10), jax=(1, 10))
 @pytest.mark.parametrize("make", [sine, forward_sine])
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 1, 3)])
 def test_a_rule_takes_arrays_of_any_shape(shape, make, gt, backend_name):

@@ -128,6 +128,15 @@ def _outcome(gt, place, wrong, check, way):
     return "as it stands"
 
 
+@pytest.mark.slow_at(
+    "fwd's value",
+    "bwd's entry",
+    "bwd's tuple",
+    "the forward rule's value",
+    "the forward rule's tangent",
+    "the forward rule's pair",
+)
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("check", ["never", "first"])
 @pytest.mark.parametrize("place", PLACES)
 def test_no_error_comes_from_within(gt, place, check):

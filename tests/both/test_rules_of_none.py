@@ -18,6 +18,7 @@ def _of_jvp(gt):
     return f
 
 
+@pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("made", [_of_bwd, _of_jvp], ids=["bwd", "jvp"])
 def test_its_derivatives_are_zero_in_both_modes_at_both_orders(gt, made):
     f, x = made(gt), gt.asarray(X)

@@ -75,6 +75,7 @@ def walk(model, fault="", change=lambda params: None, **kwargs):
     return first_divergence(model, (port, variables), mapping, (X,), **kwargs)
 
 
+@pytest.mark.slow
 def test_a_right_port_agrees_in_every_layer_and_both_ways(model):
     report = walk(model)
     assert report and report.first is None
@@ -102,6 +103,8 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow_at("epsilon", "stopped")
+@pytest.mark.sweep_at("gelu")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_first_wrong_layer_and_its_cause_are_named(model, fault):
     report = walk(model, fault)
@@ -246,6 +249,7 @@ def pair(fault=""):
     return mine, (port, mapping.to_jax(mine)), mapping, (x,)
 
 
+@pytest.mark.slow_at("False")
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_detached_output_and_a_frozen_layer_are_no_divergence(frozen):
     mine, *rest = pair()

@@ -122,6 +122,8 @@ class TorchOne(torch.nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.slow_at("layer norm", "batch norm", "embedding")
+@pytest.mark.whole_at("linear", "layer norm", "batch norm", "embedding")
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_of_linen_computes_the_same_with_the_mapped_parameters(name, rng):
     make, port, shape, channels = LAYERS[name]

@@ -148,6 +148,7 @@ SLOW = [cell for cell in dict.fromkeys(SLOW) if cell not in CELLS]
 MARKED = [*CELLS, *[pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW]]
 
 
+@pytest.mark.sampled(torch=(3, 14), jax=(0, 1))
 @pytest.mark.parametrize(("backend", "reduce", "mix"), MARKED)
 def test_every_derivative_to_third_order_is_that_of_the_dense_program(backend, reduce, mix):
     gt = importlib.import_module(f"gradtools.{backend}")
@@ -181,6 +182,7 @@ def test_any_number_of_rows_and_columns_in_any_tiles(n, m, rows, columns, reduce
         close(gt, found(*args), wanted(*args))
 
 
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("shape", [(1, 1), (5, 4), (6, 4)])
 def test_ragged_tiles_in_jax_hold_no_padding(shape, gt, backend_name):
     args = arrays(gt, *ARGS)
@@ -215,6 +217,7 @@ def frameworks_own(gt, backend_name, reduce, s):
     return jax.nn.logsumexp(s, axis=1) if reduce == "logsumexp" else s.max(axis=1)
 
 
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("reduce", ["logsumexp", "max"])
 def test_hard_rows_have_the_values_and_derivatives_of_the_framework(reduce, gt, backend_name):
     s = gt.asarray(HARD)
@@ -231,6 +234,7 @@ def test_hard_rows_have_the_values_and_derivatives_of_the_framework(reduce, gt, 
         assert np.isnan(found[5]).all() == np.isnan(wanted[5]).all()
 
 
+@pytest.mark.sweep_at(("jax", "-1.0"))
 @pytest.mark.parametrize("reduce", ["max", "logsumexp", "softmax"])
 @pytest.mark.parametrize("most", [-1.0, -1000.0, -np.inf])
 def test_rows_whose_scores_are_all_negative(most, reduce, gt, backend_name):
@@ -249,6 +253,7 @@ def test_rows_whose_scores_are_all_negative(most, reduce, gt, backend_name):
     np.testing.assert_allclose(gt.to_numpy(run(gt.asarray(table), j, v)), gt.to_numpy(own), 1e-12)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_row_without_any_column_is_minus_infinity_or_zero_and_has_no_derivative(gt):
     s, v, j = gt.asarray(np.full((2, 5), -np.inf)), *arrays(gt, (5, 2)), gt.asarray(np.arange(5))
     take = lambda s, j, v: (gt.xp.take(s, j, axis=1), v[None])
@@ -263,6 +268,7 @@ def test_a_row_without_any_column_is_minus_infinity_or_zero_and_has_no_derivativ
 # --- what it stands in -------------------------------------------------------------------
 
 
+@pytest.mark.sampled(torch=(4, 4), jax=(2, 4))
 @pytest.mark.parametrize("named", [(0, 1), (-3, -2), ("x", "y"), (-3, "y")])
 def test_arguments_are_named_by_position_from_either_end_or_by_name(gt, named):
     x, y, w = arrays(gt, (5, 4), (4, 4), ())
@@ -271,6 +277,7 @@ def test_arguments_are_named_by_position_from_either_end_or_by_name(gt, named):
     close(gt, run(x, y, w), gt.xp.sum(f(x, y, w), axis=1))
 
 
+@pytest.mark.sweep_at("jax")
 def test_masks_by_index_are_arguments(gt):
     q, k = arrays(gt, (7, 3), (7, 3))
     i = gt.asarray(np.arange(7))
@@ -281,6 +288,7 @@ def test_masks_by_index_are_arguments(gt):
     close(gt, found(q, k=k, j=i, i=i), found(q, k, i, i))
 
 
+@pytest.mark.sweep_at("jax")
 def test_trees_of_rows_and_of_results(gt):
     x, y, w = arrays(gt, (7, 3), (5, 3), ())
     f = lambda rows, y, w: {
@@ -293,6 +301,7 @@ def test_trees_of_rows_and_of_results(gt):
     close(gt, found["b"][1], gt.xp.mean(w * x @ y.T, axis=1))
 
 
+@pytest.mark.sweep_at("jax")
 def test_vmap_maps_heads_and_shares_what_has_none(gt, backend_name):
     x, y, v, w = arrays(gt, (4, 7, 3), (5, 3), (4, 5, 2), ())
     for reduce in ("softmax", "take", "own"):
@@ -309,6 +318,7 @@ def test_vmap_maps_heads_and_shares_what_has_none(gt, backend_name):
                 close(gt, g, h)
 
 
+@pytest.mark.sweep_at("jax")
 def test_complex_scores_are_summed(gt):
     rng = np.random.default_rng(0)
     x, y = (gt.asarray(rng.normal(size=(n, 3)) + 1j * rng.normal(size=(n, 3))) for n in (7, 5))
@@ -323,6 +333,7 @@ def test_complex_scores_are_summed(gt):
         gt.tiled(f, "logsumexp")(x, y)
 
 
+@pytest.mark.sweep_at("jax")
 def test_bfloat16_is_summed_in_float32_and_rounded_once(gt, backend_name):
     rng = np.random.default_rng(0)
     x, y = (np.asarray(rng.normal(size=(n, 8)), np.float32) for n in (40, 3000))
@@ -358,6 +369,7 @@ def test_losses_of_16_bits_are_made_and_returned_in_float32(gt, backend_name, dt
     assert np.isclose(float(many), exact, rtol=1e-6)
 
 
+@pytest.mark.sweep_at("jax")
 def test_second_derivatives_of_attention_by_finite_differences(gt):
     q, k, v, u = arrays(gt, (5, 3), (6, 3), (6, 2), (5, 3))
     f = lambda q: gt.xp.sum(gt.attention(q, k, v, layout="heads_first", tile_size=(2, 4)) ** 3)
@@ -369,6 +381,7 @@ def test_second_derivatives_of_attention_by_finite_differences(gt):
     )
 
 
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("mix", ["r", "fr", "rr"])
 def test_f_closes_over_an_array_of_a_running_trace(mix, gt, backend_name):
     """A temperature that is computed within the same jitted function, say."""
@@ -388,6 +401,7 @@ def test_f_closes_over_an_array_of_a_running_trace(mix, gt, backend_name):
     close(gt, at(lambda f: gt.tiled(f, "logsumexp", TILE))(x, y, w), at(dense)(x, y, w))
 
 
+@pytest.mark.sweep_at("fr", "rr", "rfr")
 @pytest.mark.parametrize("mix", ["r", "fr", "rr", "rfr"])
 def test_f_closes_over_an_array_of_a_trace_that_has_ended(mix):
     """The maps run after the scan's body was traced, of which `w` is."""
@@ -434,6 +448,7 @@ def test_an_array_that_f_closes_over_is_not_differentiated_in_silence(gt):
         gt.grad(lambda w: gt.xp.sum(gt.tiled(lambda x, y: w * (x @ y.T), "max", TILE)(x, y)))(w)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_memory_budget_chooses_the_tile(gt):
     x, y = arrays(gt, (7, 3), (5, 3))
     f = lambda x, y: x @ y.T
@@ -460,6 +475,8 @@ def test_a_call_leaves_no_cycle_that_would_keep_what_f_holds():
         gc.enable()
 
 
+@pytest.mark.slow_at("complex128", "of pairs")
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("shared", [True, False], ids=["of columns", "of pairs"])
 @pytest.mark.parametrize("dtype", ["complex128", "float32"])
 def test_values_may_be_complex_or_of_another_width_than_scores(dtype, shared, gt):
@@ -533,6 +550,7 @@ def test_an_argument_that_f_writes_is_refused_and_stays():
         assert gt.tiled(lambda x, y: x @ y.T, "sum", 2)(x, y).sum() == 60
 
 
+@pytest.mark.slow_at("jax")
 def test_the_size_of_a_tile_is_a_whole_number_of_any_kind(gt):
     x, y = arrays(gt, (4, 3), (5, 3))
     f = lambda x, y: x @ y.T
@@ -542,6 +560,7 @@ def test_the_size_of_a_tile_is_a_whole_number_of_any_kind(gt):
             gt.tiled(f, "sum", size)
 
 
+@pytest.mark.slow_at("keys", "numbers for a row")
 @pytest.mark.parametrize("many", ["numbers", "keys", "numbers for a row"])
 def test_random_numbers_that_each_tile_would_get_are_refused_in_jax(many):
     import jax
@@ -561,6 +580,7 @@ def test_random_numbers_that_each_tile_would_get_are_refused_in_jax(many):
             call(x, y)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_a_pair_or_of_all_pairs_are_those_of_the_dense_program():
     import jax
 
@@ -613,6 +633,14 @@ class Two:
         return 2
 
 
+@pytest.mark.slow_at(
+    ("jax", "chunked"),
+    ("jax", "microbatched"),
+    ("jax", "tiled"),
+    ("jax", "memory_budget"),
+    ("jax", "graph"),
+)
+@pytest.mark.sweep_at("order")
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_is_a_whole_number_of_any_kind(name, gt, backend_name):
     x = gt.asarray(np.float32([1.0, 2.0, 3.0]))

@@ -51,6 +51,8 @@ def _dots(jaxpr, times=1):
     return total
 
 
+@pytest.mark.slow_at("256-256", "jax")
+@pytest.mark.sweep_at(("jax", "256-256"))
 @pytest.mark.parametrize(("n", "m"), [(256, 256), (192, 320)])
 def test_a_value_takes_one_product_and_a_gradient_three_more(n, m, gt, backend_name):
     x, y = features(gt, n, m)
@@ -81,6 +83,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sweep_at("torch", "gradient", "Hessian product")
 @pytest.mark.parametrize("way", WAYS)
 def test_bytes_do_not_grow_with_the_number_of_columns(way, gt, backend_name):
     def taken(columns):
@@ -94,6 +97,7 @@ def test_bytes_do_not_grow_with_the_number_of_columns(way, gt, backend_name):
     assert many < 4 * 128 * 4096  # less than a single matrix of pairs
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_budget_bounds_the_bytes(gt, backend_name):
     x, y = features(gt, 512, 512)
     run = gt.tiled(lambda x, y: x @ y.T, "logsumexp", memory_budget=2**17)
@@ -101,6 +105,7 @@ def test_a_budget_bounds_the_bytes(gt, backend_name):
     assert taken < 2**18 + 3 * 512 * D * 4
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_derivative_are_let_go_as_they_are_joined():
     torch = pytest.importorskip("torch")
     import gradtools.torch as gt

@@ -45,6 +45,7 @@ def shown(error):
     return files + (shown(cause) if cause is not None else [])
 
 
+@pytest.mark.sweep_at("jax")
 def test_of_a_bad_call_pytest_shows_no_frame_of_gradtools(gt, backend_name):
     """Of each of the table's, which holds every public function."""
     for name, call in BAD.items():

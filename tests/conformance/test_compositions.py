@@ -49,6 +49,8 @@ def tried(program, backend, seen):
         seen["refused"] += 1
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("jax")
 def test_a_random_composition_has_the_numbers_of_the_reference(gt, backend_name):
     seen = Counter()
     slow = {"compiled"} if backend_name == "torch" else set()  # a compilation takes seconds there
@@ -63,6 +65,7 @@ def test_a_random_composition_has_the_numbers_of_the_reference(gt, backend_name)
     assert operators <= set(seen), "an operator never came"
 
 
+@pytest.mark.sweep_at("torch")
 def test_a_compiled_composition_has_the_numbers_of_the_reference(gt, backend_name):
     seen = Counter()
     strategy = strategies.compositions(compiled=True, depth=2, lines=2)
@@ -85,6 +88,7 @@ def caught(backend, monkeypatch, owner, name, mutant, **limits):
     return str(found.value)
 
 
+@pytest.mark.sweep_at("torch")
 def test_a_planted_defect_shrinks_to_a_short_program_that_runs(gt, backend_name, monkeypatch):
     plain = gt.grad
     mutant = lambda f, k=0, **more: lambda *xs: 2 * plain(f, k, **more)(*xs)
@@ -100,6 +104,7 @@ def test_a_planted_defect_shrinks_to_a_short_program_that_runs(gt, backend_name,
     exec(compile(text, "<printed>", "exec"), {})
 
 
+@pytest.mark.sweep_at("jax")
 def test_defects_of_operators_are_caught(gt, backend_name, monkeypatch):
     hvp, chunked, vjp = gt.hvp, gt.chunked, gt.vjp
     lost = lambda f, x, t, **more: (lambda found: (found[0], found[0]))(hvp(f, x, t, **more))
@@ -119,6 +124,7 @@ def test_defects_of_operators_are_caught(gt, backend_name, monkeypatch):
         assert f"gt.{name}(" in said
 
 
+@pytest.mark.slow
 def test_a_defect_of_an_edit_is_caught(monkeypatch):
     """In PyTorch alone: it is the strategies that are tried."""
     pytest.importorskip("torch")
@@ -132,6 +138,7 @@ def test_a_defect_of_an_edit_is_caught(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_number_where_forward_mode_has_none_is_caught(monkeypatch):
     pytest.importorskip("torch")
     import gradtools.torch as gt
@@ -156,6 +163,8 @@ def array(gt, *shape):
     return gt.asarray(np.sin(1.0 + np.arange(float(np.prod(shape)))).reshape(shape))
 
 
+@pytest.mark.slow_at("vjp", "jvp")
+@pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("kind", ["vjp", "jvp", "host"])
 def test_a_compiled_rule_takes_another_shape(gt, kind):
     """PyTorch's compiler keeps lengths open at the second shape; they have no hash."""
@@ -172,6 +181,7 @@ def test_a_compiled_rule_takes_another_shape(gt, kind):
         np.testing.assert_allclose(gt.to_numpy(f(x)), 3 * gt.to_numpy(x) ** 2, rtol=1e-12)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_forward_jacobian_is_taken_where_entries_share_memory(gt):
     x = gt.xp.broadcast_to(array(gt, 2), (3, 2))
     cube = lambda x: x**3
@@ -194,6 +204,7 @@ def test_a_forward_jacobian_is_pushed_along(gt):
     np.testing.assert_allclose(gt.to_numpy(pushed), 6 * gt.to_numpy(x) ** 2, rtol=1e-12)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_frozen_function_that_edits_a_cotangent_refuses_a_second_derivative(gt):
     """PyTorch's wing took the edit for its own transposed, in silence."""
     x = array(gt, 3)
@@ -218,6 +229,7 @@ def test_a_known_gradient_may_be_the_array_itself_under_native_transforms(gt, ba
         np.testing.assert_array_equal(gt.to_numpy(grad(f)(x)), gt.to_numpy(x))
 
 
+@pytest.mark.sweep_at("jax")
 def test_forward_mode_does_not_enter_a_chunked_function_that_edits_a_cotangent(gt):
     """PyTorch's wing transposed its pullback, in silence."""
     x = array(gt, 3)
@@ -256,6 +268,7 @@ def test_a_second_derivative_inside_a_checkpoint_is_right(gt, mode):
 # --- the reference ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reverse_mode_of_the_reference_agrees_with_its_forward_mode():
     seen = Counter()
 
@@ -287,6 +300,7 @@ def test_the_reference_clips_in_closed_form(values):
         assert np.isnan(tangent).all()
 
 
+@pytest.mark.sweep_at("jax")
 def test_what_rows_share_is_clipped_once_and_their_own_is_clipped_each(gt):
     """As vmap has it: what does not depend on the row is computed once, and so is its edit."""
     w, rows = array(gt, 2), array(gt, 3, 2)

@@ -74,6 +74,7 @@ def all_taken(backend):
     return [cell for batch in batches for cell in taken(backend, *batch)]
 
 
+@pytest.mark.sampled(torch=(2, 24), jax=(0, 1))
 @pytest.mark.parametrize(("name", "compiled"), BATCHES)
 def test_every_cell_of_a_program_holds(backend_name, name, compiled):
     mine = taken(backend_name, name, compiled)
@@ -136,6 +137,7 @@ def test_numbers_without_axes_and_empty_arrays_meet_every_family():
         assert met == set(families())
 
 
+@pytest.mark.sweep_at("jax")
 def test_every_oracle_is_used(backend_name):
     from tests.conformance.rig import problem
     from tests.conformance.rig.trial import compared

@@ -35,6 +35,16 @@ PLAIN_TRANSFORMS = (
     "vmap(grad)",
     "grad of a loop",
 )
+# Set in the process of several devices, which runs the cells of shard_map of the plain ways.
+DEVICES = os.environ.get("GRADTOOLS_TEST_DEVICES")
+# Words of the transforms that take long to compile: they are slow in the plain ways, too.
+SLOW_WORDS = {
+    "torch": ("compiled",),
+    "jax": (
+        *("compiled", "loop", "scan", "condition", "shard_map", "custom_", "check_grads"),
+        *("third order", "hessian", "jacobian forward", "hvp fr", "order ff"),
+    ),
+}
 
 
 def pytest_generate_tests(metafunc):
@@ -51,7 +61,9 @@ def _cells(backends):
             turn = rows.index(transform) + columns.index(way)
             plain = way.name in PLAIN_WAYS or transform.name in PLAIN_TRANSFORMS
             refusal = refusal_of(backend, transform, way)
-            marks = [] if plain else [pytest.mark.slow, *in_turn(turn, 4)]
+            slow = not DEVICES and any(word in transform.name for word in SLOW_WORDS[backend])
+            marks = [pytest.mark.slow] if slow and plain else []
+            marks += [] if plain else [pytest.mark.slow, *in_turn(turn, 4)]
             if refusal is not None and refusal.bug:
                 reason = f"library bug: {refusal.reason}"
                 marks.append(pytest.mark.xfail(strict=True, reason=reason))
@@ -140,6 +152,10 @@ def test_the_cells_of_shard_map_on_four_devices():
     command += ["--gradtools-backend", "jax", "-m", "not slow"]
     command += ["-k", "shard_map and not four_devices"]
     done = subprocess.run(
-        command, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=500
+        command,
+        env={**os.environ, "XLA_FLAGS": flags, "GRADTOOLS_TEST_DEVICES": "4"},
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-2000:]

@@ -54,6 +54,7 @@ def first_gradients(side, batch, scale):
     return side.step(batch, scale)[1]
 
 
+@pytest.mark.slow_at("jax")
 def test_one_reversed_evaluation_gives_what_two_plain_ones_give(side, batch):
     side.start(demo.initial_weights(seed=0))
     plain = side.plain_gradients(batch, 0.3)
@@ -113,6 +114,7 @@ def _switch(backend):
     return int(jax.config.jax_enable_x64)
 
 
+@pytest.mark.slow
 def test_the_frameworks_agree_along_the_way():
     if gradtools.available_backends() != ("torch", "jax"):
         pytest.skip("needs both frameworks")
@@ -155,6 +157,7 @@ def test_the_scale_rises_from_zero_to_its_maximum():
     assert scales[-1] == pytest.approx(demo.MAX_SCALE, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_quick_demo_prints_its_table_and_writes_its_picture(backend, tmp_path, capsys):
     demo.run_demo((backend,), seeds=2, out=tmp_path, quick=True)
     printed = capsys.readouterr().out

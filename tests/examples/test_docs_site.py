@@ -38,6 +38,7 @@ def test_every_public_name_is_in_the_reference(gt):
     assert "`gt.xp`" in (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow_at("gradtools")
 @pytest.mark.parametrize("module", [gradtools, gradtools.testing])
 def test_every_name_of_the_neutral_modules_is_in_the_reference(module):
     assert {f"{module.__name__}.{name}" for name in module.__all__} <= REFERENCE

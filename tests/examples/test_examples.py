@@ -177,6 +177,7 @@ def test_every_example_is_listed_here():
     assert {path.stem for path in FOLDER.glob("u*.py")} == set(PRINTED)
 
 
+@pytest.mark.quick_at("u09_complex_affine")
 @pytest.mark.parametrize("name", PRINTED)
 def test_an_example_keeps_its_claims(name, asked, run):
     """One run for both backends, as a user's own is, which also compares their numbers."""
@@ -211,6 +212,7 @@ def test_an_example_that_fails_is_told_by_its_name_with_what_it_printed(run, mon
         assert part in str(left.value)
 
 
+@pytest.mark.slow
 def test_an_example_is_a_program_of_its_own(backend_name):
     command = [sys.executable, FOLDER / "u09_complex_affine.py", "--backend", backend_name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -158,6 +158,13 @@ def test_every_row_is_tested():
     assert all(len(cells) == len(COLUMNS) for cells in table().values())
 
 
+@pytest.mark.slow_at(
+    ("jax", "custom_rule, defvjp alone", "reverse"),
+    ("jax", "custom_rule, defvjp alone", "forward over reverse"),
+    ("jax", "host_function, vjp and double backward", "forward"),
+    ("jax", "host_function, vjp and double backward", "forward over reverse"),
+    ("jax", "host_function, vjp and double backward", "forward twice"),
+)
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("row", OURS)
 def test_a_cell_of_ours(gt, backend_name, row, column):
@@ -167,6 +174,7 @@ def test_a_cell_of_ours(gt, backend_name, row, column):
         check(cell, row, lambda t=transforms: derivative(column, t, OURS[row](gt), x, one))
 
 
+@pytest.mark.slow_at(("torch.autograd.Function, backward", "reverse twice"))
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("row", THEIRS)
 def test_a_cell_of_theirs(row, column):
@@ -192,6 +200,7 @@ def test_the_page_leads_to_the_support_table():
     assert PAGE.with_name("own-rules-support.md").exists()
 
 
+@pytest.mark.slow_at("torch", "u05_cpp_extension-CXX")
 @pytest.mark.parametrize(
     ("name", "variable"), [("u05_c_kernel", "CC"), ("u05_cpp_extension", "CXX")]
 )

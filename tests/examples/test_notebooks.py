@@ -33,6 +33,7 @@ def words(outputs: list[dict]) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_what_is_kept_is_what_it_gives(path, runner, default_precision):
     for package in NEEDS[path.stem]:

@@ -13,6 +13,7 @@ import pytest
 from tests.support import walks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the page has the walks of Python 3.11")
 def test_the_walks_are_those_of_now():
     done = fresh(
@@ -41,6 +42,7 @@ AT_MOST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="counted on Python 3.11")
 def test_no_walk_grows_longer():
     done = fresh(
@@ -90,6 +92,7 @@ def imports(path, rooms):
                 yield from {name if name in rooms else module} & rooms
 
 
+@pytest.mark.slow
 def test_no_room_is_in_a_circle_of_imports():
     files = {
         ".".join(path.relative_to(walks.HOUSE).with_suffix("").parts).removesuffix(

@@ -98,11 +98,13 @@ def seen(backend: str) -> dict[str, object]:
     return json.loads(run({"torch": TORCH, "jax": JAX}[backend]))
 
 
+@pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_wing_never_imports_its_twin(backend):
     assert seen(backend)["the twin"] == []
 
 
+@pytest.mark.slow
 @needs("torch")
 def test_importing_the_torch_wing_does_not_import_dynamo_which_is_slow():
     found = seen("torch")
@@ -148,6 +150,8 @@ WORK = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_wing_works_where_the_other_framework_does_not_exist(backend):
     without = {
@@ -170,6 +174,7 @@ def test_functionalize_says_what_it_takes_where_no_library_of_modules_exists():
     assert run(program, ("torch", "flax", "optax", "equinox")) == "True"
 
 
+@pytest.mark.slow_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_wing_without_its_framework_says_which_import_failed(backend):
     program = f"""
@@ -181,6 +186,7 @@ def test_a_wing_without_its_framework_says_which_import_failed(backend):
     assert run(program, (backend,)) == backend
 
 
+@pytest.mark.slow
 @needs("torch", "jax")
 def test_both_wings_work_in_one_process():
     program = """
@@ -192,6 +198,7 @@ def test_both_wings_work_in_one_process():
     assert run(program) == "-6.0\n-6.0"
 
 
+@pytest.mark.slow_at("jax-JAX")
 @pytest.mark.parametrize(("backend", "title"), [("torch", "PyTorch"), ("jax", "JAX")])
 def test_a_wing_without_its_framework_says_what_to_install(backend: str, title: str) -> None:
     program = f"""
@@ -207,6 +214,9 @@ def test_a_wing_without_its_framework_says_what_to_install(backend: str, title: 
     )
 
 
+@pytest.mark.slow_at(
+    "from gradtools.testing import check_derivatives as c; c(abs, (1.0,), backend='torch')"
+)
 @needs("torch", "jax")
 @pytest.mark.parametrize(
     "program",
@@ -233,6 +243,7 @@ def test_an_operator_looked_for_in_gradtools_itself_is_told_where_it_stands() ->
         gradtools.grad  # noqa: B018 - the look is what is tested
 
 
+@pytest.mark.slow
 @needs("torch")
 def test_a_first_call_of_a_rule_does_not_import_the_compiler() -> None:
     program = """
@@ -274,11 +285,13 @@ COMPILED_FIRST = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("torch" not in INSTALLED, reason="of dynamo, which traces no import")
 def test_the_first_mixed_partial_of_a_process_may_be_compiled_whole():
     assert run(COMPILED_FIRST).strip() == "[6.0, 6.0, 6.0]"
 
 
+@pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_bare_import_loads_few_rooms_and_none_that_are_asked_for(backend):
     loaded = run(LOADED.format(framework=FRAMEWORK[backend], backend=backend)).split()
@@ -368,6 +381,8 @@ def test_graphs_are_drawn_without_the_extra_and_a_picture_in_a_file_names_it(bac
     assert said.startswith("to_svg: ") and 'pip install "gradtools[svg]"' in said
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_name_that_was_read_is_kept_and_no_room_takes_its_place(backend):
     program = f"""
@@ -385,6 +400,7 @@ def test_a_name_that_was_read_is_kept_and_no_room_takes_its_place(backend):
     assert run(program) == "[]"
 
 
+@pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_star_import_has_every_public_name(backend):
     program = f"""
@@ -395,6 +411,7 @@ def test_a_star_import_has_every_public_name(backend):
     assert run(program) == "[]"
 
 
+@pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_name_that_does_not_exist_is_told(backend):
     program = f"""

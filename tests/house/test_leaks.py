@@ -86,6 +86,7 @@ def test_ten_thousand_calls_leave_nothing_alive(name: str, gt, backend_name):
     assert run.grown == {}
 
 
+@pytest.mark.sweep_at("jax")
 def test_what_a_call_leaves_alive_is_found(gt, backend_name):
     kept: list[Any] = []
     found = grown(lambda: kept.append([gt.asarray(POINT)]), backend_name, 10)
@@ -107,6 +108,7 @@ class Captured:
 HOLDERS = ("custom_rule: fwd", "custom_rule: bwd", "custom_rule: jvp", "host_function: kernel")
 
 
+@pytest.mark.slow_at(("jax", "custom_rule: jvp"), ("jax", "frozen: second order"))
 @pytest.mark.parametrize(
     "name", [*HOLDERS, "frozen", "frozen: second order", "straight_through", "jacobian: a loop"]
 )

@@ -26,6 +26,7 @@ def test_every_room_has_mutants():
     assert len(mutants.read()) >= 60
 
 
+@pytest.mark.slow
 def test_a_mutant_is_seen_by_a_test_that_rests_on_it_and_by_no_other(tmp_path):
     copy = mutants.copied(tmp_path)
     package, tests = copy / "gradtools", copy / "tests"

@@ -112,6 +112,8 @@ EXAMPLES = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_the_examples_of_every_public_name_run_as_they_stand(backend):
     """In a fresh process, where x64 is off as it is for a new user."""
@@ -252,6 +254,7 @@ def test_every_method_of_the_waist_is_in_both_wings():
 PER_LIBRARY = {"GradientReversal", "Transformed"}
 
 
+@pytest.mark.slow
 def test_a_class_has_its_name_to_itself_or_shares_it_with_its_twin_in_the_other_wing():
     homes: dict[str, set[str]] = {}
     for path in ROOT.rglob("*.py"):

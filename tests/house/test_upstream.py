@@ -14,6 +14,7 @@ from tests.support import private_names as names
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_no_file_but_the_room_of_its_wing_uses_a_private_name_of_a_framework():
     found = [use for use in names.private_names() if use.file not in names.ROOMS]
     assert not found, "\n".join(["put these into the wing's _upstream.py:", *map(str, found)])
@@ -39,6 +40,9 @@ def test_the_sweep_sees_a_private_name(text):
     assert list(names.private_in(ast.parse(text)))
 
 
+@pytest.mark.sweep_at(
+    "class A:\\n    def f(self):\\n        self._backend = 1\\n        return self._backend"
+)
 @pytest.mark.parametrize(
     "text",
     [
@@ -69,6 +73,7 @@ def test_each_entry_of_a_room_says_what_it_is_for(room):
     assert not untold
 
 
+@pytest.mark.slow_at("torch/_upstream.py")
 @pytest.mark.parametrize("room", names.ROOMS)
 def test_each_entry_of_a_room_is_held_by_a_test_that_tells_when_it_is_gone(room):
     wing = room.partition("/")[0]
@@ -126,6 +131,9 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_at(
+    "an import hook", "an operator registered for the process", "a look at bytecode"
+)
 @pytest.mark.parametrize("pattern", REFUSED.values(), ids=REFUSED)
 def test_what_a_maintainer_would_refuse_is_written_down_in_the_rooms(pattern):
     """By the name of the file where it stands, as `rules`, with what it buys and costs."""

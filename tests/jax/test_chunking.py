@@ -97,6 +97,7 @@ def full_batch():
     return embed(W, X), derivatives(lambda w, x: contrast(embed(w, x)), W, X)
 
 
+@pytest.mark.whole_at("12-False-0")
 @pytest.mark.parametrize(("chunk_size", "interleaved", "retain"), CUTS)
 def test_value_and_all_derivatives_are_those_of_the_full_batch(chunk_size, interleaved, retain):
     run = chunked(chunk_size, interleaved=interleaved, retain=retain)
@@ -129,6 +130,7 @@ def test_where_examples_of_a_chunk_meet_it_is_the_loop(chunk_size, interleaved, 
     same(both(run), both(loop), 1e-11, 1e-11)
 
 
+@pytest.mark.sweep_at("True")
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_without_jit_too(interleaved):
     run = chunked(4, interleaved=interleaved)
@@ -223,6 +225,7 @@ def test_outputs_need_not_have_one_entry_for_each_example():
 gradient_in_double = jax.jit(jax.grad(lambda w, x: contrast(embed(w, x))))
 
 
+@pytest.mark.sweep_at("bfloat16", "float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dtypes_are_kept(dtype):
     w, x = W.astype(dtype), X.astype(dtype)
@@ -236,6 +239,7 @@ def test_dtypes_are_kept(dtype):
     assert jnp.linalg.norm(gradient - exact) < tolerance * jnp.linalg.norm(exact)
 
 
+@pytest.mark.slow_at("bfloat16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_narrow_arrays_that_chunks_share_are_summed_wide(dtype):
     w, x = jnp.ones((), dtype), jnp.ones(4096, dtype)
@@ -249,6 +253,7 @@ def test_gradients_of_narrow_arrays_that_chunks_share_are_summed_wide(dtype):
 # --- lists ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep_at("False-0", "False-1")
 @pytest.mark.parametrize(("interleaved", "retain"), [(False, 0), (False, 1), (True, 2)])
 def test_a_list_of_equal_examples_is_scanned(interleaved, retain):
     calls = []
@@ -264,6 +269,7 @@ def test_a_list_of_equal_examples_is_scanned(interleaved, retain):
     assert len(calls) == 2 + 1  # two sizes of chunks; the plain function
 
 
+@pytest.mark.sweep_at("True")
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_a_list_of_unequal_examples_may_give_a_list(interleaved):
     def f(w, xs):
@@ -276,6 +282,7 @@ def test_a_list_of_unequal_examples_may_give_a_list(interleaved):
     same(jax.jit(jax.grad(loss(run)))(W), jax.grad(loss(f))(W), 1e-11)
 
 
+@pytest.mark.slow_at("2-1")
 @pytest.mark.parametrize(("chunk_size", "retain"), [(3, 1), (2, 1), (2, 0), (3, 2)])
 def test_a_list_of_equal_examples_may_give_a_list_of_what_was_scanned(chunk_size, retain):
     run = gt.chunked(lambda xs: [x * 2 for x in xs], chunk_size, retain=retain)
@@ -356,6 +363,7 @@ def threaded(w, x, chunk_size, interleaved, state=STATE):
     return jnp.concatenate(outs)[np.argsort(np.concatenate(rows))], state
 
 
+@pytest.mark.sweep_at("5-0-False", "3-1-False", "2-3-False", "4-0-True", "3-2-True")
 @pytest.mark.parametrize(
     ("chunk_size", "retain", "interleaved"),
     [(5, 0, False), (3, 1, False), (2, 3, False), (20, 1, False), (4, 0, True), (3, 2, True)],
@@ -438,6 +446,7 @@ def test_a_python_number_is_a_carry():
 # --- nesting -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_under_vmap_and_with_a_mapped_weight():
     run = chunked(4)
     ws, xs = jnp.stack([W, -W, 2 * W]), jnp.stack([X, X + 1, X - 1])
@@ -447,6 +456,7 @@ def test_under_vmap_and_with_a_mapped_weight():
         same(jax.jit(jax.vmap(g(run), axes))(*args), jax.vmap(g(embed), axes)(*args), 1e-10, 1e-11)
 
 
+@pytest.mark.whole_at("jit")
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
 def test_inside_the_frameworks_transforms(wrap):
     loss = lambda f: wrap(lambda w, x: contrast(f(w, x)))
@@ -507,6 +517,7 @@ def test_a_reverse_rule_inside_f_is_obeyed():
     same(jax.jit(jax.grad(loss(run)))(W), jax.grad(loss(f))(W), 1e-11)
 
 
+@pytest.mark.slow
 def test_two_towers_and_a_tied_weight():
     left, right = chunked(3), chunked(4, retain=0)
     loss = lambda f, g: lambda w, x: jnp.sum(jax.nn.logsumexp(f(w, x) @ g(w, x[::-1]).T, 0))
@@ -534,6 +545,7 @@ def counted(f):
     return count
 
 
+@pytest.mark.quick_at("10-options7-1")
 @pytest.mark.parametrize(
     ("chunk_size", "options", "traces"),
     [
@@ -585,6 +597,7 @@ def test_nothing_is_replayed_in_jax():
     assert seen == [False, False]
 
 
+@pytest.mark.sweep_at("0")
 @pytest.mark.parametrize("retain", [0, 2])
 def test_a_progress_bar_moves_once_for_each_chunk(monkeypatch, retain):
     moves = []
@@ -634,6 +647,7 @@ def of_each(w, x):
 TOKENS = jnp.asarray([3.0, 1.0, 0.0, 2.0, 5.0, 1.0, 1.0, 4.0, 2.0, 7.0])
 
 
+@pytest.mark.slow_at("1", "3", "5")
 @pytest.mark.parametrize("chunk_size", [1, 3, 5, 10, 20])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_separable_loss_in_parts_is_the_full_one(chunk_size, reduction):
@@ -680,6 +694,7 @@ def test_complex_gradients_are_gradtools_own():
     same(gt.microbatched(loss, 4)(Z, X), (value, jnp.conj(gradient)))
 
 
+@pytest.mark.slow_at("float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_gradients_are_summed_wide(dtype):
     w, x = jnp.ones(()).astype(dtype), jnp.ones(4096).astype(dtype)
@@ -689,6 +704,7 @@ def test_narrow_gradients_are_summed_wide(dtype):
     assert value == gradient == 4096
 
 
+@pytest.mark.sweep_at("4")
 @pytest.mark.parametrize("chunk_size", [4, 5])
 def test_microbatched_is_differentiable_again(chunk_size):
     loss = lambda w, x: jnp.mean(of_each(w, x))
@@ -777,6 +793,7 @@ def total(f):
     return jax.grad(lambda ws, x: jnp.sum(f(ws, x) ** 2), (0, 1))
 
 
+@pytest.mark.slow_at("1", "2", "5")
 @pytest.mark.parametrize("retain", [0, 1, 2, 5, 8, 9])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_work_is_4F_less_what_is_kept(retain, interleaved):
@@ -786,6 +803,7 @@ def test_the_work_is_4F_less_what_is_kept(retain, interleaved):
     assert flops(total(run), WS, BIG) == 4 * FORWARD - FORWARD * min(retain, 8) // 8
 
 
+@pytest.mark.sweep_at("1")
 @pytest.mark.parametrize("kept", [0, 1])
 def test_the_program_costs_what_a_hand_written_one_does(kept):
     run = gt.chunked(deep, 8, in_axes=(None, 0), retain=kept)
@@ -808,6 +826,7 @@ def test_a_memory_budget_chooses_how_many_graphs_are_kept():
     assert _kept_of(graph * 2 // 3) == 0  # jax 0.12 keeps a little less than 0.10
 
 
+@pytest.mark.slow
 def test_a_memory_budget_counts_what_the_program_holds():
     run = lambda budget: gt.chunked(wide, 64, in_axes=(None, 0), memory_budget=budget)
     least = temporary(run(0), 16)
@@ -837,6 +856,8 @@ def temporary(f, count, argnums=0, size=64):
     return program.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.quick_at
+@pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("argnums", [0, (0, 1)])
 @pytest.mark.parametrize(("interleaved", "retain"), [(False, 0), (False, 1), (True, 1)])
 def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, retain, argnums):
@@ -857,6 +878,7 @@ def test_the_peak_is_that_of_a_hand_written_scan():
     assert temporary(run, 16) <= 1.01 * temporary(hand, 16)
 
 
+@pytest.mark.sweep_at("1", "2")
 @pytest.mark.parametrize("retain", [1, 2, 4])
 def test_the_peak_is_the_kept_graphs_one_more_and_a_gradient(retain):
     run = gt.chunked(wide, 64, in_axes=(None, 0), retain=retain)
@@ -885,6 +907,7 @@ def _arrays_for_a_further_chunk(chunked, depth, second):
     return (many - few) / (8 * 8 * 64 * 4)
 
 
+@pytest.mark.slow
 def test_second_derivatives_keep_no_graph_for_a_further_chunk():
     twice = lambda slope: jax.grad(lambda x: jnp.sum(slope(x) ** 2))
     forward_over_reverse = lambda slope: lambda x: jax.jvp(slope, (x,), (x,))[1]
@@ -1195,6 +1218,7 @@ def test_a_model_is_that_of_the_loop_in_values_gradients_and_statistics(model):
     assert any(not np.array_equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow_at("linen_model", "equinox_model")
 @pytest.mark.parametrize("model", [linen_model, nnx_model, equinox_model])
 def test_a_batch_norm_in_training_is_told_of_once_by_name(model):
     apply, params, state = model()

@@ -87,6 +87,8 @@ OPERATORS = {
 }
 
 
+@pytest.mark.slow_at("jvp", "per_example_grad", "linearize", "mixed_partial", "minimax")
+@pytest.mark.sweep_at("grad", "value_and_grad", "hvp", "jacobian", "jacobian forward", "hessian")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_costs_what_the_hand_written_one_does(name):
     ours, by_hand, *args = OPERATORS[name]
@@ -134,6 +136,14 @@ EDITS = {
 }
 
 
+@pytest.mark.slow_at("transform", "reverse", "scale", "clip_value", "True")
+@pytest.mark.sweep_at(
+    "clip_norm",
+    ("True", "transform"),
+    ("True", "reverse"),
+    ("True", "scale"),
+    ("True", "clip_value"),
+)
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("scanned", [False, True])
 def test_an_edit_costs_what_a_hand_written_rule_does(name, scanned):

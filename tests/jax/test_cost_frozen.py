@@ -47,6 +47,8 @@ def test_what_a_use_keeps_does_not_grow_with_depth():
     assert ours[1] <= kept(*network(24)) / 3
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("frozen")
 @pytest.mark.parametrize("G_of", [gt.frozen, lambda G: G])
 def test_temporary_bytes_in_a_scan_over_z(G_of):
     G, _ = network(24)
@@ -122,6 +124,8 @@ def mapped(G):
     return lambda y: jax.vmap(lambda z: (by_z(G)(y, z) ** 2).sum())(ZS).sum()
 
 
+@pytest.mark.slow_at("in_a_loop", "unrolled", "None-4", "1073741824-3")
+@pytest.mark.whole_at("in_a_loop", ("mapped", "scanned"), ("100-4", "mapped"))
 @pytest.mark.parametrize("G", [scanned, unrolled])
 @pytest.mark.parametrize("loss", [in_a_loop, one_by_one, mapped])
 @pytest.mark.parametrize(("budget", "passes"), [(None, 4), (100, 4), (LARGE, 3)])
@@ -133,6 +137,7 @@ def test_forward_passes_that_a_second_derivative_costs(G, loss, budget, passes):
     assert ours / plain <= 1.34
 
 
+@pytest.mark.slow
 def test_the_count_is_what_runs_outside_of_jit(monkeypatch):
     loss, ran = jax.grad(one_by_one(gt.frozen(unrolled))), []
     dot = jax.lax.dot_general_p
@@ -143,6 +148,7 @@ def test_the_count_is_what_runs_outside_of_jit(monkeypatch):
     assert sum(2 * a.size * b.shape[-1] for a, b in ran) == flops(loss, Y) == 4 * FORWARD * COUNT
 
 
+@pytest.mark.sweep_at("1073741824-3")
 @pytest.mark.parametrize(("budget", "passes"), [(None, 4), (LARGE, 3)])
 def test_the_term_along_z_is_computed_only_when_asked(budget, passes):
     G = gt.frozen(unrolled, budget)
@@ -179,6 +185,8 @@ def test_a_graph_is_kept_when_it_fits_to_the_byte():
     assert costs == [passes * FORWARD * COUNT for passes in (4, 4, 3, 3)]
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("lean", "plain")
 @pytest.mark.parametrize("way", ["lean", "budget", "plain"])
 def test_bytes_that_the_compiled_program_keeps_for_a_further_z(way):
     size = graph_of(scanned, Z)
@@ -212,6 +220,7 @@ def mixed(depth):
     return lambda y, z, us: gt.mixed_partial(f, network(depth)[0], y, z, us)
 
 
+@pytest.mark.sweep_at("3")
 @pytest.mark.parametrize("directions", [1, 3])
 def test_mixed_partial_takes_the_same_memory_at_every_depth(directions):
     def temp(depth):

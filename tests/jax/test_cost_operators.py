@@ -40,6 +40,8 @@ def test_every_public_operator_has_a_case():
     assert without_case(gt, CASES) == set()
 
 
+@pytest.mark.quick_at("assign_gradients")
+@pytest.mark.sampled(slow=10)
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_costs_what_it_costs_by_hand(name):
     ours, hand = (gt.measure(run, *ARGS) for run in (CASES[name][OURS], CASES[name][HAND]))

@@ -241,6 +241,9 @@ def cells(programs, rules, given, known=None):
     ]
 
 
+@pytest.mark.slow_at(
+    "sinh-value-vjp", "sinh-value in scan-vjp", "inner-value-vjp", "inner-value in scan-vjp"
+)
 @pytest.mark.parametrize(
     ("program", "rule", "given"), cells(VALUE, ("sinh", "inner"), ("vjp", "jvp", "vjp and jvp"))
 )
@@ -252,6 +255,7 @@ def test_the_value_costs_what_the_function_costs(program, rule, given):
 MORE_IN_REVERSE = {("square", "vmap of grad", g): BROADCAST for g in ("vjp", "vjp and jvp")}
 
 
+@pytest.mark.sampled(5, 17)
 @pytest.mark.parametrize(
     ("program", "rule", "given"),
     cells(REVERSE, (*FEW, "inner"), ("vjp", "vjp and jvp"), MORE_IN_REVERSE),
@@ -261,6 +265,8 @@ def test_reverse_mode_costs_what_custom_vjp_costs(program, rule, given):
     assert cost(of(own(rule, given)), *args) == by_hand(with_vjp(rule), program)
 
 
+@pytest.mark.quick_at("square-vmap of jvp-vjp and jvp")
+@pytest.mark.sampled(slow=7)
 @pytest.mark.parametrize(
     ("program", "rule", "given"), cells(FORWARD, (*FEW, "inner"), ("jvp", "vjp and jvp"))
 )
@@ -269,6 +275,7 @@ def test_forward_mode_costs_what_custom_jvp_costs(program, rule, given):
     assert cost(of(own(rule, given)), *args) == by_hand(with_jvp(rule), program)
 
 
+@pytest.mark.sampled(1, 15)
 @pytest.mark.parametrize(
     ("program", "rule", "given"),
     cells(
@@ -288,6 +295,7 @@ def test_the_mode_that_follows_costs_no_more_than_custom_jvp(program, rule, give
     assert no_more(cost(of(ours), *args), by_hand(with_jvp(rule), program))
 
 
+@pytest.mark.sampled(1, 6)
 @pytest.mark.parametrize(
     ("program", "rule", "given"),
     cells(OF_REVERSE, FEW, ("vjp", "vjp and jvp")),
@@ -297,6 +305,15 @@ def test_a_second_derivative_costs_no_more_than_with_custom_vjp(program, rule, g
     assert no_more(cost(of(own(rule, given)), *args), by_hand(with_vjp(rule), program))
 
 
+@pytest.mark.quick_at("exp-reverse over reverse-jvp", "exp-forward over reverse-jvp")
+@pytest.mark.sweep_at(
+    "square-reverse over reverse of scan-jvp",
+    "square-forward over reverse of scan-jvp",
+    "sinh-forward over reverse-jvp",
+    "sinh-reverse over reverse of scan-jvp",
+    "sinh-forward over reverse of scan-jvp",
+    "sinh-forward over forward-jvp",
+)
 @pytest.mark.parametrize(
     ("program", "rule", "given"),
     cells(
@@ -314,6 +331,13 @@ def test_a_second_derivative_costs_no_more_than_with_custom_jvp(program, rule, g
     assert no_more(cost(of(own(rule, given)), *args), by_hand(with_jvp(rule), program))
 
 
+@pytest.mark.quick_at(
+    "square-reverse over forward-vjp",
+    "square-reverse over forward-vjp and jvp",
+    "exp-reverse over forward-vjp",
+    "exp-forward over forward-vjp",
+)
+@pytest.mark.sweep_at("sinh-forward over forward-vjp")
 @pytest.mark.parametrize(
     ("program", "rule", "given"),
     cells(
@@ -328,6 +352,7 @@ def test_a_derivative_of_a_tangent_costs_no_more_than_with_custom_jvp(program, r
     assert no_more(cost(of(own(rule, given)), *args), by_hand(with_jvp(rule), program))
 
 
+@pytest.mark.sweep_at("grad of scan", "vmap of jvp")
 @pytest.mark.parametrize("name", ["value in scan", "grad of scan", "vmap of jvp"])
 def test_a_programs_cost_is_the_same_however_well_its_code_is_optimised(name):
     of, *args = (VALUE | REVERSE | FORWARD)[name]
@@ -340,6 +365,7 @@ def test_a_programs_cost_is_the_same_however_well_its_code_is_optimised(name):
 # --- what an expensive forward pass has found is shared ----------------------------------
 
 
+@pytest.mark.slow_at("vjp", "jvp")
 @pytest.mark.parametrize("given", ["vjp", "jvp", "vjp and jvp"])
 def test_a_search_in_the_forward_pass_runs_once(given):
     f = total(own(RULES["inner"], given))
@@ -352,6 +378,7 @@ def test_a_search_in_the_forward_pass_runs_once(given):
     assert cost(forward(f), X, V).loops == 1
 
 
+@pytest.mark.sweep_at("inner")
 @pytest.mark.parametrize("name", ["search", "inner"])
 def test_forward_over_reverse_runs_a_search_once(name):
     f = total(own(RULES[name], "vjp"))
@@ -403,12 +430,14 @@ UNCHANGED = [
 ]
 
 
+@pytest.mark.sweep_at("grad of vmap", "grad of scan")
 @pytest.mark.parametrize("program", UNCHANGED)
 def test_a_residual_that_is_the_same_for_all_costs_as_much_as_one(program):
     of, *args = program
     assert no_more(cost(of(own(WEIGHTED, "vjp")), *args), cost(of(with_vjp(WEIGHTED)), *args))
 
 
+@pytest.mark.slow_at("vmap")
 @pytest.mark.parametrize(
     "program",
     [
@@ -425,6 +454,7 @@ def test_a_residual_that_is_the_same_for_all_is_kept_once(program):
 BOTH_READ = differs("with both rules a pullback keeps the inputs, for jvp reads them")
 
 
+@pytest.mark.slow_at("scan")
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("loop", [False, True], ids=["once", "scan"])
 def test_a_pullback_keeps_what_bwd_reads(name, loop):
@@ -433,6 +463,7 @@ def test_a_pullback_keeps_what_bwd_reads(name, loop):
     assert residuals(of(own(rule, "vjp")), X) == residuals(of(with_vjp(rule)), X)
 
 
+@pytest.mark.slow_at(("scan", "exp"), ("scan", "sinh"), ("scan", "search"), ("scan", "inner"))
 @pytest.mark.parametrize(
     "name",
     [

@@ -113,6 +113,8 @@ RIGHT_AT_FIRST_ORDER = {
 }
 
 
+@pytest.mark.slow_at(("jacobian, forward", "pallas"))
+@pytest.mark.sweep_at(("jvp", "pallas"))
 @pytest.mark.parametrize("f", CODE)
 @pytest.mark.parametrize("way", FIRST)
 @pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
@@ -147,6 +149,7 @@ REFUSED = {
 IN_REVERSE = [w for w in FIRST if w not in RIGHT_AT_FIRST_ORDER[pallas] | {"checkpoint", "chunked"}]
 
 
+@pytest.mark.slow_at(("grad", "loop"), ("jacobian, reverse", "loop"), ("frozen", "loop"))
 @pytest.mark.parametrize("f", REFUSED)
 @pytest.mark.parametrize("way", IN_REVERSE)
 @pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
@@ -233,6 +236,8 @@ def test_a_derivative_that_goes_through_the_sign_of_complex_numbers_is_refused(w
         THROUGH_A_SIGN[way](turned)
 
 
+@pytest.mark.slow_at("zeros", "jvp", "hvp, reverse", "scan")
+@pytest.mark.sweep_at("grad")
 @pytest.mark.parametrize("way", THROUGH_A_SIGN)
 def test_what_the_refusal_of_a_complex_sign_advises_works(way):
     THROUGH_A_SIGN[way](lambda z: jnp.real(z * (z / jnp.abs(z))).sum())

@@ -13,6 +13,7 @@ from gradtools.errors import DisconnectedInputError
 X = jnp.array([1.0, 2.0])
 
 
+@pytest.mark.slow_at("True")
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_known_gradient_arrives_through_a_branch_that_is_not_taken(taken):
     """Data flow counts both branches, so dx is delivered either way."""
@@ -25,6 +26,7 @@ def test_a_known_gradient_arrives_through_a_branch_that_is_not_taken(taken):
         assert transform(gt.grad(f, 1))(taken, X).tolist() == [5.0, 7.0]
 
 
+@pytest.mark.slow_at("clip")
 @pytest.mark.parametrize("edit", ["clip", "transform", "known"])
 def test_jax_jvp_of_a_reverse_only_edit_raises_jaxs_own_type_error(edit):
     f = {
@@ -81,6 +83,7 @@ def scanned(x, s):
     return jax.lax.scan(turn, x, None, length=2)[0].sum()
 
 
+@pytest.mark.quick_at("jit", "remat")
 @pytest.mark.parametrize("wrap", [lambda g: g, jax.jit, jax.checkpoint], ids=["-", "jit", "remat"])
 @pytest.mark.parametrize("f", [scanned, jax.jit(scanned)], ids=["-", "jit inside"])
 def test_the_derivative_to_a_factor_is_refused_through_scan_jit_and_vmap(wrap, f):
@@ -104,6 +107,7 @@ EDITED_BY = {
 }
 
 
+@pytest.mark.slow_at("-")
 @pytest.mark.parametrize("wrap", [lambda g: g, jax.jit, jax.checkpoint], ids=["-", "jit", "remat"])
 @pytest.mark.parametrize("edit", EDITED_BY)
 def test_an_edit_of_reverse_mode_alone_is_named_where_it_cuts_what_else_it_is_given(edit, wrap):

@@ -52,6 +52,7 @@ def _same(found: Any, expected: Any, rtol: float = 1e-13) -> None:
 # --- one evaluation ----------------------------------------------------------------------
 
 
+@pytest.mark.slow_at("per_example_grad")
 @operators
 def test_the_python_of_f_runs_once_a_call(operator):
     calls = []
@@ -110,6 +111,7 @@ def test_jit_gives_the_same_numbers(operator):
     _same(jax.jit(fun)(X), fun(X))
 
 
+@pytest.mark.slow_at("hessian", "per_example_grad")
 @operators
 def test_vmap_gives_each_examples_numbers(operator):
     fun = _operators(CUBE)[operator]
@@ -132,6 +134,7 @@ def test_both_branches_of_a_cond_may_take_derivatives(operator):
     _same(run(False, X), fun(2 * X))
 
 
+@pytest.mark.slow_at("jacobian", "hessian", "mixed_partial")
 @operators
 def test_a_checkpointed_derivative_is_differentiated(operator):
     fun = _operators(CUBE)[operator]
@@ -152,6 +155,7 @@ def test_a_jacobian_in_reverse_mode_of_what_varies_under_shard_map():
     _same(mapped(X, X), jnp.diag(X * (1 - jnp.tanh(X * X) ** 2)))
 
 
+@pytest.mark.slow_at("grad")
 @operators
 def test_shard_map_on_one_device_gives_the_same_numbers(operator):
     if operator in ("per_example_grad", "jacobian", "hessian"):
@@ -166,6 +170,7 @@ def test_shard_map_on_one_device_gives_the_same_numbers(operator):
     _same((mapped if operator == "grad" else jax.jit(mapped))(X), expected)
 
 
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("f", [CUBE, lambda x: jnp.sum(gt.reverse_gradient(x, 0.5) ** 3)])
 def test_a_while_loop_is_differentiated_forwards(f):
     def power(x):
@@ -237,6 +242,7 @@ def _tripled(x):
 _tripled.defjvp(lambda xs, ts: (jnp.sin(xs[0]), 3 * jnp.cos(xs[0]) * ts[0]))
 
 
+@pytest.mark.quick_at("checkpoint")
 @pytest.mark.parametrize(("rule", "factor"), [(_doubled, 2), (_tripled, 3)])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_custom_rules_inside_f_are_obeyed(rule, factor, wrap):
@@ -305,6 +311,7 @@ def test_a_python_number_takes_the_dtype_of_what_it_meets(operator):
     assert set(seen) == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow_at("bfloat16", "float16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_dtypes_are_kept(dtype):
     x = X.astype(dtype)

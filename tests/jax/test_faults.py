@@ -12,6 +12,8 @@ NAMES = ("grad", "value_and_grad: aux", "hvp", "jacobian", "clip_gradient", "cus
 CHECKED = [use for use in USES if use.name in NAMES]
 
 
+@pytest.mark.slow_at("grad", "value_and_grad: aux", "jacobian", "clip_gradient")
+@pytest.mark.sweep_at("hvp")
 @pytest.mark.parametrize("use", CHECKED, ids=str)
 def test_no_tracer_leaks_out_of_an_operator(use):
     with jax.checking_leaks():

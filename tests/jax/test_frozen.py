@@ -72,6 +72,7 @@ def along_z(G):
     return lambda y: gt.hvp(lambda z: jnp.sum(jnp.tanh(y * G(z))), (ZS[0],), (ZS[1],))
 
 
+@pytest.mark.slow_at(("by_z", "None"), ("along_z", "1048576"))
 @pytest.mark.parametrize("budget", [None, 1 << 20])
 @pytest.mark.parametrize("derivative", [by_z, second, along_z])
 def test_a_use_is_traced_once_for_all_its_derivatives(derivative, budget):
@@ -87,6 +88,7 @@ def test_a_use_is_traced_once_for_all_its_derivatives(derivative, budget):
     assert len(traced) == 1
 
 
+@pytest.mark.sweep_at("1048576")
 @pytest.mark.parametrize("budget", [None, 1 << 20])
 def test_what_it_closes_over_may_be_of_a_trace_that_has_ended(budget):
     """The pullback runs after the scan's body was traced, of which `a` is."""
@@ -132,6 +134,7 @@ class Decoder(nn.Module):
         return nn.Conv(2, (3, 3), param_dtype=float)(nn.tanh(x)).reshape(-1, 4)[: len(Y)]
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("model", [Transformer(), Decoder()])
 def test_models_through_functionalize(model):
     variables = model.init(jax.random.key(0), ZS[0])
@@ -171,6 +174,8 @@ def _second(G, y, z):
     return jax.grad(lambda y, z: jnp.sum(jnp.exp(slope(z * y))), argnums=(0, 1))(y, z)
 
 
+@pytest.mark.slow_at(("None", "custom_vjp"))
+@pytest.mark.sweep_at("in a scan", "a solver")
 @pytest.mark.parametrize("name", WITHOUT_FORWARD_MODE)
 @pytest.mark.parametrize("budget", [None, 1 << 20])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

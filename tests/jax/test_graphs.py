@@ -279,6 +279,7 @@ def test_a_closure_within_a_custom_rule_stays_connected():
     assert dependence_matrix(graph_of(closed)) == [[FULL]]
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize(
     "f",
     [

@@ -87,6 +87,7 @@ def test_without_x64_a_wide_result_is_refused_and_a_narrow_one_is_not(default_pr
     assert host(lambda x: x + x)(jnp.ones(3)).dtype == jnp.float32
 
 
+@pytest.mark.sampled(1, 4)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("vectorized", [True, False])
 def test_shard_map(check_vma, vectorized):

@@ -177,6 +177,7 @@ def said_by(program: str) -> str:
     return found.stdout.strip() if found.returncode == 0 else found.stdout + found.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_host_functions_results_are_where_jaxs_own_operations_would_leave_them() -> None:
     assert said_by(PLACES) == "done"
 

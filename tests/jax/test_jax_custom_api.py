@@ -96,6 +96,7 @@ def _told(path, tmp_path, check):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_what_passes_and_what_does_not(tmp_path):
     path = tmp_path / "custom_api_test.py"
     path.write_text(TESTS)

@@ -42,6 +42,7 @@ def test_what_a_body_closes_over_is_read_anew():
         np.testing.assert_allclose(diagonal(lambda x: x * x * array), 2 * X * (X + shift))
 
 
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("order", [(1.0, 3.0), (3.0, 1.0)])
 def test_bodies_that_differ_in_a_number_are_two(order):
     for factor in order:

@@ -271,6 +271,13 @@ def _state_like(model, pure):
     return state
 
 
+@pytest.mark.quick_at(
+    "nnx: the state of a part",
+    "equinox: a label that freezes",
+    "equinox: a mask that hands on",
+    "equinox: its state alone",
+)
+@pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_loss_is_found_and_nothing_else(name):
     planted = PLANTED[name]
@@ -287,6 +294,8 @@ def test_a_planted_loss_is_found_and_nothing_else(name):
         assert still(planted.make()) == missing
 
 
+@pytest.mark.slow_at("nnx: stopped, and a call changes the model")
+@pytest.mark.sweep_at("nnx: a layer that is not used")
 @pytest.mark.parametrize("name", list(PLANTED)[:9])
 def test_the_guard_tells_of_it_once(name):
     planted = PLANTED[name]
@@ -314,6 +323,7 @@ def test_a_module_is_asked_about_its_parameters_too():
     assert told(report) == {"spare.kernel": "unread", "spare.bias": "unread"}
 
 
+@pytest.mark.slow_at("jit")
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
 def test_a_compiled_loss_is_looked_into(jit):
     model = Gated()
@@ -321,6 +331,7 @@ def test_a_compiled_loss_is_looked_into(jit):
     assert not gt.why_zero(lambda: loss(model.gate, X), model={"gate": model.gate}).findings[1:]
 
 
+@pytest.mark.slow
 def test_in_the_midst_of_a_loop_nothing_is_changed():
     def train(ask):
         net = Graph()

@@ -16,6 +16,9 @@ from tests.support.every_operator import JITTED, POINT, World, healthy
 PLATFORMS = ("tpu", "cuda")
 
 
+@pytest.mark.slow_at(
+    "tiled", "contrastive_loss", "linear_cross_entropy", ("grad", "tpu"), ("attention", "tpu")
+)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("use", JITTED, ids=str)
 def test_a_use_is_lowered_for_an_accelerator_or_refused_as_a_callback(use, platform):

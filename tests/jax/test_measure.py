@@ -54,6 +54,8 @@ def test_a_window_is_reduced_with_one_operation_less_than_it_has_entries():
     assert flops(f, draw(4, 5)) == 3 * 3 * (2 * 3 - 1)
 
 
+@pytest.mark.quick_at("product")
+@pytest.mark.sweep_at("second derivative")
 @pytest.mark.parametrize("name", AGREE)
 def test_without_loops_it_agrees_with_xla(name):
     """To some per cent: XLA also counts the adding of a reduction's first element."""
@@ -62,6 +64,7 @@ def test_without_loops_it_agrees_with_xla(name):
     assert abs(ours - theirs) <= 0.1 * theirs
 
 
+@pytest.mark.sweep_at("1-SAME", "2-SAME", "3-SAME")
 @pytest.mark.parametrize(
     ("stride", "padding"), [(1, "VALID"), (1, "SAME"), (2, "SAME"), (3, "SAME")]
 )
@@ -125,6 +128,8 @@ def test_branches_in_a_scan_count_as_often_as_each_runs():
     assert flops(f, draw(6, 6) / 6, which) == 3 * 2 * 6**3 + 2 * 36
 
 
+@pytest.mark.slow_at("1")
+@pytest.mark.sweep_at("7")
 @pytest.mark.parametrize("length", [0, 1, 7])
 def test_a_scan_and_its_gradient_count_its_trips(length):
     xs = draw(length, 6, 6)
@@ -228,6 +233,7 @@ def test_factorisations_and_transforms_are_counted():
     assert "eigh" in named[0]
 
 
+@pytest.mark.slow_at("unstack")
 @pytest.mark.parametrize(
     "f", [jnp.unstack, lambda x: jax.lax.approx_max_k(x, 2)[0]], ids=["unstack", "k"]
 )

@@ -62,6 +62,8 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow_at("a loop", "a branch", "jit within", "a checkpoint")
+@pytest.mark.sweep_at("products", "a scan", "indices")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_comes_again_has_jaxs_gradients(name, kept):
     agree(PROGRAMS[name], jnp.asarray(X, jnp.float32))
@@ -77,6 +79,7 @@ WITH_CODE = {
 }
 
 
+@pytest.mark.slow_at("random numbers")
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_a_program_that_holds_functions_has_them_and_is_not_kept(name, kept):
     agree(WITH_CODE[name], jnp.asarray(X, jnp.float32))
@@ -169,6 +172,7 @@ def test_arrays_that_a_function_holds_are_not_kept():
     assert gone() is None
 
 
+@pytest.mark.sweep_at("within a loop")
 @pytest.mark.parametrize("name", ["by itself", "within a loop"])
 def test_a_number_that_changes_at_each_call_is_compared_with_few_programs(name, monkeypatch):
     compared, alike_ = [], jaxpr_equality._alike

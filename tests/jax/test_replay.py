@@ -46,6 +46,7 @@ def _adjoint(z: Any, c: Any, factor: complex) -> Any:
     return np.conj(factor * 2**trips) * np.asarray(c)
 
 
+@pytest.mark.sweep_at("1000000")
 @pytest.mark.filterwarnings(WAITING)
 @pytest.mark.parametrize("budget", [None, 10**6])
 def test_the_second_derivative_through_a_frozen_while_loop(budget: int | None) -> None:
@@ -145,6 +146,8 @@ def _first_slope_and_second(remade: Any, x: Any, write: bool) -> Any:
     return [pull(jnp.cos(x))[0] for pull in pulls]
 
 
+@pytest.mark.slow_at("checkpoint")
+@pytest.mark.whole_at("checkpoint", "frozen")
 @pytest.mark.parametrize(
     "remade", [gt.checkpoint, gt.frozen, lambda f: gt.chunked(f, 2, (0, None))]
 )
@@ -209,6 +212,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow_at("the sign of a zero", "the length of a loop")
 @pytest.mark.parametrize("name", CHANGED)
 def test_what_python_reads_anew_is_seen_at_each_eager_call_of_checkpoint(name):
     made, reads, expected = CHANGED[name]

@@ -22,6 +22,8 @@ def _each() -> list[object]:
     return [pytest.param(name, marks=marks.get(name, [])) for name in PROGRAMS]
 
 
+@pytest.mark.quick_at("an array of numpy written before the backward pass of frozen")
+@pytest.mark.sampled(slow=2)
 @pytest.mark.parametrize("name", _each())
 @pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
 def test_a_program_gives_what_the_plain_loop_gives_or_is_refused(name: str) -> None:

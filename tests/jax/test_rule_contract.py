@@ -73,6 +73,8 @@ WAYS = {
 }
 
 
+@pytest.mark.slow_at(("the tangent", "grad"), ("in one branch", "vmap of jax.grad"))
+@pytest.mark.sweep_at(("the tangent", "jvp"))
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("rule", FORGOTTEN.values(), ids=FORGOTTEN)
 def test_a_forward_rule_that_is_not_zero_at_zero_is_refused_in_every_mode(rule, way):
@@ -105,6 +107,7 @@ LINEAR = {
 }
 
 
+@pytest.mark.slow_at(("a masked tangent", "jax.grad"))
 @pytest.mark.parametrize("way", ["jax.grad", "jit of jax.grad"])
 @pytest.mark.parametrize("rule", LINEAR.values(), ids=LINEAR)
 def test_a_rule_that_is_zero_at_zero_passes_however_it_is_written(rule, way):
@@ -397,6 +400,7 @@ def test_a_rule_without_an_array_output_runs_under_vmap_and_its_pullback_too():
     same(jax.lax.scan(body, X, None, length=3)[0], np.zeros(3))
 
 
+@pytest.mark.slow_at("jvp")
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
 def test_no_tracer_is_left_behind(kind):
     g = by_jvp(LINEAR["jax.jvp"]) if kind == "jvp" else by_vjp(lambda x, c: (jnp.cos(x) * c,))
@@ -464,6 +468,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_derivatives_are_mapped_over_an_axis_of_an_explicit_mesh():
     flags = "--xla_force_host_platform_device_count=4"
     ran = subprocess.run(
@@ -567,6 +572,13 @@ FORWARD = {
 }
 
 
+@pytest.mark.slow_at(
+    "grad scan",
+    ("sin", "vmap grad"),
+    ("trees", "grad jit"),
+    ("trees", "jvp scan"),
+    ("a zero", "jvp scan"),
+)
 @pytest.mark.parametrize("way", (REVERSE | FORWARD).values(), ids=REVERSE | FORWARD)
 @pytest.mark.parametrize("program", JVPS.values(), ids=JVPS)
 def test_a_forward_rule_gives_what_custom_jvp_gives(program, way):
@@ -574,6 +586,14 @@ def test_a_forward_rule_gives_what_custom_jvp_gives(program, way):
     same(way(by_jvp(rule, f))(*at), way(by_jvp(rule, f, make=jax.custom_jvp))(*at))
 
 
+@pytest.mark.slow_at(
+    ("sin", "grad scan"),
+    ("an intermediate", "vmap grad"),
+    ("an intermediate", "grad scan"),
+    ("an intermediate", "grad grad"),
+    ("trees", "grad scan"),
+    ("trees", "grad grad"),
+)
 @pytest.mark.parametrize("way", REVERSE.values(), ids=REVERSE)
 @pytest.mark.parametrize("program", VJPS.values(), ids=VJPS)
 def test_a_reverse_rule_gives_what_custom_vjp_gives(program, way):
@@ -608,6 +628,7 @@ TRACED = {
 }
 
 
+@pytest.mark.slow_at(("bwd", "vmap"))
 @pytest.mark.parametrize("how", TRACED)
 @pytest.mark.parametrize("part", BRANCHES)
 def test_a_python_if_in_a_rule_that_is_traced_is_told_in_our_words(part, how):

@@ -95,6 +95,8 @@ def part(f, used, args=(X, Y)):
     return jaxpr, lambda *xs: jax.core.eval_jaxpr(jaxpr, [], *xs)
 
 
+@pytest.mark.slow_at("by_jvp")
+@pytest.mark.sweep_at("first")
 @both
 @pytest.mark.parametrize("used", [(True, False), (False, True)], ids=["first", "second"])
 def test_what_is_left_of_a_rule_whose_outputs_are_not_all_used_is_what_jax_leaves(given, used):

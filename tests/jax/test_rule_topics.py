@@ -60,6 +60,7 @@ RECOMPUTED = {
 }
 
 
+@pytest.mark.slow_at("scan")
 @pytest.mark.parametrize("optimize_remat", [False, True])
 @pytest.mark.parametrize("way", RECOMPUTED.values(), ids=RECOMPUTED)
 def test_before_a_recomputation_f_runs_in_the_place_of_fwd_if_asked(way, optimize_remat):

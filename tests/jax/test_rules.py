@@ -35,11 +35,13 @@ EDITS = {
 }
 
 
+@pytest.mark.sweep_at("forward", "reverse")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_jaxs_own_checks_to_third_order(rule):
     check_grads(lambda x: apply_rule(rule, x)[0], (X,), order=3, modes=("fwd", "rev"))
 
 
+@pytest.mark.slow_at("clip")
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_every_edit_lowers_for_every_platform(edit):
     loss = lambda x: (edit(x) ** 2).sum()
@@ -48,6 +50,7 @@ def test_every_edit_lowers_for_every_platform(edit):
         assert "func.func public @main" in lowered.as_text()
 
 
+@pytest.mark.slow_at("clip")
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_a_gradient_is_exported_for_other_platforms_and_runs_on_this_one(edit):
     gradient = jax.jit(gt.grad(lambda x: (edit(x) ** 2).sum()))
@@ -55,6 +58,7 @@ def test_a_gradient_is_exported_for_other_platforms_and_runs_on_this_one(edit):
     assert exported.call(X).tolist() == gradient(X).tolist()
 
 
+@pytest.mark.slow_at(("clip", "False"))
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("name", EDITS)
 def test_a_gradient_inside_shard_map(name, check):
@@ -87,6 +91,7 @@ modes = pytest.mark.parametrize("mode", ["reverse", "forward", "reverse and forw
 derivatives = pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 
 
+@pytest.mark.sampled(2, 12)
 @derivatives
 @modes
 def test_a_rule_closes_over_what_varies_under_shard_map(mode, derivative):
@@ -110,6 +115,7 @@ def test_a_rule_is_traced_anew_where_x64_is_switched(mode):
             assert (found, found.dtype) == (1.0, jax.dtypes.canonicalize_dtype(float))
 
 
+@pytest.mark.sampled(1, 12)
 @derivatives
 @modes
 def test_a_rule_reduces_over_the_axis_that_vmap_names(mode, derivative):
@@ -121,6 +127,7 @@ def test_a_rule_reduces_over_the_axis_that_vmap_names(mode, derivative):
     np.testing.assert_allclose(jax.jit(found)(xs), right(xs), rtol=1e-12)
 
 
+@pytest.mark.slow_at("both")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_linearize_and_forward_mode_of_a_mapped_scan(rule):
     def f(x):
@@ -187,6 +194,8 @@ WITHIN = {
 }
 
 
+@pytest.mark.slow_at("jit", "a known point")
+@pytest.mark.sweep_at(("a batch", "vmap"), ("a batch of batches", "vmap"))
 @pytest.mark.parametrize("transform", ["jit", "vmap"])
 @pytest.mark.parametrize("within", WITHIN)
 def test_a_rule_that_uses_itself_may_close_over_an_array_of_a_trace(within, transform):

@@ -104,6 +104,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 QUICK = ("frozen", "frozen over a tracer", "transform_gradient", "custom_rule forward")
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("frozen", "frozen over a tracer")
 @pytest.mark.parametrize(
     "operator",
     [pytest.param(o, marks=[] if o in QUICK else [pytest.mark.slow]) for o in OPERATORS],

@@ -584,6 +584,8 @@ MODULES = {
 }
 
 
+@pytest.mark.quick_at("Dense")
+@pytest.mark.sweep_at("RNN", "a convolutional network", "a transformer block")
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_has_its_formula(name):
     f, args = MODULES[name]()
@@ -609,6 +611,7 @@ def test_there_are_enough_functions():
     assert sum(any(np.iscomplexobj(x) for x in row.args) for row in TABLE) >= 20
 
 
+@pytest.mark.sampled(49, 208)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_a_function_has_its_formula(row):
     order = 2 if TABLE.index(row) % 3 == 0 else 1
@@ -701,6 +704,7 @@ def test_a_random_draw_is_one_node_with_its_value():
     np.testing.assert_array_equal(found.nodes[0].attributes["value"], expected)
 
 
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)])
 def test_a_key_may_be_an_argument(key):
     f = lambda x, key: x * jax.random.normal(jax.random.split(key)[1], (3,))
@@ -775,6 +779,9 @@ RULES = {
 }
 
 
+@pytest.mark.quick_at(
+    "jax.custom_vjp", "reverse_gradient", "scale_gradient by an array", "clip_gradient"
+)
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_what_its_author_says(name):
     # JAX itself loses a custom_jvp's rule in a loop that it has differentiated.
@@ -818,6 +825,7 @@ def test_writing_beyond_the_end_is_marked_for_it_is_dropped():
     assert formula.marked == ("scatter",)
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("update", [(3,), (3, 2)])
 def test_of_what_is_written_twice_to_one_place_the_last_stays(update):
     at, u = jnp.asarray([0, 0, 2]), jnp.arange(1.0, 1 + np.prod(update)).reshape(update)
@@ -831,6 +839,7 @@ def test_reading_beyond_the_end_gives_what_jax_fills_in():
     assert formula.marked == ()
 
 
+@pytest.mark.slow_at("lt")
 @pytest.mark.parametrize(
     "chosen",
     [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne],

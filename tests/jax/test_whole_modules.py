@@ -387,6 +387,12 @@ def kinds(names):
     return [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in names]
 
 
+@pytest.mark.quick_at(
+    ("by_vjp", "equinox with leaves of all kinds"),
+    ("by_argument", "equinox with leaves of all kinds"),
+    ("by_tree", "equinox with leaves of all kinds"),
+)
+@pytest.mark.sampled(slow=11)
 @pytest.mark.parametrize("name", kinds(KINDS))
 @pytest.mark.parametrize("operator", EVERYWHERE, ids=lambda f: f.__name__)
 def test_an_operator_gives_plain_jax_numbers(operator, name):
@@ -394,6 +400,10 @@ def test_an_operator_gives_plain_jax_numbers(operator, name):
     same(found, wanted)
 
 
+@pytest.mark.slow_at("by_mixed_partial")
+@pytest.mark.sweep_at(
+    "by_per_example", "by_microbatched", "by_chunked", "by_frozen", "by_jacobian", "by_hessian"
+)
 @pytest.mark.parametrize("name", kinds([n for n, kind in KINDS.items() if not kind.changes]))
 @pytest.mark.parametrize("operator", WITHOUT_STATE, ids=lambda f: f.__name__)
 def test_an_operator_that_runs_a_module_often_gives_plain_jax_numbers(operator, name):
@@ -424,6 +434,7 @@ def test_the_gradient_of_an_nnx_module_is_what_nnx_grad_gives_and_its_optimizer_
     same(nnx.state(a, nnx.Param), nnx.state(b, nnx.Param))
 
 
+@pytest.mark.slow_at("by_vjp", "by_hvp", "by_reverse_over_reverse", "by_checkpoint", "by_jit")
 @pytest.mark.parametrize(
     "operator",
     [by_grad, by_vjp, by_jvp, by_linearize, by_hvp, by_reverse_over_reverse, by_checkpoint, by_jit],
@@ -459,6 +470,7 @@ def test_microbatches_change_an_nnx_module_as_a_loop_does():
     same(nnx.state(ours, nnx.BatchStat), nnx.state(plain, nnx.BatchStat), 1e-6)
 
 
+@pytest.mark.sweep_at("hessian", "per_example_grad")
 @pytest.mark.parametrize("operator", ["hessian", "jacobian", "per_example_grad"])
 def test_a_change_that_cannot_be_handed_on_is_refused_by_name(operator):
     kind = KINDS["nnx with batch norm, dropout, a counter"]
@@ -504,6 +516,7 @@ def flops_of(f, *args):
     return jax.jit(f).lower(*args).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.slow
 def test_a_partly_frozen_equinox_player_costs_no_work_for_what_is_frozen():
     m = eqx.nn.MLP(3, 1, 64, 3, key=jax.random.key(0), dtype=F64)
     free = jax.tree.map(lambda _: False, m)
@@ -560,6 +573,7 @@ def joint(tree, x):
     return (taken(tree, "dec")(jnp.tanh(taken(tree, "enc")(x))) ** 2).mean()
 
 
+@pytest.mark.sweep_at("mapping")
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_nnx_modules_inside_of_a_container_are_differentiated_and_change(form):
     nnx = pytest.importorskip("flax.nnx")
@@ -584,6 +598,7 @@ def test_nnx_modules_inside_of_a_container_are_differentiated_and_change(form):
     jax.tree.map(np.testing.assert_array_equal, taken(again, "dec"), taken(grads, "dec"))
 
 
+@pytest.mark.sweep_at("mapping")
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_equinox_modules_inside_of_a_container_keep_what_is_no_array_apart(form):
     eqx = pytest.importorskip("equinox")

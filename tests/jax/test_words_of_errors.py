@@ -31,6 +31,7 @@ def _raised(way, f):
     return caught.value
 
 
+@pytest.mark.slow_at(("TypeError", "grad"))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [TypeError, RuntimeError])
 def test_an_error_of_f_with_jaxs_words_is_the_same_error(way, kind):
@@ -43,6 +44,7 @@ def test_an_error_of_f_with_jaxs_words_is_the_same_error(way, kind):
         assert _raised(WAYS[way], f) is own
 
 
+@pytest.mark.slow_at("AssertionError")
 @pytest.mark.parametrize("kind", [TypeError, ValueError, NotImplementedError, AssertionError])
 def test_an_error_of_a_rule_is_not_taken_for_one_of_transposing_it(kind):
     own = kind("my own")

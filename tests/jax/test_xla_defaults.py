@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import re
 import jax, jax.numpy as jnp
@@ -27,6 +29,7 @@ found = (
 """
 
 
+@pytest.mark.slow
 def test_what_is_compiled_by_hand_is_what_a_user_compiles():
     namespace = {}
     exec(PROGRAM, namespace)

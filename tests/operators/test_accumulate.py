@@ -99,6 +99,7 @@ def compensation_case():
 # --- GradientAccumulator: sums and means -------------------------------------------------
 
 
+@pytest.mark.slow_at("jax")
 def test_sum_is_the_weighted_sum_and_mean_divides_it_by_the_weights(gt):
     acc = gt.GradientAccumulator()
     acc.add({"w": f32(gt, [3.0, 0.0]), "b": (f32(gt, 1.0),)}, weight=4)
@@ -125,6 +126,7 @@ def test_u11_two_losses_into_one_buffer_equal_the_gradient_of_their_sum(gt):
     np.testing.assert_array_equal(gt.to_numpy(acc.sum()), gt.to_numpy(both))
 
 
+@pytest.mark.sweep_at("jax")
 def test_u11_chunks_of_4_4_2_with_token_counts_equal_the_full_weighted_mean(gt):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(10, 3)).astype(np.float32)
@@ -201,6 +203,7 @@ def test_complex_gradients_add_up(gt, compensated):
 # --- GradientAccumulator: precision ------------------------------------------------------
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_compensated_sum_equals_fsum_where_a_plain_one_is_wrong(gt):
     values, exact = compensation_case()
     plain, compensated = gt.GradientAccumulator(), gt.GradientAccumulator(compensated=True)
@@ -211,6 +214,7 @@ def test_a_compensated_sum_equals_fsum_where_a_plain_one_is_wrong(gt):
     assert np.float32(float(compensated.sum())) == exact
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_compensated_complex_sum_equals_fsum_in_each_part(gt):
     values, exact = compensation_case()
     acc = gt.GradientAccumulator(compensated=True)
@@ -219,6 +223,7 @@ def test_a_compensated_complex_sum_equals_fsum_in_each_part(gt):
     assert complex(gt.to_numpy(acc.sum())) == complex(exact, exact)
 
 
+@pytest.mark.sweep_at("jax")
 def test_bfloat16_gradients_are_added_in_float32_when_asked(gt):
     one = array(gt, [1.0], "bfloat16")
     plain, wide = gt.GradientAccumulator(), gt.GradientAccumulator(dtype="float32")
@@ -230,6 +235,7 @@ def test_bfloat16_gradients_are_added_in_float32_when_asked(gt):
     assert gt.to_numpy(wide.mean()).dtype == np.float32
 
 
+@pytest.mark.slow_at("jax")
 def test_a_compensated_sum_of_16_bits_stays_right_over_thousands_of_additions(gt):
     acc = gt.GradientAccumulator(compensated=True)
     for _ in range(2000):
@@ -273,6 +279,8 @@ def test_the_accumulator_shares_no_memory_with_the_callers_gradients(gt):
     np.testing.assert_array_equal(gt.to_numpy(twice.sum()), [2.0, 4.0])
 
 
+@pytest.mark.slow_at("True")
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("compensated", [False, True])
 def test_eight_threads_add_exactly(gt, compensated):
     acc = gt.GradientAccumulator(compensated=compensated)
@@ -490,6 +498,7 @@ def test_u7_grad_touches_no_buffer_and_accumulating_adds_for_what_is_named(gt):
     assert (held(gt, buffer["x1"]), held(gt, buffer["x2"])) == (6.0, 5.0)
 
 
+@pytest.mark.sweep_at("jax")
 def test_u7_eight_threads_take_right_gradients_at_shared_parameters(gt):
     buffer = zeros_buffer(gt, {"w": np.ones(1000)})
     w = buffer["w"] if is_torch(gt) else f32(gt, np.ones(1000))
@@ -504,6 +513,7 @@ def test_u7_eight_threads_take_right_gradients_at_shared_parameters(gt):
         assert w.grad is None
 
 
+@pytest.mark.slow_at("True")
 @pytest.mark.parametrize("started", [False, True])
 def test_eight_threads_accumulate_exactly_into_grad(torch_gt, started):
     import torch

@@ -194,6 +194,7 @@ def test_jax_without_x64_refuses_a_seed_that_it_would_cut(jax_arrays):
     assert big.tolist() != zero.tolist()
 
 
+@pytest.mark.slow_at("jax")
 def test_children_of_keys_never_collide(arrays):
     children = arrays.split(arrays.key(7), 100_000)
     assert len(np.unique(arrays.to_numpy(children), axis=0)) == 100_000

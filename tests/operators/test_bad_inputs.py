@@ -32,6 +32,10 @@ def test_the_texts_are_those_of_the_table():
     assert set(TEXTS) <= set(known)
 
 
+@pytest.mark.slow_at(
+    ("jax", "chunked, another structure of the last chunk"),
+    ("jax", "chunked, interleaved, a sum of rows"),
+)
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_call_is_refused_with_its_text(name, gt, backend_name):
     def array(x: np.ndarray) -> object:

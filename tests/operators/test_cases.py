@@ -114,6 +114,7 @@ def minimax_by_hand(A, B, C, x):
     return pull(x, to_h), pull(h, to_b), pull(h, -to_c)
 
 
+@pytest.mark.sweep_at("jax")
 def test_u2_every_player_descends_from_one_evaluation(gt, backend_name, players):
     x, *layers = players
     count = Counter(backend_name)
@@ -152,11 +153,13 @@ def yzu(rng):
     return y, z, np.ones((3, 4))
 
 
+@pytest.mark.slow_at("jax")
 def test_u4_mixed_partial_is_the_closed_form(gt, yzu):
     G = lambda z: gt.xp.exp(z.sum(-1))
     agree(gt, gt.mixed_partial(f, G, *map(gt.asarray, yzu)), second_derivative(*yzu))
 
 
+@pytest.mark.slow_at("jax")
 def test_u4_a_list_of_directions_gives_a_list(gt, yzu, rng):
     y, z, _ = yzu
     directions = list(rng.normal(size=(2, 3, 4)))
@@ -266,6 +269,7 @@ def test_u7_accumulating_adds_to_what_is_named(gt, backend_name):
         assert float(buffer["x1"]) == 12 and float(buffer["x2"]) == 0
 
 
+@pytest.mark.sweep_at("jax")
 def test_u7_eight_threads_take_gradients_at_shared_parameters(gt, backend_name):
     x = {"x1": number(gt, 3), "x2": number(gt, 1)}
     if backend_name == "torch":
@@ -307,6 +311,7 @@ def columns(n):
     return np.stack([(k + 1) * T**k + 2 * T ** (k + 2) for k in range(n)], axis=1)
 
 
+@pytest.mark.slow_at(("jax", "jvp"))
 @pytest.mark.parametrize("slope_by", ["jvp", "grad"])
 def test_u8_a_loss_that_contains_a_derivative_is_differentiated(gt, slope_by, rng):
     c = rng.normal(size=3)
@@ -317,6 +322,7 @@ def test_u8_a_loss_that_contains_a_derivative_is_differentiated(gt, slope_by, rn
     agree(gt, grad, 2 * columns(3).T @ r / len(T))
 
 
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("slope_by", ["jvp", "grad"])
 def test_u8_the_solution_is_found(gt, slope_by):
     """One Gauss-Newton step is exact for a polynomial, of degree 10 here."""
@@ -344,6 +350,7 @@ def affine_by_hand(W, I, b, gO):
     return gO @ I.conj().T, W.conj().T @ gO, gO.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.sweep_at("jax")
 def test_u9_natively_complex(gt, affine):
     arrays, gO = affine
     loss = lambda W, I, b: (gt.xp.abs(W @ I + b) ** 4).sum()
@@ -352,6 +359,7 @@ def test_u9_natively_complex(gt, affine):
         agree(gt, grad, expected)
 
 
+@pytest.mark.slow_at("jax")
 def test_u9_as_pairs_of_real_arrays(gt, affine):
     arrays, gO = affine
 
@@ -405,6 +413,7 @@ def test_u10_binarised_in_the_framework_it_is_lost_as_well(gt, rng):
         gt.grad(lambda image: (fraction(image) - TARGET) ** 2)(image)
 
 
+@pytest.mark.sweep_at("jax")
 def test_u10_straight_through_has_the_surrogates_gradient_and_reaches_the_target(gt, rng):
     sigmoid = lambda x: 1 / (1 + gt.xp.exp(-(x - 0.5) / 0.1))
     binarise = gt.straight_through(lambda x: x > 0.5, surrogate=sigmoid)
@@ -444,6 +453,7 @@ def test_u11_into_one_buffer(gt, backend_name, rng):
     agree(gt, buffer.grad if backend_name == "torch" else buffer, 3 * w**2 + 2 * w)
 
 
+@pytest.mark.sweep_at("jax")
 def test_u11_token_counts_weight_unequal_chunks(gt, rng):
     tokens = rng.integers(1, 9, size=10)
     per_token = [rng.normal(size=(n, 3)) for n in tokens]  # loss of a token: (w . x)^2
@@ -475,6 +485,7 @@ def layers(gt, x, a):
     return h, lambda h: (gt.asarray(a) * h**2).sum(-1).mean()
 
 
+@pytest.mark.slow_at("jax")
 def test_u12_a_sampler_between_the_stages(gt, two_layers, rng):
     x, w, a, at_h, to_w = two_layers
     h, g = layers(gt, x, a)
@@ -501,6 +512,7 @@ def test_u12_a_known_gradient_replaces_what_arrives(gt, two_layers, rng):
     agree(gt, grad, to_w(known))
 
 
+@pytest.mark.slow_at("jax")
 def test_u12_the_mean_over_all_masks_is_the_plain_gradient(gt, two_layers):
     """The expectation itself: every mask of three entries, with its probability."""
     x, w, a, at_h, to_w = two_layers
@@ -514,6 +526,7 @@ def test_u12_the_mean_over_all_masks_is_the_plain_gradient(gt, two_layers):
     agree(gt, total.sum(), to_w(at_h))
 
 
+@pytest.mark.slow_at("jax")
 def test_u12_examples_sampled_apart_pool_to_the_batchs_gradient(gt, two_layers, rng):
     x, w, a, at_h, to_w = two_layers
     mask = rng.integers(0, 2, size=(5, 3)) / 0.5

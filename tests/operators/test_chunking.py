@@ -47,6 +47,7 @@ def problem(case, gt, rng):
     return chunked(gt, case), lambda w, x: case.f(gt, w, x), w, x, (dw, dx)
 
 
+@pytest.mark.sampled(torch=(21, 21), jax=(3, 16))
 def test_the_value_is_that_of_the_batch(gt, problem):
     ours, plain, w, x, _ = problem
     found, expected = ours(w, x), plain(w, x)
@@ -55,12 +56,15 @@ def test_the_value_is_that_of_the_batch(gt, problem):
     close(gt, found, expected, 1e-14)
 
 
+@pytest.mark.quick_at("torch", "one chunk", "larger than the batch")
+@pytest.mark.sampled(slow=6)
 def test_gradients_are_those_of_the_batch(gt, problem):
     ours, plain, w, x, _ = problem
     found = gt.value_and_grad(lambda w, x: loss(gt, ours(w, x)), (0, 1))(w, x)
     close(gt, found, gt.value_and_grad(lambda w, x: loss(gt, plain(w, x)), (0, 1))(w, x))
 
 
+@pytest.mark.sampled(torch=(21, 21), jax=(2, 16))
 def test_pushforwards_are_those_of_the_batch(gt, problem):
     ours, plain, w, x, directions = problem
     found = gt.jvp(lambda w, x: loss(gt, ours(w, x)), (w, x), directions)
@@ -102,6 +106,7 @@ def test_under_vmap_and_compile(gt, problem):
 # --- by hand ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_at("jax")
 def test_u6_in_small(gt):
     x = gt.asarray(np.array([1.0, 2.0, 3.0]))
     square = gt.chunked(lambda w, x: w * x**2, 2, in_axes=(None, 0))
@@ -111,6 +116,7 @@ def test_u6_in_small(gt):
     assert float(gt.grad(gt.grad(total))(w)) == 2 * 14**2
 
 
+@pytest.mark.sweep_at("jax")
 def test_carries_go_from_chunk_to_chunk_once(gt):
     def f(x, count):
         return x * count, count + x.sum()
@@ -123,6 +129,7 @@ def test_carries_go_from_chunk_to_chunk_once(gt):
     assert gt.to_numpy(g).tolist() == [2, 4, 24, 32, 110]  # 2 x count; the count is a constant
 
 
+@pytest.mark.sweep_at("jax")
 def test_each_chunk_has_a_key_of_its_own(gt):
     seen = gt.chunked(lambda x, k: x * 0 + gt.xp.sum(_words(gt, k)), 2, key_argnums=1)
     found = gt.to_numpy(seen(gt.asarray(np.ones(6)), gt.key(0)))
@@ -138,6 +145,7 @@ def _words(gt, key):
     return jax.random.key_data(key) % 1000003
 
 
+@pytest.mark.slow_at("jax")
 def test_a_microbatched_mean_is_the_full_mean(gt):
     x = gt.asarray(np.arange(1.0, 11.0))
     w = {"a": gt.asarray(np.array(2.0))}
@@ -148,6 +156,7 @@ def test_a_microbatched_mean_is_the_full_mean(gt):
     assert float(value) == 220 and float(grads["a"]) == 220
 
 
+@pytest.mark.sweep_at("jax")
 def test_token_counts_weigh(gt, rng):
     tokens = np.array([1, 5, 2, 2, 7, 1, 1, 3, 4, 4])
     mask = np.arange(8) < tokens[:, None]
@@ -175,6 +184,7 @@ def test_a_chunk_of_weight_zero_adds_nothing_even_if_its_mean_is_no_number(gt, g
     np.testing.assert_allclose((float(value), float(slope)), (16 / 3, 8 / 3))
 
 
+@pytest.mark.slow_at("jax")
 def test_weights_that_sum_to_zero_are_refused_in_microbatched(gt):
     mean = lambda w, x: (w * x).mean()
     x, w = gt.asarray(np.arange(6.0)), gt.asarray(np.float64(2))

@@ -82,6 +82,7 @@ def powers(gt):
     return power
 
 
+@pytest.mark.sweep_at("jax")
 def test_keywords_defaults_and_static_arguments_are_bound_to_the_signature(gt, native, x, y):
     power, k = powers(gt), native.array(np.array([1, 2]))
     for n in (2, 3):
@@ -101,6 +102,7 @@ def test_keywords_defaults_and_static_arguments_are_bound_to_the_signature(gt, n
         same(pushed, (2 * n * X ** (n - 1) * Y + X + 2 * X**n).sum())
 
 
+@pytest.mark.slow_at("jax")
 def test_a_rule_keeps_its_functions_name_and_documentation(gt):
     power = powers(gt)
     assert power.__name__ == "power"
@@ -246,6 +248,7 @@ def residuals(gt):
 KINDS = ("input", "output", "intermediates", "dict", "nothing, and the input twice")
 
 
+@pytest.mark.slow_at(("jax", "input"), ("jax", "reverse_over_reverse", "output"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["reverse_over_reverse", "forward_over_reverse"])
 def test_whatever_fwd_saves_is_right_at_second_order(gt, kind, mode, x, y):
@@ -337,6 +340,7 @@ def test_a_wrong_cotangent_is_refused_with_what_came_and_what_was_expected(gt, w
         gradients(gt, product(gt, bwd=bwd), x, y)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_forward_pass_or_rule_that_returns_no_pair_is_refused(gt, x, y):
     with pytest.raises(GradtoolsError, match=r"fwd returned .* expected a pair \(out, residuals\)"):
         gradients(gt, product(gt, fwd=lambda x, y: x * y, bwd=lambda r, c: (c, c)), x, y)
@@ -381,6 +385,7 @@ def test_an_argument_that_is_neither_an_array_nor_hashable_is_refused(gt, x):
         f(x, how=[1])
 
 
+@pytest.mark.slow_at("jax")
 def test_a_cotangent_map_that_is_not_linear_works_in_reverse_mode_alone(gt, x, y):
     f = gt.custom_rule(lambda x: x * x)
     f.defvjp(lambda x: (x * x, x), lambda x, ct: (gt.xp.clip(2 * x * ct, -1.0, 1.0),))
@@ -406,6 +411,7 @@ def closing(gt, w, x):
     return f(x)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_rule_that_closes_over_an_array_works(gt, native, x):
     w = native.array(np.array(3.0))
     same(gt.grad(lambda x: closing(gt, w, x).sum())(x), [3.0] * 3)
@@ -447,6 +453,7 @@ def test_a_backward_pass_alone_that_closes_over_a_differentiated_array_raises(gt
 # --- host functions ----------------------------------------------------------------------
 
 
+@pytest.mark.slow_at("jax")
 def test_a_host_function_without_a_rule_names_itself_when_differentiated(gt, x):
     def opaque(x):
         return np.sin(x)
@@ -497,6 +504,7 @@ def test_each_kernel_runs_once_in_a_gradient(gt, x):
     assert calls == ["cube", "cube_backward"]
 
 
+@pytest.mark.slow_at("jax")
 def test_third_order_of_the_cube_says_which_kernel_has_no_rule(gt, x):
     f = cube(gt)
 
@@ -507,6 +515,7 @@ def test_third_order_of_the_cube_says_which_kernel_has_no_rule(gt, x):
         gt.grad(twice)(x)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_symmetric_hessian_stands_in_for_a_missing_forward_rule_only_where_needed(gt, x, y):
     """bwd need not be a gradient; where its own derivative is known, that one is taken."""
     f = gt.host_function(lambda x: x * 1.0)
@@ -522,6 +531,7 @@ def test_a_symmetric_hessian_stands_in_for_a_missing_forward_rule_only_where_nee
     same(found, jacobian @ Y)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_host_function_in_a_network_of_several_arguments_and_outputs(gt, native, x, y):
     f = gt.host_function(
         lambda a, b: {"p": a * b, "s": (a + b).sum()},
@@ -547,6 +557,8 @@ def test_a_host_function_in_a_network_of_several_arguments_and_outputs(gt, nativ
 # --- check_rule --------------------------------------------------------------------------
 
 
+@pytest.mark.slow_at("nothing, and the input twice")
+@pytest.mark.sweep_at("jax", "input", "intermediates", "dict")
 @pytest.mark.parametrize("kind", KINDS)
 def test_check_rule_finds_nothing_wrong_with_what_is_right(gt, backend_name, kind):
     from gradtools.testing import check_rule
@@ -556,6 +568,7 @@ def test_check_rule_finds_nothing_wrong_with_what_is_right(gt, backend_name, kin
     assert check_rule(f, (X,), backend_name)
 
 
+@pytest.mark.sweep_at("jax")
 def test_check_rule_takes_static_arguments_and_host_functions(gt, backend_name):
     from gradtools.testing import check_rule
 
@@ -570,6 +583,7 @@ def test_check_rule_takes_static_arguments_and_host_functions(gt, backend_name):
     assert check_rule(h, (X,), backend_name)
 
 
+@pytest.mark.sweep_at("jax")
 def test_check_rule_names_a_residual_whose_derivative_is_lost(gt, backend_name):
     from gradtools.testing import check_rule
 
@@ -621,6 +635,7 @@ OF_ITS_OWN_RULE = {  # of f(x) = M x whose forward rule is f itself
 }
 
 
+@pytest.mark.slow_at(("jax", "hessian of vmap"), ("jax", "grad of vmap of vmap"))
 @pytest.mark.parametrize("name", OF_ITS_OWN_RULE)
 def test_a_linear_function_that_is_its_own_forward_rule_is_transposed_by_its_code(gt, name):
     matrix = gt.asarray(MATRIX)

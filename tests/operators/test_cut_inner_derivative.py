@@ -108,6 +108,7 @@ def _ways(gt: Any, f: Any, x: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.quick_at("torch", "with a stop of its own", "two-step, separable")
 @pytest.mark.parametrize("inner", HONEST, ids=str)
 def test_an_inner_derivative_has_its_own_derivative_in_every_operator(gt, backend_name, inner):
     x = lift(backend_name, X)
@@ -115,6 +116,7 @@ def test_an_inner_derivative_has_its_own_derivative_in_every_operator(gt, backen
         close(_number(way()), inner.slope, 1e-12), name
 
 
+@pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("inner", CUT, ids=str)
 def test_what_is_cut_after_an_inner_derivative_raises_in_every_operator(gt, backend_name, inner):
     x = lift(backend_name, X)

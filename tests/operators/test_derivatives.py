@@ -55,6 +55,7 @@ def test_there_are_at_least_twenty_functions():
 # --- first order -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(torch=(29, 29), jax=(4, 15))
 def test_grad_is_the_slope_of_the_loss_along_every_direction(problem):
     gradient = _gradient(problem)
     for t in problem.draws(1, 2):
@@ -73,6 +74,7 @@ def test_value_and_grad_returns_the_plain_value_and_the_gradient(problem):
     close(lower(grads), _gradient(problem), 1e-15)
 
 
+@pytest.mark.sampled(torch=(29, 29), jax=(11, 29))
 def test_jvp_is_the_difference_along_its_tangent(problem):
     (t,) = problem.draws(2, 1)
     f, primals = problem.of_primals(), problem.lifted(problem.primals)
@@ -81,6 +83,12 @@ def test_jvp_is_the_difference_along_its_tangent(problem):
     close(lower(pushed), problem.push("f", t), DIFFERENCE)
 
 
+@pytest.mark.slow_at(
+    ("softmax", "jax"),
+    ("a network over a pytree", "jax"),
+    ("a linear solve", "jax"),
+    ("a log determinant", "jax"),
+)
 def test_linearize_pushes_as_jvp_does_and_may_be_called_again(problem):
     t, other = problem.draws(3, 2)
     f, primals = problem.of_primals(), problem.lifted(problem.primals)
@@ -91,6 +99,7 @@ def test_linearize_pushes_as_jvp_does_and_may_be_called_again(problem):
         close(lower(push(*problem.lifted(direction))), lower(expected), EXACT)
 
 
+@pytest.mark.slow_at(("a linear solve", "jax"))
 def test_the_pullback_is_adjoint_to_the_pushforward_under_the_real_inner_product(problem):
     (t,) = problem.draws(4, 1)
     f, primals = problem.of_primals(), problem.lifted(problem.primals)
@@ -153,6 +162,7 @@ def _jacobian_in_each_coordinate(problem: Any) -> Any:
     return [block(k, x, out) for out in range(len(leaves(template))) for k, x in enumerate(flat)]
 
 
+@pytest.mark.sampled(torch=(225, 225), jax=(83, 197))
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 @pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
 def test_jacobian_is_the_differences_in_all_coordinates(real_problem, mode, chunk_size):
@@ -172,6 +182,7 @@ def test_jacobian_is_the_differences_in_all_coordinates(real_problem, mode, chun
     ]
 
 
+@pytest.mark.slow_at("jax")
 def test_jacobian_puts_the_arguments_tree_at_each_leaf_of_the_output(gt, backend_name, rng):
     p = lift(backend_name, {"a": rng.normal(size=2), "b": [rng.normal(size=(3, 1))]})
     f = lambda p, s: {"y": p["a"] * s, "z": (gt.xp.sum(p["b"][0]),)}
@@ -203,6 +214,7 @@ def _gradient_and_second_difference(problem: Any, u: Any, v: Any) -> Any:
     return _SECOND[key]
 
 
+@pytest.mark.sampled(torch=(87, 87), jax=(13, 65))
 @pytest.mark.parametrize("mode", HVP_MODES)
 def test_hvp_is_the_second_difference_and_the_gradient(problem, mode):
     u, v = problem.draws(8, 2)
@@ -214,6 +226,7 @@ def test_hvp_is_the_second_difference_and_the_gradient(problem, mode):
     assert abs(dot(lower(products), u) - expected) <= SECOND_DIFFERENCE * scale
 
 
+@pytest.mark.slow_at(("real and complex leaves", "jax"))
 def test_hvp_is_symmetric_under_the_real_inner_product(problem):
     u, v = problem.draws(9, 2)
     loss, primals = problem.of_primals("loss"), problem.lifted(problem.primals)
@@ -223,6 +236,7 @@ def test_hvp_is_symmetric_under_the_real_inner_product(problem):
     assert abs(one - other) <= EXACT * max(1, abs(one), dot(lower(hu), lower(hu)))
 
 
+@pytest.mark.slow_at(("not holomorphic", "jax"), ("real and complex leaves", "jax"))
 def test_hvp_modes_agree(problem):
     (v,) = problem.draws(10, 1)
     loss, primals = problem.of_primals("loss"), problem.lifted(problem.primals)
@@ -231,6 +245,7 @@ def test_hvp_modes_agree(problem):
     close(found[2], found[0], EXACT)
 
 
+@pytest.mark.sampled(torch=(25, 25), jax=(2, 12))
 def test_hessian_times_a_vector_is_hvp(real_problem):
     problem = real_problem
     (v,) = problem.draws(11, 1)
@@ -278,6 +293,7 @@ def _linearized(gt: Any, f: Any) -> Any:
 WAYS = {"forward": _forward, "reverse": _reverse, "linearized": _linearized}
 
 
+@pytest.mark.sampled(torch=(27, 27), jax=(4, 27))
 @pytest.mark.parametrize("third", WAYS)
 @pytest.mark.parametrize("second", WAYS)
 @pytest.mark.parametrize("first", WAYS)
@@ -293,6 +309,7 @@ def test_the_third_derivative_is_right_in_every_mix_of_modes(
     close(lower(f(lift(backend_name, x))), np.asarray(expected), EXACT)
 
 
+@pytest.mark.slow_at(("jax", "None"))
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 def test_the_jacobian_of_what_is_empty_is_empty(gt, backend_name, chunk_size):
     x = lift(backend_name, np.ones(3))
@@ -312,6 +329,7 @@ def test_the_derivative_of_an_hvp_is_the_third_derivative(gt, backend_name, oute
     close(lower(found), np.asarray(8 * np.exp(0.6)), EXACT)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_closed_over_variable_of_an_outer_derivative_is_not_confused_with_the_inner_one(
     gt, backend_name
 ):
@@ -335,6 +353,7 @@ def regression(rng) -> Any:
     return p, rng.normal(size=(5, 3)), rng.normal(size=5)
 
 
+@pytest.mark.slow_at(("jax", "1"), ("jax", "2"))
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 5, 7])
 def test_per_example_grad_is_the_closed_form_of_each_example(
     gt, backend_name, regression, chunk_size
@@ -364,6 +383,7 @@ def test_per_example_grad_takes_a_tree_of_axes(gt, backend_name, regression):
     close(lower(found), {"w": r[:, None] * x, "b": r}, EXACT)
 
 
+@pytest.mark.slow_at(("jax", "1"), ("jax", "2"))
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 def test_per_example_grad_shares_a_keyword_that_in_axes_names(
     gt, backend_name, regression, chunk_size
@@ -441,6 +461,7 @@ def test_mixed_partial_is_the_closed_form_and_double_backward(gt, backend_name, 
     close(lower(found), lower(twice), EXACT)
 
 
+@pytest.mark.slow_at("jax")
 def test_mixed_partial_of_a_list_of_directions_is_a_list(gt, backend_name, rng):
     f, G = _mixed_case(gt)
     y, z, *us = (rng.normal(size=(3, 4)) for _ in range(5))
@@ -449,6 +470,7 @@ def test_mixed_partial_of_a_list_of_directions_is_a_list(gt, backend_name, rng):
     close(lower(found), [_mixed_closed_form(y, z, u) for u in us], EXACT)
 
 
+@pytest.mark.slow_at("jax")
 def test_mixed_partial_over_trees_equals_double_backward(gt, backend_name, rng):
     xp = gt.xp
     G = lambda z: {"s": xp.sin(z["a"]) * z["b"], "t": [xp.exp(z["b"])]}
@@ -591,6 +613,22 @@ def test_compiled_operators_give_the_eager_numbers(some_problem, operator, backe
     close(lower(compiled(xs, ts)), lower(fun(xs, ts)), EXACT)
 
 
+@pytest.mark.slow_at(
+    ("jax", "jvp"),
+    ("jax", "hvp"),
+    ("jax", "grad"),
+    ("a linear solve", "jax"),
+    ("jax", "vjp"),
+    ("a loop", "jax", "linearize"),
+)
+@pytest.mark.sweep_at(
+    ("softmax", "jax", "vjp"),
+    ("a network over a pytree", "jax", "grad"),
+    ("a network over a pytree", "jax", "vjp"),
+    ("a linear solve", "jax", "grad"),
+    ("a linear solve", "jax", "vjp"),
+    ("a linear solve", "jax", "hvp"),
+)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_mapped_operators_give_each_examples_numbers(some_problem, operator, backend_name):
     problem = some_problem
@@ -603,6 +641,10 @@ def test_mapped_operators_give_each_examples_numbers(some_problem, operator, bac
         close(tree_map(lambda y: y[i], mapped), one, EXACT)
 
 
+@pytest.mark.slow_at(
+    ("jax", "hvp"), ("a linear solve", "jax", "grad"), ("a linear solve", "jax", "vjp")
+)
+@pytest.mark.sweep_at(("a linear solve", "jax", "hvp"))
 @pytest.mark.parametrize("operator", ["grad", "value_and_grad", "vjp", "hvp"])
 def test_a_checkpointed_function_has_the_same_derivatives(some_problem, operator):
     problem = some_problem
@@ -638,6 +680,7 @@ def test_a_derivative_inside_a_checkpoint_may_close_over_the_outer_variable(gt, 
     close(lower(gt.grad(f)(a)), np.asarray(expected), DIFFERENCE)
 
 
+@pytest.mark.slow_at("jax")
 def test_gradient_steps_in_a_loop_are_differentiated(gt, backend_name):
     """Four steps of x - r x give (1 - r)^4 x."""
 
@@ -683,6 +726,7 @@ def test_the_complex_gradient_is_the_real_slope_plus_i_times_the_imaginary_one(g
         assert abs(found[i] - (re + 1j * im)) < DIFFERENCE
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_complex_gradient_step_descends(gt, backend_name, z):
     target = 1.0 - 2.0j
     f = lambda z: gt.xp.sum(gt.xp.abs(z - target) ** 2)
@@ -707,6 +751,8 @@ def test_a_real_leaf_of_a_complex_function_has_a_real_gradient(gt, backend_name)
     close(found, expected, EXACT)
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(("jax", "reverse"))
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_the_jacobian_of_a_complex_function_of_reals_is_complex(gt, backend_name, mode):
     x = np.array([0.3, 0.7])
@@ -714,6 +760,7 @@ def test_the_jacobian_of_a_complex_function_of_reals_is_complex(gt, backend_name
     close(lower(found), np.diag(np.exp(1j * x) * (1 + 1j * x)), EXACT)
 
 
+@pytest.mark.slow_at(("jax", "0.5"))
 @pytest.mark.parametrize("scale", [0.5, -2.0])
 def test_an_edited_complex_gradient_is_scaled(gt, backend_name, z, scale):
     f = lambda z: gt.xp.sum(gt.xp.abs(gt.reverse_gradient(z, scale)) ** 2)
@@ -743,6 +790,7 @@ def _with_methods(gt: Any) -> Any:
     return type("Power", (), {"exponent": 3, **methods})()
 
 
+@pytest.mark.slow_at(("jax", "in chunks"))
 @pytest.mark.parametrize("method", ["slope", "again", "still", "in chunks", "each"])
 def test_what_an_operator_returns_may_be_a_method(gt, backend_name, method):
     x = np.array([0.5, -1.0, 2.0])

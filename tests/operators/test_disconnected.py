@@ -83,6 +83,7 @@ def _f(gt: Any, path: Path) -> Any:
     return lambda x: path.f(gt, x)
 
 
+@pytest.mark.sweep_at(("jax", "plain use", "raise"))
 @pytest.mark.parametrize("policy", ["raise", "warn", "zeros", "strict"])
 @pytest.mark.parametrize("path", CONNECTED, ids=str)
 def test_what_is_connected_passes_every_policy(gt, backend_name, path, policy):
@@ -124,6 +125,7 @@ def test_the_warning_points_at_the_line_of_the_call(gt, backend_name):
     assert caught[0].filename == __file__
 
 
+@pytest.mark.sampled(torch=(22, 22), jax=(4, 17))
 @pytest.mark.parametrize("path", PATHS, ids=str)
 def test_every_other_derivative_gives_zeros(gt, backend_name, path):
     f, x = _f(gt, path), lift(backend_name, X)
@@ -242,6 +244,7 @@ def test_relu_is_connected_at_second_order_with_derivative_zero(gt, backend_name
 # --- transforms --------------------------------------------------------------------------
 
 
+@pytest.mark.slow_at(("jax", "cast to an integer"))
 @pytest.mark.parametrize("path", LOST, ids=str)
 def test_what_is_cut_raises_under_vmap(gt, backend_name, path):
     xs = lift(backend_name, np.stack([X, X + 1]))
@@ -249,6 +252,9 @@ def test_what_is_cut_raises_under_vmap(gt, backend_name, path):
         gt.vmap(gt.grad(_f(gt, path)))(xs)
 
 
+@pytest.mark.slow_at(
+    ("jax", "picked by where"), ("jax", "the largest"), ("jax", "clipped and saturated")
+)
 @pytest.mark.parametrize("path", CONNECTED, ids=str)
 def test_what_is_connected_passes_under_vmap(gt, backend_name, path):
     xs = lift(backend_name, np.stack([X, X + 1]))

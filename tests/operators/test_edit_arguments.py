@@ -33,6 +33,7 @@ def loss(gt, edit):
     return lambda x, s: (CUT[edit](gt, x, s) ** 2).sum()
 
 
+@pytest.mark.slow_at(("jax", "clip_gradient, max_norm"))
 @pytest.mark.parametrize("edit", CUT)
 def test_the_derivative_to_what_else_an_edit_is_given_is_refused(gt, edit):
     x, s = at(gt)
@@ -64,6 +65,7 @@ def test_dependence_tells_what_else_an_edit_is_given_as_cut(gt, edit):
     assert str(table["output", "argument 0"]) == "differentiable"
 
 
+@pytest.mark.slow_at(("jax", "clip_gradient, max_norm"))
 @pytest.mark.parametrize("edit", ["reverse_gradient", "scale_gradient", "clip_gradient, max_norm"])
 def test_an_edited_gradient_is_differentiated_by_what_it_depends_on(gt, edit):
     """Of |dx|^2 with dx = -s 2 x, s 2 x, and s x / |x|: the closed forms."""

@@ -211,6 +211,7 @@ def test_a_scale_does_not_change_the_dtype_of_value_or_gradient(gt, native, dtyp
         assert native.dtype(y) == native.dtype(g) == dtype
 
 
+@pytest.mark.slow_at("jax")
 def test_a_scale_may_be_an_array_that_broadcasts(gt, rng):
     x = gt.asarray(rng.normal(size=(2, 3)))
     ct = rng.normal(size=(2, 3))
@@ -242,6 +243,7 @@ def test_a_complex_scale_is_refused(gt, operator, scale):
         getattr(gt, operator)(gt.asarray(np.ones(2)), scale)
 
 
+@pytest.mark.sweep_at("torch")
 def test_a_scale_may_be_traced_and_scheduled_without_a_second_trace(gt, native):
     traces = []
 
@@ -284,6 +286,7 @@ def test_the_derivative_in_the_scale_of_a_gradient_is_there(gt):
 # --- second and third order of the linear edits -----------------------------------------------
 
 
+@pytest.mark.slow_at(("jax", "1.0", "rr"))
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("scale", [1.0, 0.5, 3.0])
 def test_the_hessian_of_a_reversed_function_is_the_squared_scale_times_its_own(gt, rng, mix, scale):
@@ -306,6 +309,7 @@ def test_a_scale_given_as_an_array_enters_the_hessian_from_both_sides(gt, rng, m
     same(number(found), (s * w) @ hessian @ (s * v), rtol=1e-12)
 
 
+@pytest.mark.slow_at(("jax", "rff"))
 @pytest.mark.parametrize("modes", itertools.product("fr", repeat=3), ids="".join)
 def test_third_order_brings_the_third_power_in_all_eight_mixes(gt, modes):
     one = gt.asarray(1.0)
@@ -316,6 +320,7 @@ def test_third_order_brings_the_third_power_in_all_eight_mixes(gt, modes):
     assert number(f(gt.asarray(2.0))) == -(0.5**3) * 24 * 2
 
 
+@pytest.mark.slow_at(("jax", "auto"))
 @pytest.mark.parametrize("mode", ["auto", "forward_over_reverse", "reverse_over_reverse"])
 def test_hvp_and_hessian_meet_the_reversal_twice(gt, mode):
     x, v = gt.asarray(np.array([1.0, 2.0])), gt.asarray(np.array([1.0, -1.0]))
@@ -360,6 +365,7 @@ def test_stop_cuts_both_modes_and_is_reported_as_a_cut(gt):
     assert number(gt.jvp(lambda x: gt.stop_gradient(x) ** 2, (x,), (x,))[1]) == 0.0
 
 
+@pytest.mark.slow_at("jax")
 def test_stop_cuts_both_modes_at_second_order(gt):
     x, one = gt.asarray(3.0), gt.asarray(1.0)
     f = lambda x: x**2 * gt.stop_gradient(x) ** 2
@@ -379,6 +385,7 @@ def clipped(gt, cts, **bounds):
     return pullback(tuple(arrays))
 
 
+@pytest.mark.slow_at("jax")
 def test_a_cotangent_inside_both_bounds_is_unchanged_bit_for_bit(gt, native, rng):
     ct = gt.asarray(rng.normal(size=100))
     norm = float(np.linalg.norm(gt.to_numpy(ct)))
@@ -393,6 +400,7 @@ def test_a_norm_exactly_at_the_bound_is_not_clipped(gt):
         assert gt.to_numpy(found).tolist() == ct
 
 
+@pytest.mark.slow_at("jax")
 def test_the_norm_is_that_of_all_leaves_jointly(gt, rng):
     a, b = rng.normal(size=(2, 3)), rng.normal(size=4)
     total = np.sqrt((a**2).sum() + (b**2).sum())
@@ -405,6 +413,7 @@ def test_values_are_clipped_before_the_norm(gt):
     assert gt.to_numpy(found).tolist() == [1.5, -2.0]
 
 
+@pytest.mark.slow_at("jax")
 def test_a_complex_cotangent_is_clipped_by_its_modulus(gt):
     ct = np.array([3 + 4j, 0.3 - 0.4j, 0j, -5j])
     (found,) = clipped(gt, [ct], max_value=1.0)
@@ -413,6 +422,7 @@ def test_a_complex_cotangent_is_clipped_by_its_modulus(gt):
     same(gt.to_numpy(found), [0.3 + 0.4j, 1.2j])
 
 
+@pytest.mark.slow_at("jax")
 def test_the_joint_norm_goes_over_leaves_of_different_dtypes(gt, native):
     cts = [native.array([3.0], "float32"), native.array([4j]), native.array([12.0])]
     found = clipped(gt, cts, max_norm=1.3)
@@ -421,6 +431,7 @@ def test_the_joint_norm_goes_over_leaves_of_different_dtypes(gt, native):
         same(gt.to_numpy(c), [expected], rtol=1e-7)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_zero_cotangent_stays_zero(gt):
     for bounds in ({"max_norm": 0.0}, {"max_norm": 1.0}, {"max_value": 0.0}, {"max_value": 1.0}):
         for zero in (np.zeros(3), np.zeros(2, np.complex64), np.zeros(())):
@@ -434,6 +445,7 @@ def test_a_bound_of_zero_gives_zero(gt):
         assert gt.to_numpy(found).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow_at("jax")
 def test_an_infinite_bound_changes_nothing(gt):
     for bounds in ({"max_norm": math.inf}, {"max_value": math.inf}):
         for ct in ([1.0, -2.0], [1.0 + 2j]):
@@ -441,6 +453,7 @@ def test_an_infinite_bound_changes_nothing(gt):
             assert gt.to_numpy(found).tolist() == ct
 
 
+@pytest.mark.slow_at("jax")
 def test_nan_stays_nan(gt):
     (found,) = clipped(gt, [np.array([np.nan, 2.0, -3.0])], max_value=1.0)
     found = gt.to_numpy(found)
@@ -465,6 +478,7 @@ def test_the_norm_of_very_large_and_very_small_float32_is_right(gt, size):
     same(gt.to_numpy(found), ct * np.float32(0.5 / math.sqrt(2)), rtol=5e-7)
 
 
+@pytest.mark.slow_at("jax")
 def test_the_norm_and_modulus_of_very_large_complex64_are_right(gt):
     ct = np.complex64([1e30 + 1e30j])
     (found,) = clipped(gt, [ct], max_norm=1.0)
@@ -480,6 +494,7 @@ def test_the_norm_of_16_bit_cotangents_does_not_overflow(gt, native, dtype, larg
     same(gt.to_numpy(found).astype(float), [1 / math.sqrt(2)] * 2, rtol=4e-3)
 
 
+@pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_norm_of_a_long_16_bit_cotangent_keeps_its_digits(gt, native, dtype):
     """A sum of 65536 ones stops at 256 in bfloat16 and overflows in float16."""
@@ -487,6 +502,7 @@ def test_the_norm_of_a_long_16_bit_cotangent_keeps_its_digits(gt, native, dtype)
     assert set(gt.to_numpy(found).astype(float).tolist()) == {0.5}
 
 
+@pytest.mark.slow_at("jax")
 def test_empty_leaves_count_nothing(gt):
     empty, full = np.zeros((0, 3)), np.array([3.0, 4.0])
     found = clipped(gt, [empty, full], max_norm=1.0, max_value=10.0)
@@ -496,6 +512,7 @@ def test_empty_leaves_count_nothing(gt):
     assert tuple(found.shape) == (0, 3)
 
 
+@pytest.mark.sweep_at("torch")
 def test_bounds_may_be_traced(gt, native):
     def f(x, bound):
         return gt.grad(lambda x: (gt.clip_gradient(x, max_norm=bound) ** 2).sum())(x)
@@ -571,6 +588,7 @@ def test_transform_sees_none_at_leaves_that_are_not_differentiable(gt, native):
     assert seen == [(None, None, None)] * len(seen) and seen
 
 
+@pytest.mark.slow_at("jax")
 def test_transform_and_clip_see_the_cotangent_in_the_convention_of_gradtools(gt, native):
     """f = Re(conj(w) z) has the gradient w; JAX's own is its conjugate, and stays so outside."""
     z, w = native.array(1 + 2j), native.array(3 - 4j)
@@ -731,6 +749,8 @@ def clip_jacobian(c, bound):
     return bound * (np.eye(len(c)) - np.outer(c, c) / norm**2) / norm
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(("jax", "1.0"))
 @pytest.mark.parametrize("size", [1.0, 100.0])
 def test_a_clip_is_met_again_at_second_order(gt, size):
     """Pulled back through c -> c / |c| at 2x, then through x -> 2x, then clipped itself."""
@@ -748,6 +768,7 @@ def test_a_clip_is_met_again_at_second_order(gt, size):
         same(gt.to_numpy(h), product, rtol=1e-12)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_clip_that_does_not_bite_leaves_the_hessian(gt):
     x, v = gt.asarray(np.array([3.0, 4.0])), gt.asarray(np.array([0.1, 0.2]))
     f = lambda x: (gt.clip_gradient(x, max_norm=1e6, max_value=1e6) ** 3).sum()
@@ -802,6 +823,7 @@ def test_straight_through_is_exact_for_large_numbers(gt, native):
         assert native.bits(y) == native.bits(tiny)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_boolean_or_integer_result_is_cast_to_the_surrogates_dtype(gt, native):
     x = native.array([0.2, 1.7], "float32")
     xp = gt.xp
@@ -831,6 +853,7 @@ def test_f_may_be_a_numpy_function_eagerly_differentiated_and_in_both_modes(gt, 
     same(gt.to_numpy(pushed), [0.4, 3.4])
 
 
+@pytest.mark.sweep_at("torch")
 def test_f_may_be_a_numpy_function_in_compiled_code(gt, native):
     options = {} if native.name == "jax" else {"backend": "aot_eager"}
     g = gt.straight_through(hard, lambda x: x**2)
@@ -852,6 +875,7 @@ def test_the_surrogate_is_right_at_second_order_in_all_mixes(gt, rng, mix):
     same(number(found), w @ (a.T @ np.diag(6 * (a @ x)) @ a) @ v, rtol=1e-12)
 
 
+@pytest.mark.slow_at("jax")
 def test_the_surrogate_is_right_at_third_and_fourth_order(gt):
     f = gt.straight_through(lambda x: x * 0, lambda x: x**4)
     x, found = gt.asarray(2.0), []
@@ -861,6 +885,7 @@ def test_the_surrogate_is_right_at_third_and_fourth_order(gt):
     assert found == [32.0, 48.0, 48.0, 24.0]
 
 
+@pytest.mark.slow_at("jax")
 def test_straight_through_takes_several_arguments_and_keywords_and_trees(gt):
     def f(x, y, *, shift):
         return {"hard": (x > y), "sum": x + y + shift}
@@ -956,6 +981,8 @@ def test_native_reverse_mode_goes_through_every_edit(case, native):
     same(np.asarray(pullback(out / out)[0]), gradient(X), rtol=1e-12)
 
 
+@pytest.mark.slow_at(("reverse", "jax"), ("clip_value", "jax"))
+@pytest.mark.sweep_at(("clip_norm", "jax"))
 def test_a_batch_is_edited_example_by_example(case, gt, native):
     _, f, gradient = case
     expected = np.stack([gradient(x) for x in XS])
@@ -968,6 +995,8 @@ def test_a_batch_is_edited_example_by_example(case, gt, native):
         same(np.asarray(found), expected, rtol=1e-12)
 
 
+@pytest.mark.slow_at(("reverse", "jax"), ("clip_value", "jax"))
+@pytest.mark.sweep_at(("clip_norm", "jax"))
 def test_vmap_over_another_axis_and_twice_is_the_loop(case, gt, native):
     _, f, gradient = case
     found = gt.vmap(gt.grad(f), in_axes=1)(native.array(XS.T.copy()))
@@ -977,6 +1006,15 @@ def test_vmap_over_another_axis_and_twice_is_the_loop(case, gt, native):
     same(np.asarray(found), np.stack([[gradient(x) for x in b] for b in twice]), rtol=1e-12)
 
 
+@pytest.mark.slow_at("clip_norm")
+@pytest.mark.sweep_at(
+    ("reverse", "torch"),
+    ("scale", "torch"),
+    ("clip_norm", "torch"),
+    ("clip_value", "torch"),
+    ("known", "torch"),
+    ("straight_through", "torch"),
+)
 def test_compiled_code_gives_the_same_value_and_gradient(case, gt, native):
     name, f, gradient = case
     if name == "transform" and native.name == "torch":
@@ -988,6 +1026,14 @@ def test_compiled_code_gives_the_same_value_and_gradient(case, gt, native):
     same(np.asarray(native.jit(native.grad(f))(x)), gradient(X), rtol=1e-12)
 
 
+@pytest.mark.slow_at(
+    "clip_norm",
+    ("reverse", "torch"),
+    ("scale", "torch"),
+    ("clip_value", "torch"),
+    ("known", "torch"),
+)
+@pytest.mark.sweep_at(("straight_through", "torch"))
 def test_the_gradient_of_a_compiled_function_is_the_edited_one(case, gt, native):
     name, f, gradient = case
     if name == "transform" and native.name == "torch":
@@ -1002,6 +1048,10 @@ def test_a_checkpointed_function_gives_the_same_gradient(case, gt, native):
     same(gt.to_numpy(gt.grad(native.checkpoint(f))(native.array(X))), gradient(X), rtol=1e-12)
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(
+    ("torch", "reverse"), ("torch", "scale"), ("torch", "clip_value"), ("torch", "clip_norm")
+)
 @pytest.mark.parametrize("name", ["reverse", "scale", "clip_value", "clip_norm", "transform"])
 def test_an_edit_in_a_loop_is_met_at_every_turn(gt, native, name):
     """Three turns of x -> 2 edit(x), pulled back by hand, turn by turn."""
@@ -1032,6 +1082,7 @@ def test_a_linear_edit_in_a_while_loop_is_met_at_every_turn_in_forward_mode(gt, 
     same(gt.to_numpy(pushed), X * (2 * factor) ** 3)
 
 
+@pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("taken", [True, False])
 def test_an_edit_in_a_branch_acts_only_where_that_branch_is_taken(gt, native, taken):
     f = lambda x: native.cond(taken, lambda x: gt.reverse_gradient(x, 3.0) ** 2, lambda x: x**2, x)
@@ -1039,6 +1090,7 @@ def test_an_edit_in_a_branch_acts_only_where_that_branch_is_taken(gt, native, ta
     assert number(gt.grad(gt.grad(f))(native.array(1.0))) == (18.0 if taken else 2.0)
 
 
+@pytest.mark.sweep_at("jax")
 def test_per_example_gradients_are_clipped_one_by_one_and_pooled(gt, rng):
     """The idiom of private training: clip each example's gradient on its way to the parameters."""
     w, x = rng.normal(size=3), rng.normal(size=(5, 3))
@@ -1056,6 +1108,7 @@ def test_an_edit_keeps_the_dtype_of_the_gradient(edit, gt, native, dtype):
     assert native.dtype(pullback(y)[0]) == dtype
 
 
+@pytest.mark.sweep_at("torch")
 def test_second_order_of_every_linear_edit_is_right_in_compiled_forward_mode(gt, native):
     """PyTorch compiles forward over reverse; compiled double backward it does not have."""
     x, v = native.array(X), native.array(XS[1])

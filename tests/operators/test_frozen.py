@@ -54,6 +54,7 @@ def closed_form(y, z):
     return np.broadcast_to(6 * (y.sum(0) + g) * z.size * g, y.shape)
 
 
+@pytest.mark.slow_at("jax")
 def test_u3_and_u4_in_small(gt, rng):
     y, z, u = rng.normal(size=(3, 4)), 0.1 * rng.normal(size=(3, 4)), np.ones((3, 4))
     ly, lz, lu = (number(gt, x) for x in (y, z, u))
@@ -69,6 +70,7 @@ def test_u3_and_u4_in_small(gt, rng):
     close(gt, gt.mixed_partial(small_f, G, ly, lz, lu), expected, 1e-13)
 
 
+@pytest.mark.sweep_at("jax")
 def test_64_gradients_feed_a_nonlinear_function(gt, rng):
     y, x = number(gt, rng.normal(size=(3, 4))), number(gt, rng.normal(size=(3, 4)))
     zs = number(gt, 0.1 * rng.normal(size=(64, 3, 4)))
@@ -174,6 +176,8 @@ def scalar(gt, out):
     return (gt.xp.sin(out.real) * (1 + out.real)).sum()
 
 
+@pytest.mark.slow_at(("an empty output beside", "jax"), ("real to complex", "jax"))
+@pytest.mark.sweep_at(("a network", "jax"), ("trees and an integer", "jax"), ("complex", "jax"))
 def test_the_value_and_first_derivatives(gt, case):
     G, z, whole, read = case
     f = lambda G: lambda z: scalar(gt, read(G(whole(z))))
@@ -182,6 +186,7 @@ def test_the_value_and_first_derivatives(gt, case):
     close(gt, gt.jvp(f(gt.frozen(G)), (z,), (z,)), gt.jvp(f(G), (z,), (z,)), 1e-14)
 
 
+@pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("budget", [None, LARGE])
 def test_the_derivative_of_a_gradient_along_what_f_holds(gt, case, budget):
     G, z, whole, read = case
@@ -196,6 +201,7 @@ def test_the_derivative_of_a_gradient_along_what_f_holds(gt, case, budget):
     close(gt, second(gt.frozen(G, budget)), second(G))
 
 
+@pytest.mark.sampled(torch=(28, 28), jax=(1, 25))
 @pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
 @pytest.mark.parametrize("budget", [None, LARGE])
 def test_the_derivative_of_a_gradient_along_z(gt, case, mode, budget):
@@ -205,6 +211,14 @@ def test_the_derivative_of_a_gradient_along_z(gt, case, mode, budget):
     close(gt, found, gt.hvp(f(G), (z,), (z,), mode=mode))
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(
+    ("a network", "jax"),
+    ("trees and an integer", "jax"),
+    ("an empty output beside", "jax"),
+    ("complex", "jax"),
+    ("real to complex", "jax", "1073741824"),
+)
 @pytest.mark.parametrize("budget", [None, LARGE])
 def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case, budget):
     """Of J u, which is linear in u and depends on z."""
@@ -221,6 +235,10 @@ def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case, budget):
     close(gt, third(gt.frozen(G, budget)), third(G))
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(
+    ("trees and an integer", "jax"), ("complex", "jax"), ("an empty output beside", "jax", "None")
+)
 @pytest.mark.parametrize("budget", [None, LARGE])
 def test_third_derivatives(gt, case, budget):
     G, z, whole, read = case
@@ -236,6 +254,8 @@ def test_third_derivatives(gt, case, budget):
     close(gt, third(gt.frozen(G, budget)), third(G))
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(("trees and an integer", "jax"), ("complex", "jax"))
 def test_frozen_inside_frozen_with_a_budget(gt, case):
     G, z, whole, read = case
     both = gt.frozen(lambda z: gt.frozen(G)(z), memory_budget=1 << 20)
@@ -327,6 +347,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.sweep_at("jax", "pushed")
 @pytest.mark.parametrize("place", PLACES)
 def test_inside_other_operators(gt, problem, place):
     G, y, zs = problem
@@ -335,6 +356,7 @@ def test_inside_other_operators(gt, problem, place):
     close(gt, found, expected_by_y(gt, G, y, zs))
 
 
+@pytest.mark.sweep_at("jax")
 def test_uses_in_any_order(gt, problem):
     G, y, zs = problem
     ours = gt.frozen(G)
@@ -351,6 +373,7 @@ def test_uses_in_any_order(gt, problem):
     close(gt, found, expected_by_y(gt, G, y, zs))
 
 
+@pytest.mark.sweep_at("jax")
 def test_mixed_partial_through_a_frozen_function(gt, problem, rng):
     G, y, zs = problem
     f = lambda y, g: (gt.xp.tanh(y * g) * y).sum()
@@ -361,6 +384,7 @@ def test_mixed_partial_through_a_frozen_function(gt, problem, rng):
     close(gt, gt.mixed_partial(f, G, y, zs, us[1]), expected[1])
 
 
+@pytest.mark.sweep_at("jax")
 def test_compiled(gt, problem):
     G, y, zs = problem
     ours = gt.frozen(G)
@@ -373,6 +397,7 @@ def test_compiled(gt, problem):
         close(gt, found, expected_by_y(gt, G, y, zs))
 
 
+@pytest.mark.sweep_at("jax")
 def test_hessians_and_jacobians(gt, problem):
     G, _, zs = problem
     f = lambda G: lambda z: gt.xp.sin(G(z)).sum()
@@ -381,6 +406,7 @@ def test_hessians_and_jacobians(gt, problem):
         close(gt, gt.jacobian(gt.frozen(G), mode=mode)(zs[0]), gt.jacobian(G)(zs[0]))
 
 
+@pytest.mark.slow_at("jax")
 def test_keyword_arguments_and_several_arguments(gt, problem):
     _, y, zs = problem
     G = lambda a, b, *, power=2, c=None: gt.xp.sin(a * b) ** power + (0 if c is None else c)
@@ -432,6 +458,7 @@ DISCONNECTED = [
 CONNECTED = [(of_two, ROUNDED), (of_two, USED), (mapped, USED), (slope_by_the_framework, USED)]
 
 
+@pytest.mark.sampled(torch=(39, 39), jax=(16, 39))
 @pytest.mark.parametrize("freeze", ["G itself", "frozen", "with a budget"])
 @pytest.mark.parametrize(("place", "G"), DISCONNECTED + CONNECTED)
 def test_an_argument_reaches_the_output_through_frozen_as_through_g(gt, rng, freeze, place, G):

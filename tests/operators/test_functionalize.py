@@ -429,6 +429,7 @@ def test_wrong_names_and_shapes_are_named():
         apply(list(params), state, x)
 
 
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize(
     ("module", "message"),
     [

@@ -179,6 +179,7 @@ def x64():
         yield
 
 
+@pytest.mark.sweep_at("linen", "True")
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("run", [run_linen, run_nnx], ids=["linen", "nnx"])
 def test_the_same_weights_give_pytorchs_numbers_and_batch_statistics(x64, run, train):
@@ -239,6 +240,7 @@ def equal(a, b):
     return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.sweep_at("small_nnx", "small_equinox")
 @LIBRARIES
 def test_the_same_key_gives_the_same_numbers_and_another_key_others(make):
     apply, params, state = make()
@@ -247,6 +249,8 @@ def test_the_same_key_gives_the_same_numbers_and_another_key_others(make):
     assert np.array_equal(first, second) and not np.array_equal(first, other)
 
 
+@pytest.mark.slow_at("small_nnx")
+@pytest.mark.sweep_at("small_equinox")
 @LIBRARIES
 def test_apply_changes_none_of_its_arguments_and_may_be_called_again(make):
     apply, params, state = make()
@@ -256,6 +260,7 @@ def test_apply_changes_none_of_its_arguments_and_may_be_called_again(make):
     assert equal(before, values((params, state)))
 
 
+@pytest.mark.sweep_at("small_linen", "small_nnx")
 @LIBRARIES
 def test_state_goes_in_and_comes_out_in_one_structure_also_through_scan(make):
     apply, params, state = make()
@@ -271,6 +276,7 @@ def test_state_goes_in_and_comes_out_in_one_structure_also_through_scan(make):
     assert not equal(values(last), values(state))
 
 
+@pytest.mark.sweep_at("small_linen", "small_nnx")
 @LIBRARIES
 def test_gradients_are_taken_with_respect_to_params_under_jit(make):
     apply, params, state = make()
@@ -280,6 +286,7 @@ def test_gradients_are_taken_with_respect_to_params_under_jit(make):
     assert any(np.any(g) for g in values(grads))
 
 
+@pytest.mark.slow_at("small_equinox")
 @LIBRARIES
 def test_evaluation_mode_draws_nothing_and_counts_nothing(make):
     apply, params, state = make(train=True)

@@ -91,6 +91,7 @@ def test_a_spec_normalises_what_it_is_given(shape, dtype, expected):
     assert spec == Spec(*expected) and hash(spec) == hash(Spec(*expected))
 
 
+@pytest.mark.slow_at("jax")
 def test_a_spec_takes_the_frameworks_dtypes(native):
     assert Spec((1,), native.array(X, "float32").dtype) == Spec((1,), "float32")
     assert Spec((1,), native.array(X, "bfloat16").dtype) == Spec((1,), "bfloat16")
@@ -111,6 +112,7 @@ def test_a_dtype_that_is_none_is_refused(dtype):
 # --- what a kernel gets ------------------------------------------------------------------
 
 
+@pytest.mark.slow_at(("torch", "jit"))
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize(
     "dtype", ["float64", "float32", "float16", "complex128", "complex64", "int64", "uint8", "bool"]
@@ -131,6 +133,7 @@ def test_a_kernel_gets_numpy_arrays_and_its_results_come_back(host, native, how,
         assert seen == [(np.ndarray, shape, dtype)]
 
 
+@pytest.mark.slow_at(("torch", "jit"))
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 def test_bfloat16_arrives_as_float32_and_may_return_as_it(host, native, how):
     seen = []
@@ -147,6 +150,7 @@ def test_bfloat16_arrives_as_float32_and_may_return_as_it(host, native, how):
     assert set(seen) == {"float32"}
 
 
+@pytest.mark.slow_at(("torch", "jit"))
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 def test_a_kernel_cannot_write_into_its_argument(host, native, how):
     def double(x):
@@ -178,6 +182,7 @@ def test_arguments_stand_in_c_order(host, native):
     assert f(x.T) and native.vmap(f)(x.T).all()
 
 
+@pytest.mark.slow_at(("torch", "jit"))
 @pytest.mark.parametrize("how", ["eager", "jit"])
 def test_a_result_is_neither_its_argument_nor_the_kernels_own_memory(host, native, how):
     own = np.zeros((2, 3))
@@ -251,6 +256,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow_at(("torch", "jit"))
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 @pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_result_is_refused_in_words(host, native, which, how):
@@ -286,6 +292,7 @@ def test_a_number_is_accepted_where_its_kind_fits(host, native, value, dtype):
     assert y == value
 
 
+@pytest.mark.slow_at(("torch", "jit"))
 @pytest.mark.parametrize("how", ["eager", "jit"])
 def test_a_frameworks_array_is_refused_by_name(host, native, how):
     captured = native.array(X)
@@ -313,6 +320,7 @@ def failing(x):
     raise KernelFailedError("the reactor is too hot")
 
 
+@pytest.mark.slow_at(("torch", "jit"))
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 def test_a_kernels_exception_reaches_the_user(host, native, how):
     wrap = {"eager": lambda f: f, "jit": native.jit, "vmap": native.vmap}[how]
@@ -324,6 +332,7 @@ def test_a_kernels_exception_reaches_the_user(host, native, how):
 # --- vmap --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_at("torch")
 def test_by_default_vmap_calls_the_kernel_once_for_each_example(host, native):
     shapes = []
 
@@ -337,6 +346,7 @@ def test_by_default_vmap_calls_the_kernel_once_for_each_example(host, native):
         assert shapes == [(3,), (3,)]
 
 
+@pytest.mark.sweep_at("torch")
 def test_a_vectorized_kernel_is_called_once_with_the_batch_in_front(host, native):
     shapes = []
 
@@ -353,6 +363,7 @@ def test_a_vectorized_kernel_is_called_once_with_the_batch_in_front(host, native
         assert shapes == [((2, 3), (2,))]
 
 
+@pytest.mark.sweep_at(("torch", "jit"))
 @pytest.mark.parametrize("vectorized", [False, True])
 @pytest.mark.parametrize("how", ["eager", "jit"])
 def test_vmap_nests(host, native, vectorized, how):
@@ -384,6 +395,7 @@ def test_an_empty_batch_calls_nothing(host, native):
 # --- loops, cond, checkpoint, compiled ---------------------------------------------------
 
 
+@pytest.mark.slow_at(("torch", "jit"))
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("where", ["loop", "while_loop", "cond", "checkpoint"])
 def test_a_kernel_runs_inside_control_flow(host, native, where, how):
@@ -397,6 +409,7 @@ def test_a_kernel_runs_inside_control_flow(host, native, where, how):
     same((native.jit(g) if how == "jit" else g)(native.array(X)), expected)
 
 
+@pytest.mark.slow_at("torch")
 def test_a_compiled_program_outlives_the_call_that_it_traced(native, backend):
     kernel = Kernel(lambda x, s: s * x)
 
@@ -415,6 +428,7 @@ def test_a_compiled_program_outlives_the_call_that_it_traced(native, backend):
         gc.collect()
 
 
+@pytest.mark.sweep_at("torch")
 def test_calls_with_other_constants_are_other_calls(host, native):
     f = host(lambda x, s: np.asarray(s * x, x.dtype))
     for wrap in (lambda f: f, native.jit):

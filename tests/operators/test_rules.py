@@ -155,6 +155,7 @@ def test_the_rule_is_what_is_differentiated_and_not_the_primal(gt, native):
         same(plain(second_order(gt, mix, f, x, v, v)), (6 * X * V**2).sum())
 
 
+@pytest.mark.slow_at(("the tangent map alone", "jax"), ("the cotangent map alone", "jax"))
 def test_two_inputs_and_two_outputs(pair, gt, native):
     x, y = X, np.array([2.0, -1.0])
     dx, dy, cx, cy = V, np.array([0.4, 0.6]), W, np.array([1.3, -0.8])
@@ -179,6 +180,8 @@ def test_two_inputs_and_two_outputs(pair, gt, native):
         same(plain(one), other)
 
 
+@pytest.mark.quick_at("torch")
+@pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("output", [0, 1])
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_one_input_and_one_output_of_two(pair, gt, native, argnum, output):
@@ -200,6 +203,7 @@ def test_one_input_and_one_output_of_two(pair, gt, native, argnum, output):
         same(plain(one), plain(other))
 
 
+@pytest.mark.slow_at("jax")
 def test_the_cross_derivative_of_two_inputs(pair, gt, native):
     x, y = native.array(X), native.array(np.array([2.0, -1.0]))
 
@@ -218,6 +222,7 @@ INDEXED = Rule(
 )
 
 
+@pytest.mark.sweep_at("jax")
 def test_an_integer_input_has_no_derivative_and_is_handed_to_the_maps(gt, native):
     take = applied(gt, INDEXED)
     index = native.array(np.array([2, 0, 2]))
@@ -264,6 +269,7 @@ def test_none_is_a_zero_in_what_a_map_returns(gt, native):
 # --- vmap ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep_at("jax")
 def test_vmap_gives_the_loop_for_every_choice_of_batched_inputs(pair, gt, native, rng):
     x, y = rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
 
@@ -283,6 +289,8 @@ def test_vmap_gives_the_loop_for_every_choice_of_batched_inputs(pair, gt, native
                 same(plain(a), plain(b))
 
 
+@pytest.mark.slow_at("the cotangent map alone")
+@pytest.mark.sweep_at("jax")
 def test_the_cotangent_of_an_unbatched_input_is_summed_over_the_batch(pair, gt, native, rng):
     x, y = native.array(X), native.array(rng.normal(size=(4, 2)))
 
@@ -300,6 +308,8 @@ def test_the_cotangent_of_an_unbatched_input_is_summed_over_the_batch(pair, gt, 
         same(plain(one), plain(other))
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(("both maps", "jax"), ("the tangent map alone", "jax"))
 def test_nested_vmap_with_another_input_batched_at_each_level(pair, gt, native, rng):
     x, y = native.array(rng.normal(size=(3, 4))), native.array(rng.normal(size=(2, 5)))
 
@@ -314,6 +324,8 @@ def test_nested_vmap_with_another_input_batched_at_each_level(pair, gt, native, 
         same(plain(a), plain(b))
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(("both maps", "jax"))
 def test_hessians_by_vmap_in_both_modes(cube, gt, native):
     f = lambda x: (cube(x) ** 2).sum()
     expected = np.diag(30 * X**4)
@@ -333,6 +345,8 @@ def test_per_example_gradients_with_a_shared_parameter(cube, gt, native, rng):
 # --- the frameworks' own transforms ----------------------------------------------------------
 
 
+@pytest.mark.slow_at("both maps")
+@pytest.mark.sweep_at("torch")
 def test_compiled_code(cube, gt, native):
     x, v = native.array(X), native.array(V)
     f = lambda x: (cube(x) ** 2).sum()
@@ -344,6 +358,7 @@ def test_compiled_code(cube, gt, native):
     same(plain(pushed), (6 * X**5 * V).sum())
 
 
+@pytest.mark.sweep_at("torch")
 def test_compiled_second_order_forward_over_reverse(cube, gt, native):
     f = lambda x: (cube(x) ** 2).sum()
     product = lambda x, v: gt.jvp(gt.grad(f), (x,), (v,))[1]
@@ -351,6 +366,7 @@ def test_compiled_second_order_forward_over_reverse(cube, gt, native):
     same(plain(found), 30 * X**4 * V)
 
 
+@pytest.mark.sweep_at("torch")
 def test_compiled_vmap(cube, gt, native):
     f = lambda x: (cube(x) ** 2).sum()
     compiled = gt.compile(gt.vmap(gt.grad(f)), **native.compile_options)
@@ -358,6 +374,8 @@ def test_compiled_vmap(cube, gt, native):
     same(plain(compiled(native.array(xs))), 6 * xs**5)
 
 
+@pytest.mark.slow_at(("both maps", "jax"), ("jax", "fr"), ("jax", "rf"), ("jax", "rr"))
+@pytest.mark.sweep_at(("both maps", "jax", "rr"))
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_rule_in_a_loop_at_both_orders(cube, gt, native, mix):
     """Two turns of x -> x^3 are x^9."""
@@ -376,6 +394,7 @@ def test_a_rule_in_a_while_loop_in_forward_mode(cube, gt, native):
     same(plain(pushed), 9 * X**8 * V)
 
 
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_rule_in_a_branch(cube, gt, native, taken):
     f = lambda x: native.cond(taken, lambda x: cube(x).sum(), lambda x: (x**2).sum(), x)
@@ -391,6 +410,7 @@ def test_a_checkpointed_rule(cube, gt, native):
     same(plain(gt.grad(f)(native.array(X))), 18 * X**17)
 
 
+@pytest.mark.slow_at(("both maps", "jax"), ("the tangent map alone", "jax"))
 def test_the_frameworks_own_derivatives(cube, native):
     f = lambda x: (cube(x) ** 2).sum()
     x, v = native.array(X), native.array(V)
@@ -449,6 +469,9 @@ def complex_case(request, gt, given):
     return f, (lambda z: run(z)[0]), x, c
 
 
+@pytest.mark.slow_at(
+    ("holomorphic", "both maps", "jax"), ("complex to real", "the tangent map alone", "jax")
+)
 def test_complex_rules_are_adjoint_and_equal_to_the_frameworks_own(complex_case, gt, native):
     f, ruled, x, c = complex_case
     t = x[::-1] * (1 + 0.5j) if np.iscomplexobj(x) else x[::-1].copy()
@@ -461,6 +484,7 @@ def test_complex_rules_are_adjoint_and_equal_to_the_frameworks_own(complex_case,
     same(left, np.vdot(plain(pulled), plain(t)).real)
 
 
+@pytest.mark.sampled(torch=(24, 24), jax=(5, 24))
 @pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
 def test_complex_rules_at_second_order(complex_case, gt, native, mode):
     f, ruled, x, c = complex_case
@@ -475,6 +499,9 @@ def test_complex_rules_at_second_order(complex_case, gt, native, mode):
         same(plain(one[0]), plain(other[0]), rtol=1e-11)
 
 
+@pytest.mark.slow_at(
+    ("holomorphic", "both maps", "jax"), ("real to complex", "the tangent map alone", "jax")
+)
 def test_complex_rules_under_vmap(complex_case, gt, native):
     f, ruled, x, c = complex_case
     loss = lambda run: lambda z, c: abs(run(z) - c) ** 2
@@ -486,6 +513,7 @@ def test_complex_rules_under_vmap(complex_case, gt, native):
 # --- refusals -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_at(("jax", "cotangent"))
 @pytest.mark.parametrize("which", ["tangent", "cotangent"])
 def test_a_map_that_is_not_linear_is_not_transposed(gt, native, which):
     rule = Rule("bent", lambda x: [x * 1], **{which: lambda xs, vs: [vs[0] ** 2 + xs[0]]})

@@ -36,6 +36,7 @@ def test_a_table_shows_every_cell_and_note_and_no_markup_of_theirs():
     assert "<i>" not in shown
 
 
+@pytest.mark.slow_at("jax")
 def test_a_report_of_lost_gradients_shows_its_text(gt):
     report = gt.why_zero(lambda x: gt.xp.sum(x**2) + gt.xp.sum(gt.xp.round(x)), gt.asarray(X))
     assert report.findings
@@ -66,6 +67,7 @@ def test_a_table_of_dependences_is_a_table(gt):
     ]
 
 
+@pytest.mark.slow_at("torch")
 def test_a_measurement_is_a_table_of_what_it_counted(gt):
     cost = gt.measure(gt.xp.exp, gt.asarray(X))
     shown = words(cost._repr_html_())

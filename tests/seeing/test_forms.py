@@ -41,6 +41,7 @@ def texts(svg: str) -> list[str]:
     return ["".join(e.itertext()) for e in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
+@pytest.mark.slow_at("transformer")
 def test_the_svg_parses_and_loads_nothing(graph):
     svg = graph.to_svg()
     root = ElementTree.fromstring(svg)
@@ -186,6 +187,7 @@ NODE = r'n\d+ \[label="(?:[^"\\]|\\.)*"(?:, \w+=(?:"(?:[^"\\]|\\.)*"|[\w.]+))*\]
 EDGE = r'n\d+ -> n\d+ \[color="#\w+"(?:, \w+=(?:"(?:[^"\\]|\\.)*"|[\w.]+))*\];'
 
 
+@pytest.mark.slow_at("transformer")
 def test_dot_has_every_box_and_arrow_in_well_formed_lines(graph):
     outline = outline_of(graph)
     opened = outline.opened(9)
@@ -237,6 +239,7 @@ MERMAID = [
 ]
 
 
+@pytest.mark.slow_at("transformer")
 def test_mermaid_lines_are_well_formed_and_complete(graph):
     lines = graph.to_mermaid(depth=9).splitlines()
     for line in lines:
@@ -279,6 +282,7 @@ def parsed(html: str) -> Page:
     return page
 
 
+@pytest.mark.slow_at("transformer")
 def test_the_page_loads_nothing(graph):
     html = graph.to_html()
     page = parsed(html)
@@ -292,6 +296,7 @@ def test_the_page_loads_nothing(graph):
     assert "@import" not in html and "url(" not in html
 
 
+@pytest.mark.slow_at("transformer", "random_graph")
 def test_the_page_holds_every_box_and_arrow(graph):
     data = json.loads(parsed(graph.to_html()).data["graph"])
     outline = outline_of(graph)

@@ -66,6 +66,7 @@ def test_the_first_argument_at_order_one_is_the_default(program, capsys):
     assert "W̄ = ȳ xᵀ" in out and "x̄ =" not in out and "∂s" not in out
 
 
+@pytest.mark.slow_at("jax")
 def test_order_two_has_the_double_backward(program, capsys):
     assert formula("--order", "2", function="cubes", shapes="4") == 0
     out = capsys.readouterr().out

@@ -121,6 +121,7 @@ def test_the_value_is_numpys(case):
 DIFFERENTIABLE = [c for c in CASES if c.order and any(is_inexact(x) for x in c.operands)]
 
 
+@pytest.mark.slow_at("pinv(c[2,4])")
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
 def test_the_adjoint_and_its_adjoint_are_those_of_finite_differences(case):
     if case.operation == "stop":
@@ -217,6 +218,9 @@ def _orthogonal(b, parts, w):
     return b("add", b("matmul", q, b("sin", r)), b("sum", b("square", r)))
 
 
+@pytest.mark.slow_at(
+    "eigh-_projector-at1", "svd-_singular-at2", "svd-_singular-at3", "svd-_singular-at4"
+)
 @pytest.mark.parametrize(
     ("name", "pick", "at"),
     [

@@ -19,6 +19,7 @@ def test_every_written_line_has_the_value_of_what_it_stands_for(name, order):
     assert check_page(formula, point, **READING.get(name, {})) >= 2
 
 
+@pytest.mark.slow_at("two blocks", ("block", "2"))
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("name", sorted({**PROGRAMS, **LARGER}))
 def test_no_name_is_read_before_it_is_said_what_it_is(name, order):
@@ -39,6 +40,7 @@ def test_larger_programs_have_the_gradient_of_finite_differences(name):
     np.testing.assert_allclose(inner, along, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_work_of_writing_grows_as_the_number_of_blocks():
     (few, _), (many, text) = calls_to_write(3), calls_to_write(12)
     assert few > 10_000

@@ -303,6 +303,7 @@ def test_no_function_is_refused(gt, x):
 # --- what is kept anew, and what is alive anyway -----------------------------------------
 
 
+@pytest.mark.slow_at("torch", "layers", "softmax", "transposed", "mean")
 @pytest.mark.parametrize(
     "name", ["exp", "square", "two factors", "layers", "softmax", "transposed", "mean"]
 )
@@ -331,6 +332,7 @@ def by_keyword(params, x, *rest, scale):
     return (params["w"] * x * rest[0]).sum() * scale
 
 
+@pytest.mark.slow_at("jax")
 def test_arguments_have_the_names_of_their_parameters(gt, x):
     named = gt.gradient_graph(by_keyword, {"w": x}, x, x, scale=x, order=2)
     text, picture = str(named), html.unescape(named.to_svg())
@@ -345,6 +347,7 @@ def test_arguments_have_the_names_of_their_parameters(gt, x):
 # --- forms ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_at("jax")
 def test_a_gradients_graph_is_drawn_in_every_form(gt, x, tmp_path):
     graph = gt.gradient_graph(lambda x: gt.xp.sin(x) * x, x, order=2)
     assert "backward of the backward" in str(graph)

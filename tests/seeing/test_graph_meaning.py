@@ -266,6 +266,7 @@ def untrue(gt, words, operation, said):
     return "" if same else f"{said}\n{graph}\n{found} is not\n{expected}"
 
 
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_graph_means_what_the_framework_computes(framework):
     pytest.importorskip(framework)

@@ -79,11 +79,14 @@ def points(line, count: int = 10) -> Iterator[tuple[float, float]]:
         x, y = numbers[-2:]
 
 
+@pytest.mark.slow_at("transformer-fitted", "transformer-closed", "transformer-open")
+@pytest.mark.sweep_at("transformer-unfolded")
 def test_boxes_do_not_overlap(picture):
     for a, b in combinations(rectangles(picture).values(), 2):
         assert not overlap(a, b, 6.0)
 
 
+@pytest.mark.sweep_at("transformer-unfolded")
 def test_frames_hold_their_own_boxes_and_no_others(picture):
     boxes = rectangles(picture)
     for frame in picture.frames:
@@ -113,6 +116,13 @@ def test_text_fits_its_box(picture):
             assert below.y - above.y >= size_of(below.style)
 
 
+@pytest.mark.slow_at(
+    "repeated_without_scopes-unfolded",
+    "random_graph-fitted",
+    "random_graph-open",
+    "random_graph-unfolded",
+)
+@pytest.mark.sweep_at("transformer-unfolded")
 def test_lines_do_not_run_through_boxes(picture):
     boxes = list(rectangles(picture).values())
     for line in picture.lines:
@@ -145,6 +155,7 @@ def test_two_values_do_not_cross_a_column_in_one_line():
             assert abs(y - other) > 2 or min(high, right) - max(low, left) < 30
 
 
+@pytest.mark.sweep_at("transformer-unfolded")
 def test_lines_do_not_run_through_the_names_of_frames(picture):
     for line in picture.lines:
         if line.thread:
@@ -156,6 +167,7 @@ def test_lines_do_not_run_through_the_names_of_frames(picture):
                 assert not (inside and frame.y + 7 < y < frame.y + 20)
 
 
+@pytest.mark.slow_at("transformer-unfolded")
 def test_every_arrow_is_drawn_from_its_source_to_its_target(picture):
     """By the points of the lines alone: a chain of lines from border to border."""
     boxes = rectangles(picture)
@@ -183,6 +195,7 @@ def rounded(point: tuple[float, ...]) -> tuple[int, int]:
     return round(10 * point[0]), round(10 * point[1])
 
 
+@pytest.mark.slow_at("transformer-unfolded")
 def test_arrowheads_come_from_outside(picture):
     boxes = rectangles(picture)
     for line in picture.lines:
@@ -374,6 +387,7 @@ class Reader:
         return self.script.eval('document.getElementById("status").textContent')
 
 
+@pytest.mark.sampled(4, 15)
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_page_draws_what_a_file_shows(name):
     outline = outline_of(SHAPES[name]())

@@ -30,6 +30,7 @@ def flops(gt, f, *args):
 # --- operations ----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep_at("torch")
 def test_products_count_two_for_each_pair_that_is_multiplied(gt):
     a, b, x = arrays(gt, (4, 5), (5, 7), (5,))
     assert flops(gt, lambda a, b: a @ b, a, b) == 2 * 4 * 5 * 7
@@ -39,6 +40,7 @@ def test_products_count_two_for_each_pair_that_is_multiplied(gt):
     assert flops(gt, lambda a, b: a @ b, *many) == 3 * 2 * 4 * 5 * 7
 
 
+@pytest.mark.slow_at("torch")
 @pytest.mark.parametrize("name", ["exp", "tanh", "sin", "sqrt", "log", "abs", "floor"])
 def test_an_elementwise_function_counts_one_for_each_element(gt, name):
     (x,) = arrays(gt, (3, 4))
@@ -68,6 +70,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.slow_at("torch")
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_work_and_reductions(gt, name):
     f, expected = ELEMENTWISE[name]
@@ -75,11 +78,13 @@ def test_elementwise_work_and_reductions(gt, name):
     assert flops(gt, lambda x, y: f(gt.xp, x, y), x, y) == expected
 
 
+@pytest.mark.slow_at("torch")
 def test_integers_and_random_bits_count_nothing(gt):
     n = gt.asarray(np.arange(6, dtype=np.int32))
     assert flops(gt, lambda n: (n * n + 1).sum(), n) == 0
 
 
+@pytest.mark.sweep_at("torch")
 def test_complex_numbers_count_what_their_parts_do(gt):
     a, b = arrays(gt, (3, 4), (3, 4), dtype=np.complex64)
     m, n = arrays(gt, (3, 4), (4, 5), dtype=np.complex64)
@@ -109,6 +114,7 @@ def relu_of(backend_name):
     return importlib.import_module("jax").nn.relu
 
 
+@pytest.mark.sweep_at("torch")
 def test_a_perceptron_forward_and_backward(gt, backend_name):
     relu = relu_of(backend_name)
 
@@ -121,6 +127,7 @@ def test_a_perceptron_forward_and_backward(gt, backend_name):
     assert flops(gt, gt.value_and_grad(loss), p, x) == MLP_FORWARD + MLP_BACKWARD
 
 
+@pytest.mark.slow_at("torch")
 def test_a_loop_counts_its_trips(gt, backend_name):
     (x,) = arrays(gt, (6, 6))
 
@@ -136,6 +143,7 @@ def test_a_loop_counts_its_trips(gt, backend_name):
     assert flops(gt, powers, x) == 9 * 2 * 6**3
 
 
+@pytest.mark.sweep_at("torch")
 def test_a_function_written_once_costs_the_same_in_both(gt):
     """Softmax attention by hand, with its gradient along the values."""
     q, k, v = arrays(gt, (4, 8), (5, 8), (5, 3))
@@ -151,6 +159,7 @@ def test_a_function_written_once_costs_the_same_in_both(gt):
     assert flops(gt, gt.value_and_grad(attend), v, q, k) == forward + 2 * 4 * 5 * 3
 
 
+@pytest.mark.sweep_at("torch")
 def test_a_custom_rule_counts_what_runs(gt):
     xp = gt.xp
     f = gt.custom_rule(lambda x: xp.sin(x))
@@ -160,12 +169,14 @@ def test_a_custom_rule_counts_what_runs(gt):
     assert flops(gt, gt.value_and_grad(lambda x: f(x).sum()), x) == 10 + 9 + 3 * 10
 
 
+@pytest.mark.slow_at("torch")
 def test_an_edited_gradient_counts_its_edit(gt):
     (x,) = arrays(gt, (10,))
     f = gt.value_and_grad(lambda x: (gt.reverse_gradient(x, 0.5) ** 2).sum())
     assert flops(gt, f, x) == 10 + 9 + 2 * 10 + 10
 
 
+@pytest.mark.slow_at("torch")
 def test_a_host_function_is_named_and_not_counted(gt):
     kernel = gt.host_function(lambda x: np.sin(x))
     (x,) = arrays(gt, (10,))
@@ -183,29 +194,35 @@ def saved(gt, f, *args):
     return found.saved_bytes
 
 
+@pytest.mark.slow_at("torch")
 def test_exp_keeps_its_output(gt):
     (x,) = arrays(gt, (100,))
     assert saved(gt, gt.xp.exp, x) == 400
 
 
+@pytest.mark.sweep_at("torch")
 def test_a_product_keeps_its_operands_once_and_no_arguments(gt):
     a, b = arrays(gt, (10, 20), (20, 30))
     assert saved(gt, lambda a, b: a @ b, a, b) == 0
     assert saved(gt, lambda a, b: gt.xp.exp(a) @ gt.xp.exp(b), a, b) == 4 * (200 + 600)
 
 
+@pytest.mark.sweep_at("torch")
 def test_linear_functions_and_integers_keep_nothing(gt):
     (x,) = arrays(gt, (100,))
     assert saved(gt, lambda x: (2 * x).reshape(10, 10).T, x) == 0
     assert saved(gt, lambda n: n + 1, gt.asarray(np.arange(3, dtype=np.int32))) == 0
 
 
+@pytest.mark.sweep_at("torch")
 def test_a_captured_array_is_alive_anyway(gt):
     w, x = arrays(gt, (100,), (100,))
     assert saved(gt, lambda x: w * x, x) == 0
     assert gt.measure(lambda x: w * x, x).peak_bytes == 400
 
 
+@pytest.mark.slow_at("12")
+@pytest.mark.sweep_at("torch")
 @pytest.mark.parametrize("depth", [1, 12])
 def test_a_chain_keeps_an_array_for_each_layer_and_its_checkpoint_none(gt, depth):
     def chain(x):
@@ -218,6 +235,7 @@ def test_a_chain_keeps_an_array_for_each_layer_and_its_checkpoint_none(gt, depth
     assert saved(gt, gt.checkpoint(chain), x) == 0
 
 
+@pytest.mark.sweep_at("torch")
 def test_of_a_gradient_it_is_what_the_second_derivative_keeps(gt, backend_name):
     (x,) = arrays(gt, (100,))
     f = gt.grad(lambda x: (gt.xp.exp(x)).sum())
@@ -226,6 +244,7 @@ def test_of_a_gradient_it_is_what_the_second_derivative_keeps(gt, backend_name):
     assert saved(gt, gt.grad(lambda x: (3 * x).sum()), x) == 0
 
 
+@pytest.mark.sweep_at("torch")
 def test_the_peak_is_what_was_alive_at_once(gt, backend_name):
     (x,) = arrays(gt, (1000,))
     found = gt.measure(lambda x: gt.xp.exp(x), x)
@@ -244,6 +263,7 @@ def network(gt, layers=6, width=16):
     return net, ws
 
 
+@pytest.mark.sweep_at("torch", "1", "3")
 @pytest.mark.parametrize("retain", [0, 1, 3])
 def test_chunked_costs_four_forwards_less_what_it_retains(gt, retain):
     """Counted in products; the elementwise work is left out by measuring with and without it."""
@@ -267,6 +287,8 @@ def test_chunked_costs_four_forwards_less_what_it_retains(gt, retain):
     assert least <= found <= least + extra
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("jax")
 def test_chunked_keeps_no_more_when_there_are_more_chunks(gt):
     net, ws = network(gt, layers=7)
     chunked = gt.chunked(net, 8, in_axes=(0, *[None] * 7))
@@ -283,6 +305,7 @@ def test_chunked_keeps_no_more_when_there_are_more_chunks(gt):
     assert plain >= 7 * rows
 
 
+@pytest.mark.sweep_at("torch")
 def test_what_frozen_keeps_does_not_grow_with_depth(gt):
     def kept(G_of, layers):
         net, ws = network(gt, layers)
@@ -298,6 +321,7 @@ def test_what_frozen_keeps_does_not_grow_with_depth(gt):
 # --- the record, and what is refused -------------------------------------------------------
 
 
+@pytest.mark.slow_at("torch")
 def test_the_record_says_how_it_was_timed(gt, backend_name):
     (x,) = arrays(gt, (10,))
     found = gt.measure(gt.xp.exp, x)
@@ -308,6 +332,7 @@ def test_the_record_says_how_it_was_timed(gt, backend_name):
     assert found.to_dict().keys() == {f.name for f in dataclasses.fields(found)}
 
 
+@pytest.mark.sweep_at("torch")
 def test_what_is_no_array_passes_through(gt):
     (x,) = arrays(gt, (3,))
     found = gt.measure(
@@ -318,6 +343,7 @@ def test_what_is_no_array_passes_through(gt):
     assert gt.measure(lambda n: n + 1, 2).peak_bytes == 0
 
 
+@pytest.mark.slow_at("torch")
 def test_arguments_may_be_trees(gt):
     a, b = arrays(gt, (2, 3), (3, 2))
     found = gt.measure(lambda p, *, more: {"out": [p["a"] @ more[0]]}, {"a": a}, more=(b,))
@@ -343,6 +369,7 @@ def test_inside_of_a_transform_it_is_refused(gt):
         gt.vmap(lambda x: x * gt.measure(gt.xp.exp, x).flops)(x)
 
 
+@pytest.mark.slow_at("torch")
 def test_a_function_without_a_derivative_has_no_saved_bytes_and_says_why(gt):
     rule = gt.custom_rule(lambda x: x)
     rule.defvjp(lambda x: 1 / 0, lambda r, ct: (ct,))

@@ -55,6 +55,7 @@ FORWARD = 2 * 4 * 3 + 4 + 3
 BACKWARD = 4 + 2 * 4 * 3 + 4 * 3  # times exp; transposed product; outer product
 
 
+@pytest.mark.slow_at("torch")
 def test_a_plain_table_with_status_0(programs, capsys):
     assert main(["measure", "measured:loss", "--shapes", "4x3,3"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -64,6 +65,7 @@ def test_a_plain_table_with_status_0(programs, capsys):
     assert "\x1b[" not in "".join(lines)
 
 
+@pytest.mark.slow_at("torch")
 def test_json_holds_the_numbers(programs, capsys, backend_name):
     np.savez("inputs.npz", np.ones((4, 3), np.float32), np.ones(3, np.float32))
     assert main(["measure", "measured:loss", "--args", "inputs.npz", "--json"]) == 0
@@ -72,6 +74,7 @@ def test_json_holds_the_numbers(programs, capsys, backend_name):
     assert found["backend"] == backend_name and isinstance(found["notes"], list)
 
 
+@pytest.mark.slow_at("torch")
 def test_grad_measures_value_and_gradient(programs, capsys):
     command = ["measure", "measured:loss", "--shapes", "4x3,3", "--grad", "--json"]
     assert main(command) == 0
@@ -80,6 +83,7 @@ def test_grad_measures_value_and_gradient(programs, capsys):
     assert FORWARD + BACKWARD <= found <= FORWARD + BACKWARD + 4 * 3
 
 
+@pytest.mark.slow_at("torch")
 def test_a_terminal_gets_bold_names(programs, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
@@ -131,6 +135,7 @@ def test_a_module_that_imports_neither_or_both_asks_for_the_backend(programs, ca
     sys.modules.pop("neutral")
 
 
+@pytest.mark.slow_at("torch")
 def test_a_neutral_function_is_measured_in_the_backend_that_is_named(
     programs, capsys, backend_name
 ):

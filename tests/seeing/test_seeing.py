@@ -174,6 +174,7 @@ def test_the_guard_says_where_a_leaf_is_overwritten(gt, x):
         guarded({"a": x, "b": x})
 
 
+@pytest.mark.slow_at("jax")
 def test_many_leaves_that_do_not_move_the_output_cost_a_few_runs(gt, x):
     runs = []
 

@@ -1,32 +1,40 @@
 """Which tests `make test` leaves to `make test-all`, and which this leaves to `pytest -m sweep`.
 
-    make test-all PYTEST_ARGS=--times=out/times.json     # what each test takes
-    python -m tests.support.tiers out/times.json         # writes slow.txt and rare.txt
+A test is quick unless a mark says otherwise, on a file (``pytestmark``), a function, or
 
-Those that cost most, by a run's own times: the tests of `slow.txt` are marked ``slow``, those of
-`rare.txt` ``sweep``; a new test is in the quick tier until the lists are made again. Of every test
-function the cheapest case stays in a run of all, and in the quick tier if it takes less than two
-seconds: so each is run, and what is left out is more of the same. The mutants (`mutants.py`) say
-whether the quick tier is to be believed.
+    @pytest.mark.slow_at("compiled", ("jax", "hessian"))   # these values of its axes, alone or met
+    @pytest.mark.sweep_at("third order")                   # likewise, but not in `make test-all`
+    @pytest.mark.quick_at("sin")                           # all others are slow
+    @pytest.mark.whole_at("sin", "cos")                    # all others are a sweep
+    @pytest.mark.sampled(4, 12)                            # so many cases are quick; so many run
+    @pytest.mark.sampled(torch=(9, 20), jax=(2, 6))        # of each backend
+    @pytest.mark.sampled(slow=12)                          # of those that are not quick so many run
+
+A value is what stands in the test's id, between its hyphens: give cases ids of their own. The cases
+that a sample takes are a covering array, not the full product of the axes: the first ones that meet
+most pairs of values that did not meet before (Cohen et al., The AETG System, 1997). The mutants
+(`mutants.py`) say whether the quick tier is to be believed, and a test of it that takes long fails
+where GRADTOOLS_TEST_SECONDS is set, to 2 for example.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import time
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import combinations
 
 import pytest
 
-LIST = Path(__file__).parent / "slow.txt"
-RARE = Path(__file__).parent / "rare.txt"
-BUDGET = 800.0  # seconds of all quick tests together, one after the other, on a slow machine
-WHOLE = 2100.0  # of all but the sweeps
-# What a reader runs, and what holds every operator of the frameworks to account, is run each time.
-_SHOWN = ("tests/examples/", "tests/sweeps/")
-_LONG = 2.0  # seconds: what takes longer is not run for its function's sake
+_BACKENDS = ("torch", "jax")
+_AT = (  # the mark, what it makes of a case, and whether it names the others
+    ("slow_at", pytest.mark.slow, False),
+    ("quick_at", pytest.mark.slow, True),
+    ("sweep_at", pytest.mark.sweep, False),
+    ("whole_at", pytest.mark.sweep, True),
+)
+_GOLDEN = 0.6180339887498949
+_LOOP = 0.020  # seconds that `_calibration` takes where the limit is meant as it stands
 
 
 def in_turn(number: int, every: int) -> list[pytest.MarkDecorator]:
@@ -37,60 +45,88 @@ def in_turn(number: int, every: int) -> list[pytest.MarkDecorator]:
     return [] if number % every == 0 else [pytest.mark.sweep]
 
 
-def slow_of(times: Mapping[str, float], budget: float = BUDGET, longest: float = _LONG) -> set[str]:
-    """The tests to leave out, so that what is left takes no longer than the budget.
-
-    longest: What the cheapest case of a function may take, in seconds, to be run for its sake.
-    """
-    cheapest: dict[str, str] = {}
-    for name in sorted(times, key=times.__getitem__):
-        cheapest.setdefault(function_of(name), name)
-    kept = {name for name in cheapest.values() if times[name] < longest}
-    left = budget - sum(times[name] for name in kept)
-    slow = set()
-    for name in sorted(times.keys() - kept, key=times.__getitem__):
-        left -= times[name]
-        if left < 0:
-            slow.add(name)
-    return slow
-
-
 def function_of(name: str) -> str:
     """A test's name without its parameters."""
     return name.partition("[")[0]
 
 
-def written(slow: Iterable[str], times: Iterable[str]) -> str:
-    """The list: a function whose cases are all slow is one line."""
-    slow = set(slow)
-    cases: dict[str, set[str]] = {}
-    for name in times:
-        cases.setdefault(function_of(name), set()).add(name)
-    whole = {function for function, names in cases.items() if names <= slow}
-    lines = whole | {name for name in slow if function_of(name) not in whole}
-    return "".join(f"{line}\n" for line in sorted(lines))
+def mark_tiers(items: Sequence[pytest.Item]) -> None:
+    """Marks what the marks on functions name as slow, or as a sweep."""
+    samples: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        for kind, mark, others in _AT:
+            if any(named(_case(item), at.args) != others for at in item.iter_markers(kind)):
+                item.add_marker(mark)
+        sampled = item.get_closest_marker("sampled")
+        if sampled and is_quick(item) != ("slow" in sampled.kwargs):
+            samples.setdefault((function_of(item.nodeid), _backend(item)), []).append(item)
+    for (_, backend), cases in samples.items():
+        sampled = next(cases[0].iter_markers("sampled"))
+        quick, whole = sampled.kwargs.get(backend) or sampled.args or (0, sampled.kwargs["slow"])
+        order = covering([_case(item).split("-") for item in cases], whole)
+        for k, item in enumerate(cases):
+            if k not in order:
+                item.add_marker(pytest.mark.sweep)
+            elif k not in order[:quick]:
+                item.add_marker(pytest.mark.slow)
 
 
-def read(path: Path = LIST) -> set[str]:
-    """The lines of a list."""
-    return set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
+def _case(item: pytest.Item) -> str:
+    return item.name.partition("[")[2].removesuffix("]")
 
 
-def main(report: str) -> None:
-    times: dict[str, float] = json.loads(Path(report).read_text(encoding="utf-8"))
-    slow = slow_of(times)
-    rare = {n for n in slow_of(times, WHOLE, math.inf) if not n.startswith(_SHOWN)}
-    before = read(RARE)  # which did not run, so that nobody knows what they take now
-    LIST.write_text(written(slow, times), encoding="utf-8")
-    lines = {*written(rare, times).splitlines(), *before}
-    RARE.write_text("".join(f"{line}\n" for line in sorted(lines)), encoding="utf-8")
-    quick = sum(seconds for name, seconds in times.items() if name not in slow)
-    print(
-        f"{len(times)} tests, {sum(times.values()):.0f} s; quick: {len(times) - len(slow)}, "
-        f"{quick:.0f} s; slow: {len(slow)}, in {len(read())} lines; "
-        f"rare: {len(rare)}, {sum(map(times.__getitem__, rare)):.0f} s"
-    )
+def _backend(item: pytest.Item) -> str:
+    return next((part for part in _case(item).split("-") if part in _BACKENDS), "")
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def named(case: str, values: Iterable[str | tuple[str, ...]]) -> bool:
+    """Whether one of these values, or tuples of values, is of a case."""
+    every = [(value,) if isinstance(value, str) else value for value in values]
+    return any(all(f"-{part}-" in f"-{case}-" for part in parts) for parts in every)
+
+
+def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
+    """The numbers of `count` rows, each of which adds most pairs of values that did not meet yet.
+
+    Rows that add as many are taken far from each other. The order is the same each time, and the
+    first rows of a longer list are those of a shorter one.
+    """
+    pairs = [
+        {*combinations(enumerate(row), 2), *((cell,) for cell in enumerate(row))} for row in rows
+    ]
+    spread = sorted(range(len(rows)), key=lambda k: k * _GOLDEN % 1)
+    chosen: list[int] = []
+    met: set[object] = set()
+    while spread and len(chosen) < count:
+        best = max(spread, key=lambda k: len(pairs[k] - met))
+        if not pairs[best] - met and met:
+            met = set()  # all pairs have met: once more
+            continue
+        spread.remove(best)
+        chosen.append(best)
+        met |= pairs[best]
+    return chosen
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether `make test` runs a test."""
+    others = ("slow", "sweep", "ahead", "integration")
+    return not any(item.get_closest_marker(name) for name in others)
+
+
+def seconds_here(seconds: float) -> float:
+    """So many seconds of a quick machine, on this one."""
+    return seconds * max(1.0, _calibration() / _LOOP)
+
+
+@lru_cache
+def _calibration() -> float:
+    """The quickest of several runs of a loop in Python, in seconds of processor time."""
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        total = 0
+        for k in range(400_000):
+            total += k & 7
+        times.append(time.process_time() - start)
+    return min(times)

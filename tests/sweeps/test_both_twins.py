@@ -21,6 +21,8 @@ def compiled_programs_are_let_go():
     jax.clear_caches()
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("0", "2")
 @pytest.mark.parametrize("every", range(3))
 def test_some_twins_have_the_same_numbers_or_are_explained(every):
     found = twins.verdict(twins.sweep(twins.pairs()[every::45]))

@@ -34,6 +34,7 @@ def compiled_programs_are_let_go():
     jax.clear_caches()
 
 
+@pytest.mark.whole_at("16")
 @pytest.mark.parametrize("group", range(len(GROUPS)))
 def test_every_function_agrees_or_is_explained(group):
     found = in_jax.verdict(in_jax.sweep(GROUPS[group]))
@@ -105,6 +106,7 @@ def test_a_derivative_that_is_wrong_at_second_order_only_is_found():
     assert found["frozen, second order"] == (DIFFERS, "finite differences")
 
 
+@pytest.mark.slow_at("vjp-vjp", "linearize-linearize", "frozen-frozen, second order")
 @pytest.mark.parametrize(
     ("name", "way"),
     [*zip(*[("vjp", "jvp", "linearize")] * 2, strict=True), ("frozen", "frozen, second order")],
@@ -148,6 +150,7 @@ def test_the_sweep_agrees_operation_by_operation_too():
     assert {result for result, _ in results(jnp.sin, any_(3), eager=True).values()} == {AGREES}
 
 
+@pytest.mark.slow
 def test_a_complex_program_agrees_in_every_way_that_takes_one():
     found = outcomes(lambda x, y: jnp.exp(x) * y, any_(2), any_(2), whole=True)
     assert {o.dtype for o in found} == {"float64", "complex128"}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support import run_sweeps
 
 
+@pytest.mark.sweep_at("torch")
 def test_the_sweep_is_held_against_its_ledger(capsys, backend_name):
     assert run_sweeps.main(["--backend", backend_name, "--filter", "sinh"]) == 0
     assert " agrees" in capsys.readouterr().out
 
 
+@pytest.mark.sweep_at("torch")
 def test_what_the_ledger_does_not_tell_is_named_and_the_status_is_1(
     capsys, monkeypatch, backend_name, gt
 ):
@@ -26,6 +30,7 @@ def test_what_the_ledger_does_not_tell_is_named_and_the_status_is_1(
     assert "unexplained: " in capsys.readouterr().out
 
 
+@pytest.mark.slow_at("torch")
 def test_a_filter_that_no_program_of_the_sweep_holds_is_told(capsys, backend_name):
     assert run_sweeps.main(["--backend", backend_name, "--filter", "nosuch"]) == 2
     said = capsys.readouterr()

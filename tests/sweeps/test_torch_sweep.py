@@ -47,6 +47,7 @@ def small(ways):
     return [o for o in outcomes if o.way in ways]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", torch_programs.TABLES)
 def test_everything_in_the_table_agrees_or_is_explained(table):
     verdict = judged(in_torch.sweep(tables=(table,)), LEDGER, whole=False)
@@ -78,6 +79,7 @@ def outcomes_of_the_whole():
 # --- the sweep finds what is wrong ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_right_agrees_in_every_way():
     ways = {way.name for way in in_torch.WAYS} - {"functionalize, vjp"}  # which is for modules
     outcomes = small(ways)
@@ -91,6 +93,10 @@ def wrong(found, factor):
     return tuple(factor * x for x in found) if isinstance(found, tuple) else factor * found
 
 
+@pytest.mark.quick_at(("vjp-vjp", "0"))
+@pytest.mark.sweep_at(
+    ("hvp-hvp, reverse over reverse", "-1"), ("hvp-hvp, reverse over reverse", "1.00001")
+)
 @pytest.mark.parametrize("factor", [-1, 0, 1 + 1e-5])
 @pytest.mark.parametrize(
     ("operator", "way"),

@@ -54,6 +54,7 @@ def centred(x, root):
     return (away / root((away**2).mean(-1, keepdims=True))).sum()
 
 
+@pytest.mark.slow_at("float32")
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_what_is_zero_but_for_rounding_agrees_in_its_value_too(dtype):
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(dtype)
@@ -61,6 +62,8 @@ def test_what_is_zero_but_for_rounding_agrees_in_its_value_too(dtype):
     assert cross_check(torch=by_torch, jax=by_jax, args=(x,))
 
 
+@pytest.mark.quick_at("erf", "logit")
+@pytest.mark.sampled(slow=2)
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_of_native_programs_agrees(name):
     by_torch, by_jax, x = PAIRS[name]
@@ -69,6 +72,7 @@ def test_a_pair_of_native_programs_agrees(name):
     assert len(report) == 6
 
 
+@pytest.mark.sampled(3, 41)
 @pytest.mark.parametrize("scenario", list(scenarios()), ids=lambda scenario: scenario.name)
 def test_a_scenario_agrees_in_both_frameworks(scenario):
     pair = {gt.__name__.split(".")[1]: scenario.bind(gt) for gt in (gradtools.torch, gradtools.jax)}

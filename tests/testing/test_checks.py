@@ -65,6 +65,8 @@ HEALTHY = {
 }
 
 
+@pytest.mark.quick_at(("torch", "tiny numbers in float32"))
+@pytest.mark.sweep_at("jax")
 @pytest.mark.parametrize("name", HEALTHY)
 def test_right_derivatives_pass(gt, name):
     f, args = HEALTHY[name]
@@ -73,6 +75,7 @@ def test_right_derivatives_pass(gt, name):
     assert not report.left_out and not report.conventions
 
 
+@pytest.mark.slow_at("float64", "jax")
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_what_is_zero_but_for_rounding_passes(gt, dtype):
     def centred(x):
@@ -82,6 +85,7 @@ def test_what_is_zero_but_for_rounding_passes(gt, dtype):
     assert check_derivatives(centred, (X.astype(dtype),), gt)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_rule_that_is_as_small_as_rounding_and_wrong_is_refused(gt):
     f = gt.custom_rule(lambda x: 1e-15 * (x**2).sum())
     f.defjvp(lambda p, t: (f(p[0]), 2e-15 * (p[0] * t[0]).sum()))
@@ -90,6 +94,7 @@ def test_a_rule_that_is_as_small_as_rounding_and_wrong_is_refused(gt):
     assert report.first.quantity == "reverse | forward"
 
 
+@pytest.mark.slow_at("0.0", "jax")
 @pytest.mark.parametrize("factor", [0.0, 4.0])
 def test_rounding_beside_a_large_constant_is_no_kink(gt, factor):
     f = gt.custom_rule(lambda x: 1e3 + 1e-6 * (x**2).sum())
@@ -97,11 +102,13 @@ def test_rounding_beside_a_large_constant_is_no_kink(gt, factor):
     refused(check_derivatives, f, (X[0],), gt, order=1)
 
 
+@pytest.mark.slow_at("jax")
 def test_a_kink_beside_a_large_constant_passes(gt):
     f = lambda x: 1e3 + 1e-6 * gt.xp.abs(x).sum()
     assert check_derivatives(f, (np.array([0.0, 1.0, -2.0]),), gt, order=1)
 
 
+@pytest.mark.sweep_at("jax")
 def test_every_mode_and_property_is_compared(gt):
     assert {
         "forward | finite differences",
@@ -120,27 +127,32 @@ def test_every_mode_and_property_is_compared(gt):
     } <= quantities(check_derivatives(lambda x: x**3, (X,), gt))
 
 
+@pytest.mark.slow_at("jax")
 def test_order_one_takes_no_second_derivative(gt):
     report = check_derivatives(lambda x: x**3, (X,), gt, order=1)
     assert all(c.order == 1 for c in report)
 
 
+@pytest.mark.sweep_at("jax")
 def test_the_error_of_what_agrees_is_a_share_of_its_tolerance(gt):
     report = check_derivatives(lambda x: gt.xp.exp(x), (X.astype(np.float32),), gt)
     assert 0 < report.worst.error < 1
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_kink_under_foot_takes_any_slope_between(gt):
     report = check_derivatives(lambda x: gt.xp.abs(x).sum(), (np.array([0.0, 1.0]),), gt)
     assert report
     assert all(c.cause == "a kink" for c in report.conventions)
 
 
+@pytest.mark.sweep_at("jax")
 def test_arrays_of_the_backend_and_its_name_do_as_well(gt, backend_name):
     x = gt.asarray(X.astype(np.float32))
     assert check_derivatives(lambda x: x**2, (x,), backend_name)
 
 
+@pytest.mark.sweep_at("jax")
 def test_double_precision_is_on_for_the_check_alone(gt, backend_name, default_precision):
     seen = []
 
@@ -167,6 +179,8 @@ STAIRCASES = {
 }
 
 
+@pytest.mark.slow_at("jax", "argmax indexing", "a comparison")
+@pytest.mark.sweep_at(("jax", "argmax indexing"), ("jax", "a comparison"))
 @pytest.mark.parametrize("name", STAIRCASES)
 def test_a_staircase_is_refused(gt, name):
     f, args = STAIRCASES[name]
@@ -177,17 +191,21 @@ def test_a_staircase_is_refused(gt, name):
     assert "straight_through" in first.detail
 
 
+@pytest.mark.slow_at("jax")
 def test_a_staircase_under_a_slope_is_refused(gt):
     report = refused(check_derivatives, lambda x: x.sum() + gt.xp.round(20 * x).sum(), (X,), gt)
     assert report.cause == "f jumps, and its derivative leaves that out"
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_sawtooth_passes_where_jumps_are_meant(gt):
     f = lambda x: (x - gt.stop_gradient(gt.xp.floor(x))).sum()
     refused(check_derivatives, f, (5 * X,), gt)
     assert check_derivatives(f, (5 * X,), gt, allow_jumps=True)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("jax")
 def test_a_stopped_gradient_is_named(gt):
     f = lambda x, y: (gt.stop_gradient(x["a"]) * y).sum()
     first = refused(check_derivatives, f, ({"a": X}, Y), gt).first
@@ -195,6 +213,7 @@ def test_a_stopped_gradient_is_named(gt):
     assert first.cause == "the derivative is zero: a gradient is stopped"
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_factor_is_named_with_its_place_and_both_values(gt):
     f = lambda x, y: (gt.scale_gradient(x, 2.0) * y).sum()
     report = refused(check_derivatives, f, (X, Y), gt, modes=("reverse", "reverse_over_reverse"))
@@ -205,6 +224,7 @@ def test_a_factor_is_named_with_its_place_and_both_values(gt):
     assert "Analytic" in first.detail and "numeric" in first.detail
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_conjugate_is_a_wrong_derivative(gt):
     conjugated = lambda z: gt.transform_gradient(z, gt.xp.conj)
     f = lambda z: gt.xp.abs(conjugated(z) - (1 + 2j)) ** 2
@@ -212,12 +232,14 @@ def test_a_conjugate_is_a_wrong_derivative(gt):
     assert report.first.quantity == "reverse | finite differences"
 
 
+@pytest.mark.sweep_at("-1e-06", "jax")
 @pytest.mark.parametrize("off", [1e-6, -1e-6])
 def test_a_derivative_wrong_in_its_sixth_digit_is_refused(gt, off):
     f = lambda x: gt.xp.exp(gt.scale_gradient(x, 1 + off)).sum()
     refused(check_derivatives, f, (X,), gt, order=1)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_complex_gradient_is_named_entry_by_entry(gt):
     f = lambda z: gt.xp.abs(gt.scale_gradient(z, 3.0) - (1 + 2j)).sum()
     first = refused(
@@ -226,6 +248,7 @@ def test_a_complex_gradient_is_named_entry_by_entry(gt):
     assert first.cause == "a constant factor 3" and len(first.place) == 1
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_gradient_that_is_no_gradient_has_no_symmetric_hessian(gt):
     curl = lambda x: gt.xp.concat([x[1:], 0 * x[:1]])
     f = gt.custom_rule(lambda x: (x**2).sum())
@@ -243,6 +266,7 @@ def test_modes_that_are_not_adjoint_are_named(gt):
     assert report.cause.startswith("the dot-product test fails")
 
 
+@pytest.mark.slow_at("jax")
 def test_two_mixes_of_modes_that_differ_are_named(gt):
     slope = gt.custom_rule(lambda x: 3 * x**2)
     slope.defjvp(lambda p, t: (3 * p[0] ** 2, 12 * p[0] * t[0]))
@@ -255,6 +279,7 @@ def test_two_mixes_of_modes_that_differ_are_named(gt):
     assert (first.cause, first.ratio) == ("two mixes of modes differ", pytest.approx(2))
 
 
+@pytest.mark.slow_at("jax")
 def test_a_pullback_that_is_homogeneous_but_not_additive_is_named(gt):
     cubic = lambda c: c**3 / (c**2).sum()
     f = lambda x: gt.transform_gradient(x, cubic)
@@ -263,12 +288,14 @@ def test_a_pullback_that_is_homogeneous_but_not_additive_is_named(gt):
     assert report.cause == "not linear in the cotangent"
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_pullback_that_is_not_linear_is_named(gt):
     f = lambda x: gt.clip_gradient(x, max_value=1.5)
     report = refused(check_derivatives, f, (X,), gt)
     assert report.cause == "not linear in the cotangent"
 
 
+@pytest.mark.sweep_at("jax")
 def test_an_edit_is_checked_without_its_values(gt):
     f = lambda x: (gt.reverse_gradient(x) ** 2).sum()
     refused(check_derivatives, f, (X,), gt)
@@ -304,6 +331,7 @@ def wrong_at_second_order(backend_name):
     return exp
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_rule_right_at_first_and_wrong_at_second_order_is_refused(gt, backend_name):
     f = wrong_at_second_order(backend_name)
     loss = lambda x, y: (f(x) * y).sum()
@@ -326,6 +354,7 @@ def test_a_mode_that_f_lacks_is_said_and_refused_if_asked_for(gt):
         check_derivatives(f, (X,), gt, modes=("forward",))
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_function_without_forward_mode_lists_it_as_left_out(gt):
     plain = gt.transform_gradient
     report = check_derivatives(lambda x: plain(x, lambda c: 1.0 * c) ** 2, (X,), gt)
@@ -375,6 +404,7 @@ def undecided(report):
     return [reason for reason in report.left_out if "finite differences cannot decide" in reason]
 
 
+@pytest.mark.sweep_at("jax")
 def test_what_finite_differences_cannot_decide_is_said(gt):
     report = check_derivatives(lambda x: gt.xp.sqrt(x), (np.array([0.0, 1.0]),), gt, order=1)
     forward, reverse = undecided(report)
@@ -383,6 +413,7 @@ def test_what_finite_differences_cannot_decide_is_said(gt):
     assert {"reverse | forward", "reverse | finite differences"} <= quantities(report)
 
 
+@pytest.mark.sweep_at("forward", "jax")
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_an_entry_at_the_edge_of_the_domain_hides_no_other(gt, mode):
     x = np.array([0.0, 1.0, 4.0])
@@ -391,6 +422,7 @@ def test_an_entry_at_the_edge_of_the_domain_hides_no_other(gt, mode):
     assert report.cause == "a constant factor 2" and undecided(report)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_wrong_gradient_beside_an_output_that_is_nan_is_refused(gt):
     f = lambda x, y: gt.xp.log(x) * gt.scale_gradient(y, 3.0)
     args = (np.array([-1.0, 2.0]), np.array([1.0, 2.0]))
@@ -399,29 +431,34 @@ def test_a_wrong_gradient_beside_an_output_that_is_nan_is_refused(gt):
     assert any("1 of 2 entries of output are not finite" in reason for reason in report.left_out)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_nan_that_finite_differences_do_not_see_is_refused(gt):
     f = lambda x: (gt.xp.sqrt(x) * gt.xp.sqrt(x)).sum()
     report = refused(check_derivatives, f, (np.array([0.0, 1.0]),), gt, order=1)
     assert report.cause == "the derivative is not finite"
 
 
+@pytest.mark.slow_at("jax")
 def test_a_slope_that_drowns_in_rounding_decides_nothing_and_that_is_said(gt):
     report = check_derivatives(lambda x: x.sum() + 1e17, (np.ones(2),), gt, order=1)
     assert len(undecided(report)) == 2
 
 
+@pytest.mark.slow_at("jax")
 def test_a_function_that_is_another_in_smaller_steps_is_left_undecided(gt):
     hilbert = 1 / (np.arange(6)[:, None] + np.arange(6) + 1.0)
     f = lambda a, b: gt.xp.linalg.solve(a, b[:, None])
     assert undecided(check_derivatives(f, (hilbert, X.ravel()[:6]), gt, order=1))
 
 
+@pytest.mark.slow_at("jax")
 def test_a_stopped_gradient_that_drowns_in_rounding_is_not_said_to_be_checked(gt):
     f = lambda x: 1e3 + gt.stop_gradient(1e-2 * (x**2).sum()) + 0 * x.sum()
     report = check_derivatives(f, (X[0].astype(np.float32),), gt, order=1)
     assert undecided(report)
 
 
+@pytest.mark.sweep_at("jax")
 def test_two_modes_whose_products_are_nan_are_said_not_to_be_compared(gt):
     f = lambda x: gt.xp.sqrt(x).sum() + gt.xp.sqrt(2 * x).sum()
     stop = lambda x: f(x) - f(x)
@@ -459,6 +496,7 @@ def product(gt):
     )
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_right_rule_passes(gt, product):
     report = check_rule(Rule(product.fun, product.fwd, product.bwd, product.jvp), (X, Y), gt)
     assert report and not report.left_out
@@ -473,11 +511,13 @@ def test_a_right_rule_passes(gt, product):
     } <= quantities(report)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_rule_in_one_mode_passes(gt, product):
     assert check_rule(Rule(product.fun, product.fwd, product.bwd), (X, Y), gt)
     assert check_rule(Rule(product.fun, jvp=product.jvp), (X, Y), gt)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_residual_that_lost_its_derivative_is_named(gt, product):
     fwd = lambda x, y: (product.fun(x, y), (x, gt.stop_gradient(product.exp(y))))
     first = refused(check_rule, Rule(product.fun, fwd, product.bwd), (X, Y), gt).first
@@ -485,6 +525,7 @@ def test_a_residual_that_lost_its_derivative_is_named(gt, product):
     assert first.cause.startswith("a residual's derivative is lost")
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_bwd_that_takes_a_residual_as_constant_is_named(gt, product):
     bwd = lambda res, ct: (ct * gt.stop_gradient(res[1]), ct * res[0] * res[1])
     first = refused(check_rule, Rule(product.fun, product.fwd, bwd), (X, Y), gt).first
@@ -493,6 +534,7 @@ def test_a_bwd_that_takes_a_residual_as_constant_is_named(gt, product):
     assert check_rule(Rule(product.fun, product.fwd, bwd), (X, Y), gt, order=1)
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_jvp_that_takes_a_primal_as_constant_is_named(gt, product):
     exp, stop = product.exp, gt.stop_gradient
     jvp = lambda p, t: (product.fun(*p), t[0] * exp(stop(p[1])) + p[0] * exp(p[1]) * t[1])
@@ -500,6 +542,7 @@ def test_a_jvp_that_takes_a_primal_as_constant_is_named(gt, product):
     assert first.path == "jvp's tangent of output by argument 1"
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_wrong_entry_of_bwd_is_named_by_its_argument(gt, product):
     bwd = lambda res, ct: (ct * res[1], 2 * ct * res[0] * res[1])
     first = refused(check_rule, Rule(product.fun, product.fwd, bwd), (X, Y), gt).first
@@ -507,12 +550,14 @@ def test_a_wrong_entry_of_bwd_is_named_by_its_argument(gt, product):
     assert first.cause == "a constant factor 2"
 
 
+@pytest.mark.slow_at("jax")
 def test_a_wrong_value_of_fwd_is_named(gt, product):
     fwd = lambda x, y: (product.fun(x, y) + 1e-6, (x, product.exp(y)))
     first = refused(check_rule, Rule(product.fun, fwd, product.bwd), (X, Y), gt).first
     assert first.quantity == "fwd's value | fun's value"
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_value_in_another_dtype_is_named(gt, product):
     to32 = lambda x: gt._api._backend.cast(x, gt.asarray(np.float32(0)))
     fwd = lambda x, y: (to32(product.fun(to32(x), to32(y))), (x, product.exp(y)))
@@ -521,6 +566,7 @@ def test_a_value_in_another_dtype_is_named(gt, product):
     assert report.first.quantity == "fwd's value | fun's value"
 
 
+@pytest.mark.slow_at("jax")
 def test_rules_that_disagree_are_named(gt, product):
     jvp = lambda p, t: (product.fun(*p), t[0] * product.exp(p[1]))
     report = refused(check_rule, Rule(product.fun, product.fwd, product.bwd, jvp), (X, Y), gt)
@@ -530,6 +576,7 @@ def test_rules_that_disagree_are_named(gt, product):
     assert ("bwd | finite differences", "argument 1") not in named
 
 
+@pytest.mark.slow_at("jax")
 def test_a_bwd_that_is_not_linear_is_named(gt, product):
     bwd = lambda res, ct: (gt.xp.clip(ct, -10, 10) * res[1], ct * res[0] * res[1])
     first = refused(check_rule, Rule(product.fun, product.fwd, bwd), (X, Y), gt).first
@@ -545,11 +592,13 @@ def test_entries_of_bwd_are_counted_and_measured(gt, product):
         check_rule(Rule(product.fun, product.fwd, row), (X, Y), gt)
 
 
+@pytest.mark.sweep_at("jax")
 def test_none_stands_for_a_zero_and_for_an_integer(gt):
     rule = Rule(lambda x, n: x * n, lambda x, n: (x * n, n), lambda n, ct: (ct * n, None))
     assert check_rule(rule, (X, np.int64(3)), gt)
 
 
+@pytest.mark.sweep_at("jax")
 def test_static_arguments_lead(gt):
     rule = Rule(
         lambda x, power: x**power,
@@ -565,6 +614,7 @@ def test_a_plain_function_is_no_rule(gt):
         check_rule(lambda x: x, (X,), gt)
 
 
+@pytest.mark.sweep_at("jax")
 def test_the_record_of_a_rule_is_checked_too(gt):
     from gradtools.rules import Rule as Record
 
@@ -577,6 +627,7 @@ def test_the_record_of_a_rule_is_checked_too(gt):
     assert refused(check_rule, make(3), (X,), gt).cause == "a constant factor 1.5"
 
 
+@pytest.mark.sweep_at("jax")
 def test_a_custom_vjp_of_jax_is_checked_too(gt, backend_name):
     if backend_name == "torch":
         pytest.skip("PyTorch's Functions have no such parts: check_derivatives checks them")

@@ -135,6 +135,7 @@ def test_conventions_prints_only_the_rows_asked_for(capsys):
     assert main(["conventions", "no such kink"]) == 1
 
 
+@pytest.mark.slow
 def test_conventions_prints_the_table_as_it_was_measured(capsys):
     assert main(["conventions"]) == 0
     out = capsys.readouterr().out

@@ -249,6 +249,7 @@ def test_a_known_convention_is_named_and_is_no_disagreement():
     assert "Convention: gradient of argument 0 at [0]" in str(report)
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize(
     ("by_torch", "by_jax", "x", "row"),
     [
@@ -438,6 +439,7 @@ def variables(module: torch.nn.Module) -> dict:
     return {"params": jax.tree.map(jnp.asarray, to_linen(params))}
 
 
+@pytest.mark.sweep_at("table", "function")
 @pytest.mark.parametrize(
     "mapping", [TABLE, to_linen, Mapping()], ids=["table", "function", "object"]
 )
@@ -470,6 +472,7 @@ def test_a_transposed_parameter_is_named():
     assert (first.quantity, first.cause) == ("parameter", "transposed layout")
 
 
+@pytest.mark.slow_at("nnx")
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_the_common_layouts_need_no_mapping(kind):
     module = two_layers()
@@ -512,6 +515,7 @@ def test_parameters_that_were_not_copied_are_named():
     assert (first.quantity, first.cause) == ("parameter", "other parameters")
 
 
+@pytest.mark.slow_at("linen")
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_where_parameters_differ_nothing_else_is_compared_and_the_recipe_mends_it(kind):
     module = two_layers()

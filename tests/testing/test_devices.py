@@ -14,6 +14,7 @@ from gradtools.testing.cross_checking.devices import described, placed
 from tests.support.every_operator import POINT
 
 
+@pytest.mark.slow_at("jax")
 def test_arrays_are_made_where_the_run_is_placed(gt, backend_name):
     with placed(backend_name, "cpu:0"):
         x = gt.asarray(np.ones(3))
@@ -38,6 +39,7 @@ def test_what_is_absent_is_named(backend_name):
     assert "run on the " in described(backend_name)
 
 
+@pytest.mark.sweep_at("jax")
 def test_every_operator_stays_on_the_device_of_its_arrays(gt, backend_name):
     """On PyTorch's meta device, which any machine has, an array made elsewhere would be refused."""
     if backend_name == "jax":

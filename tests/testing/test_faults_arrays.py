@@ -43,6 +43,7 @@ def skip_elsewhere(use: Use, backend: str) -> None:
 # --- values ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(torch=(36, 41), jax=(8, 33))
 @pytest.mark.parametrize("use", ROWS, ids=str)
 def test_an_odd_value_in_one_entry_changes_no_other_and_is_not_swallowed(use, gt, backend_name):
     skip_elsewhere(use, backend_name)
@@ -60,6 +61,14 @@ def test_an_odd_value_in_one_entry_changes_no_other_and_is_not_swallowed(use, gt
 EMPTY = {"(0,)": np.zeros(0), "(0, 3)": np.zeros((0, 3)), "()": np.array(0.3)}
 
 
+@pytest.mark.slow_at(
+    ("jax", "frozen: second order"),
+    ("jax", "hvp: reverse over reverse", "(0, 3)"),
+    ("jax", "GradientAccumulator", "(0,)"),
+    ("jax", "GradientAccumulator", "()"),
+    ("jax", "gather", "(0,)"),
+    ("jax", "gather", "(0, 3)"),
+)
 @pytest.mark.parametrize("shape", EMPTY)
 @pytest.mark.parametrize("use", ROWS, ids=str)
 def test_empty_and_zero_dimensional_arrays_give_their_own_shape(use, shape, gt, backend_name):
@@ -116,6 +125,13 @@ NUMPY = (
 )
 
 
+@pytest.mark.slow_at("jax")
+@pytest.mark.sweep_at(
+    ("jax", "every second entry"),
+    ("jax", "a column"),
+    ("jax", "negative strides"),
+    ("jax", "read-only"),
+)
 @pytest.mark.parametrize("layout", NUMPY, ids=str)
 def test_numpy_arrays_of_any_layout_are_taken_and_left_alone(layout, gt):
     source = layout.make(POINT)

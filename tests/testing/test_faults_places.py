@@ -30,6 +30,7 @@ LONG = (
 SHARED = [use for use in USES if use.name not in LONG]
 
 
+@pytest.mark.sampled(torch=(32, 62), jax=(8, 47))
 @pytest.mark.parametrize("use", SHARED, ids=str)
 def test_many_threads_at_once_each_get_what_they_would_alone(use: Use, gt, backend_name):
     here(use, backend_name)
@@ -93,6 +94,8 @@ print("held", len(came) > 100)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("torch")
 def test_a_child_that_was_forked_after_the_import_computes_the_same(backend_name):
     program = FORKED.format(backend=backend_name)
     found = subprocess.run(

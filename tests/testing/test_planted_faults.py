@@ -571,6 +571,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled(24, 55)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found_and_named(fault):
     options = {"order": fault.order, **fault.options}

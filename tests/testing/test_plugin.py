@@ -66,6 +66,7 @@ def test_a_test_that_takes_gt_runs_once_for_each_backend(pytester):
     found.stdout.fnmatch_lines(["*slope_two_x[[]torch[]] PASSED*", "*slope_two_x[[]jax[]] PASSED*"])
 
 
+@pytest.mark.slow_at("torch")
 @pytest.mark.parametrize("backend", gradtools.available_backends())
 def test_the_option_chooses_one_backend(pytester, backend):
     found = run(pytester, USES_GT, "-v", f"--gradtools-backend={backend}")
@@ -101,6 +102,7 @@ def test_cross_check_counts_what_was_compared_and_says_how_closely(pytester):
     found.stdout.fnmatch_lines(["*AgreementError*"])
 
 
+@pytest.mark.slow
 @needs_both
 def test_the_summary_comes_out_of_several_processes(pytester):
     pytest.importorskip("xdist")
@@ -110,6 +112,7 @@ def test_the_summary_comes_out_of_several_processes(pytester):
     found.stdout.fnmatch_lines(["1 check, 4 arrays compared; *"])
 
 
+@pytest.mark.slow_at("torch")
 @pytest.mark.parametrize("backend", gradtools.available_backends())
 def test_cross_check_with_one_backend_alone_is_skipped(pytester, backend):
     source = "def test_both(cross_check): assert False"

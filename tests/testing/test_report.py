@@ -42,6 +42,7 @@ def test_an_error_is_relative_to_the_arrays_own_largest_entry():
     assert compared([1e-200, 0.0], [1.1e-200, 0.0]).error == pytest.approx(0.1 / 1.1 / 1e-12)
 
 
+@pytest.mark.slow_at("1000000")
 @pytest.mark.parametrize("size", [1, 10**6])
 def test_the_number_of_entries_gives_no_slack(size):
     x = np.ones(size)
@@ -216,6 +217,7 @@ def test_an_unknown_name_is_an_attribute_error():
     assert "cross_check" in dir(gradtools.testing)
 
 
+@pytest.mark.slow_at("testing.cross_checking.compare")
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_run(name):
     if name in ("testing.cross_checking.compare", "testing.checking.kinks"):

@@ -154,6 +154,8 @@ def test_an_encoder_layer_has_every_derivative(train, frozen, operator):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep_at("jvp", "reverse_over_reverse")
 @pytest.mark.parametrize("operator", ["jvp", "linearize", "reverse_over_reverse"])
 def test_compiled_code_has_them_too(operator):
     module = layer(train=True, frozen=True)
@@ -173,6 +175,7 @@ LIVE = {
 ONE = torch.ones((), dtype=KIND)
 
 
+@pytest.mark.sweep_at("grad", "jacobian", "checkpoint")
 @pytest.mark.parametrize("operator", LIVE)
 def test_compiled_attention_whose_gradient_has_a_graph_is_differentiated_again(operator):
     f, g = (
@@ -189,6 +192,7 @@ def test_compiled_attention_whose_gradient_has_a_graph_is_differentiated_again(o
         torch.testing.assert_close(y, like, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_compiled_attention_of_parameters_that_f_holds_is_right_and_of_others_fused():
     module = layer(train=True, frozen=False)
     calls = []

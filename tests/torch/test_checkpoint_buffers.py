@@ -59,6 +59,7 @@ def gradient(f, shape):
     return torch.autograd.grad((y * torch.arange(y.numel()).reshape(y.shape)).sum(), x)[0]
 
 
+@pytest.mark.slow_at("rrelu")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_checkpoint_has_the_gradient_of_the_plain_call(name):
     f, shape = OPERATIONS[name]

@@ -354,6 +354,7 @@ def test_complex_models():
     assert torch.autograd.gradgradcheck(check, arguments)
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_narrow_parameters_are_summed_in_float32(dtype):
     w, x = torch.ones(1, dtype=dtype, requires_grad=True), torch.ones(1000, dtype=dtype)
@@ -971,6 +972,7 @@ def first_to_third(call, model, x, order):
     return found
 
 
+@pytest.mark.slow_at("3-PlainBatchNorm")
 @pytest.mark.parametrize("retain", [0, 1, 4])
 @pytest.mark.parametrize(("order", "norm"), [(2, nn.BatchNorm1d), (3, PlainBatchNorm)])
 def test_double_and_third_backward_through_dropout_and_batch_norm(retain, order, norm):
@@ -1077,6 +1079,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sweep_at("torch.func.linearize")
 @pytest.mark.parametrize("retain", [0, 1])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(name, retain):
@@ -1342,6 +1345,7 @@ class Celled(nn.Module):
         return self.drop(self.cell(x))
 
 
+@pytest.mark.slow_at("scripted", "loaded")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", ["scripted", "held", "loaded"])
 def test_scripted_models_with_state(how):
@@ -1470,6 +1474,7 @@ def test_two_threads_on_models_of_their_own():
     assert not wrong and not any(t.is_alive() for t in threads)
 
 
+@pytest.mark.sweep_at("eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_around(backend):
     model, x = network(nn.Dropout(0.5)), X.clone().requires_grad_()
@@ -1488,6 +1493,7 @@ def test_compiled_around(backend):
     assert all_same(gradients(found, leaves), gradients(expected, leaves))
 
 
+@pytest.mark.slow
 def test_a_compiled_gradient_of_chunks_meets_no_cached_function(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
@@ -1499,6 +1505,7 @@ def test_a_compiled_gradient_of_chunks_meets_no_cached_function(monkeypatch):
     assert same(found, f(w), 1e-14)
 
 
+@pytest.mark.sweep_at("0", "aot_eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("retain", [0, 2])
 def test_compiled_f(backend, retain):
@@ -1809,6 +1816,7 @@ def test_microbatched_argnums_axes_and_no_graph():
     assert same(listed(b.detach(), examples)[1], total, 1e-14)
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_microbatched_sums_narrow_numbers_in_float32(dtype):
     w, x = torch.ones((), dtype=dtype), torch.ones(1000, dtype=dtype)

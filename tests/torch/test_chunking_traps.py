@@ -363,6 +363,7 @@ STATES = {
 }
 
 
+@pytest.mark.slow_at(("spectral norm", "Ours"))
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("name", STATES)
 def test_state_that_changes_outputs_is_replayed(name, way):

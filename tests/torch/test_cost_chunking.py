@@ -68,6 +68,8 @@ def graph_bytes(net):
     return peak_bytes(run)[0]
 
 
+@pytest.mark.slow_at("20")
+@pytest.mark.sweep_at("0", "1", "3")
 @pytest.mark.parametrize("retain", [0, 1, 3, 8, 20])
 def test_the_flops_are_four_forwards_less_those_that_were_retained(retain):
     net, x = network(), torch.randn(8 * CHUNK, 32)
@@ -91,6 +93,8 @@ def test_frozen_parameters_and_inputs_cost_no_backward_pass():
     assert flops(lambda: step(net, x, retain=0)) == 2 * forward + last + of_loss
 
 
+@pytest.mark.slow_at("network", "16")
+@pytest.mark.sweep_at(("16", "network"))
 @pytest.mark.parametrize("make", [network, wide_network])
 @pytest.mark.parametrize("count", [4, 16])
 def test_the_peak_is_that_of_two_passes_by_hand(make, count):
@@ -102,6 +106,7 @@ def test_the_peak_is_that_of_two_passes_by_hand(make, count):
     assert ours <= by_hand + 2 * state + gradients
 
 
+@pytest.mark.sweep_at("0", "1", "2")
 @pytest.mark.parametrize("retain", [0, 1, 2, 4])
 def test_the_peak_is_made_of_graphs_outputs_an_accumulator_and_a_snapshot(retain):
     net = network()
@@ -116,6 +121,7 @@ def test_the_peak_is_made_of_graphs_outputs_an_accumulator_and_a_snapshot(retain
         assert peak_bytes(lambda x=x: step(net, x, retain=retain))[0] <= listed + 2 * state
 
 
+@pytest.mark.slow
 def test_the_peak_is_flat_in_the_number_of_chunks():
     net = network()
 
@@ -137,6 +143,7 @@ def test_the_peak_is_flat_in_the_number_of_chunks():
     assert 56 * per_chunk * 4 < 56 * graph / 8
 
 
+@pytest.mark.slow
 def test_a_budget_chooses_how_many_graphs_are_kept():
     net, x = network(), torch.randn(8 * CHUNK, 32)
     costs = [flops(lambda k=k: step(net, x, retain=k)) for k in range(9)]
@@ -148,6 +155,7 @@ def test_a_budget_chooses_how_many_graphs_are_kept():
     assert rich - lean <= one
 
 
+@pytest.mark.slow
 def test_double_backward_runs_at_the_memory_of_one_chunk():
     net = network().double()
 
@@ -168,6 +176,7 @@ def test_double_backward_runs_at_the_memory_of_one_chunk():
     assert peak(16, chunked) < peak(16, plain) / 3
 
 
+@pytest.mark.sweep_at("3")
 @pytest.mark.parametrize("order", [2, 3])
 def test_what_a_further_chunk_takes_of_higher_derivatives_does_not_grow_with_depth(order):
     def for_a_chunk(depth):
@@ -219,6 +228,7 @@ def test_graphs_that_are_kept_give_gradients_of_their_own():
     assert 0.8 * size < two - one < 1.2 * size
 
 
+@pytest.mark.slow_at("0")
 @pytest.mark.parametrize("retain", [0, 1])
 def test_two_towers_hold_one_set_of_gradients_each(retain):
     torch.manual_seed(0)

@@ -181,6 +181,8 @@ def test_a_budget_holds_what_it_says():
     assert lean < rich <= lean + budget
 
 
+@pytest.mark.slow_at("64")
+@pytest.mark.sweep_at("256")
 @pytest.mark.parametrize("depth", [4, 16, 64, 256])
 def test_mixed_partial_takes_the_same_memory_at_every_depth(depth):
     y, (z, u) = inputs(2)

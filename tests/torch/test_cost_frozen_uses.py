@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,6 +30,7 @@ def test_nothing_is_kept_for_a_further_z_but_what_f_and_the_caller_keep():
     assert per_use(gt.frozen(network(24)), 0) - own == 2 * ONE
 
 
+@pytest.mark.slow
 def test_raw_bytes_for_a_further_z_are_a_tenth_where_f_is_a_tenth():
     """Of 24 blocks f's own graph and the gradient are less than a tenth of two graphs of G."""
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())] * 24

@@ -75,6 +75,7 @@ def costs(name):
     return [(x.flops, x.peak_bytes) for x in found]
 
 
+@pytest.mark.whole_at("minimax_value_and_grad")
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_costs_what_it_costs_by_hand(name):
     (flops, peak), (flops_by_hand, peak_by_hand) = costs(name)

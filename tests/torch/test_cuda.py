@@ -27,6 +27,7 @@ def device(request) -> torch.device:
 SLOW = ("two processes",)
 
 
+@pytest.mark.sweep_at(("cpu", "the bridge"))
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SCENARIOS]
 )

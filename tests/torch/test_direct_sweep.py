@@ -544,6 +544,7 @@ FREE = ("identity, forward", "a view, forward", "gives its tangent")
 MORE = {(name, "a freed graph") for name in FREE}
 
 
+@pytest.mark.whole_at("fwd writes its input")
 @pytest.mark.parametrize("name", [*RULES, *HOST])
 def test_the_short_way_gives_what_the_long_way_gives(name):
     for way in WAYS:

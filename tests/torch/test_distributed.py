@@ -356,6 +356,7 @@ def close(found, expected, tolerance=1e-12):
     return max(worst) <= tolerance
 
 
+@pytest.mark.sweep_at("whole", "own")
 @pytest.mark.parametrize("name", ["whole", "own", "own_without_graphs", "own_with_all_graphs"])
 def test_the_gradient_of_a_loss_over_the_global_batch(processes, name):
     for found, expected, reductions in found_by(processes, name):
@@ -402,6 +403,7 @@ def one_process_alone():
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_gather_in_compiled_code(one_process_alone):
     x = torch.randn(3, 2, dtype=torch.float64)
     total = lambda x: (gt.gather(x) ** 3).sum()

@@ -34,6 +34,7 @@ def test_a_compiled_loss_goes_backward_through_the_edits():
     assert x.grad.tolist() == [-1.0, -0.5]
 
 
+@pytest.mark.slow_at("3", "mode")
 @pytest.mark.parametrize("constant", [3, "mode", Flags()])
 def test_a_compiled_edit_of_a_tree_with_constants_breaks_no_graph(constant):
     def loss(x):
@@ -55,6 +56,7 @@ def test_transform_gradient_under_fullgraph_is_refused_by_its_reason():
         torch.compile(gt.grad(transformed), backend="aot_eager", fullgraph=True)(torch.ones(2))
 
 
+@pytest.mark.slow
 def test_transform_gradient_in_compiled_code_with_graph_breaks_gives_the_right_numbers():
     torch._dynamo.reset()
     found = torch.compile(gt.grad(transformed), backend="aot_eager")(torch.tensor([1.0, 2.0]))

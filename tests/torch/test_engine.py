@@ -75,6 +75,7 @@ def test_the_columns_of_a_jacobian_have_one_draw_and_one_effect(chunk_size):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow_at("None", "2")
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 def test_the_columns_of_a_compiled_jacobian_come_in_chunks(chunk_size):
     jacobian = gt.jacobian(lambda x: x * x.sum(), mode="forward", chunk_size=chunk_size)

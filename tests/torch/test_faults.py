@@ -62,6 +62,7 @@ def result(use: Use, x: torch.Tensor) -> Any:
     return [np.array(str(found))] if isinstance(found, Exception) else leaves(gt, found)
 
 
+@pytest.mark.sampled(20, 53)
 @pytest.mark.parametrize("use", [u for u in MINE if u.name != "measure"], ids=str)
 def test_a_view_gives_what_a_copy_of_it_gives_and_is_left_alone(use):
     for name, make in {**TENSORS, **COMPLEX}.items():
@@ -84,6 +85,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sweep_at("measure")
 @pytest.mark.parametrize("use", MINE, ids=str)
 def test_on_the_meta_device_a_use_gives_shapes_or_says_that_there_are_no_values(use):
     wanted = outcome(use, World(gt, healthy(gt), P.clone()))
@@ -139,6 +141,7 @@ def derived(w: World) -> Any:
 APART = {"gather": gathered, "compile": compiled, "grad: of compile": derived}
 
 
+@pytest.mark.sweep_at("compile", "grad: of compile")
 @pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
 @pytest.mark.parametrize("name", APART)
 def test_gather_and_compiled_functions_survive_every_fault(name, alone):
@@ -161,6 +164,7 @@ def test_gather_and_compiled_functions_survive_every_fault(name, alone):
         assert same(gt, run(healthy(gt), x), expected)
 
 
+@pytest.mark.sweep_at("compile", "grad: of compile")
 @pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
 @pytest.mark.parametrize("name", APART)
 def test_gather_and_compiled_functions_take_unusual_arrays(name, alone):
@@ -180,6 +184,7 @@ def test_gather_and_compiled_functions_take_unusual_arrays(name, alone):
         assert_same(run(x), run(plain(x)))
 
 
+@pytest.mark.sweep_at("compile", "grad: of compile")
 @pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
 @pytest.mark.parametrize("name", APART)
 def test_gather_and_compiled_functions_of_complex_arrays_are_the_plain_gradient(name, alone):
@@ -189,6 +194,7 @@ def test_gather_and_compiled_functions_of_complex_arrays_are_the_plain_gradient(
     torch.testing.assert_close(APART[name](w)(w.x), expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.sweep_at("compile", "grad: of compile")
 @pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
 @pytest.mark.parametrize("name", APART)
 def test_gather_and_compiled_functions_give_shapes_on_the_meta_device(name, alone):
@@ -197,6 +203,7 @@ def test_gather_and_compiled_functions_give_shapes_on_the_meta_device(name, alon
     assert (found.device.type, found.shape, found.dtype) == ("meta", P.shape, P.dtype)
 
 
+@pytest.mark.sweep_at("compile", "grad: of compile")
 @pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
 @pytest.mark.parametrize("name", APART)
 def test_gather_and_compiled_functions_in_many_threads_are_each_right(name, alone):
@@ -324,6 +331,7 @@ def set_double(on: Any) -> None:
     torch.set_default_dtype(torch.float64 if on is True else torch.float32)
 
 
+@pytest.mark.sampled(33, 61)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("use", [u for u in MINE if u.name != "measure"], ids=str)
 def test_inside_any_mode_a_use_gives_the_same_and_the_mode_stays(use):

@@ -67,6 +67,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow_at(("sort", "number"))
 @pytest.mark.parametrize("x", [NUMBER, VECTOR], ids=["number", "vector"])
 @pytest.mark.parametrize("name", ALONG)
 def test_an_operation_along_an_axis_has_a_formula_of_one_number_too(name, x):

@@ -72,6 +72,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow_at("jvp of jvp", "reverse over forward jacobian")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_custom_operator_with_a_backward_alone_has_every_mode(way):
     torch.testing.assert_close(WAYS[way](cube), WAYS[way](lambda x: x**3))
@@ -109,6 +110,7 @@ def test_compiled_forward_mode_refuses_a_custom_operator():
         pushed(X)
 
 
+@pytest.mark.sweep_at("det", "layer_norm", "softmax")
 @pytest.mark.parametrize("name", ["det", "slogdet", "layer_norm", "softmax"])
 def test_compiled_tangents_are_differentiated_rightly(name):
     f = {
@@ -148,6 +150,7 @@ noisy.register_autograd(
 )
 
 
+@pytest.mark.quick_at("_standard_gamma")
 @pytest.mark.parametrize("draws", [torch._standard_gamma, lambda x: noisy(x)[0]])
 def test_what_draws_and_is_pushed_by_its_backward_draws_once(draws):
     positive = X.abs()
@@ -332,6 +335,7 @@ def test_a_derivative_within_f_of_a_forward_rule_has_its_tangent_each_time():
         torch.testing.assert_close(gt.jvp(slope, (x,), (torch.ones_like(x),))[1], 6 * x)
 
 
+@pytest.mark.slow_at("function")
 @pytest.mark.parametrize("place", ["function", "module", "inside"])
 def test_what_is_compiled_keeps_its_tangent(place):
     """Compiled code drops it in silence; so it runs as it was written, and compiled afterwards."""

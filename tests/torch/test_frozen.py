@@ -99,6 +99,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.sampled(55, 112)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("order", ["use by use", "all forwards first"])
 @pytest.mark.parametrize("along", [False, True])
@@ -568,6 +569,8 @@ DEEP = {
 }
 
 
+@pytest.mark.slow_at("LSTM")
+@pytest.mark.sweep_at("transformer encoder")
 @pytest.mark.parametrize("name", DEEP)
 @pytest.mark.parametrize("tracked", [False, True])
 def test_third_derivatives_are_double_backwards(name, tracked):
@@ -579,6 +582,7 @@ def test_third_derivatives_are_double_backwards(name, tracked):
         same(third(gt.frozen(model), z, y), third(model, z, y), 1e-9)
 
 
+@pytest.mark.slow_at("fff")
 @pytest.mark.parametrize("operator", ["frozen", "chunked", "checkpoint"])
 @pytest.mark.parametrize("mix", [*map("".join, itertools.product("fr", repeat=3))])
 def test_each_mix_of_modes_at_third_order_is_that_of_the_function_itself(operator, mix):

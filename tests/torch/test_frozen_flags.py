@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import warnings
 import torch
@@ -31,6 +33,7 @@ assert torch.backends.flags_frozen()
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_chosen_where_the_flags_are_frozen_and_flags_stand_as_before():
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False

@@ -43,6 +43,8 @@ def test_a_graph_computes_what_autograd_computes(name):
     assert not differing(computed(BY_NAME[name].graph(), given), expected)
 
 
+@pytest.mark.slow_at("wgan_gp", "frozen_network")
+@pytest.mark.sweep_at("transformer_block")
 @pytest.mark.parametrize("name", BY_NAME)
 def test_each_edge_of_a_graph_counts(name):
     """With noise on any operand some result is another one, but for those of `_WITHOUT_EFFECT`."""
@@ -68,6 +70,8 @@ _WITHOUT_EFFECT = {
 }
 
 
+@pytest.mark.slow_at("transformer_block", "resnet_block")
+@pytest.mark.sweep_at("chunked_loss", "frozen_network")
 @pytest.mark.parametrize("name", [p.name for p in PICTURES if p.order == 1])
 def test_what_is_kept_is_what_is_measured(name):
     picture = BY_NAME[name]

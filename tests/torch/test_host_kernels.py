@@ -81,6 +81,7 @@ def test_make_fx_records_one_node_that_runs_later(mode):
     assert calls == [(3,), (3,)]
 
 
+@pytest.mark.slow
 def test_compiled_with_changing_sizes_asks_for_the_specs_of_each():
     f = host(lambda x: x[:2].sum(0), lambda x: Spec(x.shape[1:], x.dtype))
     g = torch._dynamo.nonstrict_trace(f)

@@ -204,6 +204,7 @@ def test_sums_of_a_pass_that_failed_go_with_its_graph():
     assert not any(joint.sums for joint in summing._JOINTS.values())
 
 
+@pytest.mark.slow_at("0", "2", "3")
 @pytest.mark.parametrize("retain", [0, 1])
 @pytest.mark.parametrize("towers", [1, 2, 3])
 def test_the_peak_of_towers_that_share_an_encoder_is_that_of_one(towers, retain):

@@ -316,6 +316,8 @@ def test_honest_custom_code_has_its_second_derivative(case, outer):
             assert float(way()) == pytest.approx(true, abs=1e-10), name
 
 
+@pytest.mark.slow_at("alone")
+@pytest.mark.whole_at("lost in an operator")
 @pytest.mark.parametrize("outer", ["alone", "squared"])
 @pytest.mark.parametrize("case", LOST, ids=str)
 def test_lost_second_derivatives_are_refused_by_name(case, outer):
@@ -355,6 +357,7 @@ def test_the_native_outer_derivative_is_refused_too(case):
         gt.grad(lambda x: case.a(x) ** 2)(x).backward()
 
 
+@pytest.mark.slow_at("Once", "NoGrad", "Detached")
 @pytest.mark.parametrize("kind", [Right, Once, NoGrad, Detached])
 def test_functorch_and_forward_over_reverse_give_the_number_or_the_name(kind):
     f, x = (lambda x: kind.apply(x) ** 2), _x()
@@ -376,6 +379,7 @@ def test_functorch_and_forward_over_reverse_give_the_number_or_the_name(kind):
                 raise AssertionError(f"{name}: {way()}")
 
 
+@pytest.mark.slow_at(("no_grad", "frozen"), ("detached", "frozen"), ("two outputs", "frozen"))
 @pytest.mark.parametrize("around", ["frozen", "chunked", "checkpoint"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_computed_again_is_looked_at_as_well(case, around):
@@ -574,6 +578,7 @@ def _seldom(how: str) -> Callable[[Tensor], Tensor]:
     return f
 
 
+@pytest.mark.slow_at("grid-Function Gridded.*ValueError: off the grid")
 @pytest.mark.parametrize(
     ("how", "why"),
     [

@@ -34,6 +34,7 @@ def naive_convolution(x, w, stride, padding):
 CONVOLUTIONS = [(1, 0), (1, 1), (2, 1), (3, 2)]
 
 
+@pytest.mark.sweep_at("1-0", "1-1", "3-2")
 @pytest.mark.parametrize(("stride", "padding"), CONVOLUTIONS)
 def test_a_convolution_and_its_gradients_count_what_meets(stride, padding):
     x, w = torch.randn(2, 4, 7, 9), torch.randn(6, 4, 3, 3)
@@ -56,6 +57,7 @@ def test_a_convolutions_bias_and_groups():
     assert both == flops(f, x, w, b) + (2 * 6 * 6 - 1) + (2 * 6 * 6 - 6)
 
 
+@pytest.mark.sweep_at("1")
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_transposed_convolution_costs_what_the_convolution_does(stride):
     x, w = torch.randn(2, 4, 9), torch.randn(6, 4, 3)
@@ -105,6 +107,7 @@ WHOLES = {
 }
 
 
+@pytest.mark.quick_at("foreach")
 @pytest.mark.parametrize("name", WHOLES)
 def test_what_is_made_of_other_operations_counts_its_parts(name):
     f, expected = WHOLES[name]
@@ -232,6 +235,7 @@ def same(before, after):
     )
 
 
+@pytest.mark.sweep_at("0", "AdamW")
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_training_step_is_as_if_it_had_never_run(kind, steps):
@@ -273,6 +277,7 @@ def test_arguments_that_f_writes_to_stand_as_they_stood():
     assert found.saved_bytes is None and "leaf Variable" in found.notes[0]
 
 
+@pytest.mark.slow_at("2", "3")
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
 def test_after_an_error_everything_stands_as_it_stood(fails_at):
     big, calls = torch.zeros(400_000), []
@@ -296,6 +301,7 @@ def test_after_an_error_everything_stands_as_it_stood(fails_at):
 # --- compiled code, other kinds of functions ------------------------------------------------
 
 
+@pytest.mark.sweep_at("compile0")
 @pytest.mark.parametrize("compiler", [torch.compile, gt.compile])
 def test_compiled_code_is_counted_as_it_was_written(compiler):
     f = compiler(lambda x: torch.exp(x) @ x, backend="aot_eager")
@@ -322,6 +328,7 @@ def test_vmap_is_counted_as_one_batch():
     assert flops(gt.vmap(lambda x: (w @ x).exp()), x) == 7 * (2 * 12 + 4)
 
 
+@pytest.mark.slow
 def test_measure_imports_no_dynamo():
     import subprocess
     import sys
@@ -348,6 +355,7 @@ def test_on_cuda_the_allocators_peak_is_told():
     assert found.device_peak_bytes == 8 << 20
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize(
     "options", [{}, {"bias": False}, {"num_layers": 2}, {"bidirectional": True}]
 )
@@ -360,6 +368,7 @@ def test_the_kernel_of_an_lstm_counts_as_its_steps(options):
         assert found.flops == gt.measure(lambda x: lstm(x)[0].sum(), x).flops
 
 
+@pytest.mark.sweep_at("{'bias': False}", "(5, 2, 3, 4)", "(7, 3, 5, 2)")
 @pytest.mark.parametrize("sizes", [(5, 2, 3, 4), (7, 3, 5, 2), (1, 3, 5, 2)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
 def test_the_backward_kernel_of_an_lstm_counts_as_its_steps(options, sizes):
@@ -389,6 +398,7 @@ FREE = {
 }
 
 
+@pytest.mark.quick_at("median")
 @pytest.mark.parametrize("name", FREE)
 def test_what_costs_nothing_is_not_noted_as_uncounted(name):
     found = gt.measure(FREE[name], torch.eye(3))

@@ -75,6 +75,7 @@ def told_by(program):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_no_operator_registers_a_kernel_or_changes_what_stands_in_torch():
     program = """
         import torch, torch._dynamo, torch._meta_registrations, torch._refs
@@ -90,6 +91,7 @@ def test_no_operator_registers_a_kernel_or_changes_what_stands_in_torch():
     assert told_by(program) == "[] []"
 
 
+@pytest.mark.slow
 def test_importing_gradtools_registers_no_kernel():
     program = """
         import torch, torch._dynamo, torch._meta_registrations, torch._refs
@@ -103,6 +105,7 @@ def test_importing_gradtools_registers_no_kernel():
     assert told_by(program) == "set()"
 
 
+@pytest.mark.slow
 def test_a_users_own_forward_mode_gives_the_same_after_a_frozen_second_derivative():
     """A product with a symbolic zero is checked for its shapes, and inf x 0 is NaN."""
     program = """

@@ -119,6 +119,7 @@ def pushed(f):
     return lambda x: torch.func.jvp(f, (x,), (ONES,))[1]
 
 
+@pytest.mark.sweep_at("192985 jvp")
 @pytest.mark.parametrize("of", [gradient, pushed], ids=["193279 grad", "192985 jvp"])
 def test_a_rule_is_dropped_in_silence_where_its_derivative_is_compiled(of):
     close(of(Hundred.apply)(X), 100 * ONES)
@@ -171,6 +172,7 @@ def test_a_compiled_function_has_its_tangent_beside_a_graph():
         assert y.requires_grad
 
 
+@pytest.mark.slow_at("False")
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_function_has_its_tangent_after_its_value_was_compiled(whole):
     torch._dynamo.reset()

@@ -127,6 +127,12 @@ LOOKS = [
 ]
 
 
+@pytest.mark.slow_at(
+    ("_by_operation-measure", "False"),
+    ("_by_optimizer-measure", "False"),
+    ("_by_numpy-measure", "False"),
+    ("_by_assignment-measure", "False"),
+)
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize(("write", "name"), LOOKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
@@ -145,6 +151,7 @@ def test_parameters_that_f_writes_are_put_back_by_every_run(write, name, raises,
     assert w.tolist() == w.grad.tolist() == [1.0] * 3 and w.data_ptr() == memory
 
 
+@pytest.mark.slow_at("measure")
 @pytest.mark.parametrize("name", ["why_zero", "formula", "gradient_graph", "measure"])
 @pytest.mark.parametrize("writes", [False, True])
 def test_parameters_are_copied_only_if_f_writes_them(name, writes, monkeypatch):
@@ -172,6 +179,7 @@ def _halves(w):
     w.grad.mul_(0.5)
 
 
+@pytest.mark.slow_at("measure")
 @pytest.mark.parametrize("name", ["why_zero", "formula", "gradient_graph", "measure"])
 @pytest.mark.parametrize("write", [_adds, _replaces, _halves])
 def test_gradients_that_f_changes_are_put_back_by_every_run(write, name):

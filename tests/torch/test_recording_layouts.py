@@ -96,6 +96,7 @@ def test_a_sparse_argument_is_looked_at(look, layout):
     assert look != "guard_gradients" or float(found) == 3
 
 
+@pytest.mark.slow_at("to_sparse")
 @pytest.mark.filterwarnings("ignore:frozen")
 @pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
 def test_frozen_chunked_and_measure_take_a_function_that_captured_a_sparse_matrix(layout):

@@ -481,6 +481,7 @@ def outcome(program, f):
         return ZeroDivisionError if "by the author" in str(error) else RuntimeError
 
 
+@pytest.mark.slow_at(("gradgradcheck", "forward"))
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("given", ["as the function", "forward"])
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in EXCEPTIONS])
@@ -533,6 +534,7 @@ def test_a_forward_rule_is_computed_again_as_it_was_computed(name, check, reentr
         torch.testing.assert_close(x.grad, slope(x.detach()))
 
 
+@pytest.mark.sweep_at("forward", "cube", "exp")
 @pytest.mark.parametrize("rule", ["cube", "exp", "product"])
 @pytest.mark.parametrize("given", [PAIRS, FORWARD], ids=["as the function", "forward"])
 def test_compiled_autograd_takes_a_rule(given, rule):
@@ -671,6 +673,10 @@ MODES = {
 }
 
 
+@pytest.mark.slow_at("compiled")
+@pytest.mark.sweep_at(
+    ("tangent", "compiled"), ("forgot the tangent", "compiled"), ("with a constant", "compiled")
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", AFFINE)
 @pytest.mark.parametrize("given", ["tangent", "cotangent"])

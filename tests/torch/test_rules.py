@@ -38,6 +38,7 @@ def test_nested_forward_mode_of_a_plain_function_is_still_wrong():
         assert second_forward(lambda x, rule=rule: apply_rule(rule, x)[0], x) == 12.0
 
 
+@pytest.mark.sampled(1, 6)
 @pytest.mark.parametrize("rule", [CUBE, FORWARD, REVERSE], ids=["both", "forward", "reverse"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_gradcheck_and_gradgradcheck_with_forward_mode_and_batches(rule, dtype):
@@ -161,6 +162,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sweep_at("compiled")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SELF)
 def test_a_linear_function_may_be_its_own_rule(name, way):

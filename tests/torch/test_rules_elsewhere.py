@@ -43,6 +43,8 @@ class Model(torch.nn.Module):
         return self.f(x * self.w) + 2 * x
 
 
+@pytest.mark.slow_at("vjp", "jvp")
+@pytest.mark.sweep_at(("both", "True"))
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_program_has_the_values_and_says_that_it_has_no_rule(kind, strict):
@@ -98,6 +100,7 @@ class Tower(torch.nn.Module):
         return self.around(lambda x: torch.tanh(self.layer(x)))(x)
 
 
+@pytest.mark.slow_at("checkpoint")
 @pytest.mark.parametrize("around", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
 def test_what_is_computed_again_is_exported_as_plain_operations_with_their_derivatives(around):
     model, x = Tower(around), torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
@@ -175,6 +178,7 @@ OPEN += [("jvp", way, "dynamic=True") for way in ("torch.func.grad", "gt.hvp")]
 OPEN += [(kind, "gt.grad", "mark_dynamic") for kind in KINDS]
 
 
+@pytest.mark.whole_at("vjp-value-dynamic=True")
 @pytest.mark.parametrize(("kind", "way", "how"), OPEN)
 def test_one_program_serves_all_lengths(kind, way, how):
     torch._dynamo.reset()
@@ -212,6 +216,7 @@ def test_a_rule_that_is_not_linear_is_refused_with_open_lengths():
 # --- threads, as those of DataParallel ------------------------------------------------------
 
 
+@pytest.mark.sweep_at("jvp", "both")
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_may_use_one_rule_at_first_and_with_other_shapes(kind):
     """Outputs whose structure differs from shape to shape, while threads take turns."""
@@ -345,6 +350,7 @@ def mesh():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow_at("vjp")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rule_takes_dtensors(kind, mesh):
@@ -361,6 +367,7 @@ def test_a_rule_takes_dtensors(kind, mesh):
             torch.testing.assert_close(h.full_tensor(), 2 * (2 * e - 1) * e)
 
 
+@pytest.mark.slow_at("vjp", "both")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_mode_of_dtensors_is_reverse_mode_transposed(kind, mesh):
@@ -433,6 +440,7 @@ def test_a_nested_tensor_without_a_shape_is_refused_in_words():
         f(torch.nested.nested_tensor([X, X[:2]]))
 
 
+@pytest.mark.sweep_at("fun")
 @pytest.mark.parametrize("name", ["fun", "bwd"])
 def test_compiled_code_sees_a_part_of_a_rule_that_is_set_later(name):
     f = gt.custom_rule(torch.sin)

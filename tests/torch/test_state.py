@@ -99,6 +99,7 @@ def everything(model):
     ]
 
 
+@pytest.mark.slow_at("an attribute")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_snapshot_like_an_earlier_one_holds_what_changed(model, change):
     first = Snapshot.of([model], [])

@@ -141,6 +141,7 @@ def test_dynamo_does_not_resume_what_breaks_the_graph_inside_torch_func():
     assert torch._C._functorch.peek_interpreter_stack() is None
 
 
+@pytest.mark.slow
 def test_91469_chunked_twice_has_no_compiled_double_backward():
     """When this fails, take the cell "chunked, twice" under compile back in (matrix.py)."""
     torch._dynamo.reset()

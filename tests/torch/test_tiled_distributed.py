@@ -60,6 +60,7 @@ def work(rank, world, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_averaged_gradients_are_those_of_the_whole_batch(world, tmp_path):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -79,6 +79,9 @@ def test_in_reverse_mode_a_derivative_through_torchscript_is_the_plain_functions
         )
 
 
+@pytest.mark.slow_at(
+    ("module", "checkpoint, twice"), ("traced", "checkpoint, twice"), ("grad", "traced", "frozen")
+)
 @pytest.mark.parametrize("way", LOST)
 @pytest.mark.parametrize("what", PLAIN)
 @pytest.mark.parametrize("how", ["scripted", "traced"])

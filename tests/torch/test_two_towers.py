@@ -81,6 +81,7 @@ CALLED = {
 }
 
 
+@pytest.mark.sampled(4, 24)
 @DTYPES
 @RETAIN
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
@@ -103,6 +104,7 @@ def test_two_towers_under_autocast_give_the_plain_step(dtype, retain, inside, be
     assert torch.is_autocast_enabled("cpu") is False
 
 
+@pytest.mark.slow_at("torch.float16")
 @DTYPES
 def test_two_steps_of_a_scaler_move_the_weights_as_the_plain_steps_do(dtype):
     def trained(wrap: Any) -> torch.Tensor:

@@ -171,6 +171,7 @@ def test_the_level_of_forward_mode_is_seen_and_entered():
         assert upstream.forward_level() == 0
 
 
+@pytest.mark.slow
 def test_the_first_level_loads_what_pytorch_loads_at_the_first_dual_number():
     """The decompositions by which some operations have a forward mode."""
     run = (

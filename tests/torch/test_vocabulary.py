@@ -260,6 +260,7 @@ def program(expression, count):
     return eval(f"lambda {', '.join('abcd'[:count])}: {expression}", {"torch": torch, "F": F})
 
 
+@pytest.mark.sampled(148, 212)
 @pytest.mark.parametrize(
     ("order", "expression", "said"), LINES, ids=[f"{e}-{s}" for _, e, s in LINES]
 )
@@ -369,6 +370,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.sampled(9, 32)
 @pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_program_is_made_functional_and_keeps_its_rules(f, order):
@@ -418,6 +420,7 @@ def test_a_host_kernel_keeps_its_name_is_marked_and_still_compared():
     assert found.check.points == 3
 
 
+@pytest.mark.slow_at("Sequential1", "GRU", "TransformerEncoderLayer")
 @pytest.mark.parametrize(
     "module",
     [

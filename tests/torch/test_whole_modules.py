@@ -116,6 +116,7 @@ def test_the_gradient_is_that_of_a_plain_loop_and_so_is_what_stands_afterwards(m
     assert all(g.requires_grad for g in [value, *grads.values()])
 
 
+@pytest.mark.slow_at("blocks that are computed again")
 @kinds
 def test_second_order_is_double_backward(make):
     net = make().eval()
@@ -137,6 +138,7 @@ def test_forward_mode_is_the_inner_product_with_the_gradient(make):
     torch.testing.assert_close(tangent, wanted, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.slow_at("blocks that are computed again")
 @kinds
 def test_microbatches_and_examples_are_a_loop(make):
     net = make().eval()

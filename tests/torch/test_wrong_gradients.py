@@ -163,6 +163,7 @@ def test_nothing_stays_at_the_nodes_of_a_graph_of_the_users():
     assert torch.equal(mixed, plain)  # PyTorch's own pullback, PyTorch's own number
 
 
+@pytest.mark.sweep_at("compiled")
 @pytest.mark.parametrize("way", ["jvp", "linearize", "compiled"])
 def test_a_logical_operation_in_place_has_no_derivative_where_it_is_seen(way):
     def f(x):

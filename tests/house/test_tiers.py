@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_a_longer_sample_begins_with_the_shorter_one_and_is_the_same_each_time()
 
 def test_of_a_single_axis_cases_far_from_each_other_are_taken():
     few = sorted(covering([[str(k)] for k in range(100)], 5))
-    assert all(b - a >= 10 for a, b in zip(few, few[1:], strict=False))
+    assert all(b - a >= 10 for a, b in pairwise(few))
 
 
 def test_a_value_is_named_between_hyphens_and_a_tuple_names_values_that_meet():

@@ -311,10 +311,6 @@ class Differentiation(Arrays):
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
         return Staged(fun)
 
-    def constant(self, x: Array, message: str, *sources: Any) -> Array:
-        """x, which raises with the message if it is differentiated."""
-        return x
-
     def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
         """What a pullback keeps of a `Call` and its outputs: shapes in place of traced arrays."""
         return call, outs

@@ -583,7 +583,8 @@ class Derivatives(Operators):
 
         With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)>
         at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.
-        What is kept does not grow with the depth of G. G, z and u are constants here.
+        What is kept does not grow with the depth of G. The result is differentiable, also with
+        respect to z, u and what G captures: in PyTorch that evaluates G once more.
 
         Several directions share one evaluation of f, and in JAX one of G. In PyTorch a dual
         number carries one tangent, so G runs once for each of them, each time from the random
@@ -603,7 +604,7 @@ class Derivatives(Operators):
 
         Raises:
             GradtoolsError: u does not fit z; G has no forward mode; in PyTorch, when the result
-                is differentiated with respect to z, u or a parameter of G that they reach.
+                is differentiated and G, evaluated once more, returns another value.
 
         Example:
             >>> y, z, u = (gt.asarray(np.float32(v)) for v in (2.0, 3.0, 1.0))
@@ -691,7 +692,7 @@ class Derivatives(Operators):
         if not us:
             return []
         backend = self._backend
-        g, ws = self._constants_of(G, z, us)
+        g, ws = self._pushed_through(G, z, us)
         call = Call(backend, "mixed_partial", f, (y, g), {}, (0, 1))
         count = call.counts[0]
         many = [[x for x in backend.flatten(w)[0] if x is not None] for w in ws]
@@ -706,7 +707,7 @@ class Derivatives(Operators):
         call.refuse_changes()
         return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
 
-    def _constants_of(self, G: Any, z: Any, us: list[Any]) -> tuple[Any, list[Any]]:
+    def _pushed_through(self, G: Any, z: Any, us: list[Any]) -> tuple[Any, list[Any]]:
         """G(z) and its tangent along each of us, in forward mode."""
         backend = self._backend
         call = Call(backend, "mixed_partial", G, (z,), {}, (0,))
@@ -717,15 +718,7 @@ class Derivatives(Operators):
                 "mixed_partial: G returned no floating or complex array, got "
                 f"{describe(backend, call.output(outs, extras)[0])}. Is a return statement missing?"
             )
-        result = call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
-        message = (
-            "mixed_partial: it keeps no graph of G, so its result has no derivative with respect "
-            "to z and u. Differentiate with grad twice if you need that one."
-        )
-        leaves, treedef = backend.flatten(result)
-        sources = backend.flatten((z, us))[0]
-        leaves = [x if x is None else backend.constant(x, message, *sources) for x in leaves]
-        return backend.unflatten(treedef, leaves)
+        return call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
 
     def _zero_where_none(self, call: Call, pulled: Sequence[Array | None]) -> list[Array]:
         zeros = self._backend.zeros_like

@@ -134,12 +134,6 @@ class TorchBackend(Wing):
 
         return KernelCalls(of, call).call
 
-    def constant(self, x: Array, message: str, *sources: Any) -> Array:
-        tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]
-        if not tracked or not torch.is_grad_enabled() or not is_inexact(x):
-            return x
-        return _Constant.apply(message, x, *tracked)
-
     apply_rule_by_key = staticmethod(apply_rule_by_key)
 
     compiler = Dynamo()
@@ -228,22 +222,6 @@ def _checkpointed(
 
     # torch.func, which differentiates in compiled code, does not go through a checkpoint there.
     return uncompiled(chunking.checkpointed, backend, f, args, kwargs, options)
-
-
-class _Constant(torch.autograd.Function):
-    """The identity; differentiating it raises."""
-
-    @staticmethod
-    def forward(message: str, x: Tensor, *sources: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.message = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Any:
-        raise GradtoolsError(ctx.message)
 
 
 class _OnHost(torch.autograd.Function):

@@ -12,9 +12,10 @@ and leaves no effects. The values of f are compared, so other state of f is noti
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from gradtools.torch.rerunning import put_back
 from gradtools.torch.rules.checking import value_of
 
 Tensor = torch.Tensor
+Start = tuple[Modes, Randomness | None]
 
 
 class _Recomputing(threading.local):
@@ -58,6 +60,12 @@ def current() -> DeferredGraph | RecomputedDerivative | None:
     return None if nested else DeferredGraph()
 
 
+def started(xs: Sequence[Tensor]) -> Start:
+    """The modes and random streams of now, for a function of these tensors."""
+    devices = list({x.device: x for x in xs}.values())
+    return Modes.now({x.device.type for x in devices}), Randomness.now(devices)
+
+
 class DeferredGraph:
     """The first evaluation of a derivative at modules, and what a second one needs."""
 
@@ -66,7 +74,7 @@ class DeferredGraph:
         self._buffers: dict[int, dict[str, Tensor]] = {}
         self._values: list[tuple[Tensor, int]] = []
         self._constants: list[Tensor] = []  # outputs of f that depend on nothing
-        self._start: tuple[Modes, Randomness | None] | None = None
+        self.start: Start | None = None
 
     def alias(self, p: Tensor) -> Tensor:
         """A parameter as the first evaluation sees it."""
@@ -77,10 +85,8 @@ class DeferredGraph:
 
     def buffers(self, module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """The buffers that a copy of a module gets, before f is evaluated at it."""
-        if self._start is None:
-            devices = list({x.device: x for x in self._parameters}.values())
-            kinds = {x.device.type for x in devices}
-            self._start = Modes.now(kinds), Randomness.now(devices)
+        if self.start is None:
+            self.start = started(self._parameters)
         if module.training and id(module) not in self._buffers:
             self._buffers[id(module)] = {name: b.detach().clone() for name, b in own.items()}
         return own
@@ -117,39 +123,95 @@ class DeferredGraph:
         run = again if select is None else partial(_selected, select, again)
         program = RecomputedDerivative(caller, self, places, run)
         chosen = [leaves[k] for k in places]
-        outs = _Deferred.apply(program, len(self._parameters), *self._parameters, *chosen)
+        outs = program.attach(self._parameters, chosen)
         for k, y in zip(places, outs, strict=True):
             leaves[k] = y
         return trees.unflatten(treedef, leaves)
 
 
-class RecomputedDerivative:
-    """Results of a derivative, computed once more with a graph."""
+class Recomputed:
+    """Results of a derivative, computed once more with a graph.
 
-    def __init__(
-        self, caller: str, first: DeferredGraph, places: list[int], again: Callable[[], Any]
-    ) -> None:
-        self.caller, self._first, self._places, self._again = caller, first, places, again
-        self._aliases: dict[int, Tensor] = {}
+    Attributes:
+        caller: The operator that the user called.
+        start: The modes and random streams of the first evaluation.
+        captured: Sources that f closes over; those before them are given as aliases.
+    """
 
-    def pulled(
-        self, parameters: Sequence[Tensor], cts: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        """The pullback of the results at the parameters."""
+    captured: Sequence[Tensor] = ()
+
+    def __init__(self, caller: str, start: Start | None) -> None:
+        self.caller, self.start = caller, start
+        self.sources: list[Tensor] = []
+        self._source_versions: list[int] = []
+
+    def attach(self, sources: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
+        """Results whose graph leads to the sources by one node, which computes them again."""
+        self.sources = list(sources)  # as references: to autograd they are no saved tensors
+        self._source_versions = [*map(upstream.version_of, sources)]
+        return list(_Deferred.apply(self, *sources, *results))
+
+    def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
+        """The results at other sources."""
+        raise NotImplementedError
+
+    def roots(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
+        """What reaches everything that an evaluation may change."""
+        raise NotImplementedError
+
+    def pulled(self, cts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The pullback of the results at the sources."""
+        if [*map(upstream.version_of, self.sources)] != self._source_versions:
+            raise GradtoolsError(
+                f"{self.caller}: a parameter or an argument was changed in place after "
+                f"{self.caller} was called (by a step of an optimiser?), and its result is "
+                "differentiated with respect to it. Call backward() before that."
+            )
         create = torch.is_grad_enabled()
-        with self._from_the_start():
-            aliases = [p.view_as(p) if create else p.detach().requires_grad_() for p in parameters]
+        given = self.sources[: len(self.sources) - len(self.captured)]
+        # The cotangents may be a batch, of which f knows nothing.
+        with _beneath_transforms(self._from_the_start()):
             with upstream.temporarily_clear_interpreter_stack():
-                ys = self._evaluated(aliases)
+                aliases = [p.view_as(p) if create else p.detach().requires_grad_() for p in given]
+                ys = self.evaluated(aliases)
             pairs = [
                 (y, ct) for y, ct in zip(ys, cts, strict=True) if ct is not None and y.requires_grad
             ]
             if not pairs:
-                return [None] * len(aliases)
-            outs, given = zip(*pairs, strict=True)
-            return torch.autograd.grad(outs, aliases, given, create_graph=create, allow_unused=True)
+                return [None] * len(self.sources)
+            outs, grads = zip(*pairs, strict=True)
+            ends = (*aliases, *self.captured)
+            with _ending_at(ends):  # whose graphs others need
+                return torch.autograd.grad(outs, ends, grads, True, create, allow_unused=True)
 
-    def _evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
+    @contextmanager
+    def _from_the_start(self) -> Iterator[None]:
+        """Inside, f may be evaluated as the first time; its effects are undone."""
+        with put_back(*self.roots()), torch.inference_mode(False):
+            if self.start is None:
+                yield
+                return
+            modes, randomness = self.start
+            if randomness is not None:
+                randomness.restore()
+            with modes.again():
+                yield
+
+
+class RecomputedDerivative(Recomputed):
+    """Results of an operator at modules."""
+
+    def __init__(
+        self, caller: str, first: DeferredGraph, places: list[int], again: Callable[[], Any]
+    ) -> None:
+        super().__init__(caller, first.start)
+        self._first, self._places, self._again = first, places, again
+        self._aliases: dict[int, Tensor] = {}
+
+    def roots(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
+        return self._again, self._first._parameters
+
+    def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
         first = self._first
         pairs = zip(first._parameters, aliases, strict=True)
         self._aliases, self._left = {id(p): x for p, x in pairs}, list(first._values)
@@ -159,19 +221,6 @@ class RecomputedDerivative:
         finally:
             _here.pending, self._aliases = None, {}
         return [leaves[k] for k in self._places]
-
-    @contextmanager
-    def _from_the_start(self) -> Iterator[None]:
-        """Inside, f may be evaluated as the first time; its effects are undone."""
-        with put_back(self._again, self._first._parameters), torch.inference_mode(False):
-            if self._first._start is None:
-                yield
-                return
-            modes, randomness = self._first._start
-            if randomness is not None:
-                randomness.restore()
-            with modes.again():
-                yield
 
     def alias(self, p: Tensor) -> Tensor:
         """The tensor in the place of a parameter."""
@@ -189,14 +238,11 @@ class RecomputedDerivative:
             if value is None or not self._left:
                 continue
             known, version = self._left.pop(0)
-            if upstream.version_of(known) == version and not _agree(value, known):
+            if upstream.version_of(known) == version and not agree(value, known):
                 raise GradtoolsError(
-                    f"{self.caller}: to differentiate its result with respect to the module's "
-                    f"parameters f is evaluated again, and now returns another value. It depends "
-                    "on something that has changed since the first call, or that does not repeat. "
-                    "Pass that as an argument; or differentiate with respect to a dict of the "
-                    "parameters that require grad (torch.func.functional_call takes one): then "
-                    "the graph is built at once."
+                    f"{self.caller}: {ANOTHER_VALUE} Pass that as an argument; or differentiate "
+                    "with respect to a dict of the parameters that require grad "
+                    "(torch.func.functional_call takes one): then the graph is built at once."
                 )
 
     def attached(self, caller: str, again: Any, results: Any, select: Any = None) -> Any:
@@ -208,40 +254,64 @@ def _selected(select: Callable[[Any], Any], again: Callable[[], Any]) -> Any:
     return select(again())
 
 
+@contextmanager
+def _beneath_transforms(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enters and leaves a context outside of functorch's transforms, and stays in them inside."""
+    with upstream.temporarily_clear_interpreter_stack():
+        context.__enter__()
+    try:
+        yield
+    finally:
+        with upstream.temporarily_clear_interpreter_stack():
+            context.__exit__(*sys.exc_info())
+
+
+@contextmanager
+def _ending_at(xs: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, a backward pass does not go on from the nodes that computed these tensors."""
+    nodes = {x.grad_fn for x in xs if x.grad_fn is not None}
+    handles = [node.register_prehook(lambda cts: (None,) * len(cts)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     leaves = trees.flatten(tree)[0]
     return [x for x in leaves if isinstance(x, Tensor) and is_inexact(x)]
 
 
-def _agree(a: Tensor, b: Tensor) -> bool:
+ANOTHER_VALUE = (
+    "to differentiate its result f is evaluated again, and now returns another value. It depends "
+    "on something that has changed since the first call, or that does not repeat."
+)
+
+
+def agree(a: Tensor, b: Tensor, rounding: bool = False) -> bool:
+    """Whether values are the same, but for rounding where it may differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    slack = 0.0 if a.device.type == "cpu" else float(torch.finfo(a.dtype).eps ** (2 / 3))
-    return torch.allclose(a, b, rtol=slack, atol=0.0, equal_nan=True)
+    if a.device.type == "cpu" and not rounding:
+        return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+    slack = float(torch.finfo(a.dtype).eps ** (2 / 3))
+    size = float(b.abs().amax()) if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=slack, atol=slack * size, equal_nan=True)
 
 
 class _Deferred(torch.autograd.Function):
-    """The identity on results, whose graph leads to parameters as well."""
+    """The identity on results, whose graph leads to sources as well."""
 
     @staticmethod
-    def forward(ctx: Any, program: RecomputedDerivative, count: int, *tensors: Tensor) -> Any:
-        ctx.program, ctx.count = program, count
-        ctx.save_for_backward(*tensors[:count])
+    def forward(ctx: Any, program: Recomputed, *tensors: Tensor) -> Any:
+        ctx.program = program
         ctx.set_materialize_grads(False)
-        return tuple([x.detach() for x in tensors[count:]])
+        return tuple([x.detach() for x in tensors[len(program.sources) :]])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        program = ctx.program
-        try:
-            parameters = ctx.saved_tensors
-        except RuntimeError as error:
-            raise GradtoolsError(
-                f"{program.caller}: a parameter of the module was changed in place after "
-                f"{program.caller} was called (by a step of an optimiser?), and its result is "
-                "differentiated with respect to the parameters. Call backward() before the step."
-            ) from error
-        grads = program.pulled(parameters, cts)
-        needs = ctx.needs_input_grad[2 + ctx.count :]
+        grads = ctx.program.pulled(cts)
+        needs = ctx.needs_input_grad[1 + len(grads) :]
         own = [ct if needed else None for ct, needed in zip(cts, needs, strict=True)]
-        return None, None, *grads, *own
+        return None, *grads, *own

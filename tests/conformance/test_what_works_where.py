@@ -154,20 +154,16 @@ def test_a_cell_of_the_table_is_true(gt, backend_name, operator, column):
         with pytest.raises(Exception, match="transform_gradient"):
             result(gt, column, program)
         return
-    assert cell in ("yes", "JAX", "in y")
+    assert cell in ("yes", "JAX")
     found, expected = result(gt, column, program)
     np.testing.assert_allclose(gt.to_numpy(found), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_in_y_means_that_pytorch_refuses_the_other_two(gt, backend_name):
+def test_a_mixed_partial_is_differentiable_in_z(gt):
     x, steady = gt.asarray(X), gt.asarray(np.ones(3))
     f = lambda y, g: (y**3 * g).sum()
     by_z = lambda z: gt.mixed_partial(f, lambda z: z**2, steady, z, steady)
-    if backend_name == "torch":
-        with pytest.raises(gradtools.GradtoolsError, match="no graph of G"):
-            gt.vjp(by_z, x)[1](x)
-    else:
-        np.testing.assert_allclose(gt.vjp(by_z, x)[1](x)[0], 6 * X, rtol=1e-12)
+    np.testing.assert_allclose(gt.to_numpy(gt.vjp(by_z, x)[1](x)[0]), 6 * X, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["round", "sign"])

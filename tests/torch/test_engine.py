@@ -913,3 +913,105 @@ def test_a_gradient_inside_of_a_transform_of_torch_inside_of_a_gradient():
         return gt.grad(inner)(x)
 
     torch.testing.assert_close(third(gt.grad), third(torch.func.grad))
+
+
+# --- mixed_partial is differentiable in all that it depends on
+
+POINT = {
+    "y": torch.tensor([2.0, 1.0], dtype=torch.float64),
+    "z": torch.tensor([3.0, 0.5], dtype=torch.float64),
+    "u": torch.tensor([1.0, -2.0], dtype=torch.float64),
+}
+MIX = torch.tensor([[0.3, -0.8], [0.5, 0.1]], dtype=torch.float64)
+ALONG = {
+    "a capture of G that is y": lambda v: ((lambda z: torch.tanh(v * z**2)), v, "z", "u"),
+    "one that is computed from y": lambda v: ((lambda z: torch.tanh(v**2 * z**2)), v, "z", "u"),
+    "z": lambda v: ((lambda z: torch.tanh(z**2 @ MIX)), "y", v, "u"),
+    "u": lambda v: ((lambda z: torch.tanh(z**2 @ MIX)), "y", "z", v),
+    "z and u that are computed from y": lambda v: (
+        (lambda z: torch.tanh(z**2 @ MIX * v)),
+        v,
+        v * 2,
+        v.cos(),
+    ),
+}
+
+
+def _mixed(along, mixed):
+    def result(v):
+        G, *rest = along(v)
+        return mixed(G, *[POINT[x] if isinstance(x, str) else x for x in rest])
+
+    return result
+
+
+def _by_frozen_formula(G, y, z, u):
+    f = lambda y, g: (y.sin() * g).sum() ** 2
+    inner = lambda y: (torch.func.grad(lambda z: f(y, G(z)))(z) * u).sum()
+    return torch.func.grad(inner)(y)
+
+
+_DERIVATIVES = {
+    "grad": lambda m, v, t: gt.grad(lambda v: m(v).sin().sum())(v),
+    "jvp": lambda m, v, t: gt.jvp(m, (v,), (t,))[1],
+    "linearize": lambda m, v, t: gt.linearize(m, v)[1](t),
+    "jacobian": lambda m, v, t: gt.jacobian(m)(v),
+    "forward jacobian": lambda m, v, t: gt.jacobian(m, mode="forward")(v),
+    "hessian": lambda m, v, t: gt.hessian(lambda v: m(v).sin().sum())(v),
+    "forward over reverse": lambda m, v, t: gt.hvp(
+        lambda v: m(v).sin().sum(), (v,), (t,), mode="forward_over_reverse"
+    )[1][0],
+    "torch.func.grad": lambda m, v, t: torch.func.grad(lambda v: m(v).sin().sum())(v),
+    "torch.func.jvp": lambda m, v, t: torch.func.jvp(m, (v,), (t,))[1],
+    "vmap of grad": lambda m, v, t: gt.vmap(gt.grad(lambda v: m(v).sin().sum()))(
+        torch.stack([v, v])
+    )[1],
+}
+
+
+@pytest.mark.parametrize("along", ALONG.values(), ids=ALONG)
+@pytest.mark.parametrize("derivative", _DERIVATIVES.values(), ids=_DERIVATIVES)
+def test_a_mixed_partial_is_differentiable_in_all_that_it_depends_on(derivative, along):
+    f = lambda y, g: (y.sin() * g).sum() ** 2
+    v, t = (torch.tensor(x, dtype=torch.float64) for x in ([0.3, 0.9], [1.0, -0.4]))
+    found = derivative(_mixed(along, lambda *a: gt.mixed_partial(f, *a)), v, t)
+    plain = _mixed(along, _by_frozen_formula)
+    jacobian = torch.func.jacrev(plain)(v)
+    total = lambda v: plain(v).sin().sum()
+    wanted = {1: torch.func.grad(total)(v), 2: torch.func.hessian(total)(v)}
+    known = {
+        _DERIVATIVES["jvp"]: jacobian @ t,
+        _DERIVATIVES["linearize"]: jacobian @ t,
+        _DERIVATIVES["torch.func.jvp"]: jacobian @ t,
+        _DERIVATIVES["jacobian"]: jacobian,
+        _DERIVATIVES["forward jacobian"]: jacobian,
+        _DERIVATIVES["hessian"]: wanted[2],
+        _DERIVATIVES["forward over reverse"]: wanted[2] @ t,
+    }
+    torch.testing.assert_close(found, known.get(derivative, wanted[1]), rtol=1e-9, atol=1e-11)
+
+
+def test_a_mixed_partial_trains_the_parameters_of_G():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    net, f = net.double(), lambda y, g: (y.sin() * g).sum() ** 2
+    directions = [POINT["u"], POINT["u"].cos()]
+    found = gt.mixed_partial(f, net, POINT["y"], POINT["z"], directions)
+    sum(r.sin().sum() for r in found).backward()
+    params = {name: p.detach().requires_grad_() for name, p in net.named_parameters()}
+    G = lambda z: torch.func.functional_call(net, params, (z,))
+    wanted = [_by_frozen_formula(G, POINT["y"], POINT["z"], u).sin().sum() for u in directions]
+    grads = torch.autograd.grad(sum(wanted), list(params.values()))
+    for p, g in zip(net.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-10, atol=1e-12)
+
+
+def test_compiled_gradients_of_a_mixed_partial_reach_z_and_u():
+    def total(z, u):
+        f, y = lambda y, g: (y.sin() * g).sum() ** 2, POINT["y"]
+        return gt.mixed_partial(f, lambda z: torch.tanh(z**2 @ MIX), y, z, u).sin().sum()
+
+    wanted = gt.grad(total, (0, 1))(POINT["z"], POINT["u"])
+    found = gt.compile(gt.grad(total, (0, 1)), backend="eager")(POINT["z"], POINT["u"])
+    assert all(g.abs().sum() > 1e-3 for g in wanted)
+    torch.testing.assert_close(found, wanted)

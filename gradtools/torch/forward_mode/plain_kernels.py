@@ -15,9 +15,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
-from gradtools.errors import is_of, warn_once
+from gradtools.errors import GradtoolsError, is_of, warn_once
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.compiling import is_compiling
+from gradtools.torch.deferred_graphs import (
+    ANOTHER_VALUE,
+    Recomputed,
+    Start,
+    agree,
+    started,
+)
 from gradtools.torch.engines import caller_of, jvp
 from gradtools.torch.known_errors import NO_FORWARD_MODE, kernel_without
 from gradtools.torch.modes import Modes
@@ -35,19 +43,125 @@ _CHOSEN_BY_SWITCHES = frozenset(
 def jvps(
     fun: Fun, leaves: list[Tensor], many: Sequence[list[Tensor]]
 ) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
-    """`jvp` along many tangents, by any kernel, without a graph.
+    """`jvp` along many tangents, by any kernel.
 
     A dual number carries one tangent: each takes an evaluation of its own, and all start from
-    what stood behind the function before the first.
+    what stood behind the function before the first. In eager reverse mode no graph is kept: the
+    results are attached to what they depend on by a node that evaluates the function again.
     """
+    nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
+    if is_compiling() or nested or not torch.is_grad_enabled():
+        return _pushed(fun, leaves, many)
+    given = [x for xs in (leaves, *many) for x in xs]
+    start = started(given)
+    with Captured() as captured, torch.no_grad():
+        outs, extras, pushed = _pushed(captured.by(fun), leaves, many)
+    own = {id(x) for x in given}
+    others = [x for x in captured.tensors() if id(x) not in own]
+    sources = [x for x in given if x.requires_grad]
+    if not (sources or others):
+        return outs, extras, pushed
+    program = _Pushed(fun, leaves, many, start, others)
+    flat = program.attach([*sources, *others], program.note(outs, pushed))
+    rows = [flat[k : k + len(outs)] for k in range(0, len(flat), len(outs))] if outs else []
+    return (rows[0], extras, rows[1:]) if outs else (outs, extras, pushed)
+
+
+def _pushed(fun: Fun, leaves: list[Tensor], many: Sequence[list[Tensor]]) -> Any:
     restart = restarting(fun, leaves, len(many))
     result: list[Any] = []
-    with torch.no_grad(), by_any_kernel(caller_of(fun)):
+    with by_any_kernel(caller_of(fun)):
         for tangents in many:
             restart()
             result.append(jvp(fun, leaves, tangents))
     outs, extras, _ = result[0]
     return outs, extras, [pushed for _, _, pushed in result]
+
+
+class _Pushed(Recomputed):
+    """Outputs of a function and their tangents, from one forward pass for each tangent."""
+
+    def __init__(
+        self,
+        fun: Fun,
+        leaves: list[Tensor],
+        many: Sequence[list[Tensor]],
+        start: Start,
+        captured: list[Tensor],
+    ) -> None:
+        super().__init__(caller_of(fun), start)
+        self.captured = captured
+        self._fun, self._points = fun, [leaves, *many]
+        self._values: list[Tensor] = []
+
+    def note(self, outs: list[Tensor], pushed: list[list[Tensor]]) -> list[Tensor]:
+        """The results as one list, whose values those of a second evaluation must equal."""
+        self._values = [x.detach() for xs in (outs, *pushed) for x in xs]
+        self._versions = [*map(upstream.version_of, self._values)]
+        return self._values
+
+    def roots(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
+        return self._fun, self._points[0]
+
+    def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
+        left = iter(aliases)
+        points = [[next(left) if x.requires_grad else x for x in xs] for xs in self._points]
+        with torch.enable_grad():
+            outs, _, pushed = _pushed(self._fun, points[0], points[1:])
+        result = [x for xs in (outs, *pushed) for x in xs]
+        known = zip(result, self._values, self._versions, strict=True)
+        for x, value, version in known:
+            same = upstream.version_of(value) != version or agree(x.detach(), value, True)
+            if not same:
+                raise GradtoolsError(f"{self.caller}: {ANOTHER_VALUE}")
+        return result
+
+
+class Captured(TorchFunctionMode):
+    """Under no_grad, notes which tensors that require grad a function reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, Tensor] = {}
+        self._runs = False
+
+    def by(self, fun: Fun) -> Fun:
+        """The function; what gradtools reads around its evaluations is not noted."""
+        return _NotedFunction(fun, self)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._runs = True
+        try:
+            yield
+        finally:
+            self._runs = False
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._runs and getattr(fun, "__name__", "") != "__get__":  # which reads a shape, say
+            for x in upstream.tree_leaves((args, kwargs)):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    self._seen[id(x)] = x
+        return fun(*args, **kwargs)
+
+    def tensors(self) -> list[Tensor]:
+        """Less the aliases of derivatives that the function took."""
+        return [x for x in self._seen.values() if not is_spent(x)]
+
+
+class _NotedFunction:
+    """A function during whose evaluations a mode notes what is read."""
+
+    def __init__(self, fun: Fun, mode: Captured) -> None:
+        self._fun, self._mode = fun, mode
+
+    def __call__(self, *xs: Tensor) -> Any:
+        with self._mode.running():
+            return self._fun(*xs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fun, name)
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:

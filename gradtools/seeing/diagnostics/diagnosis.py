@@ -82,16 +82,23 @@ def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> l
         Factor(program.names[k], (graph.inputs[k],), program.leaves[k], partial(at_values, k))
         for k in program.wrt
     ]
+    trained = trained_values(program, recording)
     for index in program.wrt:
         name = program.names[index]
         best = max((row[index] for row in matrix), default=Dependence.NONE)
-        findings += from_losses(name, graph, losses(graph, index))
+        findings += from_losses(name, graph, losses(graph, index, trained))
         if best < Dependence.DIFFERENTIABLE:
             findings += _from_ends(program, recording, index, best)
         elif (vanished := at_values(index)) is not None:
             others = [factor for factor in factors if factor.name != name]
             findings += from_values(name, vanished, partial(starting, backend, graph, others))
     return _across(backend, program, findings)
+
+
+def trained_values(program: LeafProgram, recording: Recording) -> list[int]:
+    """The values of what is trained: what is asked about, or requires grad."""
+    inputs = [recording.graph.inputs[k] for k in {*program.wrt, *recording.wanted}]
+    return inputs + [value for _, value in recording.parameters if value is not None]
 
 
 def _across(backend: Backend, program: LeafProgram, findings: list[Finding]) -> list[Finding]:
@@ -151,6 +158,7 @@ def from_losses(
                     node.source or (loss.call.source if loss.call else None),
                     node.scope or (loss.call.scope if loss.call else ()),
                     loss.whole,
+                    meant=loss.meant,
                 )
             )
     return _without_repeats(findings)
@@ -182,9 +190,9 @@ def _led_to(graph: PlainGraph, loss: Loss) -> list[Node]:
 
 
 def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each kind and line."""
+    """One finding for each kind and line, of which one that is not meant comes first."""
     kept: dict[Any, Finding] = {}
-    for finding in findings:
+    for finding in sorted(findings, key=lambda finding: finding.meant):
         place = finding.source or (finding.operation, finding.scope)
         kept.setdefault((finding.kind, place, finding.whole), finding)
     return list(kept.values())
@@ -287,14 +295,19 @@ def from_values(
 def apart(
     findings: Sequence[Finding], groups: Iterable[Sequence[str]]
 ) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
-    """The findings, and as notes those of leaves that have no effect among others that have one.
+    """The findings, and as notes stops that look meant, and leaves without effect among others.
 
     A bias before a normalisation, or that of attention's keys, is in many a healthy model.
     """
     result: dict[str, list[Finding]] = {}
-    for finding in findings:
-        result.setdefault(finding.argument, []).append(finding)
     noted: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.meant:
+            text = f"{finding.operation} at {finding.source or 'a line of f'} {_MEANT}"
+            names = noted.setdefault(text, [])
+            names += [] if finding.argument in names else [finding.argument]
+        else:
+            result.setdefault(finding.argument, []).append(finding)
     for names in groups:
         if all(name in result for name in names):
             continue
@@ -303,10 +316,15 @@ def apart(
                 place = result[name][0].source
                 text = f"{_NO_EFFECT}, at {place}" if place else _NO_EFFECT
                 noted.setdefault(text, []).append(name)
-    told = {name for names in noted.values() for name in names}
-    return [f for f in findings if f.argument not in told], list(noted.items())
+    told = {name for text, names in noted.items() if text.startswith(_NO_EFFECT) for name in names}
+    kept = [f for f in findings if f.argument not in told and not f.meant]
+    return kept, list(noted.items())
 
 
+_MEANT = (
+    "stops a term in which others are trained, as in a target, an advantage or a probe; it does "
+    "not train this"
+)
 _NO_EFFECT = (
     "what reaches it adds up to zero but for rounding noise, as at a bias before a normalisation"
 )

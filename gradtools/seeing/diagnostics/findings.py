@@ -179,12 +179,6 @@ KINDS: dict[str, FindingKind] = {
         headline=_NOT_TRAINED,
         has_place=False,
     ),
-    "static": FindingKind(
-        "it stands in a static field, which is no leaf of the module",
-        "make it a field that is not static, or an nnx.Param",
-        headline=_NOT_TRAINED,
-        has_place=False,
-    ),
     "not_optimised": FindingKind(
         "no step of the optimiser changes it",
         "make the optimiser from the parameters of the whole model, after its last layer was "
@@ -270,6 +264,7 @@ class Finding:
         whole: Whether everything that the leaf gives is lost, not one term.
         detail: What else there is to say: the framework's own message, a name.
         factor: What it is multiplied by, where that is trained, zero and has a gradient itself.
+        meant: Whether it is a stop that looks meant, for its term trains something else: a note.
         primitive: The elementary operation that did it inside of `operation`, by the name that
             both frameworks share; empty where it is the same.
     """
@@ -282,6 +277,7 @@ class Finding:
     whole: bool = True
     detail: str = ""
     factor: str = ""
+    meant: bool = False
     primitive: str = ""
 
     @property

@@ -27,14 +27,15 @@ from gradtools.seeing.diagnostics.diagnosis import (
 )
 from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.frameworks import Framework
-from gradtools.seeing.graphs.derivative_flow import backward, losses_of
+from gradtools.seeing.graphs.derivative_flow import backward, forward, losses_of, trains_others
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import Recording, Vanished
 
 PARAMETER, FROZEN, TABLE, LOOSE = "parameter", "frozen", "table", "loose"
-_NO_PARAMETER = (FROZEN, TABLE, LOOSE)
-_NOT_LISTED = ("plain_list", "unregistered", "buffer", "static")  # keys of KINDS, too
+STATIC = "static"
+_NO_PARAMETER = (FROZEN, TABLE, LOOSE, STATIC)
+_NOT_LISTED = ("plain_list", "unregistered", "buffer")  # keys of KINDS, too
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class HeldArray:
         name: Its path in the model.
         array: The array.
         role: PARAMETER; FROZEN, one that asks for no gradient; TABLE, a floating buffer; LOOSE, a
-            floating tensor that is neither; or the kind of finding that it is: one that the model
-            does not list as a parameter.
+            floating tensor that is neither; STATIC, one in a static field; or the kind of finding
+            that it is: one that the model does not list as a parameter.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Loop:
         kwargs: Its keyword arguments.
         model: The model, or a pytree of models and arrays; None where f is one or holds it.
         optimizer: The optimiser, or several.
+        is_named: Whether the user named the model.
     """
 
     caller: str
@@ -102,12 +104,13 @@ class Loop:
     kwargs: dict[str, Any]
     model: Any = None
     optimizer: Any = None
+    is_named: bool = True
 
     def with_model(self, backend: Backend) -> Loop:
         """With the model that f is or holds, where none was named."""
         if self.model is not None:
             return self
-        return replace(self, model=_training(backend, self).model_of(self.f))
+        return replace(self, model=_training(backend, self).model_of(self.f), is_named=False)
 
 
 Record = Callable[[LeafProgram], Recording]
@@ -131,6 +134,7 @@ def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -
     result.findings, notes = apart(result.findings, [result.names])
     result.notes += notes
     _optimised(backend, loop, run, result)
+    _set_apart(run, result, loop.is_named)
     return result
 
 
@@ -216,6 +220,9 @@ class _LossRun:
         graph = self.recording.graph
         matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
         lossy = any(node.loss for node in graph.nodes) or any(n.bodies for n in graph.nodes)
+        trained = [
+            n for k, h in enumerate(self.held) if h.role == PARAMETER for n in self._numbers(k)
+        ]
         for k, held in enumerate(self.held):
             numbers = self._numbers(k)
             best = max((matters.get(n, Dependence.NONE) for n in numbers), default=Dependence.NONE)
@@ -227,7 +234,8 @@ class _LossRun:
                 found.findings += self._lost(held.name, numbers, best)
             else:
                 for n in numbers if lossy else ():
-                    found.findings += from_losses(held.name, graph, losses_of(graph, n))
+                    lost = losses_of(graph, n, trained)
+                    found.findings += from_losses(held.name, graph, lost)
                 if values and not self._spent:
                     self._at_these_values(k, found)
         self._note_what_is_read(found, matters)
@@ -271,6 +279,44 @@ class _LossRun:
         vanishing = self.program.framework.lost_gradients.vanishing
         return vanishing(run, leaves, len(leaves) + before, moving)
 
+    def twins(self, stopped: set[str]) -> set[str]:
+        """Those of the stopped parameters whose network is like another one that is trained.
+
+        Like is what has the same names and shapes under another prefix, and does not read what
+        the stopped network computes, as the next layer of one network does. What is computed of
+        both must train the other one, as in a distance between them.
+        """
+        shapes = {h.name: h.array.shape for h in self.held if h.role == PARAMETER}
+        numbers = {h.name: self._numbers(k) for k, h in enumerate(self.held)}
+        result: set[str] = set()
+        for prefix in {name[:at] for name in stopped for at in _ends_of_steps(name)}:
+            own = {name for name in shapes if name.startswith(prefix)}
+            ends = [name.removeprefix(prefix) for name in own]
+            if not own <= stopped:
+                continue
+            for name in shapes.keys() - stopped:
+                other = name.removesuffix(ends[0])
+                if other == name or any(
+                    shapes.get(other + end) != shapes[prefix + end] or other + end in stopped
+                    for end in ends
+                ):
+                    continue
+                weights = [n for end in ends for n in numbers[other + end]]
+                lost = [n for name in own for n in numbers[name]]
+                graph = self.recording.graph
+                if not self._reads(weights, lost) and trains_others(graph, lost, weights):
+                    result |= own
+        return result
+
+    def _reads(self, weights: Sequence[int], values: Sequence[int]) -> bool:
+        """Whether an operation reads some of these weights and what is computed from the values."""
+        graph = self.recording.graph
+        reached = forward(graph, dict.fromkeys(values, Dependence.DIFFERENTIABLE))
+        return any(
+            not set(weights).isdisjoint(node.inputs) and any(map(reached.get, node.inputs))
+            for node in graph.nodes
+        )
+
     def _note_what_is_read(self, found: TrainingDiagnosis, matters: Any) -> None:
         """Notes arrays that the loss would give a gradient, and that ask for none."""
         for role, text in _NOTES:
@@ -287,6 +333,11 @@ class _LossRun:
                 found.notes.append((text, names))
 
 
+def _ends_of_steps(name: str) -> list[int]:
+    """The positions in a path behind each of its steps but the last."""
+    return [k + 1 for k, letter in enumerate(name) if letter in ".]" and k + 1 < len(name)]
+
+
 _SPENT = (
     "no backward pass goes through the graph, which was freed or holds a reentrant checkpoint: "
     "gradients at these values were not looked at"
@@ -294,6 +345,7 @@ _SPENT = (
 _NOTES = (
     (FROZEN, "requires_grad is False, so it is not trained"),
     (TABLE, "a buffer that the loss depends on; no optimiser changes it"),
+    (STATIC, "it stands in a static field, so it is a constant: no optimiser changes it"),
     (LOOSE, "a tensor that the loss depends on and the model does not hold as a parameter"),
 )
 
@@ -312,7 +364,7 @@ def _optimised(backend: Backend, loop: Loop, run: _LossRun, found: TrainingDiagn
     """Adds what the optimiser does not hold, and what it holds besides."""
     if loop.optimizer is None:
         if run.held and all(
-            held.role == FROZEN for held in run.held if held.role not in (TABLE, LOOSE)
+            held.role == FROZEN for held in run.held if held.role not in (TABLE, LOOSE, STATIC)
         ):
             names = [held.name for held in run.held if held.role == FROZEN]
             found.findings += [Finding(name, "frozen", "requires_grad") for name in names]
@@ -339,3 +391,36 @@ def _optimised(backend: Backend, loop: Loop, run: _LossRun, found: TrainingDiagn
         (text, [name for name in names if name not in in_vain]) for text, names in found.notes
     ]
     found.notes = [note for note in found.notes if note[1]]
+
+
+# --- networks that are not trained on purpose --------------------------------------------
+
+
+def _set_apart(run: _LossRun, found: TrainingDiagnosis, is_named: bool) -> None:
+    """Makes notes of parameters that are stopped on purpose: of target networks and teachers.
+
+    They are stopped as a whole, by a stop or no_grad alone; and they are the twin of a network that
+    is trained, or nobody named them and no step of the optimiser changes them.
+    """
+    kinds: dict[str, set[str]] = {}
+    for finding in found.findings:
+        kinds.setdefault(finding.argument, set()).add(finding.kind)
+    stopped = {name for name, of in kinds.items() if of <= _STOPS | {"not_optimised"}}
+    stopped = {name for name in stopped if kinds[name] & _STOPS}
+    unstepped = {n for n in stopped if "not_optimised" in kinds[n] and not is_named}
+    for text, names in ((_TWIN, run.twins(stopped)), (_UNSTEPPED, unstepped)):
+        places: dict[str, list[str]] = {}
+        for finding in found.findings:
+            if finding.argument in names and finding.kind in _STOPS:
+                place = f"{finding.kind} at {finding.source or 'a line of f'}: {text}"
+                places.setdefault(place, []).append(finding.argument)
+        found.notes += [(place, list(dict.fromkeys(of))) for place, of in places.items()]
+        found.findings = [f for f in found.findings if f.argument not in names]
+        found.names = [name for name in found.names if name not in names]
+
+
+_STOPS = {"detached", "no_grad"}
+_UNSTEPPED = (
+    "not trained, and no optimiser steps it, as a target network, a teacher, what is frozen"
+)
+_TWIN = "not trained, beside a network like it that is, as a target network or a teacher"

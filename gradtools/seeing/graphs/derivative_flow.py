@@ -16,7 +16,12 @@ what is computed from the very value it is added to, as in ``x - floor(x)``, nor
 taken off inside and added again, as in ``log(sum(exp(x - s))) + s``, nor a target: what is stopped
 on purpose and would have its derivative otherwise, in a difference that is squared or the like,
 as ``(v(s) - r - stop(v(t)))**2`` of temporal-difference learning, and ``exp(p - stop(q))`` of a
-ratio of probabilities.
+ratio of probabilities. Nor is a stopped value that also scales what has a derivative, as p in
+``sum(p (log p - log q))``.
+
+A stop looks *meant* where its term still has a derivative in something else that is trained: in
+``d(a, stop(b)) + d(b, stop(a))``, a policy gradient with an advantage, a linear probe. So does a
+choice among what is trained (the nearest code of VQ-VAE) in such a term.
 """
 
 from __future__ import annotations
@@ -24,17 +29,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from gradtools.seeing.graphs.nodes import Body, Dependence, Links, Node, PlainGraph, even_links
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 Strengths = Mapping[int, Dependence]
-
-
-class _ReachedValues(Protocol):
-    def get(self, value: int, default: Dependence, /) -> Dependence: ...
 
 
 _AT_PLACES = frozenset({"scatter", "scatter_add", "update"})
@@ -52,6 +53,7 @@ class Loss:
         whole: Whether everything that the input gives to the outputs is lost, not one term.
         value: The number of that output in its graph.
         call: The outermost node that the operation stands in, if it stands in a body.
+        meant: Whether it is a stop that looks meant: its term trains something else.
     """
 
     node: Node
@@ -60,6 +62,7 @@ class Loss:
     whole: bool
     value: int
     call: Node | None = None
+    meant: bool = False
 
 
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
@@ -230,26 +233,86 @@ def _deciding(node: Node, links: list[list[Dependence]]) -> set[int]:
 # --- losses ------------------------------------------------------------------------------
 
 
-def losses(graph: PlainGraph, index: int) -> list[Loss]:
+def losses(graph: PlainGraph, index: int, trained: Iterable[int] = ()) -> list[Loss]:
     """Every place at which the derivative to input `index` is lost, in program order.
 
     When some of the input reaches an output with its derivative, only lost terms are listed.
+
+    Args:
+        graph: The graph.
+        index: The position of the input.
+        trained: The values that are trained, of which the input may be one.
     """
     reached = _Column(graph, index)
     if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) < _FULL:
         return losses_of(graph, graph.inputs[index])
     if not _suspects(graph) >> index & 1:
         return []
-    return [*_terms(graph, {graph.inputs[index]: _FULL}, reached, graph.outputs, None)]
+    return losses_of(graph, graph.inputs[index], trained)
 
 
-def losses_of(graph: PlainGraph, value: int) -> list[Loss]:
+def losses_of(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[Loss]:
     """`losses` of any value: an input, or a captured parameter."""
     start = {value: _FULL}
     reached = forward(graph, start)
     if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
-        return [*_terms(graph, start, reached, graph.outputs, None)]
+        others = {*trained, *_stopped_apart(graph, reached)} - {value}
+        flows = _Flows(reached, forward(graph, dict.fromkeys(others, _FULL)))
+        return list(dict.fromkeys(_terms(graph, start, flows, graph.outputs, None)))
     return [*_met(graph, start, dict.fromkeys(graph.outputs, _FULL), None, _lossy)]
+
+
+def _stopped_apart(graph: PlainGraph, reached: Strengths) -> set[int]:
+    """The inputs that are stopped where what is looked at is not: only what is trained is.
+
+    reached: How strongly each value depends on what is looked at.
+    """
+    apart = {
+        value
+        for value, reads in _stops_of(graph).items()
+        if any(all(reached.get(v) != _FULL for v in read) for read in reads)
+    }
+    for node in graph.nodes:
+        for body in node.bodies if node.links is None else ():
+            entering, after = (
+                [reached.get(v, _NONE) for v in of] for of in (node.inputs, node.outputs)
+            )
+            inner = forward(body.graph, _entering_body(body, entering, after))
+            inside = _stopped_apart(body.graph, inner) if any(inner.values()) else set()
+            pairs = zip(body.graph.inputs, body.inputs, strict=True)
+            for outer in {node.inputs[i] for value, i in pairs if value in inside}:
+                before = _behind(graph, (outer,))
+                apart |= {value for value in graph.inputs if before.get(value) == _FULL}
+    return {value for value in apart if reached.get(value) != _FULL}
+
+
+def _stops_of(graph: PlainGraph) -> dict[int, list[Sequence[int]]]:
+    """For each input what the operations read that stop it."""
+    if graph not in _stops:
+        stopping = [node for node in graph.nodes if node.loss in _STOPPED]
+        inputs = [v for v in graph.inputs if stopping and graph.values[v].is_inexact]
+        flows = {value: forward(graph, {value: _FULL}) for value in inputs}
+        _stops[graph] = {
+            value: [n.inputs for n in stopping if any(flow.get(v) == _FULL for v in n.inputs)]
+            for value, flow in flows.items()
+        }
+    return _stops[graph]
+
+
+_stops: WeakKeyDictionary[PlainGraph, dict[int, list[Sequence[int]]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Flows:
+    """How strongly each value depends on the one that is looked at, and on others.
+
+    Attributes:
+        own: On the one.
+        others: On what else is trained.
+    """
+
+    own: Strengths
+    others: Strengths
 
 
 def overwritten(graph: PlainGraph, value: int) -> list[Loss]:
@@ -333,7 +396,7 @@ def _shifts(graph: PlainGraph, node: Node, reached: Strengths) -> set[int]:
     if not (flowing and lost):
         return set()
     before = _taken_before(graph, flowing, reached)
-    is_shift = lambda v: flowing & ancestors(graph, v) or _first_lost(graph, v, reached) <= before
+    is_shift = lambda v: flowing & ancestors(graph, v) or _is_added_again(graph, v, before, reached)
     return set(filter(is_shift, lost))
 
 
@@ -494,73 +557,195 @@ def _any(masks: Iterable[int]) -> int:
 def _terms(
     graph: PlainGraph,
     start: Strengths,
-    reached: _ReachedValues,
+    flows: _Flows,
     outputs: Iterable[int],
     call: Node | None,
 ) -> Iterator[Loss]:
     """The losses behind every term that has no derivative and is added to one that has."""
     matters = _behind(graph, tuple(outputs))
+    scaling = _scaling(graph, flows.own)
     for node in graph.nodes:
         if max((matters.get(value, _NONE) for value in node.outputs), default=_NONE) < _FULL:
             continue
         if node.bodies and node.links is None:
-            yield from _terms_in_bodies(node, reached, call)
+            yield from _terms_in_bodies(node, flows, call)
         elif node.operation in ADDITIVE:
-            yield from _behind_terms(graph, node, start, reached, call)
+            yield from _behind_terms(graph, node, start, flows, scaling, call)
 
 
 def _behind_terms(
-    graph: PlainGraph, node: Node, start: Strengths, reached: _ReachedValues, call: Node | None
+    graph: PlainGraph,
+    node: Node,
+    start: Strengths,
+    flows: _Flows,
+    scaling: set[int],
+    call: Node | None,
 ) -> Iterator[Loss]:
     """The losses behind the lost terms of an additive node."""
+    reached = flows.own
     flowing, lost = _parts(graph, node, reached)
     terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
     if not terms:
         return
     before = _taken_before(graph, flowing, reached)
-    if all(_first_lost(graph, v, reached) <= before for v in terms):
-        return
     is_residual = node.operation == "subtract" and _bent(graph, node.outputs[0])
-    for loss in _met(graph, start, dict.fromkeys(terms, _FULL), call, _lossy):
-        if is_residual and loss.node.loss in _STOPPED and _makes(graph, loss, terms):
+    for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, flows)):
+        if _is_added_again(graph, term, before, reached):
             continue
-        outside = call is None and loss.call is not None
-        if not before.intersection(loss.call.outputs if outside and loss.call else [loss.value]):
-            yield replace(loss, whole=False)
+        found = [*_met(graph, start, {term: _FULL}, call, _lossy)]
+        stops = [loss for loss in found if _is_stop(graph, loss, term)]
+        trains = stops and flows.others.get(term) == _FULL
+        for loss in found:
+            is_choice = loss.node.loss in ("discrete", "integer_cast")
+            stopped = loss in stops or (is_choice and _is_stopped_after(graph, loss, term))
+            if (is_residual and stopped) or scaling.intersection(_place(graph, loss).outputs):
+                continue
+            chosen = is_choice and any(
+                flows.others.get(v) == _FULL for v in _place(graph, loss).inputs
+            )
+            yield replace(loss, whole=False, meant=bool(trains and (stopped or chosen)))
 
 
+def _place(graph: PlainGraph, loss: Loss) -> Node:
+    """The node of this graph that loses, or in a body of which it is lost."""
+    return next(node for node in graph.nodes if _holds(node, loss.node))
+
+
+def _holds(node: Node, other: Node) -> bool:
+    inside = (inner for body in node.bodies for inner in body.graph.nodes)
+    return node is other or any(_holds(inner, other) for inner in inside)
+
+
+def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
+    """Whether every term to which data of some values flows has a derivative in others."""
+    own, besides = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
+    reached = [out for out in graph.outputs if own.get(out)]
+    terms = [term for out in reached for term in _addends(graph, out, _Flows(own, besides))]
+    return all(besides.get(term) == _FULL for term in terms)
+
+
+def _is_stop(graph: PlainGraph, loss: Loss, term: int) -> bool:
+    """Whether a loss is a stop without which the term would have its derivative."""
+    return loss.node.loss in _STOPPED and _makes(graph, loss, term)
+
+
+def _is_stopped_after(graph: PlainGraph, loss: Loss, term: int) -> bool:
+    """Whether what comes of a loss is stopped wherever it flows to the term."""
+    reached = set(_place(graph, loss).outputs)
+    for node in graph.nodes:
+        if node.loss not in _STOPPED and node.operation != "stop":
+            for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+                pairs = zip(node.inputs, row, strict=True)
+                if any(v in reached and link for v, link in pairs):
+                    reached.add(value)
+    return term not in reached
+
+
+def _addends(graph: PlainGraph, value: int, flows: _Flows) -> list[int]:
+    """The lost values of which a lost value is a sum with constant weights."""
+    node = _maker(graph, value)
+    if node is None or node.bodies:
+        return [value]
+    shifts = _shifts(graph, node, flows.others)
+    parts = [v for v in node.inputs if flows.own.get(v, _NONE) and v not in shifts]
+    constant = all(flows.others.get(v, _NONE) < _FULL for v in node.inputs if v not in parts)
+    is_scaled = node.operation in ("multiply", "divide", "negate") and len(parts) == 1 and constant
+    is_sum = node.operation in ADDITIVE - _AT_PLACES or node.operation in _SHAPING
+    if not (is_scaled or is_sum) or any(flows.own.get(v, _NONE) == _FULL for v in parts):
+        return [value]
+    return [a for v in parts for a in _addends(graph, v, flows)] or [value]
+
+
+def _maker(graph: PlainGraph, value: int) -> Node | None:
+    if graph not in _makers:
+        _makers[graph] = {v: node for node in graph.nodes for v in node.outputs}
+    return _makers[graph].get(value)
+
+
+_makers: WeakKeyDictionary[PlainGraph, dict[int, Node]] = WeakKeyDictionary()
+
+
+def _scaling(graph: PlainGraph, reached: Strengths) -> set[int]:
+    """The stopped values that scale what has a derivative."""
+    result: set[int] = set()
+    for node in graph.nodes:
+        strengths = [reached.get(v, _NONE) for v in node.inputs]
+        if node.operation in _SCALES and _FULL in strengths:
+            lost = [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
+            result |= {first for v in lost for first in _first_lost(graph, v, reached)}
+    stopped = {v for v in result if (node := _maker(graph, v)) and node.loss in _STOPPED}
+    return _alike(graph, stopped)
+
+
+_SCALES = frozenset({"multiply", "divide", "matmul", "einsum", "dot_general"})
+
+
+def _alike(graph: PlainGraph, values: set[int]) -> set[int]:
+    """These values, and what is computed just as they are (common subexpressions)."""
+    if graph not in _classes:
+        _classes[graph] = _value_classes(graph)
+    classes = _classes[graph]
+    wanted = {classes[v] for v in values if v in classes}
+    return values.union(v for v, of in classes.items() if of in wanted)
+
+
+def _value_classes(graph: PlainGraph) -> dict[int, int]:
+    """Equal numbers for values that the same operations make of the same, in whatever shape."""
+    classes: dict[int, int] = {}
+    numbers: dict[Any, int] = {}
+    for node in graph.nodes:
+        if node.bodies:
+            continue
+        if node.operation in _SHAPING and len(node.inputs) == len(node.outputs) == 1:
+            classes[node.outputs[0]] = classes.get(node.inputs[0], node.inputs[0])
+            continue
+        read = tuple([classes.get(v, v) for v in node.inputs])
+        about = [(key, repr(x)) for key, x in node.attributes.items() if key != "keepdims"]
+        for k, v in enumerate(node.outputs):
+            shape = [n for n in graph.values[v].shape if n != 1]
+            key = node.operation, node.native, read, tuple(sorted(about)), k, tuple(shape)
+            classes[v] = numbers.setdefault(key, -1 - len(numbers))
+    return classes
+
+
+_classes: WeakKeyDictionary[PlainGraph, dict[int, int]] = WeakKeyDictionary()
 _STOPPED = ("detached", "no_grad")
 _BENDING = frozenset(
     {"power", "square", "abs", "norm", "sqrt", "log", "log_cosh", "softplus", "exp"}
 )
-_SHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast", "transpose", "identity"})
+_SHAPING = frozenset(
+    {"reshape", "squeeze", "expand_dims", "broadcast", "transpose", "identity", "cast"}
+)
+_LINEAR = _SHAPING | {"multiply", "divide", "negate", "index", "where", "select", "gather"}
 
 
 def _bent(graph: PlainGraph, value: int) -> bool:
     """Whether a value is read by what is not linear in it: a difference that is a residual."""
-    readers = [node for node in graph.nodes if value in node.inputs]
-    twice = lambda node: node.operation == "multiply" and len(set(node.inputs)) == 1
-    return any(
-        node.operation in _BENDING
-        or twice(node)
-        or (node.operation in _SHAPING and _bent(graph, node.outputs[0]))
-        for node in readers
-    )
+    linear = {value}
+    for node in graph.nodes:
+        reads = [v for v in node.inputs if v in linear]
+        if not reads:
+            continue
+        if node.operation in _BENDING or (node.operation in _SCALES and len(reads) > 1):
+            return True
+        if node.operation in _LINEAR:
+            linear.update(node.outputs)
+    return False
 
 
-def _makes(graph: PlainGraph, loss: Loss, terms: Sequence[int]) -> bool:
-    """Whether what is stopped there flows on to the terms, but for stops with its derivative."""
-    reached = {loss.value}
+def _makes(graph: PlainGraph, loss: Loss, term: int) -> bool:
+    """Whether what is stopped there flows on to the term, but for stops with its derivative."""
+    reached = set(_place(graph, loss).outputs)
     for node in graph.nodes:
         for value, row in zip(node.outputs, links_of(graph, node), strict=True):
             flows = zip(node.inputs, row, strict=True)
             stopped = node.loss in _STOPPED and graph.values[value].is_inexact
             if any(v in reached and (link == _FULL or stopped) for v, link in flows):
                 reached.add(value)
-    return loss.call is None and not reached.isdisjoint(terms)
+    return term in reached
 
 
-def _parts(graph: PlainGraph, node: Node, reached: _ReachedValues) -> tuple[set[int], list[int]]:
+def _parts(graph: PlainGraph, node: Node, reached: Strengths) -> tuple[set[int], list[int]]:
     """What flows into a node with its derivative, and what is added to that without."""
     strengths = [reached.get(value, _NONE) for value in node.inputs]
     flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
@@ -570,7 +755,7 @@ def _parts(graph: PlainGraph, node: Node, reached: _ReachedValues) -> tuple[set[
     return flowing, lost
 
 
-def _taken_before(graph: PlainGraph, flowing: set[int], reached: _ReachedValues) -> set[int]:
+def _taken_before(graph: PlainGraph, flowing: set[int], reached: Strengths) -> set[int]:
     """What stands behind the lost values that were added on the way to these values."""
     behind = flowing.union(*(ancestors(graph, v) for v in flowing))
     before: set[int] = set()
@@ -581,10 +766,21 @@ def _taken_before(graph: PlainGraph, flowing: set[int], reached: _ReachedValues)
                 above = ancestors(graph, value)
                 if beside & above:
                     before |= {v for v in (value, *above) if reached.get(v, _NONE) < _FULL}
-    return before
+    return _alike(graph, before)
 
 
-def _first_lost(graph: PlainGraph, value: int, reached: _ReachedValues) -> set[int]:
+def _is_added_again(graph: PlainGraph, value: int, before: set[int], reached: Strengths) -> bool:
+    """Whether a lost value is linear in what was taken off before."""
+    if not before or not _first_lost(graph, value, reached) <= before:
+        return False
+    linear = set(before)
+    for node in graph.nodes:
+        if node.operation in _LINEAR | ADDITIVE and linear.intersection(node.inputs):
+            linear.update(node.outputs)
+    return value in linear
+
+
+def _first_lost(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
     """Behind a lost value those at which the derivative was lost."""
     lost = {v for v in (value, *ancestors(graph, value)) if reached.get(v, _NONE) < _FULL}
     return {
@@ -595,14 +791,19 @@ def _first_lost(graph: PlainGraph, value: int, reached: _ReachedValues) -> set[i
     }
 
 
-def _terms_in_bodies(node: Node, reached: _ReachedValues, call: Node | None) -> Iterator[Loss]:
-    entering = [reached.get(value, _NONE) for value in node.inputs]
-    after = [reached.get(value, _NONE) for value in node.outputs]
+def _terms_in_bodies(node: Node, flows: _Flows, call: Node | None) -> Iterator[Loss]:
     for body in node.bodies:
         if not body.gate:
-            start = _entering_body(body, entering, after)
-            inner = forward(body.graph, start)
-            yield from _terms(body.graph, start, inner, body.graph.outputs, call or node)
+            own, others = (
+                _entering_body(
+                    body,
+                    [of.get(value, _NONE) for value in node.inputs],
+                    [of.get(value, _NONE) for value in node.outputs],
+                )
+                for of in (flows.own, flows.others)
+            )
+            inner = _Flows(forward(body.graph, own), forward(body.graph, others))
+            yield from _terms(body.graph, own, inner, body.graph.outputs, call or node)
 
 
 def ancestors(graph: PlainGraph, value: int) -> set[int]:

@@ -22,7 +22,7 @@ from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.module_arguments import module_kinds, opened, part_of
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
-from gradtools.seeing.diagnostics.training import TABLE, HeldArray, Optimised
+from gradtools.seeing.diagnostics.training import STATIC, TABLE, HeldArray, Optimised
 from gradtools.seeing.jax.recorded_run import trace
 
 
@@ -108,7 +108,7 @@ def _static(equinox: Any, module: Any, name: str) -> Iterator[HeldArray]:
         if field.metadata.get("static"):
             for path, x in jax.tree.leaves_with_path(value):
                 if isinstance(x, jax.Array) and is_inexact(x):
-                    yield HeldArray(_name((here, *path)), x, "static")
+                    yield HeldArray(_name((here, *path)), x, STATIC)
             continue
         for path, part in jax.tree.leaves_with_path(value, is_leaf=is_module):
             if is_module(part):

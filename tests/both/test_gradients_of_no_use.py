@@ -345,3 +345,61 @@ def test_a_trained_factor_that_starts_at_zero_is_named(gt, f, factors):
         assert finding.factor == factor.replace("params", "argument 0")
         assert ("none where" in finding.mend) == bool(factor)
     assert len(found) == len(factors)
+
+
+# --- derivatives inside of f ---------------------------------------------------------------
+
+
+def network(gt, params, x, activation):
+    return gt.xp.sum(activation(x * params["a"] + params["b"]) * params["c"]) + params["d"]
+
+
+def relu(gt):
+    return lambda x: gt.xp.maximum(x, gt.xp.zeros_like(x))
+
+
+def residual(gt, params, activation, order):
+    u = lambda x: network(gt, params, x, activation)
+    for _ in range(order):
+        u = gt.grad(u)
+    return gt.xp.mean((gt.vmap(u)(gt.asarray(np.linspace(0, 1, 6, dtype=np.float32))) - 1) ** 2)
+
+
+def of_network(gt):
+    return {"a": rows(gt, 8), "b": 0.1 * rows(gt, 8), "c": rows(gt, 8) + 3, "d": rows(gt)}
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (1, {"b": "piecewise_linear", "d": "constant_derivative"}),
+        (2, dict.fromkeys("abc", "piecewise_linear") | {"d": "constant_derivative"}),
+    ],
+)
+def test_a_derivative_of_relu_is_told_as_piecewise_linear(gt, order, expected):
+    report = gt.why_zero(lambda p: residual(gt, p, relu(gt), order), of_network(gt))
+    found = {finding.argument: finding.kind for finding in report}
+    assert found == {f"argument 0['{name}']": kind for name, kind in expected.items()}
+    assert "stopped on purpose" not in str(report) and "use a leaky" not in str(report)
+
+
+def test_of_a_smooth_network_only_what_is_added_drops_out(gt):
+    report = gt.why_zero(lambda p: residual(gt, p, gt.xp.tanh, 2), of_network(gt))
+    assert [(f.argument, f.kind) for f in report] == [("argument 0['d']", "constant_derivative")]
+
+
+def test_what_f_computes_and_does_not_return_is_unused(gt):
+    def f(x, y):
+        (y**2).sum() if hasattr(y, "sum") else y
+        return gt.xp.sum(x)
+
+    (finding,) = gt.why_zero(f, gt.asarray(X), gt.asarray(X), wrt=1)
+    assert finding.kind == "unused"
+
+
+def test_what_concerns_most_comes_first(gt):
+    f = lambda p: sum(gt.xp.sum(gt.stop_gradient(p[k])) for k in "xyz") + gt.xp.sum(p["w"])
+    params = {name: gt.asarray(X) for name in ("spare", "w", "x", "y", "z")}
+    report = gt.why_zero(f, params)
+    assert [finding.kind for finding in report] == ["detached"] * 3 + ["unused"]
+    assert str(report).index("detached") < str(report).index("unused")

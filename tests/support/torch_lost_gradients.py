@@ -125,19 +125,19 @@ def deep_copied(x):
     return (y**2).sum()
 
 
-@lost("detached")
+@lost("inner_gradient")
 def inner_gradient_without_a_graph(x):
     (g,) = torch.autograd.grad((x**3).sum(), x)  # <- here
     return (g**2).sum()
 
 
-@lost("detached")
+@lost("inner_gradient")
 def gradient_read_from_dot_grad(x):
     (x**3).sum().backward()  # <- here
     return (x.grad**2).sum()
 
 
-@lost("detached")
+@lost("inner_gradient")
 def fitted_by_an_optimiser_inside(x):
     w = torch.zeros(3, dtype=x.dtype, requires_grad=True)
     optimiser = torch.optim.Adam([w], lr=0.1)

@@ -265,8 +265,8 @@ def test_the_findings_of_a_large_model_fit_a_screen():
     report = gt.why_zero(lambda: F.cross_entropy(model(x), Y[:2]), model=model, optimizer=optimizer)
     text = str(report)
     assert len(report.findings) > 90 and len(text.splitlines()) < 24
-    assert "these 48 leaves: bert.layers.* get no gradient:" in text
-    assert "these 2 leaves: bert.pool.* get no gradient:" in text
+    assert "these 48 parameters: bert.layers.* get no gradient:" in text
+    assert "these 2 parameters: bert.pool.* get no gradient:" in text
     assert text.count("not_optimised (optimizer)") == 2
 
 

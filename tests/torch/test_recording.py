@@ -398,7 +398,8 @@ def test_the_corpus_covers_every_kind():
     of_numbers = {"nan", "vanishing", "empty"}  # in test_gradients_of_no_use
     in_jax = {"stopped_in_rule"}
     of_models = {"reentrant"}  # in test_lost_in_training
-    assert of_a_line - covered == {"host_number", *of_numbers, *in_jax, *of_models}
+    inner = {"piecewise_linear", "constant_derivative"}  # in test_gradients_of_no_use
+    assert of_a_line - covered == {"host_number", *of_numbers, *in_jax, *of_models, *inner}
     partial = {cause.kind for cause in CAUSES if not cause.whole}
     assert partial >= {"detached", "left_framework", "discrete", "zero_derivative"}
 
@@ -659,3 +660,75 @@ def test_infinity_is_not_the_largest_number_where_runs_are_compared():
     x, y = torch.tensor([torch.inf, torch.nan]), torch.tensor([torch.finfo().max, torch.nan])
     same = numpy_round_trips._same
     assert same(x, x.clone()) and not same(x, y)
+
+
+# --- derivatives inside of f ---------------------------------------------------------------
+
+
+def inner_gradient(y, z):
+    g = torch.exp(z.sum(1))
+    (of_g,) = torch.autograd.grad(((y.sum(1) + g) ** 3).sum(), g, create_graph=True)
+    (of_z,) = torch.autograd.grad(g, z, of_g)
+    return of_z.sum()
+
+
+def test_a_gradient_without_create_graph_is_no_stop_on_purpose():
+    (finding,) = gt.why_zero(inner_gradient, torch.randn(3, 4), torch.randn(3, 4))
+    assert finding.kind == "inner_gradient" and "of_g)" in finding.source.text
+    assert "create_graph=True" in finding.mend and "frozen" in finding.mend
+    w = torch.nn.Parameter(torch.ones(3))
+
+    def through_grad():
+        x = torch.ones(3, requires_grad=True)
+        (w * x**2).sum().backward(inputs=[x])
+        return x.grad.square().sum()
+
+    (finding,) = gt.why_zero(through_grad, model={"w": w})
+    assert finding.kind == "inner_gradient"
+
+
+class _LosesSecond(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.two = x.exp(), (-x).exp()
+        return (ctx.two[0] - ctx.two[1]) / 2
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * (ctx.two[0] + ctx.two[1]) / 2
+
+
+@pytest.mark.parametrize("engine", ["gt.grad", "gt.hessian", "torch.autograd.grad"])
+def test_a_function_that_loses_a_second_derivative_is_reported(engine):
+    f = lambda x: _LosesSecond.apply(x).sum()
+
+    def loss(x):
+        if engine == "gt.hessian":
+            return gt.hessian(f)(x).sum()
+        if engine == "gt.grad":
+            return gt.grad(f)(x).sum()
+        return torch.autograd.grad(f(x), x, create_graph=True)[0].sum()
+
+    report = gt.why_zero(loss, torch.rand(3))
+    assert {finding.kind for finding in report} == {"inside_rule"}
+
+
+def test_a_relu_network_of_second_order_is_told_as_piecewise_linear():
+    layer = torch.nn.Linear
+    net = torch.nn.Sequential(layer(1, 8), torch.nn.ReLU(), layer(8, 1))
+    x, u = torch.rand(6), lambda x: net(x[None])[0]
+
+    def by_autograd():
+        t = x.clone().requires_grad_()
+        (d,) = torch.autograd.grad(net(t[:, None]).sum(), t, create_graph=True)
+        (d,) = torch.autograd.grad(d.sum(), t, create_graph=True)
+        return (d - 1).square().mean()
+
+    for loss in (
+        by_autograd,
+        lambda: (gt.vmap(gt.grad(gt.grad(u)))(x) - 1).square().mean(),
+        lambda: (gt.hessian(u)(x[0]) - 1).square(),
+    ):
+        found = {f.argument: f.kind for f in gt.why_zero(loss, model=net)}
+        assert found["0.weight"] == found["2.weight"] == "piecewise_linear"
+        assert found["2.bias"] in ("constant_derivative", "unread")

@@ -150,10 +150,11 @@ def from_losses(
     findings = []
     for loss in found:
         for node in [loss.node] if kind else _led_to(graph, loss):
+            own = "piecewise_linear" if _is_slope(graph, node) else node.loss
             findings.append(
                 Finding(
                     name,
-                    kind or (node.loss if node.loss in KINDS else None) or "discrete",
+                    kind or (own if own in KINDS else None) or "discrete",
                     _called(node),
                     node.source or (loss.call.source if loss.call else None),
                     node.scope or (loss.call.scope if loss.call else ()),
@@ -162,6 +163,19 @@ def from_losses(
                 )
             )
     return _without_repeats(findings)
+
+
+def _is_slope(graph: PlainGraph, node: Node) -> bool:
+    """Whether an operation is the slope of a piecewise linear one, of which JAX made a program."""
+    if node.operation not in ("compare", "sign"):
+        return False
+    inside = next((of for of, other in graph.walk() if other is node), graph)
+    return any(other.phase for _, other in graph.walk()) and any(
+        other.operation in _FLAT
+        and other.source == node.source
+        and not {*other.inputs, *other.outputs}.isdisjoint(node.inputs)
+        for other in inside.nodes
+    )
 
 
 def _called(node: Node) -> str:
@@ -211,9 +225,41 @@ def _from_ends(
     stand_in = recording.stand_ins[index] if recording.stand_ins else ""
     if stand_in:
         return [Finding(name, "captured", stand_in, line, detail=f"it reads {stand_in}")]
-    return overwriting(name, recording.graph, recording.graph.inputs[index]) or [
-        Finding(name, "unused", "argument", line)
+    value = recording.graph.inputs[index]
+    return (
+        overwriting(name, recording.graph, value)
+        or in_derivatives(name, recording.graph, value)
+        or [Finding(name, "unused", "argument", line)]
+    )
+
+
+def in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
+    """The finding for what f takes a derivative of, and what does not appear in that.
+
+    PyTorch's recording has the calls that take it; in JAX what came of the forward pass alone is
+    read by nothing.
+    """
+    reached = forward(graph, {value: Dependence.DIFFERENTIABLE})
+    steps = [node for node in graph.nodes if any(map(reached.get, node.inputs))]
+    taken = [node for node in steps if node.native in _DERIVATIVES]
+    backward_passes = [node for node in graph.nodes if node.phase]
+    if not steps or not (taken or backward_passes):
+        return []
+    at = next((node for node in taken if not any(map(reached.get, node.outputs))), steps[-1])
+    curved = [
+        node
+        for node in steps
+        if node is not at
+        and (node.native in _DERIVATIVES or (not taken and node.operation in _PRODUCTS))
     ]
+    is_flat = lambda node: node.operation in _FLAT or node.native in _FLAT
+    through = any(map(is_flat, steps)) or (curved and any(is_flat(n) for _, n in graph.walk()))
+    kind = "piecewise_linear" if through else "constant_derivative"
+    return [Finding(name, kind, _called(at), at.source, at.scope)]
+
+
+_DERIVATIVES = ("grad", "backward", "unpack_dual")
+_PRODUCTS = ("matmul", "multiply", "dot_general", "einsum", "convolution", "linear")
 
 
 def overwriting(name: str, graph: PlainGraph, value: int) -> list[Finding]:
@@ -337,6 +383,8 @@ def _numerical_kind(found: Vanished) -> str:
         return "cancelled"
     if found.node.loss == "rule":
         return "rule"
+    if found.node.native in _DERIVATIVES and found.node.operation in _FLAT | {"threshold_backward"}:
+        return "piecewise_linear"
     if found.empty:
         return "empty"
     if found.underflow:

@@ -54,6 +54,20 @@ KINDS: dict[str, FindingKind] = {
     "no_grad": FindingKind(
         "it runs while gradients are switched off", "move it out of no_grad or inference_mode"
     ),
+    "inner_gradient": FindingKind(
+        "a gradient is taken inside of f, and has no graph of its own to be differentiated",
+        "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
+        "graph of the inner function is too large, use gt.frozen of it, or gt.mixed_partial",
+    ),
+    "piecewise_linear": FindingKind(
+        "a derivative is taken inside of f of a piecewise linear function (relu, leaky_relu, abs, "
+        "max), whose second derivative is zero",
+        "use a smooth activation: tanh, gelu, silu, softplus",
+    ),
+    "constant_derivative": FindingKind(
+        "it drops out of a derivative that is taken inside of f, as what is only added does",
+        "let the loss read the value as well, if it is to be trained",
+    ),
     "reentrant": FindingKind(
         "a reentrant checkpoint of which no input requires grad computes without a graph",
         "pass use_reentrant=False, or use gradtools' checkpoint; else let an input require grad",

@@ -17,7 +17,7 @@ from gradtools.seeing.diagnostics.diagnosis import (
     moved,
     unreached,
 )
-from gradtools.seeing.diagnostics.report import DependenceTable, GradientReport, grouped
+from gradtools.seeing.diagnostics.report import DependenceTable, GradientReport, by_weight, grouped
 from gradtools.seeing.diagnostics.training import Loop, after_backward, briefly, trained
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
@@ -147,7 +147,7 @@ class SeeingOperators(Operators):
         spent = not callable(f) and self._backend.is_array(f)
         more = (after_backward if spent else trained)(self._backend, loop, self._recorded)
         return GradientReport(
-            (*result.findings, *more.findings),
+            by_weight((*result.findings, *more.findings)),
             (*result.arguments, *more.names),
             result.depends,
             (*result.notes, *_noted(more.notes)),
@@ -164,7 +164,7 @@ class SeeingOperators(Operators):
         result = moved(self._backend, program, tried)
         depends = {program.names[k]: result.get(k) for k in lost_leaves}
         names = tuple(program.names[k] for k in program.wrt)
-        return GradientReport(tuple(findings), names, depends, _noted(notes))
+        return GradientReport(by_weight(findings), names, depends, _noted(notes))
 
     def _has_floats(self, args: Any) -> bool:
         leaves = [x for arg in args for x in self._backend.flatten(arg)[0]]
@@ -259,8 +259,9 @@ class SeeingOperators(Operators):
         if lost:
             verbs = {"not trained": ("is", "are")}.get(said, ("does", "do"))
             lines = "\n".join(f"  {line}" for line in grouped(lost, known))
+            noun = "parameters" if said == "not trained" else "leaves"
             warn(
-                f"guard_gradients: {len(lost)} of {max(1, len(known))} leaves "
+                f"guard_gradients: {len(lost)} of {max(1, len(known))} {noun} "
                 f"{verbs[len(lost) > 1]} {said}:\n{lines}"
             )
         return None

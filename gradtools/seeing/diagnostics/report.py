@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -58,7 +59,8 @@ class GradientReport:
     """What `why_zero` found. It is false when nothing is lost.
 
     Attributes:
-        findings: Every place at which a gradient is lost, by argument, in program order.
+        findings: Every place at which a gradient is lost, by argument, in program order; first
+            what concerns the most arguments.
         arguments: The names of the leaves that were asked about.
         depends: For each leaf that has a finding, whether the output moved when the leaf was
             moved: None where that could not be tried.
@@ -200,6 +202,17 @@ def _common(scopes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 _OPERATIONS = 3  # of a group's that are listed
 
 
+def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Findings, those first that concern the most leaves; what is lost as a whole before a part."""
+    of_name: dict[str, list[Finding]] = {}
+    for finding in findings:
+        of_name.setdefault(finding.argument, []).append(finding)
+    said = {name: tuple((f.kind, f.source, f.whole) for f in of) for name, of in of_name.items()}
+    counts = Counter(said.values())
+    weight = lambda name: (not any(f.whole for f in of_name[name]), -counts[said[name]])
+    return tuple(finding for name in sorted(of_name, key=weight) for finding in of_name[name])
+
+
 def grouped(lost: Sequence[tuple[str, str]], known: Sequence[str]) -> list[str]:
     """A line for each leaf and why it is lost; one for all that share it, where they are many."""
     why: dict[str, list[str]] = {}
@@ -223,7 +236,13 @@ def gathered(names: Sequence[str], known: Sequence[str]) -> str:
     result += [name for name in names if name not in set(known)]
     listed = ", ".join(result[:_MOST])
     more = f" and {len(result) - _MOST} more" if len(result) > _MOST else ""
-    return f"these {len(names)} leaves: {listed}{more}"
+    return f"these {len(names)} {_noun(names)}: {listed}{more}"
+
+
+def _noun(names: Sequence[str]) -> str:
+    """What many are called: parameters of a model, or leaves of arguments."""
+    of_arguments = any(name.startswith(("argument", "keyword")) for name in names)
+    return "leaves" if of_arguments else "parameters"
 
 
 def _gathered(names: set[str], known: Sequence[tuple[str, list[str]]], depth: int) -> Iterator[str]:
@@ -270,7 +289,7 @@ def _where(finding: Finding) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     if len(names) > 4:
-        return f"all {len(names)} leaves"
+        return f"all {len(names)} {_noun(names)}"
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else "nothing"
 
 

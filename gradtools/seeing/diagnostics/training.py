@@ -19,6 +19,7 @@ from gradtools.seeing.diagnostics.diagnosis import (
     apart,
     from_losses,
     from_values,
+    in_derivatives,
     of_modules_in_use,
     overwriting,
     refused,
@@ -249,7 +250,11 @@ class _LossRun:
             return [Finding(name, "host_number", "return", line, detail="the loss is one")]
         result = [f for n in numbers for f in from_losses(name, graph, losses_of(graph, n))]
         if not result and best == Dependence.NONE:
-            result = [f for n in numbers for f in overwriting(name, graph, n)]
+            result = [
+                f
+                for n in numbers
+                for f in overwriting(name, graph, n) or in_derivatives(name, graph, n)
+            ]
         return result or [Finding(name, "unread", "parameter")]
 
     def _at_these_values(self, k: int, found: TrainingDiagnosis) -> None:

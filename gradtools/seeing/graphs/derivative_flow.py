@@ -709,7 +709,7 @@ def _value_classes(graph: PlainGraph) -> dict[int, int]:
 
 
 _classes: WeakKeyDictionary[PlainGraph, dict[int, int]] = WeakKeyDictionary()
-_STOPPED = ("detached", "no_grad")
+_STOPPED = ("detached", "no_grad", "inner_gradient")
 _BENDING = frozenset(
     {"power", "square", "abs", "norm", "sqrt", "log", "log_cosh", "softplus", "exp"}
 )

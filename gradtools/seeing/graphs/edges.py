@@ -16,7 +16,7 @@ from gradtools.seeing.graphs.derivative_flow import links_of, losses_of
 from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
-_ON_PURPOSE = ("detached", "no_grad", "left_framework", "in_place_data", "rule")
+_ON_PURPOSE = ("detached", "no_grad", "inner_gradient", "left_framework", "in_place_data", "rule")
 _PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squeeze")
 _MOST_STEPS = 200_000
 
@@ -165,6 +165,7 @@ def reason(loss: str | None) -> str:
 
 _SHORT = {
     "detached": "stopped on purpose",
+    "inner_gradient": "a gradient without a graph",
     "left_framework": "leaves the framework",
     "integer_cast": "cast to an integer",
     "discrete": "a discrete step",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.seeing.diagnostics import bad_gradients
 from gradtools.seeing.graphs.derivative_flow import joined
 from gradtools.seeing.graphs.nodes import Node
@@ -63,7 +63,7 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
         result: list[list[Vanished] | None] = [[] for _ in xs]
         if not (outs and caller):
             return result
-        grads = _gradients(outs, [xs[k] for k in caller])
+        grads = _gradients_unless_lost(outs, [xs[k] for k in caller])
         if any(grad is not None and grad.is_meta for grad in grads):
             raise GradtoolsError(
                 "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "
@@ -71,7 +71,8 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
                 "which looks at none."
             )
         for k, grad in zip(caller, grads, strict=True):
-            if grad is None or _moves(grad) or not grad.numel():  # None: a reentrant checkpoint
+            # None: a reentrant checkpoint, or lost by custom code, which is told already
+            if grad is None or _moves(grad) or not grad.numel():
                 result[k] = None
         zero = [k for k in caller if result[k] is not None]
         pairs = zip(caller, grads, strict=True)
@@ -335,6 +336,18 @@ def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
 def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
     cts = _cotangents(outs)
     return torch.autograd.grad(outs, leaves, cts, retain_graph=True, allow_unused=True)
+
+
+def _gradients_unless_lost(
+    outs: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The gradients; None for those of which custom code inside loses a part."""
+    try:
+        return _gradients(outs, leaves)
+    except LostDerivativeError:
+        if len(leaves) == 1:
+            return [None]
+        return [g for leaf in leaves for g in _gradients_unless_lost(outs, [leaf])]
 
 
 @contextmanager

@@ -291,7 +291,7 @@ class CallRecorder(Numbering):
         """What is left in `.grad` depends on the loss, and has no graph."""
         value = self.new(0.0)
         links = ((_CUT,) * len(call.numbers),)
-        self.add("stop", call.name, call.numbers, [value], links, "detached")
+        self.add("stop", call.name, call.numbers, [value], links, "inner_gradient")
         self._gradients.append(value)
 
     # --- derivatives that have a graph

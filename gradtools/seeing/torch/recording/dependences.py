@@ -86,7 +86,7 @@ def _read(call: RecordedCall, dropped: set[int]) -> list[int]:
         return []
     if call.name in operations.FIRST_ALONE:
         return kept[:1]
-    form = call.args[0] if call.name in operations.NO_DATA and call.args else None
+    form = unwrapped(call.args[0]) if call.name in operations.NO_DATA and call.args else None
     return [k for k in kept if call.tensors[k] is not form]
 
 
@@ -128,6 +128,8 @@ def _reason(call: RecordedCall, inexact: bool, link: Dependence) -> str:
         return "discrete" if drawn else "zero_derivative"
     if call.reason:
         return call.reason
+    if call.raw == "grad":
+        return "inner_gradient"
     if call.mark in ("custom rule", "edited gradient") and inexact and call.grad:
         return "rule"
     return operations.loss_of(call.name, call.grad, inexact)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from gradtools.errors import GradtoolsError
+from gradtools.code_origin import innermost, lines_of
+from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.recording import Refusal, Run
 from gradtools.seeing.torch.recording.calls import CallRecorder, Replace
@@ -140,9 +141,13 @@ def _run(recorder: CallRecorder, run: Run, leaves: Sequence[Any], names: Sequenc
     try:
         seen.outs = [*recorder.run(run, aliases)]
     except Exception as error:
-        if recorder.refusal is None or not _comes_from(error, recorder.refusal[0]):
+        if isinstance(error, LostDerivativeError):
+            source = innermost(lines_of(error))
+            seen.refusal = Refusal("inside_rule", "derivative", str(error), source)
+        elif recorder.refusal is not None and _comes_from(error, recorder.refusal[0]):
+            seen.refusal = recorder.refusal[1]
+        else:
             raise
-        seen.refusal = recorder.refusal[1]
     return seen
 
 

@@ -78,7 +78,7 @@ class Chunking(Operators):
         does around `jax.checkpoint`, but not where f is `checkpoint(f)`. Randomness comes by keys,
         changing state by carries; the state of flax.nnx modules that f is, closes over or gets as
         arguments is carried, not differentiated, and written back. Call it under jit: outside, each
-        call compiles its scan.
+        call is traced, and compiled the first time.
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's

@@ -11,6 +11,7 @@ so that no scan needs a copy of its part of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -32,6 +33,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
+from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.operation_marks import chunk
 from gradtools.jax.recomputing import (
@@ -50,14 +52,20 @@ from gradtools.rules import replaced_at
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     steps = _Steps(chunks)
     carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
-    carry += steps.state
+    run = lambda arrays, carry: _run_steps(steps.with_arrays(arrays), carry)
+    outs, carry = run_compiled(chunks.call.f, run, steps.arrays, [*carry, *steps.state])
+    return outs, steps.written(carry)
+
+
+def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Array]]:
+    """The joined output leaves (or those of all chunks), and the carry after all chunks."""
+    chunks = steps.chunks
     count, bar = chunks.cut.count, _Bar(chunks)
     parts = []
     for run in _runs(steps.kinds, count - _how_many_kept(steps, carry)):
         outs, carry = _run(steps, run, carry, bar)
         chunks.outputs.same_as(steps.kinds.index(run.kind), run.numbers)
         parts.append((run, outs))
-    carry = steps.written(carry)
     axes = chunks.outputs.axes
     if axes is None:
         return [x[i] for run, outs in parts for i in range(len(run.numbers)) for x in outs], carry
@@ -80,12 +88,15 @@ def _shapes_again(carry: list[Array], other: Chunks) -> list[tuple[int, ...]]:
 def sum_chunks(chunks: Chunks) -> list[Array]:
     """The sums over chunks of the output leaves; each chunk's graph as it is."""
     with flax_explained(chunks.caller):
-        return _sum_chunks(chunks)
+        steps = _Steps(chunks)
+        run = lambda arrays, state: _sum_steps(steps.with_arrays(arrays), state)
+        sums, state = run_compiled(chunks.call.f, run, steps.arrays, steps.state)
+        steps.written(state)
+        return sums
 
 
-def _sum_chunks(chunks: Chunks) -> list[Array]:
-    steps, sums = _Steps(chunks), None
-    state = steps.state
+def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Array]]:
+    sums: list[Array] | None = None
     for run in _runs(steps.kinds, 0):
         if len(run.numbers) == 1:
             result = steps.at(run.kind, state)(*steps.inputs(run.first), state)
@@ -93,12 +104,8 @@ def _sum_chunks(chunks: Chunks) -> list[Array]:
             sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
             continue
         step = steps.traced(run.kind, state)
-        sharded = any(any(shardings.entries(aval)) for aval in step.out_avals)
-        add = jax.jit(partial(_add_run, step)) if sharded else partial(_add_run, step)
-        # outside of jit zeros would be on no mesh
-        sums, state = add(sums, step.widened(state), steps.stacked(run))
-    steps.written(state)
-    return sums or []
+        sums, state = _add_run(step, sums, step.widened(state), steps.stacked(run))
+    return sums or [], state
 
 
 def _add_run(
@@ -256,6 +263,24 @@ class _Steps:
             self.kinds.append(known.index(looks))
         self._traced: dict[Any, _ChunkProgram] = {}
 
+    @property
+    def arrays(self) -> Any:
+        """The arrays of the batch, split or not."""
+        lists = [[x for x in leaves if _is_array(x)] for leaves in self.lists]
+        return [s.x for s in self.splits], lists, [x for x in self.chunks.shared if _is_array(x)]
+
+    def with_arrays(self, arrays: Any) -> _Steps:
+        """The same of other arrays like these."""
+        xs, lists, shared = arrays
+        new = copy(self)
+        pairs = zip(self.chunks.splits, xs, strict=True)
+        new.splits = [_Split(x, axis, self.chunks.cut) for (_, axis), x in pairs]
+        new.lists = [_with_arrays(*pair) for pair in zip(self.lists, lists, strict=True)]
+        shared = _with_arrays(self.chunks.shared, shared)
+        new.chunks = replace(self.chunks, splits=[(s.x, s.axis) for s in new.splits], shared=shared)
+        new._traced = {}
+        return new
+
     def at(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
         """The function of a kind of chunk; not traced ahead where there is one chunk of it."""
         if self.kinds.count(kind) == 1 and self.chunks.options.memory_budget is None:
@@ -330,6 +355,12 @@ class _Steps:
         if self.held is not None:
             self.held.write(carry[len(self.chunks.carry) :])
         return carry[: len(self.chunks.carry)]
+
+
+def _with_arrays(leaves: list[Any], arrays: list[Array]) -> list[Any]:
+    """Leaves of which some are arrays, with others in their places."""
+    new = iter(arrays)
+    return [next(new) if _is_array(x) else x for x in leaves]
 
 
 class _Split:

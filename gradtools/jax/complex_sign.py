@@ -56,22 +56,30 @@ def refuse(caller: str, closed: Any, outs: int) -> None:
             )
 
 
-def may_meet(f: Any, leaves: Sequence[Any]) -> bool:
-    """Whether f, of complex numbers, may take their sign: it was not traced at these shapes."""
-    if not any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves):
-        return False
+def may_meet(call: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a function of complex numbers may take their sign: it was not seen at these shapes.
+
+    call: The function, as `call.f`.
+    """
+    is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves)
+    return is_complex and not was_seen(call, leaves)
+
+
+def was_seen(call: Any, leaves: Sequence[Any]) -> bool:
+    """Whether the call's function met none at these shapes; true where JAX has the derivative."""
+    if not reachability.complex_sign_is_a_step():
+        return True
     try:
-        known = _clear.get(f, ())
+        return _key(leaves) in _clear.get(getattr(call, "f", None), ())
     except TypeError:  # no weak reference, or no hash
-        known = ()
-    return reachability.complex_sign_is_a_step() and _key(leaves) not in known
+        return False
 
 
-def remember(f: Any, leaves: Sequence[Any]) -> None:
-    """Notes that f met none at these shapes, or cannot be traced."""
+def remember(call: Any, leaves: Sequence[Any]) -> None:
+    """Notes that the call's function met none at these shapes, or cannot be traced."""
     try:
-        _clear.setdefault(f, set()).add(_key(leaves))
-    except TypeError:
+        _clear.setdefault(call.f, set()).add(_key(leaves))
+    except (AttributeError, TypeError):
         return
 
 

@@ -1,8 +1,8 @@
 """vjp, jvp and linearize in JAX, and which arguments reach the output, read from a jaxpr.
 
-Where it matters whether an argument reaches the output, the function is traced to a jaxpr first
-and then run from it: the user's Python runs once, and the jaxpr tells what JAX's own zeros do
-not. JAX's pullback is the conjugate of gradtools'; it is converted here.
+Where it matters whether an argument reaches the output and no numbers are at hand, the function is
+traced to a jaxpr first and then run from it: the user's Python runs once, and the jaxpr tells what
+JAX's own zeros do not. JAX's pullback is the conjugate of gradtools'; it is converted here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -22,10 +23,9 @@ from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.jax import complex_sign, jaxprs, reachability
 from gradtools.jax._upstream import is_in_scope
-from gradtools.jax.kept_linearizations import evaluated, linearized_before
 from gradtools.jax.known_errors import REFUSALS, explain, explained
 from gradtools.jax.rules.primitives import reverse_only_p
-from gradtools.jax.trees import LinearMap, zeros_of
+from gradtools.jax.trees import LinearMap, all_known, zeros_of
 
 _SCOPE = "gradtools_derivative"
 _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError)
@@ -43,38 +43,80 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
 
 
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
-    """One evaluation and its pullback."""
+    """One evaluation and its pullback.
+
+    A function that was seen at such leaves is not traced where numbers are at hand: an argument
+    that does not reach the output has a gradient of zeros, so only these make it be traced.
+    """
     _note_derivative()
-    traced = _traced(fun, leaves) if groups is not None else None
-    _refuse_signs(fun, leaves, traced)
-    caller = getattr(fun, "caller", "vjp")
+    if groups is None:
+        return _evaluated(fun, leaves)
+    known = all_known(leaves) and not reachability.within_a_trace()
+    if known and complex_sign.was_seen(fun, leaves):
+        return _traced_if_zero(fun, leaves, groups)
+    traced = _traced(fun, leaves)
+    if traced is not None:
+        traced.refuse_signs(fun)
+    complex_sign.remember(fun, leaves)
+    if traced is None:
+        return _evaluated(fun, leaves)
+    result = _evaluated(traced.run, leaves, caller=_caller(fun))
+    if traced.hands_on:
+        _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
+    return traced.told(result)
+
+
+def _traced_if_zero(fun: Fun, leaves: list[Array], groups: Sequence[int]) -> Evaluation:
+    """The evaluation; its pullback traces fun where all leaves of a group have zeros."""
+    result = _evaluated(fun, leaves)
+    native = result.pullback
+
+    def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
+        pulled = native(cts)
+        if not _has_zero_group(pulled, groups):
+            return pulled
+        traced = _traced(fun, leaves)
+        if traced is None:
+            result.checked = False
+            return pulled
+        result.where_lost = traced.where_lost
+        return [g if c else None for g, c in zip(pulled, traced.connected, strict=True)]
+
+    result.pullback, result.checked = pullback, True
+    return result
+
+
+def _has_zero_group(xs: Sequence[Any], groups: Sequence[int]) -> bool:
+    starts = accumulate(groups, initial=0)
+    parts = [xs[start : start + count] for start, count in zip(starts, groups, strict=False)]
+    return any(part and not any(map(_is_nonzero, part)) for part in parts)
+
+
+def _is_nonzero(x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        return False
+    on_host = all(d.platform == "cpu" for d in x.devices()) and x.is_fully_addressable
+    return bool((jax.device_get(x) != 0).any() if on_host else jax.device_get(jnp.any(x)))
+
+
+def _caller(fun: Fun) -> str:
+    return getattr(fun, "caller", "vjp")
+
+
+def _evaluated(fun: Fun, leaves: list[Array], caller: str | None = None) -> Evaluation:
+    """JAX's own evaluation and pullback."""
+    if caller is None:
+        _refuse_signs(fun, leaves)
+    caller = caller or _caller(fun)
     try:
         with jax.named_scope(_SCOPE), _watched() as nested:
-            if traced is None:
-                outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
-            else:
-                outs, pull, extras = traced.vjp(leaves)
-            if traced is not None and traced.hands_on:
-                _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
+            outs, pull, extras = jax.vjp(fun, *leaves, has_aux=True)
     except REFUSALS as error:
         explain(caller, error)
         raise
-    pulled = _pulled(outs, caller)
-    if traced is None:
-        cut = _cut_of(fun, leaves) if nested else []
-        return Evaluation(outs, extras, LinearMap(pulled, pull), lambda _: cut, checked=False)
-
-    def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
-        reached = [r or c for r, c in zip(traced.reached, traced.constant, strict=True)]
-        return [g if r else None for g, r in zip(pulled(pull, cts), reached, strict=True)]
-
-    return Evaluation(
-        outs,
-        extras,
-        pullback,
-        cut=lambda _: traced.cut(),
-        where_lost=traced.where_lost,
-    )
+    cut = cache(lambda: _cut_of(fun, leaves) if nested else [])
+    pulled = LinearMap(_pulled(outs, caller), pull)
+    return Evaluation(outs, extras, pulled, lambda _: cut(), checked=False)
 
 
 def _pulled(outs: Sequence[Array], caller: str) -> Callable[..., list[Array]]:
@@ -156,15 +198,24 @@ class _TracedFunction:
     out_avals: list[Any]
 
     def run(self, *leaves: Array) -> Any:
-        flat = evaluated(self.jaxpr, self.closed.consts, *leaves)
-        return jax.tree.unflatten(self.treedef, flat)
+        flat = jax.core.eval_jaxpr(self.jaxpr, self.closed.consts, *leaves)
+        full = [y if isinstance(y, jax.Array) else jnp.asarray(y) for y in flat]
+        return jax.tree.unflatten(self.treedef, full)
 
-    def vjp(self, leaves: list[Array]) -> Any:
-        """`(outs, pull, extras)`, as `jax.vjp` gives them."""
-        known = linearized_before(self.closed, len(self.out_avals), leaves)
-        if known is None:
-            return jax.vjp(self.run, *leaves, has_aux=True)
-        return known.evaluated(self.closed.consts, leaves)
+    def told(self, result: Evaluation) -> Evaluation:
+        """An evaluation whose pullback gives None for leaves that do not reach the outputs."""
+
+        def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
+            pulled = result.pullback(cts)
+            return [g if c else None for g, c in zip(pulled, self.connected, strict=True)]
+
+        cut = lambda _: self.cut()
+        return Evaluation(result.outs, result.extras, pullback, cut, where_lost=self.where_lost)
+
+    @cached_property
+    def connected(self) -> list[bool]:
+        """For each leaf, whether it reaches an output, or a constant derivative taken inside."""
+        return [r or c for r, c in zip(self.reached, self._inside[0], strict=True)]
 
     @cached_property
     def reached(self) -> list[bool]:
@@ -202,11 +253,6 @@ class _TracedFunction:
         inside = reachability.InnerDerivatives(_is_derivative)
         return inside.constants_and_cuts(self.closed, len(self.out_avals))
 
-    @property
-    def constant(self) -> list[bool]:
-        """For each leaf, whether it only reaches derivatives taken inside that are constant."""
-        return self._inside[0]
-
     def cut(self) -> list[int]:
         """The leaves that are cut after a derivative taken inside."""
         return [i for i, cut in enumerate(self._inside[1]) if cut]
@@ -218,19 +264,17 @@ def _cut_of(fun: Fun, leaves: list[Array]) -> list[int]:
     return [] if traced is None else traced.cut()
 
 
-def _refuse_signs(fun: Fun, leaves: list[Array], traced: _TracedFunction | None = None) -> None:
+def _refuse_signs(fun: Fun, leaves: list[Array]) -> None:
     """Raises where a derivative goes through the sign of complex numbers, as far as it is seen.
 
     What is not traced for its own sake is so only if it is given complex numbers, and once.
     """
-    if traced is not None:
-        return traced.refuse_signs(fun)
-    if not isinstance(fun, Call) or not complex_sign.may_meet(fun.f, leaves):
-        return None
+    if not isinstance(fun, Call) or not complex_sign.may_meet(fun, leaves):
+        return
     traced = _traced(fun, leaves)
     if traced is not None:
         traced.refuse_signs(fun)
-    return complex_sign.remember(fun.f, leaves)
+    complex_sign.remember(fun, leaves)
 
 
 _here = threading.local()

@@ -1,9 +1,7 @@
-"""Eager `jax.lax.map` over a batch, compiled once for all bodies with equal jaxprs.
+"""`jax.lax.map` over a batch, compiled once for bodies that do the same.
 
-JAX compiles an eager loop for its body, a function or a jaxpr, and knows it again only if it is
-the same object. A body like the pullback of one evaluation is new in each call: each would be
-compiled anew, and kept. So outside of any trace the body is written as a jaxpr of which what it
-closes over is an argument, and of those that are alike the first one's loop serves.
+A body like the pullback of one evaluation is another function at each call, and JAX would compile
+a loop for each.
 """
 
 from __future__ import annotations
@@ -17,19 +15,16 @@ import jax.numpy as jnp
 
 from gradtools.backend import Array
 from gradtools.jax import shardings
-from gradtools.jax.jaxpr_equality import derived
-from gradtools.jax.reachability import within_a_trace
+from gradtools.jax.compiled_once import compiled
 
 
 def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -> Any:
     """`jax.lax.map` of f over the rows of some arrays, `size` of them at once (None: one)."""
     if any(shardings.entries(x)[0] is not None for x in batch):
         return _map_sharded(f, batch, size or 1)
-    if within_a_trace():
-        return jax.lax.map(lambda xs: f(*xs), tuple(batch), batch_size=size)
     row = [shardings.without_axis(jax.typeof(x), 0) for x in batch]
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(*row)
-    flat = derived(closed, _mapped(size))(list(closed.consts), tuple(batch))
+    flat = compiled(f, closed, _mapped(size))(list(closed.consts), tuple(batch))
     return jax.tree.unflatten(jax.tree.structure(shapes), flat)
 
 

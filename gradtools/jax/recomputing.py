@@ -16,7 +16,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax._upstream import ClosedJaxpr
-from gradtools.jax.jaxpr_equality import derived
+from gradtools.jax.compiled_once import compiled
 from gradtools.jax.known_errors import NO_EFFECTS, flax_explained, says
 
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
@@ -79,7 +79,7 @@ def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fresh, return_shape=True)(*xs.values())
         closed = owning(closed)
         refuse_to_repeat("checkpoint", closed)
-        result = derived(closed, rematerialized)(closed.consts, list(xs.values()))
+        result = compiled(f, closed, rematerialized)(closed.consts, list(xs.values()))
         outs = jax.tree.unflatten(jax.tree.structure(shapes), result)
         treedef, texts = out_def
         full = [y if text is None else text for y, text in zip(outs, texts, strict=True)]

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
 from gradtools.jax.chunking import promoted
-from gradtools.jax.jaxpr_equality import derived
+from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.jaxprs import bound, read, uses_primitive
 from gradtools.jax.reachability import reached, within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
@@ -30,12 +30,8 @@ States = list[Arrays]  # one list for each group, empty where a group has anothe
 
 
 def sweep(program: Sweep, xs: Sequence[Any]) -> States:
-    """The merged states of all tiles; outside of a trace by a program that is compiled once."""
-    if within_a_trace():
-        return _run(program, xs)
-    closed, shapes = jax.make_jaxpr(lambda *xs: _run(program, xs), return_shape=True)(*xs)
-    run = derived(closed, jax.jit)  # compiled once for all programs that are alike
-    return jax.tree.unflatten(jax.tree.structure(shapes), run(closed.consts, xs))
+    """The merged states of all tiles."""
+    return run_compiled(program.call.f, lambda *xs: _run(program, xs), *xs)
 
 
 def _run(program: Sweep, xs: Sequence[Any]) -> States:

@@ -166,6 +166,7 @@ torch/deferred_graphs.py: graphs of derivatives at modules; JAX differentiates p
 torch/double_backward.py: what autograd loses in silence in a Function; JAX raises there
 torch/double_backward_trials.py: how that is found out
 seeing/jax/bridged_calls.py: equations that call the other framework; PyTorch has the call itself
+jax/compiled_once.py: eager programs that JAX would compile at each call; PyTorch compiles none
 jax/complex_sign.py: the sign of complex numbers, whose derivative PyTorch has
 jax/shardings.py: meshes of devices; PyTorch's are its processes'
 jax/recomputing.py: programs that are computed again; PyTorch runs f again, in `replaying`
@@ -174,8 +175,6 @@ jax/equinox.py: where users find the reversal layer of equinox
 seeing/jax/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
 seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
 jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches
-jax/jaxpr_equality.py: what JAX derived from a program serves one that is traced anew
-jax/kept_linearizations.py: linearizations of programs that come again; autograd has none to keep
 jax/loops.py: loops compiled once; in PyTorch a loop is Python's
 seeing/jax/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
 seeing/jax/tape.py: a run, equation by equation, to walk back over; autograd keeps its own

@@ -13,7 +13,7 @@ from flax import nnx
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-from gradtools.jax import jaxpr_equality
+from gradtools.jax import compiled_once
 
 WAITING = "ignore:frozen. a lax.while_loop"
 
@@ -232,7 +232,7 @@ def test_a_rule_that_reads_python_state_is_asked_anew_by_checkpoint():
 def test_programs_that_are_alike_are_derived_once():
     w = jnp.ones(3)
     layer = lambda w, x: jnp.tanh(jnp.tanh(x * w) * w).sum()
-    misses = lambda: jaxpr_equality._derived.cache_info().misses
+    misses = lambda: compiled_once._derived.cache_info().misses
     loss = lambda: jax.grad(gt.checkpoint(lambda w: layer(w, jnp.ones(3))))(w)  # another each time
     loss()
     before = misses()

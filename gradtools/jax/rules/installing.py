@@ -485,7 +485,7 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any, run: Any = Non
     def make() -> Rule:
         more: dict[str, Any] = {}
         if isinstance(rule, LinearizedRule):
-            more["forward"] = run or forward
+            more |= {"forward": run or forward, "source": None}
         flow = flow_of(rule)
         if flow is not None:
             more["flow"] = lists.vmap_list(lambda *x: flow(*x), x_axes, size)

@@ -7,7 +7,7 @@ and `outs` what comes out. How they are differentiated and batched stands in `in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
+from gradtools.custom_structure import FwdMaps
 from gradtools.errors import refusal
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Primitive, prints_as
@@ -76,12 +77,14 @@ class LinearizedRule(TracedRule):
         perturbed: Where it was evaluated for some inputs alone, which these are; its maps hold for
             no others, which `whole` has.
         whole: The rule for all inputs, where there are `perturbed` ones.
+        source: What its maps follow from, equal for linearizations that do the same; None: unknown.
     """
 
     forward: Callable[..., list[Any]]
     extras: int
     perturbed: Mask | None = None
     whole: Rule | None = None
+    source: Hashable = None
 
     @classmethod
     def made_of(
@@ -102,6 +105,7 @@ class LinearizedRule(TracedRule):
             extras=len(made.extras),
             perturbed=given,
             whole=None if given is None else rule,
+            source=(rule, made.key, given) if isinstance(made, FwdMaps) else None,
         )
 
 

@@ -1,0 +1,251 @@
+"""Programs that eager code builds at every call and compiles once.
+
+JAX compiles a loop, a `jit` or a `checkpoint` for the object that is its body, and knows it again
+only by identity. What an operator builds from a user's function is another object at each call.
+So the function is traced at each call, as Python may read something else by then, and programs of
+one function that do the same share the first one's compilation (hash consing):
+
+    key = (the function's code, its jaxpr up to the names of variables)
+
+What it closes over are arguments, so the cache holds no array. A rule that the program uses
+(`custom_jvp`, `custom_vjp`, `custom_rule`) runs later, when it is differentiated; it belongs to the
+key with the numbers that its code reads, and if it reads arrays, the program is not kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from gradtools.function_variables import cells_of, globals_of, names_in, parts_of
+from gradtools.jax._upstream import Literal
+from gradtools.jax.jaxprs import Jaxpr, open_jaxpr
+from gradtools.jax.rules.kept_alive import LIFE
+from gradtools.jax.rules.primitives import LinearizedRule
+from gradtools.rules import JvpRule, Rule
+
+Program = Callable[[Sequence[Any], Sequence[Any]], list[Any]]  # (consts, xs) -> ys
+
+_KEPT = 256  # programs
+_SMALL = 64  # entries of an array that a program holds
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_DATA = (type, CodeType, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, and yet data
+
+
+def compiled(f: Any, closed: Jaxpr, derive: Callable[[Program], Any] | None = None) -> Any:
+    """`derive(run)` of a program `run(consts, xs)`, the same object for programs that are alike.
+
+    Args:
+        f: The user's function that the program was traced from.
+        closed: The program.
+        derive: What makes a function of it; by default `jax.jit`.
+    """
+    derive = derive or _jitted
+    jaxpr = open_jaxpr(closed)
+    try:
+        key = _Key(jaxpr, (_source(f), _program(jaxpr)))
+    except _NotComparable:
+        return derive(partial(_run, jaxpr))
+    return _derived(key, derive)
+
+
+def run_compiled(f: Any, program: Callable[..., Any], *args: Any) -> Any:
+    """`program(*args)`, compiled once; as it is where f reads values of arrays."""
+    try:
+        closed, shapes = jax.make_jaxpr(program, return_shape=True)(*args)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return program(*args)
+    flat = compiled(f, closed)(closed.consts, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    return jax.core.eval_jaxpr(jaxpr, consts, *xs)
+
+
+def _jitted(run: Program) -> Program:
+    return jax.jit(run)
+
+
+@lru_cache(maxsize=_KEPT)
+def _derived(key: _Key, derive: Callable[[Program], Any]) -> Any:
+    return derive(partial(_run, key.jaxpr))
+
+
+class _Key:
+    """A program, equal to those that do the same."""
+
+    def __init__(self, jaxpr: Any, key: Hashable) -> None:
+        self.jaxpr, self.key = jaxpr, key
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.key == other.key
+
+
+class _NotComparable(Exception):
+    """A program holds arrays or unknown objects, which are not to be kept alive."""
+
+
+def _source(f: Any) -> Any:
+    """A function's code, or what stands for it: errors and reports name its lines."""
+    f = f.func if isinstance(f, partial) else f
+    f = inspect.unwrap(getattr(f, "__func__", f))
+    return getattr(f, "__code__", None) or type(f)
+
+
+def _program(jaxpr: Any) -> Hashable:
+    """A jaxpr with numbers for its variables."""
+    names: dict[Any, int] = {}
+
+    def bound(variables: Sequence[Any]) -> Hashable:
+        for v in variables:
+            names[v] = len(names)
+        return tuple([v.aval for v in variables])
+
+    def read(atoms: Sequence[Any]) -> Hashable:
+        return tuple(
+            [(v.aval, _value(v.val)) if isinstance(v, Literal) else names[v] for v in atoms]
+        )
+
+    rows: list[Hashable] = [bound(jaxpr.constvars), bound(jaxpr.invars)]
+    for eqn in jaxpr.eqns:
+        is_callback = "callback" in eqn.primitive.name
+        params = _value(eqn.params, is_callback)
+        rows.append((eqn.primitive, read(eqn.invars), params, eqn.ctx, frozenset(eqn.effects)))
+        rows.append(bound(eqn.outvars))
+    return (*rows, read(jaxpr.outvars))
+
+
+def _value(x: Any, is_callback: bool = False) -> Hashable:
+    """A parameter of an equation as something that is equal to what does the same."""
+    if isinstance(x, dict):
+        return tuple([(k, _value(v, is_callback)) for k, v in x.items() if k != LIFE])
+    if isinstance(x, tuple | list):
+        return (type(x), *[_value(v, is_callback) for v in x])
+    if hasattr(open_jaxpr(x), "eqns"):
+        return _program(open_jaxpr(x)), _value(tuple(getattr(x, "consts", ())))
+    if isinstance(x, _NUMBERS):
+        return _bits(x)
+    if isinstance(x, jax.Array | np.ndarray):
+        if isinstance(x, jax.core.Tracer) or x.size > _SMALL:
+            raise _NotComparable
+        return type(x), _bits(np.asarray(x))
+    if isinstance(x, Rule):
+        return tuple(_read([x]))
+    if (callable(x) or hasattr(x, "call_wrapped")) and not isinstance(x, _DATA):
+        reads = tuple(_read([x]))
+        return (x, reads) if is_callback else reads  # a callback is called, and not traced
+    try:
+        hash(x)
+    except TypeError as error:
+        raise _NotComparable from error
+    return type(x), x
+
+
+def _bits(x: Any) -> Hashable:
+    """A number by its bits: 0.0 is not -0.0, nor is 1 True."""
+    if isinstance(x, float | complex | np.ndarray | np.generic):
+        array = np.asarray(x)
+        return type(x), str(array.dtype), array.shape, array.tobytes()
+    return type(x), x
+
+
+def _read(functions: Sequence[Any]) -> Iterator[Hashable]:
+    """The code of functions that run when a rule is differentiated, and what they read."""
+    todo, known = list(functions), dict[int, Any]()  # with the objects, so that no id comes again
+    while todo:
+        x = todo.pop()
+        if isinstance(x, _NUMBERS):
+            yield _bits(x)
+        elif isinstance(x, jax.Array | np.ndarray):
+            raise _NotComparable
+        elif id(x) not in known:
+            known[id(x)] = x
+            parts = _parts(x)
+            if isinstance(x, FunctionType):
+                yield x.__code__
+            elif isinstance(x, _CONTAINERS):
+                yield type(x), len(x)
+            elif isinstance(x, Rule) or not (parts or hasattr(x, "__dict__")):
+                yield _identity(x)
+            else:
+                yield type(x)
+            todo += parts
+
+
+def _identity(x: Any) -> Hashable:
+    """A rule, or what is no function and holds nothing."""
+    if isinstance(x, LinearizedRule) and x.source is not None:
+        return x.source
+    if isinstance(x, Rule) and not (x.is_constant or (type(x) in _OF_USERS and x.contract)):
+        raise _NotComparable  # one of this call alone
+    try:
+        hash(x)
+    except TypeError as error:
+        raise _NotComparable from error
+    return x
+
+
+_OF_USERS = (Rule, JvpRule)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+def _parts(x: Any) -> list[Any]:
+    """What a function reads, or an object holds; of a library's functions what they close over."""
+    if isinstance(x, FunctionType):
+        held = [*cells_of(x).values(), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        if not _is_a_librarys(x):
+            return held + _globals(x)
+        return [x for x in held if _matters(x)]
+    if isinstance(x, (ModuleType, *_DATA)):
+        return []
+    if isinstance(x, MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, Rule):
+        return list(x.user_functions)
+    names = getattr(type(x), "__gradtools_holds__", None)
+    if names is not None:
+        return [getattr(x, name) for name in names]
+    if isinstance(x, set | frozenset):
+        return sorted(x, key=repr)
+    if parts := parts_of(x):
+        return parts
+    if hasattr(x, "call_wrapped"):  # JAX's own record of a function and how it is wrapped
+        return [x.f, *x.params]
+    wrapped = [x.__wrapped__] if hasattr(x, "__wrapped__") else []
+    return wrapped + list(getattr(x, "__dict__", {}).values())
+
+
+def _matters(x: Any) -> bool:
+    """Of what a library's function holds: its traces and caches are others at each call."""
+    if isinstance(x, (Rule, jax.Array, np.ndarray, *_NUMBERS)):
+        return True
+    return callable(x) or hasattr(x, "call_wrapped")
+
+
+def _globals(f: FunctionType) -> list[Any]:
+    """The globals that a function names, and what it reads of the user's modules."""
+    result = []
+    for x in globals_of(f).values():
+        if isinstance(x, ModuleType) and not _is_a_library(x.__name__):
+            result += [vars(x)[n] for n in names_in(f.__code__) if n in vars(x)]
+        result.append(x)
+    return result
+
+
+def _is_a_librarys(x: Any) -> bool:
+    return _is_a_library(getattr(x, "__module__", None) or "")
+
+
+def _is_a_library(name: str) -> bool:
+    return name.partition(".")[0] in ("jax", "jaxlib", "numpy", "flax", "gradtools", "builtins")

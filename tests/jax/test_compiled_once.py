@@ -1,0 +1,217 @@
+"""What eager operators compile: once for a function and its shapes, whatever it closes over."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+
+X = jnp.arange(12.0).reshape(6, 2) / 10
+COMPILED = [0]
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: COMPILED.__setitem__(0, COMPILED[0] + ("backend_compile" in event))
+)
+
+
+@contextmanager
+def nothing_compiled():
+    before = COMPILED[0]
+    yield
+    assert COMPILED[0] == before
+
+
+square = gt.custom_rule(lambda x: x * x)
+square.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
+
+
+@jax.custom_vjp
+def cube(x):
+    return x**3
+
+
+cube.defvjp(lambda x: (x**3, x), lambda x, c: (3 * x**2 * c,))
+
+BODIES = {
+    "plain": jnp.sin,
+    "relu": jax.nn.relu,
+    "a rule": square,
+    "a custom_vjp": cube,
+    "an edit": lambda x: gt.reverse_gradient(jnp.sin(x)),
+    "a scan": lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, 3)[0],
+    "a derivative": lambda x: gt.grad(lambda x: jnp.sin(x).sum())(x),
+}
+OPERATORS = {
+    "chunked": lambda body: gt.chunked(body, 2),
+    "chunked, all computed again": lambda body: gt.chunked(body, 2, retain=0),
+    "checkpoint": gt.checkpoint,
+    "tiled": lambda body: (
+        lambda x: gt.tiled(lambda a, b: body(a) @ body(b).T, "logsumexp", 3)(x, x)
+    ),
+}
+
+
+# A rule that is linearized anew within a tile's derivative is another object at each call.
+SEEN = [(name, operator) for name in BODIES for operator in OPERATORS]
+SEEN.remove(("a rule", "tiled"))
+
+
+@pytest.mark.parametrize(("name", "operator"), SEEN)
+def test_a_function_that_was_seen_compiles_nothing(name, operator):
+    f = OPERATORS[operator](BODIES[name])
+    loss = lambda x: (f(x) ** 2).sum()
+    for take in (gt.grad(loss), jax.grad(loss)):
+        first = take(X)
+        take(X)
+        with nothing_compiled():
+            np.testing.assert_array_equal(take(X), first)
+
+
+def test_microbatched_compiles_nothing_the_second_time():
+    step = gt.microbatched(lambda w, x: jnp.tanh(jax.nn.relu(x @ w)).mean(), 2)
+    for _ in range(2):
+        step(jnp.ones(2), X)
+    w, x = jnp.array([3.0, 2.0]), X + 1
+    with nothing_compiled():
+        step(w, x)
+
+
+def test_a_new_wrapper_of_the_same_function_compiles_nothing():
+    body = lambda x: jnp.cos(x) * 2
+    for _ in range(2):
+        jax.grad(lambda x: gt.chunked(body, 2)(x).sum())(X)
+    with nothing_compiled():
+        jax.grad(lambda x: gt.chunked(body, 2)(x).sum())(X)
+
+
+config = types.ModuleType("config_of_the_test")
+config.scale = 1.0
+held = {"scale": 1.0, "list": [1.0]}
+SCALE = 1.0
+
+
+def _set_global(value):
+    global SCALE
+    SCALE = value
+
+
+class Model:
+    scale = 1.0
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+model = Model()
+
+
+def _cell():
+    scale = 1.0
+
+    def put(value):
+        nonlocal scale
+        scale = value
+
+    return (lambda x: x * scale), put
+
+
+CELL, put_cell = _cell()
+array = np.ones(())
+READS = {
+    "a global": (lambda x: x * SCALE, _set_global),
+    "a module's attribute": (lambda x: x * config.scale, lambda v: setattr(config, "scale", v)),
+    "a dict": (lambda x: x * held["scale"], lambda v: held.update(scale=v)),
+    "a list": (lambda x: x * held["list"][0], lambda v: held["list"].__setitem__(0, v)),
+    "a cell": (CELL, put_cell),
+    "an object": (model, lambda v: setattr(model, "scale", v)),
+    "a class": (lambda x: x * Model.scale, lambda v: setattr(Model, "scale", v)),
+    "an array of NumPy": (lambda x: x * array, lambda v: array.__setitem__((), v)),
+    "an array": (lambda x: x * held["array"], lambda v: held.update(array=jnp.asarray(v))),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("name", READS)
+def test_what_a_function_reads_may_change(name, operator):
+    body, put = READS[name]
+    f = OPERATORS[operator](body)
+    for value in (1.0, 3.0, 3.0, -2.0):
+        put(value)
+        plain = {"tiled": lambda x: jax.nn.logsumexp(body(x) @ body(x).T, axis=1)}.get(
+            operator, body
+        )
+        np.testing.assert_allclose(f(X), plain(X), rtol=1e-6)
+        want = jax.grad(lambda x: plain(x).sum())(X)
+        np.testing.assert_allclose(gt.grad(lambda x: f(x).sum())(X), want, rtol=1e-5, atol=1e-6)
+    put(1.0)
+
+
+slope = [1.0]
+sloped = gt.custom_rule(lambda x: x * 1.0)
+sloped.defvjp(lambda x: (x, None), lambda _, c: (slope[0] * c,))
+
+
+@jax.custom_vjp
+def sloped_too(x):
+    return x * 1.0
+
+
+sloped_too.defvjp(lambda x: (x, None), lambda _, c: (slope[0] * c,))
+
+
+@pytest.mark.parametrize("operator", ["chunked", "checkpoint"])
+@pytest.mark.parametrize("rule", [sloped, sloped_too], ids=["custom_rule", "custom_vjp"])
+def test_what_a_rule_reads_may_change(rule, operator):
+    f = OPERATORS[operator](rule)
+    for value in (1.0, 3.0, 5.0, 3.0):
+        slope[0] = value
+        assert jax.grad(lambda x: f(x).sum())(X)[0, 0] == value
+
+
+def test_two_rules_of_one_shape_are_two():
+    for factor in (2.0, 5.0, 2.0):
+        for wrap in (gt.custom_rule, jax.custom_vjp):
+            rule = wrap(lambda x: x * 1.0)
+            rule.defvjp(lambda x: (x, None), lambda _, c, k=factor: (k * c,))
+            grad = jax.grad(lambda x, rule=rule: gt.chunked(rule, 2)(x).sum())
+            assert grad(X)[0, 0] == factor
+        edit = lambda x, k=factor: gt.transform_gradient(x, lambda c: c * k)
+        assert jax.grad(lambda x, edit=edit: gt.chunked(edit, 2)(x).sum())(X)[0, 0] == factor
+
+
+def test_arrays_that_a_function_or_its_rule_closes_over_are_not_kept():
+    w = jnp.full(2, 2.0)
+    gone = weakref.ref(w)
+
+    def run(w):
+        rule = gt.custom_rule(lambda x: x * 1.0)
+        rule.defvjp(lambda x: (x, None), lambda _, c: (c * w,))
+        for _ in range(3):
+            jax.grad(lambda x: gt.chunked(lambda x: x * w, 2)(x).sum())(X)
+            jax.grad(lambda x: gt.chunked(rule, 2)(x).sum())(X)
+
+    run(w)
+    del w
+    gc.collect()
+    assert gone() is None
+
+
+def test_numbers_are_told_apart_by_their_bits():
+    for number in (0.0, -0.0, 0.0):
+        f = gt.chunked(lambda x, n=number: jnp.arctan2(x * 0 + n, x - 2.0), 2)
+        np.testing.assert_array_equal(f(X), jnp.arctan2(X * 0 + number, X - 2.0))
+    for power in (2, 2.0, 3, 2):
+        f = gt.chunked(lambda x, p=power: x**p, 2)
+        np.testing.assert_allclose(f(X), X**power, rtol=1e-6)
+
+
+def test_a_function_that_reads_values_runs_as_it_is():
+    f = gt.chunked(lambda x: x * 2 if float(x.sum()) > 0 else x, 6)
+    np.testing.assert_array_equal(f(X), 2 * X)

@@ -73,7 +73,8 @@ class Freezing(Operators):
                 `chunked`, up to the rounding of other kernels.
 
         Returns:
-            A function of G's arguments.
+            A function of G's arguments. A module stays one, as in `chunked`: its tensors are G's
+            own, in its state_dict and moved with it; for its call they are constants.
 
         Raises:
             GradtoolsError: memory_budget is below 0; (on differentiating) PyTorch: a parameter of
@@ -96,10 +97,11 @@ class Freezing(Operators):
             )
         given, _ = ChunkOptions(0, memory_budget, verify).checked(G, 1, "frozen")
         memory_budget, options = given.memory_budget, ChunkOptions(0, verify=verify)
-        uses, uncompiled = (
-            self._backend.frozen_uses(memory_budget),
-            self._backend.compiler.uncompiled,
-        )
+        uses = self._backend.frozen_uses(memory_budget)
+        return self._backend.like_module(G, partial(self._frozen_of, options, uses))
+
+    def _frozen_of(self, options: ChunkOptions, uses: Any, G: Any) -> Any:
+        uncompiled = self._backend.compiler.uncompiled
         return like_function("frozen_", G, partial(uncompiled, self._use, G, options, uses))
 
     def _use(self, G: Any, options: ChunkOptions, uses: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -53,7 +53,7 @@ class Transformed(eqx.Module):
     """
 
     module: Any
-    make: Callable[[Any], Callable[..., Any]] = eqx.field(static=True)
+    make: Callable[[Any], Callable[..., Any]] = eqx.field(static=True, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The transformed call."""

@@ -59,7 +59,8 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
         after = [] if held is None else [jax.lax.stop_gradient(_data(x)) for x in held.after]
         return [y if isinstance(y, jax.Array) else asarray(y) for y in (*outs, *after)]
 
-    result = apply_rule(_Use(fun, xs, budget).rule, *xs)
+    use = _Use(fun, xs, budget)
+    result = apply_rule(use.rule, *xs, *use.captured)
     if held is None:
         return result
     outs, after = result[: len(result) - len(state)], result[len(result) - len(state) :]
@@ -83,6 +84,10 @@ class _TracedOnce:
     Each derivative repeats the program that was found, which is as good and does not multiply
     where frozen functions use frozen functions. Arrays of another type, as those that vary over
     a mesh, are the function's own matter.
+
+    Attributes:
+        captured: What the program closes over, if that is no trace's: its last inputs, so that
+            what is compiled holds it once for all derivatives.
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
@@ -91,13 +96,22 @@ class _TracedOnce:
         consts = [np.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
         self.fun, self.closed = fun, ClosedJaxpr(closed.jaxpr, consts)
         self.avals = [_strong(aval) for aval in self.closed.in_avals]
+        self.captured: list[Any] = consts if all(map(_is_plain, consts)) else []
 
     def __call__(self, *xs: Array) -> list[Array]:
+        xs, consts = xs[: len(self.avals)], xs[len(self.avals) :] or tuple(self.closed.consts)
         if [_strong(jax.typeof(x)) for x in xs] != self.avals:
             return self.fun(*xs)
         # JAX leaves NumPy's arrays what they are here, and a scan keeps a copy of such.
-        consts = [jnp.asarray(c) if isinstance(c, np.ndarray) else c for c in self.closed.consts]
+        consts = tuple([jnp.asarray(c) if isinstance(c, np.ndarray) else c for c in consts])
         return list(jax.core.eval_jaxpr(self.closed.jaxpr, consts, *xs))
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether x is an array of numbers, and no trace's."""
+    aval = jax.typeof(x)
+    known = type(aval) is jax.core.ShapedArray and not isinstance(x, jax.core.Tracer)
+    return known and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def _strong(aval: Any) -> Any:
@@ -108,15 +122,19 @@ class _Use:
     """One use of a function of flat arrays.
 
     Attributes:
+        captured: What the function closes over and is given after its arguments.
         user_functions: What may hold arrays that the function closes over.
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: list[Array], budget: int) -> None:
         self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
         self.user_functions: Any = (fun,)
+        self.captured: list[Any] = []
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else values may decide what G does
             self.fun = _TracedOnce(fun, xs)
-            self.user_functions = (list(self.fun.closed.consts),)
+            self.captured = self.fun.captured
+            self.user_functions = () if self.captured else (list(self.fun.closed.consts),)
+            self.moving += [False] * len(self.captured)
         self.rule = TracedRule(
             "frozen",
             self.fun,

@@ -201,7 +201,13 @@ class _Use(Forward):
         zs, dzs = list(shared[:width]), spread(shared[width:], mask[-1])
         fast = lambda use: use.pushed(zs, dzs)
         slow = lambda use: outputs_of(Pushed(use, widths, width, mask), rows, shared)
-        return self.by_any_kernel("values", fast if self.may_use_forward_mode() else None, slow)
+        if upstream.forward_level() >= 0 or not self.shows_numbers():
+            return self.by_any_kernel("values", None, slow)
+        with torch.no_grad():
+            dys = self.by_any_kernel("values", fast, slow)
+        if not torch.is_grad_enabled():
+            return dys
+        return node_of(_Pushforward(self, widths, width, mask), rows, shared, ([dys], []))[0][0]
 
     def may_use_graph(self) -> bool:
         """Whether nothing differentiates the result."""
@@ -317,6 +323,21 @@ class _Use(Forward):
             with stops():
                 grads = pulled_back(ys, duals, cts, True, True)
             return [_tangent(g) for g in grads]
+
+
+class _Pushforward(Pushed):
+    """The pushforward of a use as a node: forward mode gave its values, which leave no graph."""
+
+    def pull(
+        self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
+    ) -> list[Any]:
+        use: Any = self.of
+
+        def slow(use: _Use) -> list[Any]:
+            same = Pushed(use, self.widths, self.shared_width, self.mask)
+            return outputs_of(Backward(same, widths, width, mask, joint), rows, shared)
+
+        return use.by_any_kernel("pushforward", None, slow)
 
 
 class _FrozenBackward(Backward):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -193,3 +195,35 @@ def test_a_reverse_rule_that_is_not_linear_is_refused():
     G = gt.frozen(lambda z: gt.clip_gradient(jnp.sin(z), max_value=0.3))
     with pytest.raises(GradtoolsError, match="frozen: G holds a function with a reverse rule only"):
         _second(G, jnp.array(0.7), jnp.ones(3))
+
+
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+def test_captured_weights_are_in_the_compiled_program_once(kind):
+    """For the value, the pullback and the pushforward together, as in plain JAX."""
+    weights = [kind(np.full((64, 64), 0.1)) for _ in range(2)]
+
+    def net(z):
+        for w in weights:
+            z = jnp.tanh(w @ z)
+        return z
+
+    def second(G):
+        slope = lambda y: (jax.grad(lambda z: (G(z) * y).sum())(jnp.ones(64)) ** 2).sum()
+        return jax.grad(slope)
+
+    texts = [jax.jit(second(G)).lower(jnp.ones(64)).as_text() for G in (net, gt.frozen(net))]
+    counts = [len(re.findall(r"stablehlo.constant dense.*64x64", text)) for text in texts]
+    assert counts == [2, 2]
+    values = [second(G)(jnp.linspace(0.0, 1.0, 64)) for G in (net, gt.frozen(net))]
+    np.testing.assert_allclose(*values, rtol=1e-12)
+
+
+def test_captured_weights_that_are_differentiated_are_refused_as_before():
+    def loss(w):
+        G = gt.frozen(lambda z: jnp.tanh(w @ z))
+        return jax.grad(lambda z: G(z).sum())(jnp.ones(4)).sum()
+
+    with pytest.raises(GradtoolsError, match="closes over an array"):
+        jax.grad(loss)(jnp.ones((4, 4)))
+    values = jax.vmap(loss)(jnp.ones((2, 4, 4)))
+    assert values.shape == (2,)

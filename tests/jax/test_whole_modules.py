@@ -616,3 +616,17 @@ def test_argnums_that_are_a_class_are_refused():
     for argnums in (nnx.Param, nnx.DiffState(0, nnx.Param)):
         with pytest.raises(GradtoolsError, match="grad: argnums must hold integers"):
             gt.grad(lambda x: x, argnums=argnums)(1.0)
+
+
+def test_a_frozen_module_is_a_module():
+    eqx, nnx = pytest.importorskip("equinox"), pytest.importorskip("flax.nnx")
+    net = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+    frozen, x = gt.frozen(net), jnp.ones(3)
+    assert isinstance(frozen, eqx.Module) and frozen.module is net
+    assert len(jax.tree.leaves(frozen)) == len(jax.tree.leaves(net))
+    np.testing.assert_array_equal(eqx.filter_jit(frozen)(x), net(x))
+    with pytest.raises(GradtoolsError, match="closes over an array"):
+        gt.grad(lambda f: f(x).sum())(frozen)
+    layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    assert isinstance(gt.frozen(layer), nnx.Module)
+    np.testing.assert_allclose(gt.frozen(layer)(x), layer(x))

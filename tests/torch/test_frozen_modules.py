@@ -1,0 +1,82 @@
+"""`frozen(module)` is a module: in state_dict, moved, printed and pickled as one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+from tests.torch.test_cost_frozen import DEPTH, ROWS, WIDTH, flops, loss_of, network
+
+
+def encoder():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4)).double()
+
+
+def test_it_is_a_module_with_the_parameters_of_its_own():
+    net = encoder()
+    frozen = gt.frozen(net)
+    model = nn.Sequential(frozen, nn.Linear(4, 1).double())
+    assert isinstance(frozen, nn.Module) and repr(frozen).startswith("frozen(Sequential(")
+    assert [*frozen.state_dict()] == [*net.state_dict()]
+    assert "0.0.weight" in model.state_dict()
+    assert all(p is q for p, q in zip(frozen.parameters(), net.parameters(), strict=True))
+    model.to(torch.float32)
+    assert net[0].weight.dtype is torch.float32
+    assert model(torch.zeros(2, 3)).dtype is torch.float32
+    assert not frozen.eval().training and not net[2].training
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))])
+def test_a_copy_computes_the_same(again):
+    frozen, x = gt.frozen(encoder().eval()), torch.ones(2, 3, dtype=torch.float64)
+    assert torch.equal(again(frozen)(x), frozen(x))
+
+
+def test_its_parameters_are_constants_in_a_model_that_is_trained():
+    net = encoder().eval()
+    head = nn.Linear(4, 1).double()
+    model, x = nn.Sequential(gt.frozen(net), head), torch.ones(2, 3, dtype=torch.float64)
+    with pytest.raises(GradtoolsError, match=r"a parameter of G is asked .*requires_grad_\(Fal"):
+        model(x).sum().backward()
+    net.requires_grad_(False), head.zero_grad()
+    x.requires_grad_()
+    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    g.square().sum().backward()
+    expected = torch.autograd.grad(head(net(x)).sum(), x, create_graph=True)[0].square().sum()
+    torch.testing.assert_close(
+        head.weight.grad, torch.autograd.grad(expected, head.weight)[0], rtol=1e-12, atol=0
+    )
+    assert all(p.grad is None for p in net.parameters())
+
+
+def slope(inner, G, y, z):
+    if inner == "gt.grad":
+        g = gt.grad(lambda z: loss_of(y, G(z)))(z)
+    else:
+        g = torch.autograd.grad(loss_of(y, G(z)), z, create_graph=True)[0]
+    return g.pow(2).sum()
+
+
+@pytest.mark.parametrize("inner", ["gt.grad", "autograd.grad"])
+def test_a_second_derivative_that_may_be_differentiated_costs_four_forward_passes(inner):
+    """gt.grad's result is attached where y or z requires grad; a third derivative is its own."""
+    torch.manual_seed(1)
+    net = network(DEPTH)
+    G, z = gt.frozen(net), torch.randn(ROWS, WIDTH, requires_grad=True)
+    y = torch.randn(WIDTH, requires_grad=True)
+    run = lambda: gt.grad(lambda y: slope(inner, G, y, z))(y)
+    run()  # what is verified is verified once
+    assert flops(run) == 4 * 2 * ROWS * WIDTH * WIDTH * DEPTH
+    third, expected = (
+        torch.autograd.grad(gt.grad(lambda y: slope(inner, f, y, z))(y).sin().sum(), [y, z])
+        for f in (G, net)
+    )
+    for a, b in zip(third, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,6 @@
 """Mappings and dataclasses as pytrees, without registering their classes with a framework.
 
-A tokeniser's `BatchEncoding` is a `UserDict`, a model's output a dataclass: to the pytrees of a
+A tokeniser's BatchEncoding is a `UserDict`, a model's output a dataclass: to the pytrees of a
 framework, in which nobody registered them, they are single leaves. A wing's `flatten` opens such
 leaves: the arrays in them are leaves of the tree, and the structure knows how they are made
 again. One that holds no array, such as a configuration, stays a leaf, and so does what can be

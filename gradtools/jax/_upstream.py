@@ -39,7 +39,7 @@ ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.
 def stack_of(eqn: Any) -> Sequence[Any]:
     """The stack that made an equation, innermost first, up to where JAX began to trace.
 
-    `jax.extend.source_info_util` has `summarize`, one line of text. Gone: findings have no line.
+    `jax.extend.source_info_util.summarize` gives one line of text. Gone: findings have no line.
     """
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     return traceback.frames if traceback is not None else ()

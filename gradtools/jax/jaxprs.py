@@ -1,7 +1,7 @@
 """Reading jaxprs: an equation's inner jaxprs, what it writes, dead-code elimination.
 
 The one list of the primitives that run jaxprs: calls, loops, branches, and functions with rules of
-JAX's. How data flows is read in `reachability.py`, what an equation costs in `seeing/flops.py`.
+JAX's. How data flows is read in `reachability.py`, what an equation costs in `seeing/jax/flops.py`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ zeros say something else, so the jaxpr itself is read::
 Sets of inputs are integers, one bit for each input, and every sub-jaxpr is read once. The
 same reading without the cut table, the *raw* flow, tells what decides, too.
 
-Where the gradient is lost on the way is read from the `Graph` that `seeing/graphs.py` makes of a
-jaxpr. How to trace a function, and what to do about an input that does not reach, is left to
+Where the gradient is lost on the way is read from the `Graph` that `seeing/jax/graphs.py` makes of
+a jaxpr. How to trace a function, and what to do about an input that does not reach, is left to
 others.
 """
 

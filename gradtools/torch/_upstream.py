@@ -140,8 +140,9 @@ of a level."""
 def enter_forward_level() -> int | None:
     """The level of forward mode; None if someone, in this thread or another, is in it.
 
-    `forward_ad.enter_dual_level` leaves a level open behind the error that it raises where another
-    thread enters `torch.func.jvp` at that moment, so this is its text with an end. Gone: that.
+    `torch.autograd.forward_ad.enter_dual_level` leaves a level open behind the error that it raises
+    where another thread enters `torch.func.jvp` at that moment, so this is its text with an end.
+    Gone: that.
     """
     try:
         level = int(_c._enter_dual_level())
@@ -156,7 +157,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Its end. Gone: `forward_ad.exit_dual_level`, at three times the time."""
+    """Its end. Gone: `torch.autograd.forward_ad.exit_dual_level`, at three times the time."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 
@@ -244,7 +245,7 @@ EnableTorchFunction: Any = _c._EnableTorchFunction
 
 DisableTorchFunction: Any = _c.DisableTorchFunction
 """A tensor is asked itself, and not what a mode puts in its place. Its sister for subclasses,
-`DisableTorchFunctionSubclass`, is documented. Gone: a flag in each of our modes."""
+`torch._C.DisableTorchFunctionSubclass`, is documented. Gone: a flag in each of our modes."""
 
 Functions: Any = function._SingleLevelFunction
 """The base beneath `torch.autograd.Function`: an `apply` set here for the time of a call is met by
@@ -447,7 +448,7 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def takes_whole_gradients(module: torch.nn.Module) -> bool:
-    """Whether a module's backward hooks are those of `register_full_backward_hook`."""
+    """Whether a module's backward hooks are full ones, of no deprecated kind."""
     return module._is_full_backward_hook is not False
 
 

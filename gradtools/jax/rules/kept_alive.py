@@ -32,8 +32,8 @@ class MortalPrimitive(Primitive):
         owner: Which of its parameters must not be kept alive.
 
     Attributes:
-        gradtools_flow: Of an equation, the jaxpr of its data flow, or None; for `tracing`.
-        gradtools_program: Of an equation, the jaxpr of what it computes; for `homogeneous`.
+        gradtools_flow: Of an equation, the jaxpr of its data flow, or None; for `reachability`.
+        gradtools_program: Of an equation, the jaxpr of what it computes; for `linearity`.
     """
 
     multiple_results = True

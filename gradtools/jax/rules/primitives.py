@@ -229,7 +229,7 @@ def _flowing(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
 
 
 def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
-    """For `tracing`: the jaxpr of an equation of a primitive, if its rule's data flow counts."""
+    """For `reachability`: the jaxpr of an equation, if its rule's data flow counts."""
 
     def flow(eqn: Any) -> Any:
         if flow_of(eqn.params["rule"]) is None:
@@ -244,7 +244,7 @@ tangent_p.gradtools_flow, cotangent_p.gradtools_flow = _flow(eval_tangent), _flo
 
 
 def _program(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
-    """For `homogeneous`: the jaxpr of what an equation of a primitive computes."""
+    """For `linearity`: the jaxpr of what an equation of a primitive computes."""
     return lambda eqn: jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
 
 

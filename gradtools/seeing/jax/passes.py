@@ -175,7 +175,7 @@ def _take(items: Iterator[Any], count: int) -> list[Any]:
 
 
 def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr; what is made of equation i stands in the scope `gradtools_step_i`."""
+    """Evaluates a jaxpr; what is made of equation i is in the scope of step i."""
 
     def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
         with jax.named_scope(f"{_STEP}{i}"):

@@ -402,7 +402,7 @@ _CELLS: dict[str, Cell] = {
 
 
 def recurrent_cell(name: str) -> Callable[..., Any]:
-    """`torch.gru_cell`, `lstm_cell`, `rnn_tanh_cell` or `rnn_relu_cell`."""
+    """`torch.gru_cell`, `torch.lstm_cell`, `torch.rnn_tanh_cell` or `torch.rnn_relu_cell`."""
     step = _CELLS[name]
 
     def run(input: Tensor, hx: Any, *weights: Tensor | None) -> Any:

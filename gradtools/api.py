@@ -29,7 +29,7 @@ _ROOMS = {
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
     "seeing.diagnostics.operators:SeeingOperators": "dependence why_zero guard_gradients",
-    "seeing.graphs.graphing:Graphing": "gradient_graph",
+    "seeing.graphs.graph:Graphing": "gradient_graph",
     "seeing.formulas.formulating:Formulating": "formula",
     "seeing.measures:Measures": "measure",
 }

@@ -13,7 +13,7 @@ from gradtools.host_functions import HostFunctions as _HostFunctions
 from gradtools.models import Models as _Models
 from gradtools.seeing.diagnostics.operators import SeeingOperators as _SeeingOperators
 from gradtools.seeing.formulas.formulating import Formulating as _Formulating
-from gradtools.seeing.graphs.graphing import Graphing as _Graphing
+from gradtools.seeing.graphs.graph import Graphing as _Graphing
 from gradtools.seeing.measures import Measures as _Measures
 from gradtools.tiles.all_pairs import Pairs as _Pairs
 from gradtools.tiles.tiling import Tiling as _Tiling

@@ -1,14 +1,22 @@
-"""The graph of a program, with what is computed of it and every form that it is shown in."""
+"""`gradient_graph`: a program with its gradients as a graph, and every form that it is shown in."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gradtools.arguments.checks import order_among
+from gradtools.backend import Operators, P
+from gradtools.code_origin import place_of
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs import text
 from gradtools.seeing.graphs.edges import edges_of, kept_anew
 from gradtools.seeing.graphs.nodes import Edge, PlainGraph
+from gradtools.seeing.graphs.passes import SECOND, Differentiated, Live, with_spoken_names
+from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.pictures import dot, drawing, mermaid, page, saving
 
 
@@ -70,3 +78,96 @@ FORMS: saving.Forms = {
     ".md": lambda graph, **view: f"```mermaid\n{graph.to_mermaid(**view)}```\n",
     ".txt": lambda graph, **view: f"{graph.to_text(**view)}\n",
 }
+
+
+# --- the operator ------------------------------------------------------------------------
+
+_ORDERS = range(SECOND + 1)
+
+
+class Graphing(Operators):
+    """The operators that draw what differentiation does, bound to one backend."""
+
+    def gradient_graph(
+        self,
+        f: Callable[P, Any] | None = None,
+        *args: Any,
+        order: int = 1,
+        wrt: int | tuple[int, ...] = 0,
+        outputs: Any = None,
+        **kwargs: Any,
+    ) -> Graph:
+        """The program of f and of its gradients, as a graph to read and to draw.
+
+        With y = f(x), a cotangent c for each output and a cotangent v for each gradient::
+
+            forward                    x        ->  y
+            backward                   x, c     ->  g = J^H c
+            backward of the backward   x, c, v  ->  d<g, v>/dx, d<g, v>/dc
+
+        Each operation stands in its pass (``node.phase``), with the line of f that it comes from,
+        the modules around it, and a mark where it belongs to a rule of one's own, an edited
+        gradient, a chunk, a frozen function or a checkpoint. A value that a later pass reads was
+        saved for it: ``edge.saved``, with its bytes. Where a derivative is lost the edge says why.
+
+        In PyTorch f runs once and is differentiated, with its effects undone; the operations are
+        those of aten. All that is computed is kept until the graph is made. In JAX f is traced.
+
+        Args:
+            f: Takes and returns pytrees of arrays; a module, too.
+            *args: Arguments of f; arrays of any shape and dtype.
+            order: 0 forward alone, 1 with backward, 2 with backward of the backward.
+            wrt: The position of the argument along which it is differentiated, or of several; its
+                leaves are floating or complex. In PyTorch parameters that f holds and that require
+                grad are differentiated as well, and ``wrt=()`` means these alone.
+            outputs: In place of f: results that exist already, a pytree of PyTorch's tensors. What
+                autograd holds for them is drawn; nothing runs.
+            **kwargs: Keyword arguments of f.
+
+        Returns:
+            A `Graph`. Inputs and outputs have names: "argument 0['w']", "cotangent of output",
+            "gradient of argument 0['w']"; texts and pictures say "params['w']", as f names its
+            parameter. A leaf that no derivative reaches has no gradient.
+            ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` and ``save()``
+            show it; a notebook draws it by itself.
+
+        Raises:
+            GradtoolsError: neither f nor outputs is given, or both, or outputs have no graph, as
+                in JAX; order is not 0, 1 or 2; wrt is out of range or names an integer
+                argument; f raises, returns no array, or leaves the framework where it may not.
+
+        Example:
+            >>> x = gt.asarray(np.float32([1.0, 2.0]))
+            >>> graph = gt.gradient_graph(lambda x: gt.xp.exp(x), x)
+            >>> [(node.operation, node.phase) for node in graph.nodes]
+            [('exp', 0), ('multiply', 1)]
+            >>> [(edge.value == graph.outputs[0], edge.bytes) for edge in graph.edges if edge.saved]
+            [(True, 8)]
+            >>> [graph.values[value].name for value in graph.outputs]
+            ['output', 'gradient of argument 0']
+
+        Source: the pictures of PyTorch's tutorial on double backward with custom functions.
+        """
+        expected = "0 (forward), 1 (with backward) or 2 (with backward of the backward)"
+        order = order_among("gradient_graph", order, _ORDERS, expected)
+        if (f is None) == (outputs is None):
+            raise GradtoolsError(
+                "gradient_graph: expected either a function with its arguments or outputs=, "
+                f"results that exist already; got {'neither' if f is None else 'both'}."
+            )
+        passes = Framework(self._backend, "gradient_graph").passes
+        if f is None:
+            return Graph(**vars(passes.gradient_graph(Live(outputs))))
+        program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, wrt)
+        try:
+            graph = passes.gradient_graph(Differentiated(program, order))
+            return Graph(**vars(with_spoken_names(graph, program.spoken)))
+        except GradtoolsError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+            once = ("", ", differentiated once,", ", differentiated twice,")[order]
+            raise GradtoolsError(
+                f"gradient_graph: f{once} raised {what}. "
+                "It must run at the arguments at which it is looked at."
+            ) from error

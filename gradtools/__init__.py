@@ -8,15 +8,23 @@ Pick the backend by import; the rest of the program keeps its shape::
 Importing ``gradtools`` itself imports neither framework.
 """
 
+import sys
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradtools.errors import DisconnectedInputError as DisconnectedInputError
 from gradtools.errors import GradtoolsError as GradtoolsError
 from gradtools.errors import GradtoolsWarning as GradtoolsWarning
 
 __version__ = "0.1.0"
-__all__ = ["DisconnectedInputError", "GradtoolsError", "GradtoolsWarning", "available_backends"]
+__all__ = [
+    "DisconnectedInputError",
+    "GradtoolsError",
+    "GradtoolsWarning",
+    "available_backends",
+    "namespace",
+]
 
 
 def available_backends() -> tuple[str, ...]:
@@ -31,6 +39,42 @@ def available_backends() -> tuple[str, ...]:
         True
     """
     return tuple(name for name in ("torch", "jax") if find_spec(name) is not None)
+
+
+def namespace(*arrays: Any) -> Any:
+    """The namespace of the framework that arrays belong to, for code that serves both.
+
+    Args:
+        arrays: Tensors of PyTorch, or arrays or tracers of JAX; others, such as Python numbers and
+            NumPy arrays, belong to neither and are passed over.
+
+    Returns:
+        `gradtools.torch` or `gradtools.jax`. No framework is imported for the question.
+
+    Raises:
+        GradtoolsError: No array belongs to a framework, or two belong to different ones.
+
+    Example:
+        >>> import gradtools
+        >>> def squared_slope(f, x):
+        ...     gt = gradtools.namespace(x)
+        ...     return gt.grad(f)(x) ** 2
+    """
+    kinds = {"torch": "Tensor", "jax": "Array"}
+    loaded = {name: kind for name, kind in kinds.items() if name in sys.modules}
+    found = {
+        name
+        for name, kind in loaded.items()
+        if any(isinstance(x, getattr(sys.modules[name], kind)) for x in arrays)
+    }
+    if len(found) != 1:
+        came = ", ".join(f"{type(x).__module__}.{type(x).__name__}" for x in arrays) or "nothing"
+        which = "both frameworks" if found else "neither framework"
+        raise GradtoolsError(
+            f"namespace: the arguments ({came}) belong to {which}; pass tensors of PyTorch or "
+            "arrays of JAX."
+        )
+    return import_module(f"gradtools.{found.pop()}")
 
 
 if not TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found

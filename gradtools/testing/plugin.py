@@ -1,12 +1,15 @@
 """The pytest plugin: a test runs once for each backend, and frameworks are held to each other.
 
 It comes with the package. It gives the fixtures `gt`, `gradtools_device` and `cross_check` and the
-options ``--gradtools-backend`` and ``--gradtools-device``; a run that uses none of them imports no
-framework and prints nothing.
+options ``--gradtools-backend``, ``--gradtools-device`` and ``--gradtools-x64``; a run that uses
+none of them imports no framework and prints nothing. ``-p no:gradtools`` switches it off.
 
     def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
         x = gt.asarray(np.float32(3.0))
         assert float(gt.grad(lambda x: x ** 2)(x)) == 6
+
+    @pytest.fixture(scope="module")
+    def model(gt): ...                                       # once for each backend, too
 
     def test_my_port_is_right(cross_check):                  # as gradtools.testing.cross_check
         cross_check(torch=torch_loss, jax=jax_loss, args=(x, y))
@@ -32,7 +35,12 @@ _PROPERTY = "gradtools_cross_check"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--gradtools-backend`` and ``--gradtools-device``."""
+    """Adds the options."""
+    parser.getgroup("gradtools").addoption(
+        "--gradtools-x64",
+        action="store_true",
+        help="64-bit numbers in JAX for the whole run, as PyTorch has them",
+    )
     parser.getgroup("gradtools").addoption(
         "--gradtools-device",
         default="auto",
@@ -44,6 +52,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="both",
         help="run tests that take a backend with this one only",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Switches 64-bit numbers on in JAX where that is asked for."""
+    if config.getoption("--gradtools-x64") and "jax" in wanted_backends(config):
+        import_module("jax").config.update("jax_enable_x64", True)
 
 
 def wanted_backends(config: pytest.Config) -> list[str]:
@@ -60,7 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not wanted:
         reason = "no backend of gradtools is installed or asked for"
         wanted = [pytest.param("none", marks=pytest.mark.skip(reason=reason))]
-    metafunc.parametrize("gradtools_backend", wanted)
+    metafunc.parametrize("gradtools_backend", wanted, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +83,12 @@ def gradtools_device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--gradtools-device"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gt(gradtools_backend: str, gradtools_device: str) -> Iterator[Any]:
-    """The namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each."""
+    """The namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each.
+
+    It lasts for the session, so that fixtures of every scope may take it.
+    """
     from gradtools.testing.cross_checking.devices import placed
 
     with placed(gradtools_backend, gradtools_device):

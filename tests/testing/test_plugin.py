@@ -184,3 +184,44 @@ def test_a_failure_ends_at_the_line_of_the_test(pytester):
     found.stdout.no_fnmatch_line("*derivatives.py*")
     found.stdout.fnmatch_lines(["*.py:2: in test_of_a_bad_call", "*gt.grad(lambda x: x)(3)"])
     run(pytester, source, "--full-trace").stdout.fnmatch_lines(["*derivatives.py:*"])
+
+
+def test_fixtures_of_every_scope_may_take_gt(pytester):
+    source = """
+        import pytest
+
+        @pytest.fixture(scope="session")
+        def name(gt):
+            return gt.__name__
+
+        @pytest.fixture(scope="module")
+        def model(gt, name):
+            return gt, name
+
+        def test_it_is_of_the_same_backend(model, gt):
+            assert model == (gt, gt.__name__)
+    """
+    run(pytester, source).assert_outcomes(passed=len(gradtools.available_backends()))
+
+
+@pytest.mark.skipif("jax" not in gradtools.available_backends(), reason="needs jax")
+def test_64_bits_in_jax_are_an_option(pytester):
+    source = """
+        import numpy as np
+
+        def test_they_are_kept(gt):
+            assert str(gt.asarray(np.float64(1.0)).dtype).endswith("float64")
+    """
+    pytester.makepyfile(source)
+    for options, outcome in (((), "failed"), (("--gradtools-x64",), "passed")):
+        result = pytester.runpytest_subprocess(
+            *LOADED[2:], "-p", "gradtools.testing.plugin", "--gradtools-backend=jax", *options
+        )
+        result.assert_outcomes(**{outcome: 1})
+
+
+def test_it_can_be_switched_off(pytester):
+    pytester.makepyfile("def test_it(gt): pass")
+    result = pytester.runpytest_subprocess("-p", "no:gradtools", "-p", "no:cacheprovider")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*fixture 'gt' not found*"])

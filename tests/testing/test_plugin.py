@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gradtools
-from gradtools.testing import plugin
+from gradtools.testing import plugin, pytest_entry
 
 pytest_plugins = ["pytester"]
 BOTH = gradtools.available_backends() == ("torch", "jax")
@@ -143,7 +143,8 @@ def test_a_run_that_does_not_use_it_imports_nothing_and_prints_nothing(pytester,
 
 def test_the_package_registers_it_under_its_modules_name():
     page = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert page["project"]["entry-points"]["pytest11"] == {plugin.__name__: plugin.__name__}
+    assert page["project"]["entry-points"]["pytest11"] == {"gradtools": pytest_entry.__name__}
+    assert pytest_entry.pytest_plugins == [plugin.__name__]
 
 
 def test_loading_it_twice_is_no_error(pytester):

@@ -8,10 +8,10 @@ Pick the backend by import; the rest of the program keeps its shape::
 Importing ``gradtools`` itself imports neither framework.
 """
 
-import sys
-from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+import sys as _sys
+import typing as _typing
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 
 from gradtools.errors import DisconnectedInputError as DisconnectedInputError
 from gradtools.errors import GradtoolsError as GradtoolsError
@@ -38,10 +38,10 @@ def available_backends() -> tuple[str, ...]:
         >>> set(gradtools.available_backends()) <= {"torch", "jax"}
         True
     """
-    return tuple(name for name in ("torch", "jax") if find_spec(name) is not None)
+    return tuple(name for name in ("torch", "jax") if _find_spec(name) is not None)
 
 
-def namespace(*arrays: Any) -> Any:
+def namespace(*arrays: _typing.Any) -> _typing.Any:
     """The namespace of the framework that arrays belong to, for code that serves both.
 
     Args:
@@ -61,11 +61,11 @@ def namespace(*arrays: Any) -> Any:
         ...     return gt.grad(f)(x) ** 2
     """
     kinds = {"torch": "Tensor", "jax": "Array"}
-    loaded = {name: kind for name, kind in kinds.items() if name in sys.modules}
+    loaded = {name: kind for name, kind in kinds.items() if name in _sys.modules}
     found = {
         name
         for name, kind in loaded.items()
-        if any(isinstance(x, getattr(sys.modules[name], kind)) for x in arrays)
+        if any(isinstance(x, getattr(_sys.modules[name], kind)) for x in arrays)
     }
     if len(found) != 1:
         came = ", ".join(f"{type(x).__module__}.{type(x).__name__}" for x in arrays) or "nothing"
@@ -74,10 +74,14 @@ def namespace(*arrays: Any) -> Any:
             f"namespace: the arguments ({came}) belong to {which}; pass tensors of PyTorch or "
             "arrays of JAX."
         )
-    return import_module(f"gradtools.{found.pop()}")
+    return _import_module(f"gradtools.{found.pop()}")
 
 
-if not TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "bridge", "jax", "testing", "torch"]
+
+
+if not _typing.TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
 
     def __getattr__(name: str) -> object:
         """Nothing: it says where the operators are, which newcomers look for here."""

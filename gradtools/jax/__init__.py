@@ -1,19 +1,25 @@
 """gradtools for JAX: `import gradtools.jax as gt`."""
 
-from typing import TYPE_CHECKING
+import typing as _typing
+from importlib import import_module as _import_module
 
-from gradtools.api import Api
+from gradtools.api import Api as _Api
 from gradtools.api import no_attribute as _no_attribute
 from gradtools.errors import needed as _needed
 
 try:
-    from gradtools.jax.backend import JaxBackend
+    from gradtools.jax.backend import JaxBackend as _Backend
 except ModuleNotFoundError as error:
     raise _needed(__name__, error) from None
 
-_api = Api(JaxBackend())
+_api = _Api(_Backend())
+_LAYERS = (
+    "equinox",
+    "linen",
+    "nnx",
+)  # modules with the layers of each library, imported when one is read
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     import jax.numpy as _jnp
 
     from gradtools.public import *  # noqa: F403 - the names stand once, for both wings
@@ -24,6 +30,8 @@ else:  # where a type checker reads a __getattr__, no misspelt name is found
 
     def __getattr__(name: str) -> object:
         """A public name, when it is first read: its room is imported then, and no other."""
+        if name in _LAYERS:
+            return _import_module(f"{__name__}.{name}")
         if name not in __all__:
             __tracebackhide__ = True
             raise _no_attribute(__name__, name)

@@ -132,6 +132,29 @@ def test_the_examples_of_gradtools_itself_run():
     assert doctest.testmod(gradtools).failed == 0
 
 
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_an_editor_completes_public_names_alone(backend):
+    gt = namespace(backend)
+    layers = {"torch": {"nn"}, "jax": {"equinox", "linen", "nnx"}}[backend]
+    assert {*dir(gt)} == {*gt.__all__}
+    assert all(hasattr(getattr(gt, name), "GradientReversal") for name in layers)
+    assert {*dir(gradtools)} - {"__version__"} == {*gradtools.__all__} | {
+        "bridge", "jax", "testing", "torch"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("file", ["__init__.py", "torch/__init__.py", "jax/__init__.py"])
+def test_a_namespace_binds_no_other_name_without_an_underscore(file):
+    tree = ast.parse((ROOT / file).read_text())
+    names = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {n for n in names if not n.startswith("_")} <= {*gradtools.__all__, "*"}
+
+
 # What one wing has alone, a file or a whole folder, and why.
 ALONE = dict(
     line.split(": ", 1)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formulas.recorded import Recorded
     from gradtools.seeing.graphs.nodes import PlainGraph
 
 
@@ -34,13 +33,6 @@ class ForeignProgram(Protocol):
 
     def graph(self) -> PlainGraph | None:
         """Its operations, as the other framework records them; None where it cannot."""
-        ...
-
-    def formula(self, xs: Sequence[np.ndarray], batch: Sequence[int]) -> Recorded | None:
-        """One run at these arrays in the formula's vocabulary; None where it cannot.
-
-        batch: The sizes of the axes of batches in front of each array, which may have 1 there.
-        """
         ...
 
     def cost(self) -> Cost | None:

@@ -33,7 +33,6 @@ from gradtools.host_kernels import Kernel, Spec, carrier
 from gradtools.rules import Entries, Rule, replaced_where, spread
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formulas.recorded import Recorded
     from gradtools.seeing.graphs.nodes import PlainGraph
 
 Array = Any
@@ -305,29 +304,6 @@ class KnownOfShapes:
     @cached_property
     def _graph(self) -> PlainGraph | None:
         return self.of.guest.graph(self.of, self.ins)
-
-    def formula(self, xs: Sequence[np.ndarray], batch: Sequence[int]) -> Recorded | None:
-        """One run of the function in the formula's vocabulary; none of a derivative."""
-        from gradtools.seeing.formulas.recorded import as_recorded
-        from gradtools.seeing.frameworks import Framework
-        from gradtools.seeing.graphs.program import LeafProgram
-
-        guest = self.of.guest
-        own = Framework(guest.backend, "formula")
-        if self.base is not self or not own.recorded_run.watchable():
-            return None
-        moving = tuple([i for i, s in enumerate(self.ins) if _is_inexact(s)])
-        full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs]
-        shared = _shared(full, len(batch))
-        mapped = self.of.over(shared, len(batch))
-        run = lambda *arrays: mapped(*_without_copies(arrays, shared))
-        program = LeafProgram(
-            guest.backend, "formula", run, list(map(guest.gt.asarray, xs)), {}, moving
-        )
-        try:
-            return as_recorded(own.programs.formula_graph(program))
-        except GradtoolsError:  # it cannot be written down there: here it is one operation
-            return None
 
     def cost(self) -> Cost | None:
         """What a call costs, as the guest counts it."""

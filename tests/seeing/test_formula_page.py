@@ -72,8 +72,7 @@ def test_the_reader_finds_a_line_that_is_missing_and_one_that_is_wrong():
     first = lines.pop(0)
     assert undefined(formula) != []
     lines.insert(0, first)
-    right = lines[0].right
-    wrong = replace(right, text=right.text.replace("Vᵀ", "Kᵀ"))
-    lines[0] = replace(first, right=wrong)
+    left, right = lines[0]
+    lines[0] = left, replace(right, text=right.text.replace("Vᵀ", "Kᵀ"))
     with pytest.raises(AssertionError):
         check_page(formula, point)

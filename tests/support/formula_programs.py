@@ -16,10 +16,14 @@ def layer():
     return b.graph(b("sum", b("tanh", y)))
 
 
+def _gelu(b, x):
+    return b("multiply", x, b("normal_cdf", x))
+
+
 def perceptron():
     b = Builder()
     x, w, c, v = b.input("X", (5, 4)), b.input("W", (4, 3)), b.input("b", (3,)), b.input("v", (3,))
-    h = b("gelu", b("add", b("matmul", x, w), c))
+    h = _gelu(b, b("add", b("matmul", x, w), c))
     return b.graph(b("mean", b("square", b("matmul", h, v))))
 
 
@@ -35,7 +39,8 @@ def linear_over_time():
 def cross_entropy():
     b = Builder()
     z, y = b.input("Z", (5, 3)), b.input("y", (5,), "int64")
-    return b.graph(b("cross_entropy", z, y, axis=1))
+    losses = b("multiply", b("one_hot", y, size=3), b("log_softmax", z, axis=1))
+    return b.graph(b("negate", b("mean", b("sum", losses, axes=(1,)))))
 
 
 def cross_entropy_of_probabilities():
@@ -84,29 +89,29 @@ def tutorial(operation):
     return program
 
 
-def convolution():
-    b = Builder()
-    x, w = b.input("X", (2, 3, 6, 6)), b.input("W", (4, 3, 3, 3))
-    return b.graph(b("relu", b("convolution", x, w, padding=1, stride=2)))
+def _affine(b, x, scale, shift):
+    return b("add", b("multiply", x, scale), shift)
 
 
 def layer_norm():
     b = Builder()
     x, g, c = b.input("X", (5, 4)), b.input("gamma", (4,)), b.input("beta", (4,))
-    return b.graph(b("layer_norm", x, g, c, axes=(1,), eps=1e-5))
+    return b.graph(_affine(b, b("standardize", x, axes=(1,), eps=1e-5), g, c))
 
 
 def batch_norm():
     b = Builder()
     x, g, c = b.input("X", (6, 4)), b.input("gamma", (4,)), b.input("beta", (4,))
-    return b.graph(b("batch_norm", x, g, c, training=True, eps=1e-5))
+    return b.graph(_affine(b, b("standardize", x, axes=(0,), eps=1e-5), g, c))
 
 
 def attention(*lead):
     def program():
         b = Builder()
         q, k, v = (b.input(n, (*lead, 5, 4)) for n in "QKV")
-        return b.graph(b("attention", q, k, v))
+        turned = b("transpose", k, permutation=(*range(len(lead)), len(lead) + 1, len(lead)))
+        scores = b("divide", b("matmul", q, turned), b.number(2.0))
+        return b.graph(b("matmul", b("softmax", scores, axis=len(lead) + 1), v))
 
     return program
 
@@ -117,29 +122,10 @@ def quadratic():
     return b.graph(b("multiply", b.number(0.5), b("matmul", x, b("matmul", a, x))))
 
 
-def solve():
-    b = Builder()
-    a, x = b.input("A", (3, 3)), b.input("X", (3, 2))
-    return b.graph(b("add", b("logdet", a), b("sum", b("multiply", x, b("solve", a, x)))))
-
-
 def powers():
     b = Builder()
     a = b.input("A", (3, 3))
     return b.graph(b("trace", b("matmul", a, b("matmul", a, a))))
-
-
-def spectral_product():
-    b = Builder()
-    x, h = b.input("x", (8,)), b.input("h", (8,))
-    y = b("ifft", b("multiply", b("fft", x), b("fft", h)))
-    return b.graph(b("real", y))
-
-
-def cumulative():
-    b = Builder()
-    x = b.input("x", (5,))
-    return b.graph(b("sum", b("square", b("cumsum", x, axis=0))))
 
 
 def branches():
@@ -184,25 +170,15 @@ def block(layers=1):
         wq, wk, wv, wo = (b.input(f"W{c}{k}", (e, e)) for c in "qkvo")
         g, c = b.input(f"g{k}", (e,)), b.input(f"c{k}", (e,))
         up, down = b.input(f"A{k}", (3 * e, e)), b.input(f"B{k}", (e, 3 * e))
-        y = b("layer_norm", x, g, c, axes=(2,), eps=1e-5)
+        y = _affine(b, b("standardize", x, axes=(2,), eps=1e-5), g, c)
         q, key, v = (heads(affine(y, w, e)) for w in (wq, wk, wv))
         s = b("matmul", q, b("transpose", key, permutation=(0, 2, 1)))
         p = b("softmax", b("divide", s, b.number(2.0)), axis=2)
         o = b("reshape", b("matmul", p, v), shape=(n, h, t, d))
         o = b("reshape", b("transpose", o, permutation=(0, 2, 1, 3)), shape=(n, t, e))
         x = b("add", x, affine(o, wo, e))
-        x = b("add", x, affine(b("gelu", affine(x, up, 3 * e)), down, e))
+        x = b("add", x, affine(_gelu(b, affine(x, up, 3 * e)), down, e))
     return b.graph(b("mean", b("square", x)))
-
-
-def small_convnet():
-    b = Builder()
-    x, k = b.input("X", (2, 1, 8, 8)), b.input("K", (3, 1, 3, 3))
-    c, w, t = b.input("c", (3,)), b.input("W", (4, 27)), b.input("t", (2,), "int64")
-    z = b("add", b("convolution", x, k), b("reshape", c, shape=(3, 1, 1)))
-    h = b("reshape", b("max_pool", b("relu", z), window=(2, 2)), shape=(2, 27))
-    s = b("matmul", h, b("transpose", w, permutation=(1, 0)))
-    return b.graph(b("cross_entropy", s, t, axis=1))
 
 
 def mixing():
@@ -212,24 +188,9 @@ def mixing():
     return b.graph(b("matmul", b("softmax", b("matmul", x, w), axis=1), x))
 
 
-def spectrum():
-    b = Builder()
-    values, _ = b("eigh", b.input("A", (3, 3)))
-    return b.graph(b("sum", b("exp", values)))
-
-
-def greatest():
-    b = Builder()
-    values, _ = b("topk", b.input("x", (6,)), k=2, axis=0)
-    return b.graph(b("sum", b("square", values)))
-
-
 LARGER = {
-    "spectrum": spectrum,
-    "greatest": greatest,
     "block": block,
     "two blocks": lambda: block(2),
-    "convnet": small_convnet,
 }
 PROGRAMS = {
     "linear": linear,
@@ -248,10 +209,7 @@ PROGRAMS = {
     "attention": attention(),
     "attention of heads": attention(2, 3),
     "quadratic": quadratic,
-    "solve": solve,
     "powers": powers,
-    "spectral product": spectral_product,
-    "cumulative": cumulative,
     "branches": branches,
     "contraction": contraction,
     "distances": distances,

@@ -101,8 +101,6 @@ PLACES = {
 ALONG = {
     "softmax": lambda x, a: _softmax(x, a[0]),
     "log softmax": lambda x, a: np.log(_softmax(x, a[0])),
-    "cumsum": lambda x, a: np.cumsum(x, a[0]),
-    "cumsum←": lambda x, a: np.flip(np.cumsum(np.flip(x, a[0]), a[0]), a[0]),
 }
 OVER = {
     "mean": lambda x, a: x.mean(a),
@@ -110,13 +108,7 @@ OVER = {
     "max": lambda x, a: x.max(a),
     "logsumexp": lambda x, a: np.log(np.exp(x).sum(a)),
 }
-WHOLE = {
-    "det": np.linalg.det,
-    "tr": np.trace,
-    "diag": np.diag,
-    "ℱ": np.fft.fft,
-    "ℱᴴ": lambda x: np.fft.ifft(x) * x.shape[0],
-}
+WHOLE = {"tr": np.trace, "diag": np.diag}
 FUNCTIONS = sorted([*PLACES, *ALONG, *OVER, *WHOLE, "standardize", "onehot"], key=len, reverse=True)
 
 
@@ -385,7 +377,7 @@ def check_page(formula, point, **reading):
     """Every line of the formula against the expression that it stands for; how many were read."""
     str(formula)
     statements, derived = formula._statements, formula._derived
-    known = derived.known(*point, (), None)
+    known = derived.known(*point)
     known |= {p.whole: known[p.real] + 1j * known[p.imaginary] for p in derived.pairs}
     expressions = {w.text: x for x, w in statements.writer.names.items()}
     for section in statements.sections:
@@ -402,13 +394,11 @@ def check_page(formula, point, **reading):
 
 
 def _check_line(line, names, reading):
-    left = line.left.text
+    left, right = (part.text for part in line)
     stem = max((n for n in names if left.startswith(n)), key=len)
     index = left[len(stem) :]
-    reader = Reader(
-        {n: v for n, v in names.items() if n != stem or n in line.right.text}, **reading
-    )
-    found = reader.read(line.right.text, indexed=bool(index))
+    reader = Reader({n: v for n, v in names.items() if n != stem or n in right}, **reading)
+    found = reader.read(right, indexed=bool(index))
     array, letters = names[stem]
     if index:
         wanted = Reader({})
@@ -429,14 +419,12 @@ def undefined(formula):
     said, missing = set(known), []
     for section in formula._statements.sections:
         for line in section.lines:
-            text = unicodedata.normalize("NFD", line.right.text)
+            left, right = (part.text for part in line)
+            text = unicodedata.normalize("NFD", right)
             for found in map(str, generated.findall(text)):
                 name = unicodedata.normalize("NFC", found)
                 if name in {w.text for w in names.values()} and name not in said:
-                    missing.append((name, line.right.text))
-            if line.left is not None:
-                said.add(line.left.text)
-                said.update(
-                    n for n in (w.text for w in names.values()) if line.left.text.startswith(n)
-                )
+                    missing.append((name, right))
+            said.add(left)
+            said.update(n for n in (w.text for w in names.values()) if left.startswith(n))
     return missing

@@ -1,18 +1,18 @@
 """The formula of a program and of its derivatives, as mathematics that can be read and checked.
 
-A wing records a program as a `Graph` in the words of `operation_record.py`; no framework is needed
-from there on::
+A wing records a run as expressions, of operations that the house knows or by their names::
 
-    graph --lowering--> expressions --recognition--> the same, patterns named
-          --reverse--> the adjoint program --reverse--> the adjoint of that
-          --statements, writing--> text and LaTeX;  --evaluation--> numbers
+    run --translating--> expressions --recognition--> the same, patterns named
+        --reverse--> the adjoint program --reverse--> the adjoint of that
+        --statements, writing--> text and LaTeX;  --evaluation--> numbers
 
 Everything is an `Expr` (`expressions.py`), simplified as it is made (`algebra/`). An operation is
-one record (`operation_record.py`): what a program says, its lowering, its value in NumPy, its
-cotangents, its notation and its axes. The records stand in `operations/`, by family.
+one record (`operation_record.py`): how it is made, its value in NumPy, its cotangents, its notation
+and its axes. The records stand in `operations/`, by family. What is not among them keeps its name,
+and the framework computes and differentiates it (`operations/by_name.py`).
 
-`derive` is the entrance. What it returns, a `Formula`, is compared with a framework's numbers by
-`Formula.verified` before it is shown, and with a derivation by hand by `Formula.agrees_with`.
+`derive` is the entrance; `formulating.py` compares what it returns, a `Formula`, with a framework's
+numbers before it is shown, and derivations by hand with these.
 """
 
 from gradtools.seeing.formulas.comparing import Agreement as Agreement

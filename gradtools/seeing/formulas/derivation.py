@@ -1,6 +1,6 @@
 """The formula of a program: what automatic differentiation computes, to be read and checked.
 
-`derive` turns a recorded `Graph` into its adjoint program and, at order 2, into the adjoint of
+`derive` turns a recorded program into its adjoint program and, at order 2, into the adjoint of
 that. The result, a `Formula`, prints as text, as LaTeX and by itself in notebooks; it computes
 its own numbers in NumPy, so that it can be compared with a framework before it is shown.
 """
@@ -8,33 +8,32 @@ its own numbers in NumPy, so that it can be compared with a framework before it 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formulas import algebra, files
+from gradtools.seeing.formulas import files
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.comparing import Agreement, Captured, compared_at, draw, near, verify
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
 from gradtools.seeing.formulas.evaluation import evaluate
-from gradtools.seeing.formulas.expressions import Expr, order, placeholder, substitute
-from gradtools.seeing.formulas.lowering import Lowered, lower
+from gradtools.seeing.formulas.expressions import Expr, order, placeholder
 from gradtools.seeing.formulas.naming import leaf_names
 from gradtools.seeing.formulas.operation_record import OPERATIONS
-from gradtools.seeing.formulas.operations import control
 from gradtools.seeing.formulas.recognition import recognise
+from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.formulas.reverse import adjoint
-from gradtools.seeing.formulas.statements import Section, Statement, Statements, everything
+from gradtools.seeing.formulas.statements import Section, Statements
 from gradtools.seeing.formulas.typesetting import Written
-from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.pictures import saving
 
+if TYPE_CHECKING:
+    from gradtools.seeing.formulas.comparing import Agreement
+
 Arrays = Sequence[Any]
-Given = Arrays | None  # None for those of the formula
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Formula:
         second: At order 2, the names of what the last section lists.
         draws: The names of the random draws.
         order: 1, or 2 with the double backward.
-        marked: The native names of operations without a translation; empty if there are none.
+        marked: What is written by its name, of which the formula has no algebra.
         check: The comparison with automatic differentiation, or None before there was one.
     """
 
@@ -86,41 +85,28 @@ class Formula:
         self._sections: list[Section] | None = None
         self.check = check
         self.order = derived.order
-        self.marked = tuple(dict.fromkeys(derived.lowered.marked))
+        named = [x["name"] for x in order(derived.outputs) if x.op == "by_name"]
+        self.marked = tuple(dict.fromkeys(named))
         names = derived.names
-        self.inputs = tuple(names[p].text for p in derived.lowered.program.inputs)
+        self.inputs = tuple(names[p].text for p in derived.recorded.opened)
         self.outputs = tuple(w.text for w in derived.output_names)
-        self.draws = tuple(names[p].text for p in derived.lowered.draws)
+        self.draws = tuple(names[p].text for p in derived.recorded.draws)
         self.cotangents = tuple(names[p].text for p in derived.cotangents)
         self.directions = tuple(names[p].text for p in derived.directions)
         self.gradients = tuple(w.text for w in derived.gradient_names)
         self.second = tuple(w.text for w in derived.second_names)
 
-    @property
-    def computable(self) -> bool:
-        """Whether every operation can be computed, so that the formula can be compared."""
-        return self._derived.computable
+    def held_by(self, agreement: Callable[..., Agreement]) -> Formula:
+        """The same, which compares derivations by this function."""
+        return Formula(replace(self._derived, agreement=agreement), self.check)
 
-    def at(
-        self,
-        inputs: Sequence[Any],
-        captured: Mapping[int, Any],
-        calling: Callable[[Callable[..., Any]], Callable[..., Any]],
-    ) -> Formula:
-        """The same formula, which knows the values with which it was recorded.
-
-        Args:
-            inputs: One array for each input. Random points are drawn near them.
-            captured: The captured values, by number.
-            calling: Makes a function of NumPy arrays of a derivation in the framework.
-        """
-        known = replace(self._derived, given=list(inputs), held=dict(captured), calling=calling)
-        return Formula(known, self.check)
+    def checked(self, check: Check) -> Formula:
+        """The same, with the record of its comparison."""
+        return Formula(self._derived, check)
 
     def noted(self, note: str, given: bool = False) -> Formula:
         """The same, with something said about its comparison."""
-        if self.check is None:
-            return self
+        assert self.check is not None
         return Formula(self._derived, replace(self.check, note=note, given=given))
 
     # Reading.
@@ -128,14 +114,11 @@ class Formula:
     def __str__(self) -> str:
         lines = []
         for section in self._written():
-            lines += [section.title.text, *_aligned_text(section.lines), ""]
+            lines += [section.title.text, *_aligned_text(section), ""]
         lines += ["where", *(f"  {w.text}" for w in self._derived.legend(self._statements))]
         lines += [f"  {name.text}" for name in self._recognised()]
         lines += [f"  {note}" for note in self._statements.writer.notes]
-        lines += [f"  ⚠ {name}, no translation" for name in self.marked]
         lines += [str(self.check)] if self.check is not None else []
-        if not self.computable:
-            lines.append("not compared with automatic differentiation")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -149,13 +132,13 @@ class Formula:
                 f"formula.lines: part is {section!r}; expected one of 0 to {len(parts) - 1}. "
                 "formula(f, *args, order=2) has one part more than order 1."
             )
-        return [line.strip() for line in _aligned_text(parts[section].lines)]
+        return [line.strip() for line in _aligned_text(parts[section])]
 
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part, and one for the names in it."""
         blocks = []
         for section in self._written():
-            rows = [_latex_row(line) for line in section.lines]
+            rows = [rf"&{a.latex} = {b.latex}" for a, b in section.lines]
             body = " \\\\\n".join(rows)
             title = rf"&{section.title.latex}"
             blocks.append("\\begin{aligned}\n" + title + " \\\\\n" + body + "\n\\end{aligned}")
@@ -191,11 +174,9 @@ class Formula:
 
     def evaluate(
         self,
-        inputs: Sequence[Any],
-        cotangents: Sequence[Any] | None = None,
-        directions: Sequence[Any] | None = None,
-        captured: Mapping[int, Any] | Sequence[Any] = (),
-        draws: Sequence[Any] | None = None,
+        inputs: Arrays,
+        cotangents: Arrays | None = None,
+        directions: Arrays | None = None,
     ) -> Values:
         """The numbers of every result, in float64 and complex128.
 
@@ -203,131 +184,64 @@ class Formula:
             inputs: One array for each input.
             cotangents: One for each output that can have one; ones by default.
             directions: At order 2, one for each input that can have a derivative.
-            captured: One for each captured value: in order, or by its number in the graph; as
-                they were recorded by default.
-            draws: One for each random draw; as they were recorded by default.
 
         Raises:
-            GradtoolsError: The numbers or shapes do not fit, or an operation is marked and
-                cannot be computed.
+            GradtoolsError: The numbers or shapes do not fit.
         """
-        captured = captured if len(captured) else self._derived.held or captured
-        return self._derived.evaluate(inputs, cotangents, directions, captured, draws)
-
-    def verified(
-        self,
-        reference: Callable[[list, list, list], tuple],
-        *,
-        points: int = 3,
-        tolerance: float = 1e-9,
-        seed: int = 0,
-        sample: Callable[[np.random.Generator], tuple] | None = None,
-        captured: Mapping[int, Any] | Sequence[Any] = (),
-        finite: bool = True,
-    ) -> Formula:
-        """The same formula, compared with a framework's automatic differentiation.
-
-        Args:
-            reference: A function of lists (inputs, cotangents, directions) of NumPy arrays. It
-                returns what the framework computes: (outputs, gradients) or, at order 2,
-                (outputs, gradients, second), one entry for each name in ``outputs``,
-                ``gradients`` and ``second``; None is not compared.
-            points: At how many random points.
-            tolerance: The relative error that is allowed.
-            seed: Of the random points.
-            sample: Draws (inputs, cotangents, directions); standard normal by default.
-            captured: The captured values.
-            finite: Whether all values must be finite at one of the points.
-
-        Returns:
-            The formula with the record of the comparison; as it was, if an operation without a
-            translation cannot be computed (the formula says so).
-
-        Raises:
-            Differs: They differ; it says where, with both values.
-            Outside: The values are finite at none of the points.
-        """
-        if not self.computable:
-            return self
-        rng = np.random.default_rng(seed)
-        chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
-        worst = verify(self, reference, chosen, tolerance, captured, finite)
-        return Formula(self._derived, Check(points, worst, tolerance))
+        return self._derived.evaluate(inputs, cotangents, directions)
 
     def agrees_with(
         self,
         derivation: Callable[..., Any],
         *,
         points: int = 3,
-        tolerance: float = 1e-9,
+        tolerance: float | None = None,
         seed: int = 0,
-        sample: Callable[[np.random.Generator], tuple] | None = None,
-        captured: Mapping[int, Any] | Sequence[Any] = (),
         convert: Callable[[np.ndarray], Any] | None = None,
     ) -> Agreement:
-        """Hold a derivation made by hand against the formula.
+        """Compares a derivation made by hand with the framework's vjp.
 
         Args:
-            derivation: A function of the inputs, then of the outputs' cotangents, then (at
-                order 2) of the directions. It returns the inputs' cotangents in order (at order
-                2, what the last section lists); one alone need not be a tuple; None is zero.
-            points: At how many random points.
-            tolerance: The relative error that is allowed.
-            seed: Of the random points.
-            sample: Draws (inputs, cotangents, directions); by default near the arguments with
-                which the formula was recorded, standard normal if none are known.
-            captured: The captured values; as they were recorded by default.
+            derivation: A function of the inputs, then of the outputs' cotangents, one for each,
+                then (at order 2) of the directions. It returns the inputs' cotangents in order
+                (at order 2, what the last section lists); one alone need not be a tuple; None is
+                zero.
+            points: At how many random points near the arguments, besides the arguments.
+            tolerance: The relative error that is allowed; by default that of f's precision.
+            seed: Of the random points and cotangents.
             convert: Makes what the derivation is given from NumPy's arrays; by default they are
-                made arrays of the framework in which the formula was recorded.
+                made arrays of the framework.
 
         Returns:
             Yes, or the first entry that differs, with both values.
 
         Raises:
             GradtoolsError: `derivation` is no function, returns another number of cotangents
-                than there are inputs, or one that the formula does not have (of an argument that
-                ``wrt`` does not name). What it raises itself comes through.
+                than there are inputs, or one of an argument that ``wrt`` does not name. What it
+                raises itself comes through.
         """
         if not callable(derivation):
             came = with_article(type(derivation).__name__)
             raise GradtoolsError(
                 f"formula.agrees_with: the derivation must be a function, got {came}."
             )
-        rng = np.random.default_rng(seed)
-        known = self._derived
-        if sample is None and known.given is not None:
-            sample = self.near(known.given)
-        if convert is None and known.calling is not None:
-            derivation = known.calling(derivation)
-        chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
-        arrays = lambda xs: [np.asarray(x) for x in xs]
-        plain = [(arrays(xs), arrays(gs), arrays(us)) for xs, gs, us in chosen]
-        return compared_at(self, derivation, plain, tolerance, captured, convert)
-
-    @property
-    def has_free_signs(self) -> bool:
-        """Whether the program reads singular vectors or eigenvectors."""
-        values = {"svd": 1, "eigh": 0}
-        read = order(self._derived.lowered.program.outputs)
-        return any(x.op in values and x["output"] != values[x.op] for x in read)
-
-    def near(
-        self, inputs: Sequence[Any], step: float = 0.1
-    ) -> Callable[[np.random.Generator], tuple]:
-        """A ``sample`` that draws its inputs near these, with their signs.
-
-        Args:
-            inputs: One array for each input, such as those that the program was recorded with.
-            step: The relative size of the steps away from them.
-        """
-        return near(inputs, self, step)
+        assert self._derived.agreement is not None
+        return self._derived.agreement(self, derivation, points, tolerance, seed, convert)
 
     def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
         """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""
         d = self._derived
-        groups = (d.lowered.program.inputs, d.cotangents, d.directions)
-        inputs, cotangents, directions = ([draw(rng, p) for p in group] for group in groups)
+        groups = (d.recorded.opened, d.cotangents, d.directions)
+        inputs, cotangents, directions = ([_draw(rng, p) for p in group] for group in groups)
         return inputs, cotangents, directions
+
+
+def _draw(rng: np.random.Generator, p: Expr) -> np.ndarray:
+    """A random value for a placeholder: standard normal, or zeros and ones."""
+    if not p.is_inexact:
+        return rng.integers(0, 2, p.shape).astype(bool if p.kind == "boolean" else np.int64)
+    x = rng.normal(size=p.shape)
+    return x + 1j * rng.normal(size=p.shape) if p.is_complex else x
 
 
 @dataclass(frozen=True)
@@ -348,9 +262,9 @@ class Values:
 
 @dataclass
 class _FormulaPrograms:
-    """All programs of a formula."""
+    """All programs of a formula, and the names in them."""
 
-    lowered: Lowered
+    recorded: Recorded
     order: int
     outputs: list[Expr]
     cotangents: list[Expr]
@@ -364,9 +278,29 @@ class _FormulaPrograms:
     second_names: list[Written]
     pairs: list[ComplexPair]
     whole: list[tuple[Expr, Written]]
-    given: list[Any] | None = None
-    held: Mapping[int, Any] = field(default_factory=dict)
-    calling: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    agreement: Callable[..., Agreement] | None = None
+
+    def statements(self) -> Statements:
+        result = Statements(self._sections(), self.names, self.tables)
+        result.write()
+        return result
+
+    def _sections(self) -> list[Section]:
+        there = lambda xs, ws: [(x, w) for x, w in zip(xs, ws, strict=True) if x is not None]
+        given = ts.join([self.names[p] for p in self.cotangents], ", ", ", ", ts.SUM)
+        gradients = there(self.gradients, self.gradient_names)
+        sections = [
+            Section(_title("the program"), there(self.outputs, self.output_names)),
+            Section(_title("its adjoint, from", given), gradients),
+        ]
+        if self.whole:
+            sections.append(Section(self._whole_title(), self.whole))
+        if self.order == 2:
+            pairs = zip(self.directions, [w for _, w in gradients], strict=True)
+            terms = [ts.inner_product(self.names[u], n) for u, n in pairs]
+            title = _title("the adjoint of that, of s =", ts.summed(terms))
+            sections.append(Section(title, there(self.second, self.second_names)))
+        return sections
 
     def _whole_title(self) -> Written:
         names = [[self.names[x] for x in (p.whole, p.real, p.imaginary)] for p in self.pairs]
@@ -376,78 +310,27 @@ class _FormulaPrograms:
         ]
         return _title("that is, with", ts.join(sums, ", ", ",\\; ", ts.SUM))
 
-    @property
-    def computable(self) -> bool:
-        roots = [x for x in (*self.outputs, *self.gradients, *self.second) if x is not None]
-        return all(x["function"] is not None for x in everything(roots) if x.op == "opaque")
-
-    def statements(self) -> Statements:
-        result = Statements(self._sections(), self.names, self.tables)
-        result.write()
-        return result
-
-    def _sections(self) -> list[Section]:
-        sections = [
-            Section(_title("the program"), list(zip(self.outputs, self.output_names, strict=True)))
-        ]
-        given = ts.join([self.names[p] for p in self.cotangents], ", ", ", ", ts.SUM)
-        pairs = zip(self.gradients, self.gradient_names, strict=True)
-        sections.append(
-            Section(_title("its adjoint, from", given), [(g, n) for g, n in pairs if g is not None])
-        )
-        if self.whole:
-            sections.append(Section(self._whole_title(), self.whole))
-        if self.order == 2:
-            pairs = zip(self.second, self.second_names, strict=True)
-            sections.append(
-                Section(self._second_title(), [(g, n) for g, n in pairs if g is not None])
-            )
-        return sections
-
-    def _second_title(self) -> Written:
-        shown = [
-            n for g, n in zip(self.gradients, self.gradient_names, strict=True) if g is not None
-        ]
-        pairs = zip(self.directions, shown, strict=True)
-        terms = [ts.inner_product(self.names[u], n) for u, n in pairs]
-        return _title("the adjoint of that, of s =", ts.summed(terms))
-
     def legend(self, statements: Statements) -> list[Written]:
-        leaves = [
-            *self.lowered.program.inputs,
-            *self.lowered.captured.values(),
-            *self.lowered.draws,
-        ]
-        used = set(statements.values)
+        inputs = self.recorded.opened
+        used = {*statements.values, *inputs}
         sizes: dict[str, int] = {}
         result = []
-        for p in leaves:
-            if p not in used and p not in self.lowered.program.inputs:
-                continue
-            letters = statements.axes.letters(p)
-            sizes.update(zip(letters, p.shape, strict=True))
-            result.append(_space(self.names[p], p, letters))
+        for p in dict.fromkeys((*inputs, *self.recorded.held, *self.recorded.draws)):
+            if p in used:
+                letters = statements.axes.letters(p)
+                sizes.update(zip(letters, p.shape, strict=True))
+                result.append(_space(self.names[p], p, letters))
         for x, name in statements.constants:
             shape = "×".join(map(str, x.shape)) or "a number"
             result.append(Written(f"{name.text}: held by the program, {shape}", name.latex))
         said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*result, *([Written(said, said)] if said else [])]
 
-    def evaluate(
-        self, inputs: Arrays, cotangents: Given, directions: Given, captured: Captured, draws: Given
-    ) -> Values:
-        known = self.known(inputs, cotangents, directions, captured, draws)
-        wanted = [*self.outputs, *self.gradients, *self.second]
-        real = [x for x in wanted if x is not None]
-        values = dict(zip(real, evaluate(real, known), strict=True))
-        get = lambda xs: tuple(None if x is None else _shaped(x, values[x]) for x in xs)
-        return Values(get(self.outputs), get(self.gradients), get(self.second))
-
     def known(
-        self, inputs: Arrays, cotangents: Given, directions: Given, captured: Captured, draws: Given
+        self, inputs: Arrays, cotangents: Arrays | None, directions: Arrays | None
     ) -> dict[Expr, Any]:
-        program = self.lowered.program
-        known = _matched("inputs", program.inputs, inputs)
+        """The value of each placeholder."""
+        known = _matched("inputs", self.recorded.opened, inputs)
         if cotangents is None:
             cotangents = [np.ones(p.shape) for p in self.cotangents]
         known |= _matched("cotangents", self.cotangents, cotangents)
@@ -455,22 +338,20 @@ class _FormulaPrograms:
             if directions is None:
                 raise GradtoolsError("formula: order 2 needs directions, one for each gradient")
             known |= _matched("directions", self.directions, directions)
-        known |= self._captured(captured)
-        return known | self._draws(draws)
+        wanted = self.recorded.wanted
+        known |= {p: v for p, v in self.recorded.held.items() if p not in wanted}
+        return known | self.recorded.draws
 
-    def _captured(self, captured: Captured) -> dict[Expr, Any]:
-        if isinstance(captured, Mapping):
-            return {p: captured[v] for v, p in self.lowered.captured.items()}
-        return _matched("captured", tuple(self.lowered.captured.values()), captured)
-
-    def _draws(self, draws: Given) -> dict[Expr, Any]:
-        if draws is None:
-            return {p: v for p, v in self.lowered.draws.items() if v is not None}
-        return _matched("draws", tuple(self.lowered.draws), draws)
-
-
-def _shaped(x: Expr, value: np.ndarray) -> np.ndarray:
-    return np.asarray(value).reshape(x.shape)
+    def evaluate(
+        self, inputs: Arrays, cotangents: Arrays | None, directions: Arrays | None
+    ) -> Values:
+        known = self.known(inputs, cotangents, directions)
+        wanted = [*self.outputs, *self.gradients, *self.second]
+        real = [x for x in wanted if x is not None]
+        values = dict(zip(real, evaluate(real, known), strict=True))
+        shaped = lambda x: None if x is None else np.asarray(values[x]).reshape(x.shape)
+        get = lambda xs: tuple(map(shaped, xs))
+        return Values(get(self.outputs), get(self.gradients), get(self.second))
 
 
 def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
@@ -484,75 +365,56 @@ def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
 
 
 def derive(
-    graph: PlainGraph,
+    recorded: Recorded,
     order: int = 1,
-    names: Mapping[int, str] | None = None,
     wrt: Sequence[int] | None = None,
     named: bool = True,
 ) -> Formula:
     """The formula of a recorded program.
 
     Args:
-        graph: The program, in the words of `operations/`.
+        recorded: The program. Its inputs are followed by what is wanted besides.
         order: 1, or 2 for the double backward as well.
-        names: How values are called, by number; by default their own names.
         wrt: The positions of the inputs to which it is differentiated; by default all that are
             floating or complex.
         named: Whether what is known by a name, such as softplus, is written and differentiated by
             it; else everything is differentiated as it was recorded.
-
-    Raises:
-        GradtoolsError: The order is neither 1 nor 2, or the record breaks the vocabulary.
-
-    Example:
-        >>> from gradtools.seeing.formulas.graph_builder import Builder
-        >>> b = Builder()
-        >>> w, x = b.input("W", (3, 4)), b.input("x", (4,))
-        >>> print(derive(b.graph(b("matmul", w, x))).lines(1)[0])
-        W̄ = ȳ xᵀ
     """
     if order not in (1, 2):
         raise GradtoolsError(f"formula: order is 1 or 2, not {order!r}")
-    lowered = lower(graph, names)
-    lowered.program = recognise(lowered.program) if named else lowered.program
-    return Formula(_derive(lowered, order, wrt))
-
-
-def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _FormulaPrograms:
-    program = lowered.program
-    outputs = list(program.outputs)
-    active = [k for k, p in enumerate(program.inputs) if p.is_inexact and (wrt is None or k in wrt)]
-    names, output_names = leaf_names(lowered, outputs)
+    inputs, outputs = recorded.opened, list(recorded.outputs)
+    outputs = recognise(outputs) if named else outputs
+    active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
+    leaves = list(dict.fromkeys((*inputs, *recorded.held, *recorded.draws)))
+    names, output_names = leaf_names(leaves, outputs)
     inexact = [(y, w) for y, w in zip(outputs, output_names, strict=True) if y.is_inexact]
     cotangents = []
     for y, w in inexact:
         g = placeholder(f"cotangent of {w.text}", y.shape, y.kind, role="cotangent")
         cotangents.append(g)
         names[g] = ts.bar(w)
-    sources = [program.inputs[k] for k in active]
+    sources = [inputs[k] for k in active]
     result, table = adjoint([y for y, _ in inexact], cotangents, sources)
     tables = [table]
-    outputs, result = _with_one_loop_each(outputs, result)
     directions: list[Expr] = []
-    second: list[Expr] = []
+    second: list[Expr | None] = []
     second_names: list[Written] = []
-    if order_ == 2:
+    if order == 2:
         directions = [placeholder(f"u {p['name']}", p.shape, p.kind) for p in sources]
         for u, p in zip(directions, sources, strict=True):
             names[u] = _direction(names[p], len(sources))
-        plain = control.without_rules(result)
-        second, other = adjoint(plain, directions, [*sources, *cotangents])
+        both, other = adjoint(result, directions, [*sources, *cotangents])
         tables.append(other)
-        second_names = [_partial(names[p]) for p in (*program.inputs, *cotangents)]
-    outputs, result, second = _with_one_loop_each(outputs, result, second)
+        second_names = [_partial(names[p]) for p in (*inputs, *cotangents)]
+        place = dict(zip(active, both, strict=False))
+        second = [*(place.get(k) for k in range(len(inputs))), *both[len(sources) :]]
     place = dict(zip(active, result, strict=True))
-    gradients = [place.get(k) for k in range(len(program.inputs))]
-    gradient_names = [ts.bar(names[p]) for p in program.inputs]
-    full_second = _spread(second, active, len(program.inputs), len(cotangents))
-    pairs, whole = _in_complex_numbers(program.inputs, cotangents, gradients, names)
-    programs = lowered, order_, outputs, cotangents, gradients, directions, full_second, tables
+    gradients = [place.get(k) for k in range(len(inputs))]
+    gradient_names = [ts.bar(names[p]) for p in inputs]
+    pairs, whole = _in_complex_numbers(inputs, cotangents, gradients, names)
+    programs = recorded, order, outputs, cotangents, gradients, directions, second, tables
     written = names, output_names, gradient_names, second_names, pairs, whole
-    return _FormulaPrograms(*programs, *written)
+    return Formula(_FormulaPrograms(*programs, *written))
 
 
 def _in_complex_numbers(
@@ -581,13 +443,6 @@ def _in_complex_numbers(
     return all_pairs, found
 
 
-def _spread(second: list, active: list[int], inputs: int, cotangents: int) -> list:
-    if not second:
-        return []
-    place = dict(zip(active, second, strict=False))
-    return [*(place.get(k) for k in range(inputs)), *second[len(second) - cotangents :]]
-
-
 def _direction(x: Written, count: int) -> Written:
     if count == 1:
         return Written("u", "u")
@@ -596,37 +451,6 @@ def _direction(x: Written, count: int) -> Written:
 
 def _partial(x: Written) -> Written:
     return Written(f"∂s/∂{x.text}", rf"\frac{{\partial s}}{{\partial {x.latex}}}")
-
-
-def _with_one_loop_each(*groups: list[Expr]) -> list[list[Expr]]:
-    """A loop that also keeps its history stands for the loop that does not."""
-    roots = [x for group in groups for x in group]
-    longest: dict[tuple, Expr] = {}
-    for x in order(roots):
-        if x.op == "scan":
-            best = longest.get(_loop_key(x))
-            if best is None or len(x["body"].outputs) > len(best["body"].outputs):
-                longest[_loop_key(x)] = x
-
-    def rebuild(x: Expr, args: tuple[Expr, ...]) -> Expr:
-        if x.op != "scan":
-            return algebra.rebuild(x, args)
-        body = longest[_loop_key(x)]["body"]
-        made: list[Expr] = algebra.apply("scan", *args, **{**x.parameters, "body": body})
-        return made[x["output"]]
-
-    if not longest:
-        return [list(group) for group in groups]
-    known = {}
-    for x in order(roots):
-        if x.op == "scan" and longest[_loop_key(x)]["body"] is not x["body"]:
-            known[x] = rebuild(x, x.args)
-    changed = iter(substitute(roots, known, rebuild))
-    return [[next(changed) for _ in group] for group in groups]
-
-
-def _loop_key(x: Expr) -> tuple:
-    return (x.args, x["body"].inputs, x["length"], x["reverse"])
 
 
 def _title(text: str, more: Written | None = None) -> Written:
@@ -647,16 +471,5 @@ def _space(name: Written, p: Expr, letters: Sequence[str]) -> Written:
     )
 
 
-def _aligned_text(lines: Sequence[Statement]) -> list[str]:
-    return [
-        "  " * (line.depth + 1)
-        + (f"{line.left.text} = {line.right.text}" if line.left is not None else line.right.text)
-        for line in lines
-    ]
-
-
-def _latex_row(line: Statement) -> str:
-    indent = r"\quad " * line.depth
-    if line.left is None:
-        return rf"&{indent}{line.right.latex}"
-    return rf"&{indent}{line.left.latex} = {line.right.latex}"
+def _aligned_text(section: Section) -> list[str]:
+    return [f"  {a.text} = {b.text}" for a, b in section.lines]

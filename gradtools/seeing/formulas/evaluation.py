@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formulas.expressions import BOOLEAN, COMPLEX, INTEGER, Expr, order
+from gradtools.seeing.formulas.expressions import DTYPES, Expr, order
 from gradtools.seeing.formulas.operation_record import OPERATIONS
-
-DTYPES = {"real": np.float64, COMPLEX: np.complex128, INTEGER: np.int64, BOOLEAN: np.bool_}
 
 
 def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarray]:

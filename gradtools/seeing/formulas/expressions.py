@@ -2,7 +2,7 @@
 
 An `Expr` is an operation on other expressions, of known shape and kind. Equal expressions are
 one object, so that a value which occurs twice is found by identity, and so that common parts
-need no search. A `Program` has inputs (placeholders) and outputs.
+need no search. Inputs are placeholders.
 
 What products, sums over axes, broadcasts, transposes, traces and diagonals have in common is one
 operation, ``einsum``: a coefficient times factors, each with labels for its axes. Labels that are
@@ -16,12 +16,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 REAL, COMPLEX, INTEGER, BOOLEAN = "real", "complex", "integer", "boolean"
+DTYPES = {REAL: np.float64, COMPLEX: np.complex128, INTEGER: np.int64, BOOLEAN: np.bool_}
 Shape = tuple[int, ...]
 Attributes = tuple[tuple[str, Any], ...]
 _RANK = {BOOLEAN: 0, INTEGER: 1, REAL: 2, COMPLEX: 3}
@@ -179,14 +179,6 @@ def placeholder(
 ) -> Expr:
     """A new input; never the same as another, whatever its name; maybe the cotangent of one."""
     return expr("placeholder", (), shape, kind, name=name, role=role, number=next(_fresh), of=of)
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A function from placeholders to expressions."""
-
-    inputs: tuple[Expr, ...]
-    outputs: tuple[Expr, ...]
 
 
 def order(roots: Iterable[Expr]) -> list[Expr]:

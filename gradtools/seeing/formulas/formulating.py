@@ -1,10 +1,10 @@
 """The public operator that writes derivatives as mathematics: `formula`.
 
-The wing records one run of f in the vocabulary of `operation_record.py`; `derive` makes the
-adjoint program of it, in which no framework takes part. Before it is returned it is computed in
-NumPy at random points near the arguments, and held against the framework's own automatic
-differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. All of this is
-done in float64 and complex128 where f runs in them, else in f's own precision.
+The wing records one run of f as expressions; `derive` makes the adjoint program of it, in which no
+framework takes part but for operations by name. Before it is returned it is computed in NumPy at
+random points near the arguments, and compared with the framework's own automatic differentiation
+of f: reverse mode, and at order 2 reverse mode of reverse mode. All of this is done in float64 and
+complex128 where f runs in them, else in f's own precision.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,16 +22,16 @@ from gradtools.backend import Backend, Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.frameworks import Framework
-from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 if TYPE_CHECKING:  # half of what gradtools would import, of which most programs need nothing
-    from gradtools.seeing.formulas import Formula
+    from gradtools.seeing.formulas import Agreement, Formula
     from gradtools.seeing.formulas.recorded import Recorded
 
 _POINTS = 3
 _EXACT = 1e-8
 _IN_SINGLE = 2e-4  # of float32: some thousand times its precision
+_STEPS = (0.1, 0.01, 0.001)  # to the random points, relative to the given arguments
 
 
 class Formulating(Operators):
@@ -57,8 +57,8 @@ class Formulating(Operators):
         The formula is computed at random points near the arguments and compared with what the
         framework differentiates itself; where they differ nothing is returned. What holds for
         one run of f alone, such as the branch of a Python ``if``, is part of the formula.
-        Operations without a translation keep their names and are marked; where such a one cannot be
-        computed or differentiated, the formula is not compared, and says so.
+        Convolutions, linear algebra, loops and other operations for which the formula has no
+        algebra keep their names, and their adjoints are their vjps.
 
         Args:
             f: Takes and returns pytrees of arrays; a module, too. Inputs are called as f calls
@@ -72,9 +72,9 @@ class Formulating(Operators):
 
         Returns:
             A `Formula`: ``str()`` for terminals, ``.latex()`` for papers, and by itself in
-            notebooks; ``.marked`` are the names of operations without a translation, ``.check``
-            is the record of the comparison, and ``.agrees_with(derivation)`` holds a derivation
-            by hand against it.
+            notebooks; ``.marked`` are the operations that are written by their names, ``.check``
+            is the record of the comparison, and ``.agrees_with(derivation)`` compares a
+            derivation by hand with the framework's vjp.
 
         Raises:
             GradtoolsError: order is not 1 or 2; wrt is out of range or names an integer argument;
@@ -100,20 +100,20 @@ class Formulating(Operators):
                 "transform (vmap, grad, jit) or in compiled code. Call formula outside."
             )
         program = LeafProgram(self._backend, "formula", f, args, kwargs, wrt)
-        names = _leaf_names(f, program.names)
+        program.names = _leaf_names(f, program.names)
         leaves = list(program.leaves)
         try:
-            return _formulated(program, names, order, wide=True)
+            return _formulated(program, order, wide=True)
         except _FormulaDiffers as error:
             raise GradtoolsError(str(error)) from error.__cause__
         except Exception:  # f does not run in double precision: in its own it says why
             program.leaves = leaves
-        return _in_own_precision(program, names, order)
+        return _in_own_precision(program, order)
 
 
-def _in_own_precision(program: LeafProgram, names: Sequence[str], order: int) -> Formula:
+def _in_own_precision(program: LeafProgram, order: int) -> Formula:
     try:
-        return _formulated(program, names, order, wide=False)
+        return _formulated(program, order, wide=False)
     except _FormulaDiffers as error:
         raise GradtoolsError(str(error)) from error.__cause__
     except GradtoolsError:
@@ -141,6 +141,18 @@ def _told(error: BaseException) -> str:
 _NO_DERIVATIVE = (
     "formula: f runs, and automatic differentiation of it does not ({}), so there is nothing to "
     "hold a formula against."
+)
+_AS_RECORDED = (
+    "written as f computes it, for with names such as softplus the values differ at the arguments:"
+)
+_OTHER_PROGRAM = (
+    "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
+)
+_OTHER_DRAWS = "nearby f draws other numbers, for what it draws from depends on the values"
+_NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
+_AT_AN_EDGE = (
+    "but not at the given arguments, which stand at a tie, at an edge or where a number is no "
+    "longer finite:"
 )
 
 
@@ -180,36 +192,10 @@ class _FormulaDiffers(GradtoolsError):
     """The formula is not what the framework computes."""
 
 
-_FREE_SIGNS = (
-    "formula: the value of f depends on the signs (for complex ones the phases) of singular "
-    "vectors or eigenvectors, which nothing determines and each library chooses for itself, so "
-    "that it cannot be compared. Ask for what does not depend on them, such as u * s @ vh."
-)
-_AS_RECORDED = (
-    "written as f computes it, for with names such as softplus the values differ at the arguments:"
-)
-_OTHER_PROGRAM = (
-    "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
-)
-_OTHER_DRAWS = "nearby f draws other numbers, for what it draws from depends on the values"
-_NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
-_STEPS = (0.1, 0.01, 0.001)  # to the random points, relative to the given arguments
-_AT_AN_EDGE = (
-    "but not at the given arguments, which stand at a tie, at an edge or where a number is no "
-    "longer finite:"
-)
-
-
-# --- names -------------------------------------------------------------------------------
-
-
 def _leaf_names(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
     """The paths of the leaves, with f's own names of its parameters; x where it has none."""
     alone = not any("argument 1" in name for name in names)
     return [re.sub(r"^argument (\d+)", "x" if alone else r"x\1", n) for n in spoken(f, names)]
-
-
-# --- the formula and its comparison ------------------------------------------------------
 
 
 def _trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
@@ -221,40 +207,28 @@ def _trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
     return block
 
 
-def _formula_graph(program: LeafProgram) -> PlainGraph:
-    """One run, forward only, in the operations of `seeing/formulas/operations/`.
-
-    Its inputs are the program's leaves; a `Recorded` holds the arrays that it captures. An
-    operation that is not among these keeps the framework's name.
-    """
-    graph: PlainGraph = program.framework.programs.formula_graph(program)
-    return graph
+def _formula_graph(program: LeafProgram) -> Recorded:
+    """One run, forward only, as expressions."""
+    recorded: Recorded = program.framework.programs.formula_graph(program)
+    return recorded
 
 
-def _formulated(program: LeafProgram, names: Sequence[str], order: int, wide: bool) -> Formula:
+def _formulated(program: LeafProgram, order: int, wide: bool) -> Formula:
     """The formula of one run, compared."""
     from gradtools.seeing.formulas import derive
-    from gradtools.seeing.formulas.recorded import as_recorded
 
     backend = program.backend
     given = [_values(backend, x) for x in program.leaves]
     with _trying(program, wide):
         if wide:
             program.leaves = [_widened(backend, x) for x in program.leaves]
-        recorded = as_recorded(_formula_graph(program))
-        case = _RecordedRun(
-            program, recorded, wide, [*given, *_held(backend, recorded, recorded.wanted)]
-        )
-    opened = recorded.opened
-    called = dict(zip(recorded.inputs, names, strict=True))
-    active = [*program.wrt, *range(len(recorded.inputs), len(opened.inputs))]
-    held = dict(zip(opened.captured, _held(backend, recorded, opened.captured), strict=True))
-
-    def derived(named: bool) -> Formula:
-        formula = derive(opened, order, called, active, named)
-        return formula.at(case.given, held, case.calling)
-
-    return case.compared(derived)
+        recorded = _formula_graph(program)
+        held = {p: _values(backend, x) for p, x in recorded.held.items()}
+    given += [held[p] for p in recorded.wanted]
+    active = [*program.wrt, *range(len(recorded.inputs), len(recorded.opened))]
+    run = _Run(program, recorded, order, wide, given, active)
+    recorded.held.update(held)
+    return run.compared(partial(derive, recorded, order, active))
 
 
 def _values(backend: Backend, x: Any) -> np.ndarray:
@@ -271,32 +245,33 @@ def _widened(backend: Backend, x: Any) -> Any:
     return backend.cast(x, "complex128" if backend.is_complex(x) else "float64")
 
 
-def _held(backend: Backend, recorded: Recorded, numbers: Sequence[int]) -> list[np.ndarray]:
-    missing = [recorded.values[v].name or "a value" for v in numbers if v not in recorded.held]
-    if missing:
-        raise GradtoolsError(f"formula: the record does not hold the values of {missing}.")
-    return [_values(backend, recorded.held[v]) for v in numbers]
-
-
-@dataclass
-class _RecordedRun:
-    """A recorded run, to be held against automatic differentiation.
+class _Run:
+    """A recorded run, to be compared with automatic differentiation.
 
     Attributes:
         program: The user's call.
         recorded: Its record.
+        order: Of the formula.
         wide: Whether it is computed in double precision.
         given: The values of its inputs, and of what is wanted.
+        active: Which of them are differentiated.
     """
 
-    program: LeafProgram
-    recorded: Recorded
-    wide: bool
-    given: list[np.ndarray]
-
-    @property
-    def backend(self) -> Backend:
-        return self.program.backend
+    def __init__(
+        self,
+        program: LeafProgram,
+        recorded: Recorded,
+        order: int,
+        wide: bool,
+        given: list[np.ndarray],
+        active: list[int],
+    ) -> None:
+        self.program, self.recorded, self.order, self.wide = program, recorded, order, wide
+        self.given, self.backend = given, program.backend
+        own = [*program.leaves, *(recorded.held[p] for p in recorded.wanted)]
+        self._dtypes = [self.backend.dtype_name(x) for x in own]
+        self._active = [k for k in active if recorded.opened[k].is_inexact]
+        self._inexact = [y.is_inexact for y in recorded.outputs]
 
     def compared(self, derived: Callable[[bool], Formula]) -> Formula:
         """The formula with the record of its comparison.
@@ -305,20 +280,19 @@ class _RecordedRun:
         """
         from gradtools.seeing.formulas import Differs, Outside
 
-        formula = derived(True)
+        formula = derived(True).held_by(self.agreement)
         try:
             result = self._at_random(formula)
         except Outside:
             return self._of_one_run(formula, _NO_NEIGHBOURS)
         except GradtoolsError as error:
-            if self._changes(formula.near(self.given)):
+            if self._changes(formula):
                 return self._of_one_run(formula, _OTHER_PROGRAM)
             if formula.draws:
                 return self._of_one_run(formula, _OTHER_DRAWS)
             as_recorded = self._as_recorded(derived)
             if as_recorded is None or not isinstance(error, Differs):
-                signs = isinstance(error, Differs) and formula.has_free_signs
-                raise _FormulaDiffers(_FREE_SIGNS if signs else str(error)) from error
+                raise _FormulaDiffers(str(error)) from error
             return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
         try:
             self._at_given(formula)
@@ -334,32 +308,54 @@ class _RecordedRun:
         from gradtools.seeing.formulas import Outside
 
         for step in _STEPS:
-            sample = formula.near(self.given, step)
-            points = lambda rng, sample=sample: self._rounded(sample(rng))
             try:
-                return self._checked(formula, points, finite)
+                return self._checked(formula, self._sample(formula, step, 0, _POINTS), finite)
             except Outside as error:
                 outside = error
         raise outside
 
     def _at_given(self, formula: Formula, finite: bool = False) -> Formula:
-        here = lambda rng: self._rounded((self.given, *formula.point(rng)[1:]))
-        return self._checked(formula, here, finite, at_given=True)
+        return self._checked(formula, [self._here(formula, 0)], finite, at_given=True)
+
+    def _here(self, formula: Formula, seed: int) -> Any:
+        """The given arguments, with random cotangents."""
+        return self._rounded((self.given, *formula.point(np.random.default_rng(seed))[1:]))
+
+    def _sample(self, formula: Formula, step: float, seed: int, points: int) -> list[Any]:
+        from gradtools.seeing.formulas.comparing import near
+
+        rng, sample = np.random.default_rng(seed), near(self.given, formula.point, step)
+        return [self._rounded(sample(rng)) for _ in range(points)]
 
     def _checked(
-        self,
-        formula: Formula,
-        sample: Callable[[np.random.Generator], Any],
-        finite: bool,
-        at_given: bool = False,
+        self, formula: Formula, points: Sequence[Any], finite: bool, at_given: bool = False
     ) -> Formula:
-        return formula.verified(
-            _FrameworkNumbers(self, formula, not at_given),
-            points=1 if at_given else _POINTS,
-            tolerance=self._tolerance(formula.order),
-            sample=sample,
-            finite=finite,
-        )
+        """The formula with the record of its comparison at these points.
+
+        Raises:
+            Differs: They differ; it says where, with both values.
+            Outside: The values are finite at none of the points, and must be.
+        """
+        from gradtools.seeing.formulas import Check, Differs, Outside
+        from gradtools.seeing.formulas.comparing import all_finite, compared, least_of
+
+        names = [*formula.outputs, *formula.gradients, *formula.second]
+        worst, counted, tolerance = 0.0, 0, self._tolerance()
+        for point in points:
+            values = formula.evaluate(*point)
+            mine = (values.outputs, values.gradients, values.second)
+            counted += all_finite(mine)
+            theirs = self.numbers(point, not at_given)
+            if finite and _undefined(mine[0], theirs[0]):
+                continue
+            flat = [[x for group in of for x in group] for of in (theirs, mine)]
+            result = compared(names, *flat, tolerance, least_of(mine))
+            if not result:
+                raise Differs(result)
+            worst = max(worst, result.error)
+        if finite and not counted:
+            raise Outside(_NOWHERE.format(len(points)))
+        return formula.checked(Check(len(points), worst, tolerance))
 
     def _of_one_run(self, formula: Formula, why: str) -> Formula:
         try:
@@ -372,73 +368,128 @@ class _RecordedRun:
         """The formula without names, if it gives what the framework computes; NaN is NaN."""
         from gradtools.seeing.formulas import Differs
 
-        formula = derived(False)
+        formula = derived(False).held_by(self.agreement)
         try:
             self._at_given(formula)
             return self._at_random(formula, finite=False)
         except Differs:
             return None
 
-    def _tolerance(self, order: int) -> float:
+    def agreement(
+        self,
+        formula: Formula,
+        derivation: Callable[..., Any],
+        points: int,
+        tolerance: float | None,
+        seed: int,
+        convert: Callable[[np.ndarray], Any] | None,
+    ) -> Agreement:
+        """A derivation by hand beside the framework's vjps; see `Formula.agrees_with`."""
+        from gradtools.seeing.formulas import Agreement
+        from gradtools.seeing.formulas.comparing import all_finite, compared, least_of, returned
+
+        names = formula.gradients if self.order == 1 else formula.second
+        tolerance = self._tolerance() if tolerance is None else tolerance
+        call = _counted(formula)
+        worst, counted = 0.0, 0
+        for point in [self._here(formula, seed), *self._near(formula, seed, points)]:
+            theirs = self.numbers(point, is_near=False)
+            counted += all_finite(theirs)
+            came = returned(self._derived(derivation, point, convert), names, theirs[-1], call)
+            result = compared(names, theirs[-1], came, tolerance, least_of(theirs))
+            if not result:
+                return result
+            worst = max(worst, result.error)
+        if not counted:
+            raise GradtoolsError(_NOWHERE.format(points + 1))
+        random = f"{points} random points" if points > 1 else "1 random point"
+        message = (
+            f"yes: agrees at the arguments and {random} (greatest relative error {worst:.1e}), "
+            f"called with {call}"
+        )
+        return Agreement(True, worst, message=message)
+
+    def _near(self, formula: Formula, seed: int, points: int) -> list[Any]:
+        """Points at which f is defined and runs the same program; none if there are none."""
+        from gradtools.seeing.formulas import Outside
+        from gradtools.seeing.formulas.comparing import all_finite
+
+        if self._changes(formula):
+            return []
+        for step in _STEPS:
+            sample = self._sample(formula, step, seed, points)
+            try:
+                if all(all_finite(self.numbers(point, is_near=True)) for point in sample):
+                    return sample
+            except Outside:
+                continue
+        return []
+
+    def _derived(self, derivation: Callable[..., Any], point: Any, convert: Any) -> Any:
+        """What a derivation returns at a point, as NumPy's arrays."""
+        with _trying(self.program, self.wide):
+            values = [x for group in point for x in group]
+            arrays = self.arrays(values) if convert is None else [*map(convert, values)]
+            result = derivation(*arrays)
+            numpy = lambda x: None if x is None else self.backend.to_numpy(self._array(x))
+            if isinstance(result, tuple | list):
+                return tuple(map(numpy, result))
+            return numpy(result)
+
+    def _array(self, x: Any) -> Any:
+        return (
+            x
+            if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic)
+            else (self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None)))
+        )
+
+    # --- precision
+
+    def _tolerance(self) -> float:
         if self.wide and not self.recorded.narrow:
             return _EXACT
-        kinds = {self.recorded.narrow, *self._kinds()}
+        kinds = {self.recorded.narrow, *(() if self.wide else self._dtypes)}
         if kinds & {"float16", "bfloat16", "complex32"}:
             raise GradtoolsError(
                 "formula: f does not run in float64, and what it gives in 16 bits is too coarse "
                 "for a comparison. Pass float32 arguments."
             )
-        return _IN_SINGLE * 10 ** (order - 1) if kinds & {"float32", "complex64"} else _EXACT
-
-    def _kinds(self) -> set[str]:
-        """The dtypes in which f runs."""
-        if self.wide:
-            return set()
-        kinds = {self.backend.dtype_name(x) for x in self.program.leaves}
-        held = [self.recorded.held[v] for v in self.recorded.wanted]
-        return kinds | {self.backend.dtype_name(x) for x in held}
+        single = kinds & {"float32", "complex64"}
+        return _IN_SINGLE * 10 ** (self.order - 1) if single else _EXACT
 
     def _rounded(self, point: Any) -> Any:
         """The point in the precision in which f runs."""
-        inputs, cotangents, directions = point
         if self.wide:
             return point
-        inexact = [x.dtype.kind in "fc" for x in inputs]
-        pairs = zip(inputs, inexact, strict=True)
-        arrays = [x.astype(self._dtype(k)) if i else x for k, (x, i) in enumerate(pairs)]
+        inputs, *others = point
+        pairs = zip(inputs, self._dtypes, strict=True)
+        arrays = [x.astype(dtype) if x.dtype.kind in "fc" else x for x, dtype in pairs]
         single = any(a.dtype in (np.float32, np.complex64) for a in arrays)
-        return arrays, *(
-            [_single(x) if single else x for x in xs] for xs in (cotangents, directions)
-        )
+        return arrays, *([_single(x) if single else x for x in xs] for xs in others)
 
-    def _dtype(self, k: int) -> str:
-        held = [self.recorded.held[v] for v in self.recorded.wanted]
-        return self.backend.dtype_name([*self.program.leaves, *held][k])
-
-    def _changes(self, sample: Callable[..., Any]) -> bool:
-        """Whether f runs another program at one of the points."""
-        rng, before = np.random.default_rng(0), self.program.leaves
+    def _changes(self, formula: Formula) -> bool:
+        """Whether f runs another program at one of the points nearby."""
+        before, mark = self.program.leaves, self.recorded.fingerprint()
         try:
-            for _ in range(_POINTS):
-                inputs = self._rounded(sample(rng))[0]
+            for point in self._sample(formula, _STEPS[0], 0, _POINTS):
                 with _trying(self.program, self.wide):
-                    self.program.leaves = self.leaves(inputs[: len(before)])
-                    if fingerprint(_formula_graph(self.program)) != self._mark:
-                        return True
+                    self.program.leaves = self.leaves(point[0][: len(before)])
+                    other = _formula_graph(self.program)
+                if other.fingerprint() != mark:
+                    return True
+        except Exception:  # f is not defined there
+            return True
         finally:
             self.program.leaves = before
         return False
 
-    @property
-    def _mark(self) -> Any:
-        return fingerprint(self.recorded)
+    # --- the framework's own numbers
 
     def leaves(self, values: Sequence[Any]) -> list[Any]:
         """The framework's arrays of all inputs; integers and random keys as they were given."""
         own = self.program.leaves
         kept = [k < len(own) and not self.backend.is_inexact(own[k]) for k in range(len(values))]
-        arrays = self.arrays([x for x, keep in zip(values, kept, strict=True) if not keep])
-        rest = iter(arrays)
+        rest = iter(self.arrays([x for x, keep in zip(values, kept, strict=True) if not keep]))
         return [own[k] if keep else next(rest) for k, keep in enumerate(kept)]
 
     def arrays(self, values: Sequence[Any]) -> list[Any]:
@@ -446,84 +497,55 @@ class _RecordedRun:
         beside = next(iter(self.program.leaves), None)
         return [self.backend.asarray(np.asarray(x), beside) for x in values]
 
-    def calling(self, derivation: Callable[..., Any]) -> Callable[..., Any]:
-        """A derivation in the framework as one of NumPy arrays, in the same precision."""
+    def numbers(self, point: Any, is_near: bool) -> tuple[list[Any], ...]:
+        """Outputs, gradients and, at order 2, their derivatives, as the framework computes them.
 
-        def called(*values: np.ndarray) -> Any:
-            with _trying(self.program, self.wide):
-                result = derivation(*self.arrays(values))
-                parts = list(result) if isinstance(result, tuple | list) else [result]
-                done = [None if x is None else self.backend.to_numpy(x) for x in parts]
-            return tuple(done) if isinstance(result, tuple | list) else done[0]
-
-        return called
-
-
-def _single(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
-
-
-class _FrameworkNumbers:
-    """The framework's own numbers, in the form that `Formula.verified` compares.
-
-    is_near: Whether the points are others than the given arguments, at which f may raise.
-    """
-
-    def __init__(self, case: _RecordedRun, formula: Formula, is_near: bool) -> None:
-        self._is_near = is_near
-        self._case, self._backend, self._order = case, case.backend, formula.order
-        opened = case.recorded.opened
-        self._active = [
-            k
-            for k in [*case.program.wrt, *range(len(case.recorded.inputs), len(opened.inputs))]
-            if opened.values[opened.inputs[k]].is_inexact
-        ]
-        self._inexact = [opened.values[v].is_inexact for v in opened.outputs]
-
-    def __call__(
-        self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
-    ) -> tuple[list[Any], ...]:
+        is_near: Whether the point is another than the given arguments, at which f may raise.
+        """
         from gradtools.seeing.formulas import Outside
 
-        try:
-            return self._computed(inputs, cotangents, directions)
-        except GradtoolsError:
-            raise
-        except Exception as error:  # at the given arguments f itself runs
-            if not self._is_near:
-                raise GradtoolsError(_NO_DERIVATIVE.format(_told(error))) from error
-        try:  # once more: what failed by chance is no edge of where f is defined
-            return self._computed(inputs, cotangents, directions)
-        except GradtoolsError:
-            raise
-        except Exception as error:
-            raise Outside(_NO_DERIVATIVE.format(_told(error))) from error
+        for attempt in range(2):  # what failed by chance is no edge of where f is defined
+            try:
+                return self._computed(*point)
+            except GradtoolsError:
+                raise
+            except Exception as error:  # at the given arguments f itself runs
+                message = _NO_DERIVATIVE.format(_told(error))
+                if not is_near:
+                    raise GradtoolsError(message) from error
+                if attempt:
+                    raise Outside(message) from error
+        raise AssertionError
 
     def _computed(
         self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
     ) -> tuple[list[Any], ...]:
-        case = self._case
-        with _trying(case.program, case.wide):
-            self._leaves = case.leaves(inputs)
+        trying = partial(_trying, self.program, self.wide)
+        with trying():
+            self._leaves = self.leaves(inputs)
             xs = [self._leaves[k] for k in self._active]
-            cts, us = case.arrays(cotangents), case.arrays(directions)
-            first = self._backend.vjp(self._outputs, xs, groups=None, once=False)
+            cts, us = self.arrays(cotangents), self.arrays(directions)
+            first = self.backend.vjp(self._outputs, xs, groups=None, once=False)
             grads = self._filled(first.pullback(cts), xs)
-            results = [self._ordered(first.outs, first.extras), self._spread(grads)]
-        if self._order == 2:
-            with _trying(case.program, case.wide):  # the same draws again
+            some, others = iter(first.outs), iter(first.extras)
+            outs = [next(some) if inexact else next(others) for inexact in self._inexact]
+            results = [outs, self._spread(grads)]
+        if self.order == 2:
+            with trying():  # the same draws again
                 results.append(self._second(xs, cts, us))
-        with _trying(case.program, case.wide):
-            return tuple([self._numpy(x) for x in group] for group in results)
+        numpy = lambda x: None if x is None else np.asarray(self.backend.to_numpy(x))
+        with trying():
+            groups = [[numpy(x) for x in group] for group in results]
+        return tuple(groups)
 
     def _outputs(self, *xs: Any) -> tuple[list[Any], list[Any]]:
         """f of the leaves that are differentiated: its inexact outputs, and the others."""
         leaves = list(self._leaves)
         for k, x in zip(self._active, xs, strict=True):
             leaves[k] = x
-        run = self._case.recorded.run or self._case.program.run
+        run = self.recorded.run or self.program.run
         beside = next(iter(leaves), None)
-        ys = [self._backend.asarray(y, beside) for y in run(leaves)]
+        ys = [self.backend.asarray(y, beside) for y in run(leaves)]
         pairs = list(zip(ys, self._inexact, strict=True))
         return [y for y, inexact in pairs if inexact], [y for y, inexact in pairs if not inexact]
 
@@ -534,15 +556,15 @@ class _FrameworkNumbers:
 
         def gradients(*both: Any) -> tuple[list[Any], list[Any]]:
             inner, given = list(both[: len(xs)]), list(both[len(xs) :])
-            result = self._backend.vjp(self._outputs, inner, groups=None, once=False)
+            result = self.backend.vjp(self._outputs, inner, groups=None, once=False)
             return self._filled(result.pullback(given), inner), []
 
-        again = self._backend.vjp(gradients, [*xs, *cts], groups=None, once=False)
+        again = self.backend.vjp(gradients, [*xs, *cts], groups=None, once=False)
         result = self._filled(again.pullback(us), [*xs, *cts])
         return [*self._spread(result[: len(xs)]), *result[len(xs) :]]
 
     def _filled(self, found: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-        zeros = self._backend.zeros_like
+        zeros = self.backend.zeros_like
         return [zeros(x) if g is None else g for g, x in zip(found, xs, strict=True)]
 
     def _spread(self, grads: Sequence[Any]) -> list[Any]:
@@ -550,26 +572,31 @@ class _FrameworkNumbers:
         place = dict(zip(self._active, grads, strict=True))
         return [place.get(k) for k in range(len(self._leaves))]
 
-    def _ordered(self, outs: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
-        some, others = iter(outs), iter(extras)
-        return [next(some) if inexact else next(others) for inexact in self._inexact]
 
-    def _numpy(self, x: Any) -> Any:
-        return None if x is None else np.asarray(self._backend.to_numpy(x))
-
-
-def fingerprint(graph: PlainGraph) -> list[Any]:
-    """What a run computes, by which two runs are told apart."""
-    return [_mark_of(graph, node) for graph, node in graph.walk()]
+_NOWHERE = (
+    "formula: at none of {} points are all values finite, so nothing was compared; give "
+    "arguments at which the function and its derivatives are defined"
+)
 
 
-def _mark_of(graph: PlainGraph, node: Any) -> tuple[Any, ...]:
-    shapes = tuple(graph.values[v].shape for v in (*node.inputs, *node.outputs))
-    drawn = node.operation == "random"
-    said = {k: v for k, v in node.attributes.items() if not drawn and not callable(v)}
-    return node.operation, shapes, tuple(sorted((k, _plain(v)) for k, v in said.items()))
+def _undefined(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether f has a value that is not finite, the same by both: its derivatives say nothing."""
+    pairs = [(a, np.asarray(b)) for a, b in zip(mine, theirs, strict=True) if b is not None]
+    return any(
+        not np.isfinite(b).all() and np.array_equal(np.isfinite(a), np.isfinite(b))
+        for a, b in pairs
+    )
 
 
-def _plain(value: Any) -> str:
-    array = isinstance(value, np.ndarray | np.generic)
-    return f"{value.shape}{value.tobytes()!r}" if array else repr(value)
+def _counted(formula: Formula) -> str:
+    """With what a derivation is called."""
+    counts = {
+        "input": len(formula.inputs),
+        "cotangent": len(formula.cotangents),
+        "direction": len(formula.directions),
+    }
+    return ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items() if n)
+
+
+def _single(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)

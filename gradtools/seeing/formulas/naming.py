@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.expressions import Expr
-from gradtools.seeing.formulas.lowering import Lowered
 from gradtools.seeing.formulas.typesetting import Written
 
 
-def leaf_names(lowered: Lowered, outputs: Sequence[Expr]) -> tuple[dict[Expr, Written], list]:
+def leaf_names(
+    leaves: Sequence[Expr], outputs: Sequence[Expr]
+) -> tuple[dict[Expr, Written], list[Written]]:
     """The names of all leaves and of the outputs."""
-    leaves = [*lowered.program.inputs, *lowered.captured.values(), *lowered.draws]
     chosen = short_names([p["name"] for p in leaves])
     names = {p: ts.symbol(n) for p, n in zip(leaves, chosen, strict=True)}
     return names, _output_names(outputs, set(chosen))

@@ -1,28 +1,21 @@
 """`Operation`: all that is known of an operation; `OPERATIONS`: these records, by name.
 
-A wing records a program as a `Graph` whose nodes carry these names, operands and attributes; from
-there on no framework is needed. Lowered, it is a program of `Expr`, whose ``op`` is such a name
-too. Some operations are only said by programs (log1p), some only made by lowering or by a pullback
-(max_unpool), most are both. The records stand in `operations/`, by family; what an operation means
-is the formula of its lowering, with what the docstring adds, or its value in NumPy.
+A recorded program is written in these operations, and so is its adjoint. What is not in the table
+is an operation by its name (`operations/by_name.py`), which the framework computes and
+differentiates itself.
 
-Conventions that hold for what a program says:
+Conventions of the functions that make them:
 
-- Axes are counted from 0 and never negative. ``axes`` is a tuple, ``axis`` one number.
-- ``axes`` that may be left out are then all axes.
+- Axes are counted from 0 and never negative; ``axes`` is a tuple, ``axis`` one number.
 - ``keep`` (default False) keeps a reduced axis with length 1.
-- Elementwise operations broadcast as in NumPy; a number is a node ``constant``.
-- Numbers are exact: everything is evaluated in float64 and complex128, integers in int64.
-- Indices are not negative and within bounds.
-- An operation that is not in the table keeps its native name. It is shown with a mark, and
-  evaluated only if its attributes hold a NumPy ``function`` (and ``adjoint``, see ``opaque``).
-- Attributes that are not in its signature, or needed ones that are missing, are refused.
-- The residuals of a ``custom_rule`` are differentiated through its forward program.
+- Elementwise operations broadcast as in NumPy.
+- Everything is evaluated in float64 and complex128, integers in int64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +28,8 @@ if TYPE_CHECKING:
 
 Form = Callable[["ExpressionWriter", Expr], Written]
 EntryForm = Callable[[Expr, list[Written], bool], Written]
-Outputs = Sequence[Expr]  # of one operation, or their cotangents
+Make = Callable[..., Any]
 Cotangents = list[Expr | None]  # of the arguments; None where one has no derivative
-Ties = Callable[["Axes", Expr], None]
 
 
 def _of_the_first(x: Expr, *rest: Expr, **attributes: Any) -> tuple[tuple[int, ...], str]:
@@ -49,20 +41,14 @@ class Operation:
     """An operation.
 
     Attributes:
-        name: What a node's ``operation`` says, and an expression's ``op``.
-        operands: The node's inputs, in order; ``?`` marks what may be left out, ``*`` what repeats.
-            None where no program says it.
-        attributes: The names of the node's attributes; those with a ``?`` may be left out.
-        outputs: What comes out, where it is more than one array.
-        lower: The result as expressions, of the operands and the attributes; None where it takes
-            more than these, such as a program inside (`lowering.py`).
+        name: An expression's ``op``, or what both frameworks' records call it.
+        make: The expression, of the operands and the attributes; None where no program names it.
         evaluate: The value in NumPy, of the expression and the arguments' values; a tuple where
             there are several outputs.
         pullback: The arguments' cotangents, of the expression (or its outputs), the cotangent
             (or cotangents) and the arguments; None where there is no derivative.
-        result: The shape and the kind of the expression (a list of them, where there are several
-            outputs), of its arguments and its attributes; by default those of the first argument.
-            What these do not tell (the shape of index_add) has a function that makes it.
+        result: The shape and the kind of the expression, of its arguments and its attributes;
+            by default those of the first argument.
         elementwise: Whether it is a function of each place.
         form: How it is written; None for its name and its arguments.
         entry: How an elementwise operation is written: of the expression, its arguments as they
@@ -73,40 +59,30 @@ class Operation:
     """
 
     name: str
-    operands: str | None = None
-    attributes: tuple[str, ...] = ()
-    outputs: str = ""
-    lower: Callable[..., Any] | None = None
+    make: Make | None = None
     evaluate: Callable[..., Any] | None = None
     pullback: Callable[..., Any] | None = None
     result: Callable[..., Any] = _of_the_first
     elementwise: bool = False
     form: Form | None = None
     entry: EntryForm | None = None
-    ties: Ties | None = None
+    ties: Callable[[Axes, Expr], None] | None = None
     definition: Written | None = None
-
-    def takes(self, operands: int, attributes: Collection[str]) -> bool:
-        """Whether a program says it with so many operands and these attributes."""
-        names = (self.operands or "").split()
-        most = operands if any(name.startswith("*") for name in names) else len(names)
-        least = sum(not name.endswith("?") and not name.startswith("*") for name in names)
-        return least <= operands <= most and self.has(attributes)
-
-    def has(self, attributes: Collection[str]) -> bool:
-        """Whether these are attributes of it, and none that it needs is missing."""
-        known = {name.rstrip("?") for name in self.attributes}
-        needed = {name for name in self.attributes if not name.endswith("?")}
-        return needed <= set(attributes) <= known
 
 
 OPERATIONS: dict[str, Operation] = {}
 
 
-def of_vocabulary(name: str) -> Operation | None:
-    """What a recorded program means by this name; None if it is not of the vocabulary."""
+def made(name: str, operands: Sequence[Expr], attributes: dict[str, Any]) -> Any:
+    """What a program means by this name; None if the vocabulary has no such form of it."""
     operation = OPERATIONS.get(name)
-    return operation if operation and operation.operands is not None else None
+    if operation is None or operation.make is None:
+        return None
+    try:
+        inspect.signature(operation.make).bind(*operands, **attributes)
+    except TypeError:
+        return None
+    return operation.make(*operands, **attributes)
 
 
 def is_elementwise(x: Expr) -> bool:

@@ -23,7 +23,7 @@ Stopped values (JAX stops the maximum that it subtracts) are read through: they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from gradtools.seeing.formulas.algebra import (
     add,
@@ -39,16 +39,15 @@ from gradtools.seeing.formulas.algebra import (
     spread,
     total,
 )
-from gradtools.seeing.formulas.expressions import Expr, Program, substitute
-from gradtools.seeing.formulas.operations.layers import standardize, variance
-from gradtools.seeing.formulas.operations.reductions import reduced
+from gradtools.seeing.formulas.expressions import Expr, substitute
+from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
 
 Pattern = Callable[[Expr], Expr | None]
 
 
-def recognise(program: Program) -> Program:
-    """The program with the patterns that are known written as what they are."""
-    return Program(program.inputs, tuple(substitute(program.outputs, {}, rebuild, _named)))
+def recognise(roots: Sequence[Expr]) -> list[Expr]:
+    """The roots with the patterns that are known written as what they are."""
+    return substitute(roots, {}, rebuild, _named)
 
 
 def _named(x: Expr) -> Expr:

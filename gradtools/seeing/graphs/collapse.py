@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from gradtools.seeing.formulas.value_letters import Letters, stand_in
 from gradtools.seeing.graphs.attributes import call_text, mark_text
 from gradtools.seeing.graphs.flat_graph import BlockGroup, FlatGraph, Link, Unit
 from gradtools.seeing.graphs.nesting import in_parts, nested
 from gradtools.seeing.graphs.nodes import Node, PlainGraph
 from gradtools.seeing.graphs.outline import Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.graphs.repeats import Folding
+from gradtools.seeing.graphs.value_letters import Letters, stand_in
 
 FOLD_FROM = 40  # boxes: what has fewer is shown whole
 

@@ -409,4 +409,6 @@ def _einsum(factors: list, out: Labels, shape: tuple[int, ...], coefficient: Any
     labels = tuple(tuple(rename[n] for n in names) for _, names in factors)
     kinds = [f.kind for f, _ in factors] + [COMPLEX if isinstance(coefficient, complex) else REAL]
     args = tuple(f for f, _ in factors)
-    return expr("einsum", args, shape, widest(*kinds), labels=labels, coefficient=coefficient)
+    moved = len(args) == 1 and coefficient == 1 and set(factors[0][1]) <= set(out)
+    kind = args[0].kind if moved else widest(*kinds)  # an index that is turned stays one
+    return expr("einsum", args, shape, kind, labels=labels, coefficient=coefficient)

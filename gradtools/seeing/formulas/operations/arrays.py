@@ -1,4 +1,11 @@
-"""Constants, contractions (all of them `einsum`), reshapes, and what else arranges axes."""
+"""Constants, contractions (all of them `einsum`), reshapes, parts of arrays and indexing.
+
+What only moves entries by places that are known (a slice, padding with zeros, a flip, a diagonal)
+is one linear operation, ``arrange``, whose name is that of the framework's operation, and its
+adjoint ``restore``::
+
+    arrange   y[i] = x[places[i]], 0 where there is none        restore   its transpose
+"""
 
 from __future__ import annotations
 
@@ -9,22 +16,36 @@ import numpy as np
 
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import (
+    apply,
     array,
     axis_groups,
     broadcast,
     conj,
     einsum,
     identity,
+    imag,
     matmul,
     number,
     product,
+    real,
+    rebuild,
     reshape,
     total,
     transpose,
+    unsqueeze,
+    zeros,
 )
-from gradtools.seeing.formulas.expressions import INTEGER, Expr, Shape, expr
-from gradtools.seeing.formulas.operations.elementwise import scaled
-from gradtools.seeing.formulas.operations.entering import Lowering, lowers, operation, word
+from gradtools.seeing.formulas.expressions import (
+    DTYPES,
+    REAL,
+    ArrayValue,
+    Expr,
+    Shape,
+    expr,
+    widest,
+)
+from gradtools.seeing.formulas.operation_record import Cotangents
+from gradtools.seeing.formulas.operations.entering import makes, operation, tie_first, word
 
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.axes import Axes, Axis
@@ -34,8 +55,8 @@ if TYPE_CHECKING:
 # Constants.
 
 
-@lowers("constant")
-def _constant(*, value: Any) -> Expr:
+@makes("constant")
+def constant(*, value: Any) -> Expr:
     """A number or an array that the program holds."""
     value = np.asarray(value)
     if value.ndim or value.dtype.kind == "b":
@@ -46,25 +67,6 @@ def _constant(*, value: Any) -> Expr:
 operation("number", lambda y: np.asarray(y["value"]))
 operation("array", lambda y: y["value"].array, form=lambda w, x: ts.Written("c", "c"))
 operation("unit_matrix", lambda y: np.eye(y.shape[0]), form=lambda w, x: ts.Written("I", "I"))
-
-
-def _iota(y: Expr) -> np.ndarray:
-    """Counting along an axis."""
-    after = (1,) * (y.rank - y["axis"] - 1)
-    return np.broadcast_to(np.arange(y.shape[y["axis"]]).reshape(-1, *after), y.shape)
-
-
-def _iota_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    n = x.shape[x["axis"]]
-    return ts.Written(f"(0..{n - 1})", rf"(0, \dots, {n - 1})")
-
-
-operation(
-    "iota",
-    _iota,
-    form=_iota_form,
-    lower=lambda *, shape, axis: expr("iota", (), shape, INTEGER, axis=axis),
-)
 
 # Contractions.
 
@@ -83,7 +85,8 @@ def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
     else:
         value = np.einsum(*operands, list(kept), optimize=len(arrays) > 2)
     place = tuple(slice(None) if l in kept else None for l in range(len(y.shape)))
-    return np.broadcast_to(np.asarray(coefficient * value)[place], y.shape)
+    result = np.broadcast_to(np.asarray(coefficient * value)[place], y.shape)
+    return result if y.is_inexact else result.astype(DTYPES[y.kind])
 
 
 def _aligned_product(
@@ -130,35 +133,19 @@ operation(
     _einsum,
     lambda y, g, *args: [_einsum_cotangent(y, g, k) for k in range(len(args))],
     ties=_tie_einsum,
-    lower=lambda *xs, subscripts: einsum(subscripts, *xs),
+    make=lambda *xs, subscripts: einsum(subscripts, *xs),
 )
-word("matmul", matmul)
-
-
-@lowers("outer")
-def _outer(a: Expr, b: Expr) -> Expr:
-    """numpy.outer of two vectors."""
-    return einsum("i,j->ij", a, b)
-
-
+word("matmul", lambda a, b: matmul(a, b))
+word("outer", lambda a, b: einsum("i,j->ij", a, b))
 word("vdot", lambda a, b: conj(a) @ b)
 
 
-def _plus_product(multiplied: Lowering) -> Lowering:
-    """Beta x + alpha a b, without x where beta is 0."""
+@makes("trace")
+def _trace(x: Expr) -> Expr:
+    """Of the last two axes of square matrices."""
+    lead = tuple(range(x.rank - 2))
+    return product([x], [(*lead, "d", "d")], lead, x.shape[:-2])
 
-    def lowered(x: Expr, a: Expr, b: Expr, *, beta: float = 1, alpha: float = 1) -> Expr:
-        product_ = scaled(alpha, multiplied(a, b))
-        return product_ if beta == 0 else product_ + scaled(beta, x)
-
-    return lowered
-
-
-word("addmm", _plus_product(matmul))
-word("baddbmm", _plus_product(matmul))
-word("addmv", _plus_product(matmul))
-word("addbmm", _plus_product(lambda a, b: total(a @ b, (0,))))
-word("addr", _plus_product(_outer))
 
 # Axes.
 
@@ -168,16 +155,12 @@ def permuted(x: Expr, permutation: Sequence[int]) -> Expr:
     return x if tuple(permutation) == tuple(range(x.rank)) else transpose(x, permutation)
 
 
-word("transpose(x; permutation)", permuted)
-
-
 def _reshape_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     if x.shape == tuple(n for n in x.args[0].shape if n != 1):
         return w.whole(x.args[0])
-    shape = "x".join(map(str, x.shape))
-    inner = w.whole(x.args[0])
     w.note("reshape: row-major")
-    return ts.function("reshape", [inner], f"{shape}", r"\operatorname{reshape}")
+    shape = "x".join(map(str, x.shape))
+    return ts.function("reshape", [w.whole(x.args[0])], shape, r"\operatorname{reshape}")
 
 
 def _tie_reshape(axes: Axes, y: Expr) -> None:
@@ -187,20 +170,20 @@ def _tie_reshape(axes: Axes, y: Expr) -> None:
             axes.tie((x, old[0]), (y, new[0]))
 
 
-# Row-major; also flatten, squeeze, unsqueeze.
-operation(
-    "reshape(x; shape)",
+word("transpose", lambda x, *, permutation: permuted(x, permutation))
+operation(  # row-major; also flatten, squeeze, unsqueeze
+    "reshape",
     lambda y, x: np.reshape(x, y.shape),
     lambda y, g, x: [reshape(g, x.shape)],
     form=_reshape_form,
     ties=_tie_reshape,
-    lower=reshape,
+    make=lambda x, *, shape: reshape(x, shape),
 )
 # Axis i of x becomes axes[i]; default the last ones.
-word("broadcast(x; shape, axes?)", broadcast)
+word("broadcast", lambda x, *, shape, axes=None: broadcast(x, shape, axes))
 
 
-@lowers("tile")
+@makes("tile")
 def _tile(x: Expr, *, reps: Sequence[int]) -> Expr:
     """numpy.tile."""
     shape = (1,) * (len(reps) - x.rank) + x.shape
@@ -208,3 +191,351 @@ def _tile(x: Expr, *, reps: Sequence[int]) -> Expr:
     pairs = [*zip(reps, shape, strict=True)]
     wide = broadcast(once, tuple(n for pair in pairs for n in pair))
     return reshape(wide, [r * n for r, n in pairs])
+
+
+# Entries from places that are known.
+
+
+def arrange(x: Expr, places: np.ndarray, name: str) -> Expr:
+    """The entries of x at places of the flattened x, zero where a place is negative."""
+    places = np.asarray(places, np.int64)
+    if np.array_equal(places.ravel(), np.arange(np.prod(x.shape, dtype=int))):
+        return reshape(x, places.shape)
+    if x.op == "array":
+        return array(np.append(x["value"].array, 0)[places])
+    if x.op == "arrange":
+        inner = np.append(x["places"].array, -1)[places]
+        if np.array_equal(inner.ravel(), np.arange(np.prod(x["into"], dtype=int))):
+            return reshape(x.args[0], places.shape)
+    if x.op == "update":
+        inner = _back(x)[places]
+        if (inner >= 0).all():  # what was written in place
+            return arrange(x.args[1], inner, name)
+        if (inner < 0).all():  # or what was there
+            return arrange(x.args[0], places, name)
+    n = x.shape[0] if x.rank == 2 else 0
+    if x.shape == (n, n) and np.array_equal(places, np.arange(n) * (n + 1)):
+        return product([x], [("d", "d")], ("d",), (n,))
+    kept = ArrayValue(places)
+    return expr("arrange", (x,), places.shape, x.kind, name=name, places=kept, into=x.shape)
+
+
+def written(x: Expr, u: Expr, places: np.ndarray, name: str) -> Expr:
+    """X with the entries of u at places of the flattened x, as it is written in place."""
+    if places.size == np.prod(x.shape):
+        back = np.argsort(places.ravel()).reshape(x.shape)
+        return arrange(u, back, "entries")
+    kept = ArrayValue(places)
+    again = x.op == "update" and x["places"] == kept
+    before = x.args[0] if again else x
+    kind = widest(x.kind, u.kind)
+    return expr("update", (before, u), x.shape, kind, name=name, places=kept)
+
+
+def _back(y: Expr) -> np.ndarray:
+    """For each entry of an update the place in what was written; -1 where nothing was."""
+    result = np.append(np.full(int(np.prod(y.shape)), -1), -1)
+    places = y["places"].array.ravel()
+    result[places] = np.arange(places.size)
+    return result
+
+
+def _updated(y: Expr, x: np.ndarray, u: np.ndarray) -> np.ndarray:
+    out = np.array(x, np.result_type(x, u))
+    out.reshape(-1)[y["places"].array.ravel()] = u.ravel()
+    return out
+
+
+def _update_pullback(y: Expr, g: Expr, x: Expr, u: Expr) -> Cotangents:
+    """X keeps what was not overwritten; u gets what was."""
+    places = y["places"].array.reshape(u.shape)
+    kept = written(g, zeros(u.shape), places, y["name"])
+    return [kept, arrange(g, places, y["name"])]
+
+
+def _update_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    w.note("set_at[...](x, u): x with u at these places")
+    where = x["name"].strip("[]")
+    inside = ts.join([w.whole(a) for a in x.args], ", ", ", ", ts.SUM)
+    return _placed("set_at", ts.Written(where, where), inside)
+
+
+operation("update", _updated, _update_pullback, form=_update_form, ties=tie_first)
+
+
+def restore(g: Expr, y: Expr) -> Expr:
+    """The transpose of `arrange`: each entry is added where it came from."""
+    places = y["places"].array.ravel()
+    counts = np.arange(places.size)
+    if places.size == np.prod(y["into"]) and np.array_equal(np.append(places, 0)[places], counts):
+        moved = arrange(g, y["places"].array, y["name"])  # an exchange of places, such as flip
+        return reshape(moved, y["into"])
+    given = {"name": y["name"], "places": y["places"], "into": y["into"]}
+    return expr("restore", (g,), y["into"], g.kind, **given)
+
+
+def _restored(y: Expr, g: np.ndarray) -> np.ndarray:
+    places = y["places"].array
+    out = np.zeros(int(np.prod(y["into"])) + 1, g.dtype)
+    np.add.at(out, places.ravel(), g.ravel())
+    return out[:-1].reshape(y["into"])
+
+
+def _arranged_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    """A slice in square brackets, else the name of the operation."""
+    inner, name = w.whole(x.args[0]), x["name"]
+    forward = x.op == "arrange"
+    if not name.startswith("["):
+        if not forward:
+            w.note("fᵀ: the transpose of the linear f")
+        return ts.function(name + "ᵀ" * (not forward), [inner], latex=_command(name, not forward))
+    if forward:
+        return _part_of(inner, ts.Written(name[1:-1], name[1:-1]))
+    w.note("into[...](x): zeros with x at these places")
+    return _placed("into", ts.Written(name[1:-1], name[1:-1]), inner)
+
+
+def _command(name: str, turned: bool) -> str:
+    latex = name.replace("_", r"\_")
+    return rf"\operatorname{{{latex}}}" + (r"^{\top}" if turned else "")
+
+
+def _part_of(x: ts.Written, where: ts.Written) -> ts.Written:
+    x = x.at(ts.ATOM)
+    return ts.Written(f"{x.text}[{where.text}]", rf"{x.latex}\left[{where.latex}\right]")
+
+
+def _placed(name: str, where: ts.Written, inner: ts.Written) -> ts.Written:
+    command = name.replace("_", r"\_")
+    return ts.Written(
+        f"{name}[{where.text}]({inner.text})",
+        rf"\operatorname{{{command}}}_{{[{where.latex}]}}\left({inner.latex}\right)",
+    )
+
+
+operation(
+    "arrange",
+    lambda y, x: np.append(x, 0)[y["places"].array].astype(x.dtype, copy=False),
+    lambda y, g, x: [restore(g, y)],
+    form=_arranged_form,
+    ties=tie_first,
+)
+operation(
+    "restore",
+    _restored,
+    lambda y, g, x: [arrange(g, y["places"].array, y["name"])],
+    form=_arranged_form,
+    ties=tie_first,
+)
+
+
+@makes("slice")
+def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
+    """One number for each axis; stride > 0; axes of length 1 are dropped."""
+    stride = stride or (1,) * x.rank
+    bounds = [slice(a, max(a, b), s) for a, b, s in zip(start, limit, stride, strict=True)]
+    counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)[tuple(bounds)]
+    part = arrange(x, counts, _ranges(x.shape, bounds))
+    return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
+
+
+def _ranges(shape: Sequence[int], bounds: Sequence[slice]) -> str:
+    said = []
+    for n, s in zip(shape, bounds, strict=True):
+        if (s.start, s.stop, s.step) == (0, n, 1):
+            said.append(":")
+        elif s.stop == s.start + 1:
+            said.append(str(s.start))
+        else:
+            step = f":{s.step}" if s.step != 1 else ""
+            said.append(f"{s.start or ''}:{'' if s.stop == n else s.stop}{step}")
+    return "[" + ", ".join(said) + "]"
+
+
+@makes("flip")
+def _flip(x: Expr, *, axes: Sequence[int] = ()) -> Expr:
+    """Reversed along axes."""
+    counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)
+    return arrange(x, np.flip(counts, tuple(axes)), "flip")
+
+
+@makes("split")
+def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
+    """Consecutive parts, as many as sizes."""
+    ends = [int(n) for n in np.cumsum(sizes)]
+    low, high = [0] * x.rank, list(x.shape)
+    at = lambda of, n: [*of[:axis], n, *of[axis + 1 :]]
+    pairs = zip(sizes, ends, strict=True)
+    return [sliced(x, start=at(low, end - n), limit=at(high, end)) for n, end in pairs]
+
+
+@makes("unbind")
+def unbind(x: Expr, *, axis: int) -> list[Expr]:
+    """What stands along an axis, each without it."""
+    shape = [n for a, n in enumerate(x.shape) if a != axis]
+    return [reshape(part, shape) for part in split(x, sizes=(1,) * x.shape[axis], axis=axis)]
+
+
+def _concatenate_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    first = x["axis"] == 0
+    pieces = [w.whole(a) for a in x.args]
+    inside = ts.join(pieces, "; " if first else ", ", r";\; " if first else r",\; ", ts.SUM)
+    return ts.Written(f"[{inside.text}]", rf"\left[{inside.latex}\right]")
+
+
+@makes(
+    "concatenate",
+    operation,
+    lambda y, *xs: np.concatenate(xs, y["axis"]),
+    lambda y, g, *xs: split(g, sizes=[x.shape[y["axis"]] for x in xs], axis=y["axis"]),
+    form=_concatenate_form,
+    ties=tie_first,
+)
+def concatenate(*xs: Expr, axis: int) -> Expr:
+    """numpy.concatenate."""
+    xs = tuple(x for x in xs if x.shape != (0,)) or xs
+    if len(xs) == 1:
+        return xs[0]
+    shape = list(xs[0].shape)
+    shape[axis] = sum(x.shape[axis] for x in xs)
+    return expr("concatenate", xs, shape, widest(*(x.kind for x in xs)), axis=axis)
+
+
+word("stack", lambda *xs, axis: concatenate(*(unsqueeze(x, [axis]) for x in xs), axis=axis))
+
+word(
+    "view_as_real",
+    lambda x: concatenate(*(unsqueeze(y, [x.rank]) for y in (real(x), imag(x))), axis=x.rank),
+)
+
+
+@makes("view_as_complex")
+def _view_as_complex(x: Expr) -> Expr:
+    """The complex numbers of which these are the parts."""
+    re, im = unbind(x, axis=x.rank - 1)
+    return re + 1j * im
+
+
+# Integer indices: one-hot factors, and rows.
+
+
+def _one_hot_value(y: Expr, i: np.ndarray) -> np.ndarray:
+    """A last axis with 1 at i; negative ones count from the end."""
+    return (np.asarray(i)[..., None] % y["size"] == np.arange(y["size"])) * 1.0
+
+
+def _tie_one_hot(axes: Axes, y: Expr) -> None:
+    for k in range(y.rank - 1):
+        axes.tie((y, k), (y.args[0], k))
+
+
+operation(
+    "one_hot",
+    _one_hot_value,
+    make=lambda i, *, size: apply("one_hot", i, size=size),
+    result=lambda i, size: ((*i.shape, size), REAL),
+    form=lambda w, x: ts.function("onehot", [w.whole(x.args[0])]),
+    ties=_tie_one_hot,
+)
+
+
+def picked(x: Expr, i: Expr) -> Expr:
+    """The entry of each row of x that i names: the last axis is summed with a one-hot factor."""
+    return total(x * apply("one_hot", i, size=x.shape[-1]), [x.rank - 1])
+
+
+def _index_shape(x: Expr, i: Expr, axis: int) -> tuple[Any, str]:
+    return (*i.shape, *(n for a, n in enumerate(x.shape) if a != axis)), x.kind
+
+
+def _added_at(y: Expr, u: np.ndarray, i: np.ndarray) -> np.ndarray:
+    out = np.zeros(y.shape, u.dtype)
+    np.add.at(np.moveaxis(out, y["axis"], 0), i.astype(np.int64, copy=False), u)
+    return out
+
+
+def _index_where(w: ExpressionWriter, x: Expr) -> ts.Written:
+    said = [ts.Written(":", ":")] * x["axis"] + [w.whole(x.args[1])]
+    return ts.join(said, ", ", ", ", ts.SUM)
+
+
+def _tie_indexed(axes: Axes, y: Expr) -> None:
+    """The axes of the indices lead in the part, those of the whole that are left follow."""
+    whole, part = (y.args[0], y) if y.op == "index" else (y, y.args[0])
+    i = y.args[1]
+    for k in range(i.rank):
+        axes.tie((part, k), (i, k))
+    for k, a in enumerate(a for a in range(whole.rank) if a != y["axis"]):
+        axes.tie((part, i.rank + k), (whole, a))
+
+
+def _add_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    w.note("add_at[i](u): zeros with u added at the places i")
+    return _placed("add_at", _index_where(w, x), w.whole(x.args[0]))
+
+
+def index_add(u: Expr, i: Expr, axis: int, shape: Sequence[int]) -> Expr:
+    """Zeros of this shape, with u added at the indices."""
+    return expr("index_add", (u, i), shape, u.kind, axis=axis)
+
+
+def _index_cotangent(y: Expr, g: Expr, x: Expr, i: Expr) -> Cotangents:
+    return [index_add(g, i, y["axis"], x.shape), None]
+
+
+# Entries of one axis by integers, whose axes lead in the result.
+operation(
+    "index",
+    lambda y, x, i: np.moveaxis(x, y["axis"], 0)[i.astype(np.int64, copy=False)],
+    _index_cotangent,
+    result=_index_shape,
+    form=lambda w, x: _part_of(w.whole(x.args[0]), _index_where(w, x)),
+    ties=_tie_indexed,
+)
+operation(
+    "index_add",
+    _added_at,
+    lambda y, g, u, i: [apply("index", g, i, axis=y["axis"]), None],
+    form=_add_form,
+    ties=_tie_indexed,
+)
+
+
+def meant(i: Expr, n: int) -> Expr:
+    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end anyway."""
+    if i.op in ("reshape", "einsum") and len(i.args) == 1 and i.args[0].op == "where":
+        inner = meant(i.args[0], n)
+        return i if inner is i.args[0] else rebuild(i, (inner,))
+    if i.op != "where" or i.args[0].op != "compare" or i.args[0].args[0] is not i.args[2]:
+        return i
+    wrapped = i.args[1].args[0] if i.args[1].op == "cast" else i.args[1]
+    return i.args[2] if wrapped is i.args[2] + n else i
+
+
+def taken(x: Expr, i: Expr, axis: int) -> Expr:
+    """Entries along one axis; the axes of i stand in its place."""
+    i = meant(i, x.shape[axis])
+    if i.op == "array":
+        counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)
+        return arrange(x, np.take(counts, i["value"].array, axis), _place_text(i, axis))
+    result = apply("index", x, i, axis=axis)
+    order = [*range(i.rank, i.rank + axis), *range(i.rank), *range(i.rank + axis, result.rank)]
+    return permuted(result, order)
+
+
+def _place_text(i: Expr, axis: int) -> str:
+    held = i["value"].array
+    said = str(held.tolist()) if held.ndim == 1 and held.size <= 4 else "c"
+    return "[" + ":, " * axis + said + "]"
+
+
+word("embedding", lambda table, i: taken(table, i, 0))
+
+
+def take_along(x: Expr, i: Expr, axis: int) -> Expr | None:
+    """numpy.take_along_axis where one entry of each row is taken; else None."""
+    rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
+    if i.shape[axis] != 1 or rest(x) != rest(i):
+        return None
+    last = permuted(x, [*(a for a in range(x.rank) if a != axis), axis])
+    return reshape(picked(last, reshape(meant(i, x.shape[axis]), rest(i))), i.shape)

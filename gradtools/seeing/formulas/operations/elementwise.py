@@ -1,4 +1,4 @@
-"""Arithmetic, comparison, rounding and the parts of complex numbers, in each place.
+"""Arithmetic, comparison, the parts of complex numbers and the usual functions, in each place.
 
 A holomorphic function states its partial derivatives f' as expressions of its value y and its
 arguments; the cotangent of an argument is then conj(f') g, its real part where the argument is
@@ -38,11 +38,10 @@ from gradtools.seeing.formulas.expressions import (
     kind_of,
     widest,
 )
-from gradtools.seeing.formulas.operation_record import Cotangents, EntryForm
+from gradtools.seeing.formulas.operation_record import Cotangents, EntryForm, Make
 from gradtools.seeing.formulas.operations.entering import (
-    Lowering,
     entrywise,
-    lowers,
+    makes,
     operation,
     tie_same,
     word,
@@ -68,20 +67,22 @@ def scaled(factor: Any, x: Expr) -> Expr:
     return x if factor == 1 else multiply(number(factor), x)
 
 
-def arithmetic(make: Lowering) -> Lowering:
+def arithmetic(make: Make) -> Make:
     """A decorator: what is made of integers stays integer, so that it can be an index."""
 
     @wraps(make)
-    def lowered(*xs: Expr, **attributes: Any) -> Expr:
+    def of_kind(*xs: Expr, **attributes: Any) -> Expr:
         result = make(*xs, **attributes)
-        integers = all(_is_integer(x) or _is_whole(x) for x in xs)
-        some = any(map(_is_integer, xs))
-        return apply("cast", result, to=INTEGER) if integers and some else result
+        integers = all(is_integer(x) or _is_whole(x) for x in xs)
+        some = any(map(is_integer, xs))
+        done = not (integers and some) or result.kind == INTEGER
+        return result if done else apply("cast", result, to=INTEGER)
 
-    return lowered
+    return of_kind
 
 
-def _is_integer(x: Expr) -> bool:
+def is_integer(x: Expr) -> bool:
+    """Whether its entries are whole numbers or truth values."""
     return x.kind in (INTEGER, BOOLEAN)
 
 
@@ -95,8 +96,8 @@ def _is_whole(x: Expr) -> bool:
 word("identity", lambda x: x)
 
 
-@lowers("stop", entrywise, lambda x: x, kind=lambda x: x.kind)
-def _stop(x: Expr) -> Expr:
+@makes("stop", entrywise, lambda x: x, kind=lambda x: x.kind)
+def stop(x: Expr) -> Expr:
     """X, with no derivative."""
     if x.op in ("number", "stop") or constant_of(x) is not None:
         return x
@@ -104,8 +105,9 @@ def _stop(x: Expr) -> Expr:
 
 
 entrywise(
-    "scale_gradient(x; scale)",
+    "scale_gradient",
     lambda x, scale: x,
+    make=lambda x, *, scale: apply("scale_gradient", x, scale=scale),
     pullback=lambda y, g, x: [y["scale"] * g],
     entry=lambda x, args, matrix: args[0],
 )
@@ -124,7 +126,7 @@ def _cast_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     return ts.summed([args[0], ts.Written("0i", "0i")]) if x.is_complex else args[0]
 
 
-@lowers(
+@makes(
     "cast",
     entrywise,
     _cast_value,
@@ -132,15 +134,13 @@ def _cast_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     kind=lambda x, to: to,
     entry=_cast_form,
 )
-def _cast(x: Expr, *, dtype: Any = None) -> Expr:
+def cast(x: Expr, *, dtype: Any = None) -> Expr:
     """X in another dtype; to integers it truncates."""
     kind = x.kind if dtype is None else kind_of(dtype)
-    if kind == COMPLEX or kind == x.kind:
-        return x
-    if x.kind == COMPLEX and kind == "real":
+    if x.kind == COMPLEX and kind == REAL:
         return real(x)
-    if kind in (INTEGER, BOOLEAN):
-        return x if kind == INTEGER and x.kind == BOOLEAN else apply("cast", x, to=kind)
+    if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
+        return apply("cast", x, to=kind)
     return x
 
 
@@ -152,47 +152,12 @@ operation(
     lambda y, *xs: sum(xs[1:], xs[0] + 0.0),
     lambda y, g, *xs: [g] * len(xs),
     ties=tie_same,
-    lower=arithmetic(lambda a, b, *, alpha=1: a + scaled(alpha, b)),
+    make=arithmetic(lambda a, b, *, alpha=1: a + scaled(alpha, b)),
 )
 word("subtract", arithmetic(lambda a, b, *, alpha=1: a - scaled(alpha, b)))
-word("negate", arithmetic(negate))
-word("multiply(a, b)", multiply)
-
-
-def _truncated(a: Expr, b: Expr) -> Expr:
-    return apply("trunc", a / b)
-
-
-def _floored(a: Expr, b: Expr) -> Expr:
-    return apply("floor", a / b)
-
-
-@lowers("divide")
-def _divide(a: Expr, b: Expr, *, rounding_mode: str | None = None) -> Expr:
-    """A / b; rounded to the "floor" or by "trunc"."""
-    if rounding_mode is None:
-        return a / b
-    return arithmetic(_floored if rounding_mode == "floor" else _truncated)(a, b)
-
-
-word("floor_divide", arithmetic(_floored))
-word("remainder", arithmetic(lambda a, b: a - b * _floored(a, b)))
-word("fmod", arithmetic(lambda a, b: a - b * _truncated(a, b)))
-word("addcmul", arithmetic(lambda x, a, b, *, value=1: x + scaled(value, a * b)))
-word("addcdiv", lambda x, a, b, *, value=1: x + scaled(value, a / b))
-word("lerp", lambda a, b, t: a + t * (b - a))
-
-
-@lowers("polynomial")
-def _polynomial(x: Expr, *coefficients: Expr) -> Expr:
-    """C[0] + c[1] x + c[2] x**2 .."""
-    result = coefficients[-1]
-    for c in reversed(coefficients[:-1]):
-        result = c + x * result
-    return broadcast(result, x.shape)
-
-
-# Powers.
+word("negate", arithmetic(lambda x: negate(x)))
+word("multiply", arithmetic(lambda a, b: times(a, b)))
+word("divide", lambda a, b: a / b)
 
 
 def _power_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
@@ -213,7 +178,7 @@ def _raised(base: ts.Written, exponent: Any, matrix: bool) -> ts.Written:
     return ts.power(base, exponent)
 
 
-@lowers(
+@makes(
     "power",
     entrywise,
     lambda x, exponent: np.power(x + 0.0, exponent),
@@ -250,7 +215,9 @@ word("square", arithmetic(lambda x: x**2))
 word("sqrt", lambda x: x**0.5)
 word("rsqrt", lambda x: x**-0.5)
 word("reciprocal", lambda x: x**-1)
-word("one_minus_square", lambda x: 1 - x**2)
+word("addcmul", lambda x, a, b, *, value=1: x + scaled(value, a * b))
+word("addcdiv", lambda x, a, b, *, value=1: x + scaled(value, a / b))
+word("lerp", lambda a, b, t: a + t * (b - a))
 word("hypot", lambda a, b: (a**2 + b**2) ** 0.5)
 
 # Modulus, sign, and the parts of complex numbers.
@@ -261,7 +228,7 @@ def named(text: str, latex: str = "") -> EntryForm:
     return lambda x, args, matrix: ts.function(text, args, latex=latex)
 
 
-@lowers(
+@makes(
     "abs",
     entrywise,
     np.abs,
@@ -272,9 +239,6 @@ def named(text: str, latex: str = "") -> EntryForm:
 def modulus(x: Expr) -> Expr:
     """Modulus."""
     return x if x.op == "abs" else apply("abs", x)
-
-
-word("cbrt", lambda x: apply("sign", x) * modulus(x) ** (1 / 3))
 
 
 def _sign(x: np.ndarray) -> np.ndarray:
@@ -291,79 +255,64 @@ def _sign_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     return [(g - along) * apply("abs", x) ** -1]
 
 
-entrywise("sign(x)", _sign, pullback=_sign_pullback, entry=named("sgn"))
+entrywise("sign", _sign, pullback=_sign_pullback, entry=named("sgn"))
 entrywise(
-    "angle(x)",
+    "angle",
     np.angle,
     pullback=lambda y, g, x: [1j * (real(g) * conj(x) ** -1) if x.is_complex else None],
     kind=REAL,
     entry=named("arg", r"\arg"),
 )
 entrywise(
-    "real(x)",
+    "real",
     np.real,
     pullback=lambda y, g, x: [real(g)],
     kind=REAL,
     entry=named("Re"),
-    lower=real,
+    make=lambda x: real(x),
 )
 entrywise(
-    "imag(x)",
+    "imag",
     np.imag,
     pullback=lambda y, g, x: [1j * real(g)],
     kind=REAL,
     entry=named("Im"),
-    lower=imag,
+    make=lambda x: imag(x),
 )
 entrywise(
-    "conj(x)",
+    "conj",
     np.conj,
     pullback=lambda y, g, x: [conj(g)],
     entry=lambda x, args, matrix: ts.superscript(args[0], "*", "*"),
-    lower=conj,
+    make=lambda x: conj(x),
 )
+word("complex", lambda re, im: re + 1j * im)
+
+# Rounding, comparison and truth.
 
 
-@lowers("complex")
-def _complex(re: Expr, im: Expr) -> Expr:
-    """Re + i im."""
-    return re + 1j * im
-
-
-word("polar", lambda r, phi: _complex(r * apply("cos", phi), r * apply("sin", phi)))
-
-# Rounding.
-
-
-def _flat(name: str) -> Lowering:
+def _rounding(name: str, evaluate: Any, left: str = "", right: str = "") -> None:
     """Rounding, which leaves integers alone."""
-    return lambda x: x if _is_integer(x) else apply(name, x)
-
-
-def _floor_form(left: str, right: str, name: str) -> EntryForm:
-    return lambda x, args, matrix: ts.Written(
-        f"{left}{args[0].text}{right}", rf"\left\l{name} {args[0].latex} \right\r{name}"
+    entrywise(
+        name,
+        evaluate,
+        make=lambda x: x if is_integer(x) else apply(name, x),
+        entry=(
+            left
+            and (
+                lambda x, args, matrix: ts.Written(
+                    f"{left}{args[0].text}{right}", rf"\left\l{name} {args[0].latex} \right\r{name}"
+                )
+            )
+        )
+        or None,
     )
 
 
-entrywise("floor", np.floor, entry=_floor_form("⌊", "⌋", "floor"), lower=_flat("floor"))
-entrywise("ceil", np.ceil, entry=_floor_form("⌈", "⌉", "ceil"), lower=_flat("ceil"))
-entrywise("trunc", np.trunc, lower=_flat("trunc"))
-word("frac", lambda x: x - _flat("trunc")(x))
-
-
-@lowers("round", entrywise, np.round)
-def _round(x: Expr, *, decimals: int = 0, rounding_method: str = "to_nearest_even") -> Expr:
-    """To the nearest integer, ties to even, or "away_from_zero"; of 10**decimals x."""
-    if rounding_method == "away_from_zero":
-        return apply("sign", x) * apply("floor", modulus(x) + 0.5)
-    if not decimals:
-        return _flat("round")(x)
-    ten = number(10.0**decimals)
-    return apply("round", x * ten) / ten
-
-
-# Comparison and truth.
+_rounding("floor", np.floor, "⌊", "⌋")
+_rounding("ceil", np.ceil, "⌈", "⌉")
+_rounding("trunc", np.trunc)
+_rounding("round", np.round)
 
 
 # What each is in NumPy, its opposite, and how it is written.
@@ -386,14 +335,19 @@ def _compare_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     )
 
 
-entrywise(
-    "compare(a, b; relation)",
+@makes(
+    "compare",
+    entrywise,
     lambda a, b, relation: _RELATIONS[relation][0](a, b),
     kind=BOOLEAN,
     entry=_compare_form,
 )
-entrywise("is_finite(x)", np.isfinite, kind=BOOLEAN)
-entrywise("is_nan(x)", np.isnan, kind=BOOLEAN)
+def _compare(a: Expr, b: Expr, *, relation: str) -> Expr:
+    return indicator(a, relation, b)
+
+
+entrywise("is_finite", np.isfinite, kind=BOOLEAN)
+entrywise("is_nan", np.isnan, kind=BOOLEAN)
 
 
 def _truth(x: Expr) -> Expr:
@@ -408,37 +362,37 @@ entrywise(
     entry=lambda x, args, matrix: ts.Written(
         f"1[not {args[0].text}]", rf"\mathbf{{1}}[\lnot {args[0].latex}]"
     ),
-    lower=lambda x: negation(_truth(x)),
+    make=lambda x: negation(_truth(x)),
 )
 
 
 def _logical(name: str, evaluate: Any, text: str, latex: str) -> None:
     entrywise(
-        f"logical_{name}(a, b)",
+        name,
         evaluate,
         kind=BOOLEAN,
         entry=lambda x, args, matrix: ts.join(
             [a.at(ts.POWER) for a in args], f" {text} ", f" {latex} ", ts.PRODUCT
         ),
-        lower=lambda a, b: apply(f"logical_{name}", _truth(a), _truth(b)),
+        make=lambda a, b: apply(name, _truth(a), _truth(b)),
     )
 
 
-_logical("and", np.logical_and, "∧", r"\land")
-_logical("or", np.logical_or, "∨", r"\lor")
-_logical("xor", np.logical_xor, "⊕", r"\oplus")
+_logical("logical_and", np.logical_and, "∧", r"\land")
+_logical("logical_or", np.logical_or, "∨", r"\lor")
+_logical("logical_xor", np.logical_xor, "⊕", r"\oplus")
 
 # Choice.
 
 
-@lowers(
+@makes(
     "maximum",
     entrywise,
     np.maximum,
     lambda y, a, b: [indicator(a, ">", b), indicator(a, "<=", b)],
     entry=named("max", r"\max"),
 )
-def _maximum(a: Expr, b: Expr) -> Expr:
+def maximum(a: Expr, b: Expr) -> Expr:
     """Elementwise."""
     a, b = (b, a) if is_zero(a) else (a, b)
     if not is_zero(b):
@@ -447,7 +401,7 @@ def _maximum(a: Expr, b: Expr) -> Expr:
 
 
 entrywise(
-    "minimum(a, b)",
+    "minimum",
     np.minimum,
     lambda y, a, b: [indicator(a, "<", b), indicator(a, ">=", b)],
     entry=named("min", r"\min"),
@@ -465,7 +419,7 @@ def _clip_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     return ts.function("clip", args, f"[{low.text}, {high.text}]")
 
 
-@lowers(
+@makes(
     "clip",
     entrywise,
     lambda x, low, high: np.clip(x, low, high),
@@ -477,14 +431,14 @@ def clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
     if bounds:
         low, high = map(constant_of, bounds)
     if bounds and (low is None or high is None):
-        return apply("minimum", _maximum(x, bounds[0]), bounds[1])
+        return apply("minimum", maximum(x, bounds[0]), bounds[1])
     if low is None and high is None:
         return x
     low, high = (None if v is None else float(v) for v in (low, high))
     if low == 0 and high is None:
         return apply("relu", x)
     clipped = apply("clip", x, low=low, high=high)
-    return apply("cast", clipped, to=INTEGER) if _is_integer(x) else clipped
+    return apply("cast", clipped, to=INTEGER) if is_integer(x) else clipped
 
 
 def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
@@ -498,11 +452,12 @@ def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
     )
 
 
-@lowers(
+@makes(
     "where",
     entrywise,
     np.where,
     pullback=lambda y, g, c, a, b: [None, c * g, negation(c) * g],
+    kind=lambda c, a, b: widest(a.kind, b.kind),
     entry=_where_form,
 )
 def where(c: Expr, a: Any, b: Any) -> Expr:
@@ -513,10 +468,91 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
     return broadcast(a, broadcast_shape(c.shape, a.shape))
 
 
-word("nan_to_num", arithmetic(lambda x, *, nan=0.0: where(apply("is_nan", x), float(nan), x)))
+# Exponentials, logarithms, trigonometric functions and their inverses.
+
+entrywise("exp", np.exp, lambda y, x: [y])
+word("exp2", lambda x: apply("exp", math.log(2) * x))
+word("expm1", lambda x: apply("exp", x) - 1)
+entrywise("log", np.log, lambda y, x: [x**-1])
+word("log2", lambda x: 1 / math.log(2) * apply("log", x))
+word("log10", lambda x: 1 / math.log(10) * apply("log", x))
+word("log1p", lambda x: apply("log", 1 + x))
+word("logaddexp", lambda a, b: b + apply("softplus", a - b))
+word("xlogy", lambda a, b: where(indicator(a, "==", 0), 0, a * apply("log", b)))
+entrywise("sin", np.sin, lambda y, x: [apply("cos", x)])
+entrywise("cos", np.cos, lambda y, x: [-apply("sin", x)])
+entrywise("tan", np.tan, lambda y, x: [1 + y**2])
+entrywise("sinh", np.sinh, lambda y, x: [apply("cosh", x)])
+entrywise("cosh", np.cosh, lambda y, x: [apply("sinh", x)])
+entrywise("tanh", np.tanh, lambda y, x: [1 - y**2])
+entrywise("arcsin", np.arcsin, lambda y, x: [(1 - x**2) ** -0.5])
+entrywise("arccos", np.arccos, lambda y, x: [-((1 - x**2) ** -0.5)])
+entrywise("arctan", np.arctan, lambda y, x: [(1 + x**2) ** -1])
+entrywise("arcsinh", np.arcsinh, lambda y, x: [(1 + x**2) ** -0.5])
+entrywise("arccosh", np.arccosh, lambda y, x: [(x - 1) ** -0.5 * (x + 1) ** -0.5])
+entrywise("arctanh", np.arctanh, lambda y, x: [(1 - x**2) ** -1])
 
 
-@lowers("heaviside")
-@arithmetic
-def _heaviside(x: Expr, y: Expr) -> Expr:
-    return where(indicator(x, "==", 0), y, indicator(x, ">", 0))
+def _arctan2_derivatives(y: Expr, a: Expr, b: Expr) -> list[Expr]:
+    under = (a**2 + b**2) ** -1
+    return [b * under, -(a * under)]
+
+
+entrywise("arctan2", np.arctan2, _arctan2_derivatives, entry=named("atan2"))
+_erf = np.vectorize(math.erf, otypes=[float])
+entrywise("erf", _erf, lambda y, x: [2 / math.sqrt(math.pi) * apply("exp", -(x**2))])
+word("erfc", lambda x: 1 - apply("erf", x))
+
+# Activations of networks, and what they are made of.
+
+entrywise(
+    "softplus",
+    lambda x: np.logaddexp(x, 0),
+    lambda y, x: [apply("sigmoid", x)],
+    definition=ts.Written(
+        "softplus(x) := log(1 + e^x)", r"\operatorname{softplus}(x) := \log(1 + e^{x})"
+    ),
+)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    if np.iscomplexobj(x):
+        return 1 / (1 + np.exp(-x))
+    e = np.exp(-np.abs(x))  # far from zero the smaller of both sides keeps its digits
+    return np.where(x >= 0, 1.0, e) / (1 + e)
+
+
+entrywise(
+    "sigmoid",
+    _sigmoid,
+    lambda y, x: [y * (1 - y)],
+    definition=ts.Written(
+        "sigmoid(x) := 1 / (1 + e^(-x))", r"\operatorname{sigmoid}(x) := 1 / (1 + e^{-x})"
+    ),
+)
+word("log_sigmoid", lambda x: -apply("softplus", -x))
+word("silu", lambda x: x * apply("sigmoid", x))
+entrywise(
+    "relu",
+    lambda x: np.maximum(x, 0),
+    lambda y, x: [indicator(x, ">", 0)],
+    definition=ts.Written("relu(x) := max(x, 0)", r"\operatorname{relu}(x) := \max(x, 0)"),
+)
+entrywise(
+    "normal_cdf",
+    lambda x: (1 + _erf(x / math.sqrt(2))) / 2,
+    lambda y, x: [apply("normal_density", x)],
+    entry=named("Φ", r"\Phi"),
+    definition=ts.Written(
+        "Φ(x) := (1 + erf(x / √2)) / 2", r"\Phi(x) := (1 + \operatorname{erf}(x / \sqrt{2})) / 2"
+    ),
+)
+entrywise(
+    "normal_density",
+    lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi),
+    lambda y, x: [-(x * y)],
+    entry=named("φ", r"\varphi"),
+    definition=ts.Written(
+        "φ(x) := e^(-x² / 2) / √(2π)", r"\varphi(x) := e^{-x^{2} / 2} / \sqrt{2 \pi}"
+    ),
+)

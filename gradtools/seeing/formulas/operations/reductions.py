@@ -1,4 +1,4 @@
-"""Along axes: sums and other reductions, norms, and what runs along an axis."""
+"""Along axes: sums and other reductions, norms, softmax and its kin, and standardization."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gradtools.seeing.formulas.algebra import (
     apply,
     conj,
     mean,
+    plus,
     real,
     reshape,
     spread,
@@ -22,13 +23,7 @@ from gradtools.seeing.formulas.algebra import (
 from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr
 from gradtools.seeing.formulas.operation_record import Cotangents, Form
 from gradtools.seeing.formulas.operations.elementwise import indicator
-from gradtools.seeing.formulas.operations.entering import (
-    Lowering,
-    lowers,
-    operation,
-    tie_same,
-    word,
-)
+from gradtools.seeing.formulas.operations.entering import makes, operation, tie_same, word
 
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.axes import Axes
@@ -50,7 +45,7 @@ def reduced(name: str, x: Expr, axes: Iterable[int], **attributes: Any) -> Expr:
     return apply(name, x, axes=tuple(sorted(axes)), **attributes)
 
 
-@lowers("sum")
+@makes("sum")
 def _sum(x: Expr, *, axes: Any = None, keep: bool = False) -> Expr:
     """Sum over axes."""
     result = total(x, all_axes(x, axes), keep)
@@ -58,8 +53,6 @@ def _sum(x: Expr, *, axes: Any = None, keep: bool = False) -> Expr:
 
 
 word("mean", lambda x, *, axes=None, keep=False: mean(x, all_axes(x, axes), keep))
-
-# What is gone over axes.
 
 
 def reduction_form(name: str) -> Form:
@@ -89,7 +82,7 @@ def below_of(w: ExpressionWriter, y: Expr) -> str:
     return w.axis_names(a, _gone(y)) if len(_gone(y)) < a.rank else ""
 
 
-def left_over(kind: str = "") -> Callable[..., Any]:
+def _left_over(kind: str = "") -> Callable[..., Any]:
     """The shape without the axes, and the kind, by default that of the argument."""
 
     def shape(x: Expr, axes: Sequence[int], **attributes: Any) -> tuple[Any, str]:
@@ -98,23 +91,17 @@ def left_over(kind: str = "") -> Callable[..., Any]:
     return shape
 
 
-def reduction(name: str, evaluate: Any, pullback: Any = None, kind: str = "", **known: Any) -> None:
+def _reduction(
+    name: str, evaluate: Any, pullback: Any = None, kind: str = "", **known: Any
+) -> None:
     """Something over axes that are gone in the result; over none, nothing."""
 
-    def lowered(x: Expr, *, axes: Any = None, keep: bool = False) -> Expr:
+    def make(x: Expr, *, axes: Any = None, keep: bool = False) -> Expr:
         axes = all_axes(x, axes)
         return kept(reduced(name, x, axes), axes, keep) if axes else x
 
-    operation(
-        name,
-        evaluate,
-        pullback,
-        result=left_over(kind),
-        form=reduction_form(name),
-        ties=tie_reduced,
-        lower=lowered,
-        **known,
-    )
+    given = {"make": make, "form": reduction_form(name), "result": _left_over(kind), **known}
+    operation(name, evaluate, pullback, ties=tie_reduced, **given)
 
 
 def _over_axes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,22 +114,22 @@ def _extreme_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
     return [at * spread(g, y["axes"], x.shape)]
 
 
-reduction("max", _over_axes(np.max), _extreme_pullback)
-reduction("min", _over_axes(np.min), _extreme_pullback)
-reduction(
+_reduction("max", _over_axes(np.max), _extreme_pullback)
+_reduction("min", _over_axes(np.min), _extreme_pullback)
+_reduction(
     "prod",
     _over_axes(np.prod),
     lambda y, g, x: [spread(conj(y) * g, y["axes"], x.shape) / conj(x)],
 )
-reduction("any", _over_axes(np.any), kind=BOOLEAN)
-reduction("all", _over_axes(np.all), kind=BOOLEAN)
+_reduction("any", _over_axes(np.any), kind=BOOLEAN)
+_reduction("all", _over_axes(np.all), kind=BOOLEAN)
 
 
-@lowers(
+@makes(
     "argmax",
     operation,
     lambda y, x: np.argmax(x, y["axis"]),
-    result=lambda x, axis: left_over(INTEGER)(x, (axis,)),
+    result=lambda x, axis: _left_over(INTEGER)(x, (axis,)),
     form=reduction_form("argmax"),
     ties=tie_reduced,
 )
@@ -155,16 +142,6 @@ def _argmax(x: Expr, *, axis: int | None = None, keep: bool = False) -> Expr:
 
 
 word("argmin", lambda x, *, axis=None, keep=False: _argmax(-x, axis=axis, keep=keep))
-
-
-def _not_zero(x: Expr) -> Expr:
-    return apply("cast", indicator(x, "!=", 0), to=INTEGER)
-
-
-word(
-    "count_nonzero",
-    lambda x, *, axis=None, axes=None: _sum(_not_zero(x), axes=axes if axis is None else (axis,)),
-)
 
 # Norms.
 
@@ -179,40 +156,31 @@ def _norm_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     )
 
 
-@lowers(
-    "norm",
-    operation,
-    lambda y, x: np.sqrt((np.abs(x) ** 2).sum(y["axes"])),
-    lambda y, g, x: [x * spread(real(g) / y, y["axes"], x.shape)],
-    result=left_over(REAL),
-    form=_norm_form,
-    ties=tie_reduced,
-)
 def _norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr:
-    """(sum |x|**ord)**(1/ord); ord: 2, 1, inf, any number; of 0 the count of what is not 0."""
+    """(sum |x|**ord)**(1/ord); ord: 2, 1, inf, any positive number."""
     axes = all_axes(x, axes)
     size = apply("abs", x)
     if ord == 2:
         result = reduced("norm", x, axes)
     elif abs(ord) == np.inf:
         result = reduced("max" if ord > 0 else "min", size, axes) if axes else size
-    elif ord == 1:
-        result = total(size, axes)
     elif ord == 0:
-        result = total(_not_zero(x), axes)
+        result = total(indicator(x, "!=", 0), axes)
     else:
         result = total(size**ord, axes) ** (1 / ord)
     return kept(result, axes, keep)
 
 
-@lowers("cdist")
-def _cdist(a: Expr, b: Expr, *, p: float = 2.0) -> Expr:
-    """Norms of a_i - b_j."""
-    between = unsqueeze(a, [a.rank - 1]) - unsqueeze(b, [b.rank - 2])
-    return _norm(between, axes=(between.rank - 1,), ord=float(p))
+_reduction(
+    "norm",
+    lambda y, x: np.sqrt((np.abs(x) ** 2).sum(y["axes"])),
+    lambda y, g, x: [x * spread(real(g) / y, y["axes"], x.shape)],
+    REAL,
+    form=_norm_form,
+    make=_norm,
+)
 
-
-# Running ones, and others along one axis.
+# Softmax and its kin.
 
 
 def along_form(name: str, latex: str = "") -> Form:
@@ -220,89 +188,193 @@ def along_form(name: str, latex: str = "") -> Form:
 
     def form(w: ExpressionWriter, x: Expr) -> ts.Written:
         below = w.axis_names(x.args[0], [x["axis"]]) if x.args[0].rank > 1 else ""
-        shown = name + ("←" if x.get("reverse") else "")
-        return ts.function(shown, [w.whole(a) for a in x.args], below, latex)
+        return ts.function(name, [w.whole(a) for a in x.args], below, latex)
 
     return form
 
 
-def _running(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What a running function gives along an axis, from either end."""
-
-    def value(y: Expr, x: np.ndarray) -> np.ndarray:
-        axis = y["axis"]
-        flip = (lambda v: np.flip(v, axis)) if y["reverse"] else lambda v: v
-        return flip(run(flip(x), axis))
-
-    return value
+def _along(name: str, evaluate: Any, pullback: Any, **known: Any) -> None:
+    make = lambda x, *, axis: apply(name, x, axis=axis if x.rank else 0)
+    operation(name, evaluate, pullback, make=make, ties=tie_same, **known)
 
 
-def _cumulative(name: str, evaluate: Any, pullback: Any = None) -> None:
-    """Something that runs along an axis, from either end."""
-    operation(
-        name,
-        _running(evaluate),
-        pullback,
-        form=along_form(name),
-        ties=tie_same,
-        lower=lambda x, *, axis, reverse=False: (
-            apply(name, x, axis=axis, reverse=bool(reverse)) if x.rank else x
-        ),
-    )
+def _softmax_value(y: Expr, x: np.ndarray) -> np.ndarray:
+    axis = y["axis"]
+    top = np.max(x.real, axis, keepdims=True)
+    e = np.exp(x - np.where(np.isfinite(top), top, 0))
+    return e / e.sum(axis, keepdims=True)
 
 
-def _running_sum(x: Expr, axis: int, reverse: bool) -> Expr:
-    """A running sum."""
-    return apply("cumsum", x, axis=axis, reverse=reverse)
+def _log_softmax_value(y: Expr, x: np.ndarray) -> np.ndarray:
+    axis = y["axis"]
+    x = x - np.max(x.real, axis, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis, keepdims=True))
 
 
-def _logcumsumexp_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
-    """e**x times the running sum of g e**-y from behind."""
-    weights = conj(apply("exp", -y))
-    weighted = _running_sum(g * weights, y["axis"], not y["reverse"])
-    return [conj(apply("exp", x)) * weighted]
+def _softmax_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
+    return [conj(y) * (g - total(conj(y) * g, [y["axis"]], keep=True))]
 
 
-_cumulative("cumsum", np.cumsum, lambda y, g, x: [_running_sum(g, y["axis"], not y["reverse"])])
-_cumulative(
-    "cumprod",
-    np.cumprod,
-    lambda y, g, x: [_running_sum(conj(y) * g, y["axis"], not y["reverse"]) / conj(x)],
+def _log_softmax_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
+    axis = y["axis"]
+    return [g - conj(apply("softmax", x, axis=axis)) * total(g, [axis], keep=True)]
+
+
+_along(
+    "softmax",
+    _softmax_value,
+    _softmax_pullback,
+    form=along_form("softmax"),
+    definition=ts.Written(
+        "softmaxᵢ(x) := e^x / Σᵢ e^x", r"\operatorname{softmax}_{i}(x) := e^{x} / \sum_{i} e^{x}"
+    ),
 )
-_cumulative("logcumsumexp", np.logaddexp.accumulate, _logcumsumexp_pullback)
+_along(
+    "log_softmax",
+    _log_softmax_value,
+    _log_softmax_pullback,
+    form=along_form("log softmax", r"\log\operatorname{softmax}"),
+    definition=ts.Written(
+        "log softmaxᵢ(x) := x - log Σᵢ e^x",
+        r"\log\operatorname{softmax}_{i}(x) := x - \log \sum_{i} e^{x}",
+    ),
+)
 
 
-def _cumargmax(y: Expr, x: np.ndarray) -> np.ndarray:
-    """Where the running maximum stands."""
-    axis, n = y["axis"], x.shape[y["axis"]]
-    x = np.moveaxis(x, axis, 0)
-    out = np.zeros(x.shape, np.int64)
-    at = np.full(x.shape[1:], n - 1 if y["reverse"] else 0)
-    for t in range(n)[:: -1 if y["reverse"] else 1]:
-        best = np.take_along_axis(x, at[None], 0)[0]
-        out[t] = at = np.where(x[t] >= best, t, at)
-    return np.moveaxis(out, 0, axis)
+def _logsumexp_value(y: Expr, x: np.ndarray) -> np.ndarray:
+    axes = y["axes"]
+    top = np.max(x.real, axes, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0)
+    return np.log(np.exp(x - top).sum(axes)) + top.reshape(y.shape)
 
 
-operation(
-    "cumargmax",
-    _cumargmax,
-    result=lambda x, **_: (x.shape, INTEGER),
-    form=along_form("cumargmax"),
+def _logsumexp_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
+    """softmax(x) g."""
+    axes = y["axes"]
+    one = len(axes) == 1
+    p = apply("softmax", x, axis=axes[0]) if one else apply("exp", x - spread(y, axes, x.shape))
+    return [conj(p) * spread(g, axes, x.shape)]
+
+
+_reduction(
+    "logsumexp",
+    _logsumexp_value,
+    _logsumexp_pullback,
+    definition=ts.Written(
+        "logsumexpᵢ(x) := log Σᵢ e^x", r"\operatorname{logsumexp}_{i}(x) := \log \sum_{i} e^{x}"
+    ),
+)
+
+# Variance, and what has mean 0 and variance 1.
+
+
+def _variance_value(y: Expr, x: np.ndarray) -> np.ndarray:
+    """The mean squared modulus of the distance from the mean."""
+    return np.var(x, y["axes"], ddof=y["correction"])
+
+
+def _variance_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
+    """2 (x - mean x) g / n."""
+    axes = y["axes"]
+    weight = spread(real(g), axes, x.shape)
+    return [2 / (_count(x, axes) - y["correction"]) * (_centred(x, axes) * weight)]
+
+
+def _centred(x: Expr, axes: Iterable[int]) -> Expr:
+    return x - mean(x, axes, keep=True)
+
+
+def _count(x: Expr, axes: Iterable[int]) -> int:
+    return prod(x.shape[a] for a in axes)
+
+
+def variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
+    """Sum abs(x - mean)**2 / (n - correction)."""
+    axes = all_axes(x, axes)
+    return kept(reduced("variance", x, axes, correction=float(correction)), axes, keep)
+
+
+_reduction(
+    "variance",
+    _variance_value,
+    _variance_pullback,
+    REAL,
+    make=variance,
+    form=reduction_form("var"),
+    definition=ts.Written(
+        "varᵢ(x) := meanᵢ |x - meanᵢ x|²",
+        r"\operatorname{var}_{i}(x) := \operatorname{mean}_{i} |x - \operatorname{mean}_{i} x|^{2}",
+    ),
+)
+
+
+def _deviation_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
+    """standardize(x) g / n."""
+    axes, correction = y["axes"], y["correction"]
+    n = _count(x, axes)
+    if not correction and not x.is_complex:
+        return [1 / n * (standardize(x, axes=axes, eps=y["eps"]) * spread(g, axes, x.shape))]
+    weight = spread(real(g) / y, axes, x.shape)
+    return [1 / (n - correction) * (_centred(x, axes) * weight)]
+
+
+def _deviation_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    inner = ts.function("var", [w.whole(x.args[0])], below_of(w, x))
+    inner = ts.summed([inner, ts.number(x["eps"])]) if x["eps"] else inner
+    text = inner.text if inner.level == ts.ATOM else f"({inner.text})"
+    return ts.Written(f"√{text}", rf"\sqrt{{{inner.latex}}}", ts.POWER)
+
+
+def deviation(
+    x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False, eps: float = 0.0
+) -> Expr:
+    """sqrt(variance + eps)."""
+    axes = all_axes(x, axes)
+    given = {"eps": float(eps), "correction": float(correction)}
+    return kept(reduced("deviation", x, axes, **given), axes, keep)
+
+
+_reduction(
+    "deviation",
+    lambda y, x: np.sqrt(_variance_value(y, x) + y["eps"]),
+    _deviation_pullback,
+    REAL,
+    make=deviation,
+    form=_deviation_form,
+)
+
+
+def _standardize_value(y: Expr, x: np.ndarray) -> np.ndarray:
+    axes = y["axes"]
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + y["eps"])
+
+
+def _standardize_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
+    """(g - mean g - y mean(y g)) / deviation."""
+    axes = y["axes"]
+    inner = plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
+    return [inner / spread(deviation(x, axes=axes, eps=y["eps"]), axes, x.shape)]
+
+
+def _standardize_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    if x["eps"]:
+        w.note(
+            "standardize(x) = (x - mean(x)) / √(var(x) + ε), "
+            f"ε = {ts.number(x['eps']).text}, over the axes below"
+        )
+    return ts.function("standardize", [w.whole(x.args[0])], below_of(w, x))
+
+
+@makes(
+    "standardize",
+    operation,
+    _standardize_value,
+    _standardize_pullback,
+    form=_standardize_form,
     ties=tie_same,
 )
-
-
-def _cumulative_extreme(sign: float) -> Lowering:
-    def lowered(x: Expr, *, axis: int, reverse: bool = False) -> Expr:
-        if not x.rank:
-            return x
-        signed = x if sign > 0 else -x
-        i = apply("cumargmax", signed, axis=axis, reverse=bool(reverse))
-        return apply("take_along", x, i, axis=axis)
-
-    return lowered
-
-
-word("cummax", _cumulative_extreme(1.0))
-word("cummin", _cumulative_extreme(-1.0))
+def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
+    """(x - mean) / sqrt(variance + eps)."""
+    if x.is_complex:
+        return _centred(x, axes) / spread(deviation(x, axes=axes, eps=eps), axes, x.shape)
+    return reduced("standardize", x, axes, eps=float(eps))

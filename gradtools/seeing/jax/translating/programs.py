@@ -1,120 +1,321 @@
-"""`formula` in JAX: f is traced, and its jaxpr translated into framework-neutral operations.
+"""`formula` in JAX: f is traced, and its jaxpr translated into expressions.
 
-The jaxpr is walked equation by equation; calls are opened, loops and branches become bodies.
-What does not depend on the program's arguments needs no translation, it is computed on the way
-(index arithmetic, masks, random keys) and held as a constant::
+The jaxpr is walked equation by equation; calls are opened. What does not depend on the program's
+arguments needs no translation, it is computed on the way (index arithmetic, masks, random keys)
+and held as a constant::
 
     lt 2 0;  add 2 5;  select_n ...;  gather x [2]      ->    x[2]
 
-A value is either the number of a node's result or `Known`. A random draw is a node of its own,
-with the value that it had. Numbers of integers are also known at the program's leaves, so that an
-index can be seen to be within bounds.
-
-The tables stand in `translating/tables.py`, indexing in `translating/indexing.py`, what holds
-programs inside in `translating/calls.py`.
+A value is an `Expr` or `Known`. Loops, branches and functions with rules of their own are
+operations by their names; so is a function of JAX's own of which some part is one: that it is
+`solve` says more than its LU factors. A random draw is a placeholder, with the value that it had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from gradtools.backend import Backend
 from gradtools.jax import jaxprs
+from gradtools.jax._upstream import is_of_random
+from gradtools.jax.operation_marks import function_name, is_chunk
+from gradtools.seeing.formulas.algebra import apply, constant_of
+from gradtools.seeing.formulas.evaluation import evaluate
+from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
+from gradtools.seeing.formulas.operations.arrays import arrange, constant
+from gradtools.seeing.formulas.operations.by_name import Kernel, by_name
 from gradtools.seeing.formulas.recorded import Recorded
+from gradtools.seeing.formulas.vocabulary import fitted, in_words, said
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.jax import recorded_run
-from gradtools.seeing.jax.translating import calls
-from gradtools.seeing.jax.translating.folding import folded, is_foldable
-from gradtools.seeing.jax.translating.indexing import INDEXING
-from gradtools.seeing.jax.translating.tables import TABLE, as_said
-from gradtools.seeing.jax.translating.writing import Entry, Known, Writer
-
-_LEAVES = {**TABLE, **INDEXING}
+from gradtools.seeing.jax import operands, recorded_run, source_lines
+from gradtools.seeing.jax.translating.folding import bound, evaluated, folded, is_foldable
+from gradtools.seeing.jax.translating.translations import PRIMITIVES, WORDS
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """One run of a program, forward only, in the words of `seeing/formulas/operation_record.py`.
+    """One run of a program, forward only, as expressions.
 
     Args:
-        program: A call of f. Its leaves are the graph's inputs, and give the values at which
-            indices and random draws are looked at.
-
-    Returns:
-        The graph, and the arrays that it captures.
+        program: A call of f. Its leaves are the inputs, and give the values at which indices and
+            random draws are looked at.
     """
     traced = recorded_run.trace(program.run, program.leaves)
     names = recorded_run.captured_arrays(program.run)
-    writer = _JaxprTranslator()
+    translator = _Translator(program.backend)
     leaves = zip(program.names, program.leaves, strict=True)
-    entries = [writer.leaf(name, x) for name, x in leaves]
-    consts = [writer.held(c, names.get(id(c), "")) for c in getattr(traced.closed, "consts", ())]
-    outs = writer.run(jaxprs.open_jaxpr(traced.closed), [*consts, *entries])
-    result = writer.graph(*[writer.number(out) for out in outs])
+    entries = [translator.leaf(name, x) for name, x in leaves]
+    consts = getattr(traced.closed, "consts", ())
+    held = [translator.held_array(c, names.get(id(c), "")) for c in consts]
+    outs = translator.run(jaxprs.open_jaxpr(traced.closed), [*held, *entries])
+    outputs = [translator.expr(out) for out in outs]
+    read = set(order(outputs))
     return Recorded(
-        result.nodes,
-        result.values,
-        result.inputs,
-        result.outputs,
-        result.captured,
-        held=writer.arrays,
-        narrow=writer.narrowest,
+        tuple(translator.inputs),
+        tuple(outputs),
+        {p: x for p, x in translator.held.items() if p in read},
+        draws={p: x for p, x in translator.draws.items() if p in read},
+        narrow=translator.narrowest,
     )
 
 
-class _JaxprTranslator(Writer):
-    """Writes what a jaxpr says."""
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A value that no argument has part in.
 
-    def inner(self, deeper: bool = False) -> _JaxprTranslator:
-        """The reader of a program inside."""
-        return _JaxprTranslator(self.depth + deeper, inside=True, narrow=self.narrow)
+    Attributes:
+        value: An array of NumPy's, or of JAX's for random keys.
+        drawn: What a random draw is called; empty for a constant.
+    """
+
+    value: Any
+    drawn: str = ""
+
+
+Entry = Expr | Known
+
+
+class _Translator:
+    """Translates what a jaxpr says."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.inputs: list[Expr] = []
+        self.held: dict[Expr, Any] = {}
+        self.draws: dict[Expr, np.ndarray] = {}
+        self._given: dict[Expr, Any] = {}  # the values of all leaves
+        self._arrays: dict[int, Entry] = {}
+        self._exprs: dict[Known, Expr] = {}
+        self._narrow: set[str] = set()
+        self._eqn: Any = None
+
+    @property
+    def narrowest(self) -> str:
+        """The dtype of least precision that something is computed in, if less than double."""
+        return min(self._narrow, key=lambda name: jnp.finfo(name).bits, default="")
+
+    # --- values
+
+    def leaf(self, name: str, x: Any) -> Entry:
+        """An argument's leaf. A random key is an input too, but is read as the key that it is."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
+            return Known(x)
+        self.inputs.append(placeholder(name, x.shape, kind_of(x.dtype)))
+        self._given[self.inputs[-1]] = x
+        return self.inputs[-1]
+
+    def held_array(self, x: Any, name: str = "") -> Entry:
+        """An array that the program holds; one that is no number to differentiate is known."""
+        if id(x) not in self._arrays:
+            keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == np.uint32
+            if keys or not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
+                self._arrays[id(x)] = Known(x if keys else np.asarray(x))
+            else:
+                p = placeholder(name, x.shape, kind_of(x.dtype), role="captured")
+                self.held[p] = self._given[p] = x
+                self._arrays[id(x)] = p
+        return self._arrays[id(x)]
+
+    def expr(self, entry: Entry) -> Expr:
+        """The value as an expression; a draw as a named constant."""
+        if isinstance(entry, Expr):
+            return entry
+        if entry not in self._exprs:
+            value = np.asarray(entry.value)
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                value = value.astype(np.float64)
+            if entry.drawn:
+                draw = placeholder(entry.drawn, value.shape, kind_of(value.dtype), role="draw")
+                self.draws[draw] = self._given[draw] = value
+                self._exprs[entry] = draw
+            else:
+                self._exprs[entry] = constant(value=value)
+        return self._exprs[entry]
+
+    def concrete(self, x: Expr) -> np.ndarray | None:
+        """What the value is at the program's leaves."""
+        leaves = [e for e in order([x]) if e.op == "placeholder"]
+        return evaluate([x], {e: self._given[e] for e in leaves})[0]
+
+    def arranged(self, x: Expr, name: str) -> Expr | None:
+        """What this equation does to its first operand, which only moves entries; else None."""
+        rest = [self._values[k] for k in range(1, len(self._values))]
+        return self._arranged(lambda counts: bound(self._eqn, [counts, *rest])[0], x, name)
+
+    def arranged_by(self, jaxpr: Any, x: Expr, name: str) -> Expr | None:
+        """The same of a program of one operand."""
+        if len(jaxpr.invars) != 1:
+            return None
+        run = lambda counts: jax.core.eval_jaxpr(jaxpr, [], counts)[0]
+        return self._arranged(run, x, name)
+
+    def _arranged(self, run: Any, x: Expr, name: str) -> Expr | None:
+        dtype = self._eqn.invars[0].aval.dtype
+        counts = np.arange(1, 1 + int(np.prod(x.shape))).reshape(x.shape)
+        if not jnp.issubdtype(dtype, jnp.inexact) or counts.size > 1 << 20:
+            return None
+        with jax.ensure_compile_time_eval():
+            result, twice = (np.asarray(run(jnp.asarray(k * counts, dtype))) for k in (1, 2))
+        if not np.array_equal(2 * result, twice):  # it fills in something of its own
+            return None
+        return arrange(x, np.round(result.real).astype(int) - 1, name)
+
+    # --- equations
 
     def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Writes a jaxpr's equations; the entries of its outputs, of its constants and inputs."""
-        silent = calls.without_derivative(jaxpr)
-
-        def step(i: int, eqn: Any, entries: list[Entry]) -> list[Entry]:
-            stops = eqn.primitive.name == "stop_gradient" and eqn.outvars[0] in silent
-            return entries if stops else self.step(eqn, entries)
-
+        """Reads a jaxpr's equations; the entries of its outputs, of its constants and inputs."""
+        step = lambda i, eqn, entries: self._step(eqn, entries)
         read = jaxpr.replace(eqns=jaxprs.needed(jaxpr, effects=False))
-        return jaxprs.interpreted(read, entries, step, _constant)
+        return jaxprs.interpreted(read, entries, step, lambda lit: Known(np.asarray(lit.val)))
 
-    def step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+    def _step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """One equation."""
-        if eqn.primitive.name in _OF_KEYS:
+        name = eqn.primitive.name
+        if name in _OF_KEYS:
             entries = [self._at_leaves(e) for e in entries]
-        found = calls.opened(self, eqn, entries)
-        if found is not None:
-            return found
+        if name == "platform_index":
+            return [Known(np.asarray(_platform(eqn.params["platforms"])))]
+        if name in (*jaxprs.CALLS, *jaxprs.RULED):
+            return self._call(eqn, entries)
+        if name == "cond" and isinstance(entries[0], Known):
+            branches = jaxprs.programs_of(eqn)
+            k = min(max(int(entries[0].value), 0), len(branches) - 1)
+            return self._opened(branches[k], entries[1:])
         if is_foldable(eqn) and all(isinstance(e, Known) for e in entries):
             return _folded(eqn, entries)
-        first = len(self._nodes)
-        result = self._translated(eqn, [self.number(e) for e in entries])
-        self.tell(eqn, first, result)
-        return list(result)
+        if name in _RULES:
+            return self._rule(eqn, entries)
+        return self._translated(eqn, entries)
 
     def _at_leaves(self, entry: Entry) -> Entry:
         """What a random key is made of, as it is at the leaves."""
         if isinstance(entry, Known):
             return entry
         value = self.concrete(entry)
-        if value is None:
-            return entry
-        return Known(value.astype(self._values[entry].dtype))
+        return Known(np.asarray(value).astype(np.uint32))
 
-    def _translated(self, eqn: Any, xs: list[int]) -> list[int]:
-        translation = _LEAVES.get(eqn.primitive.name)
-        if translation is None:
-            result = as_said(self, eqn, xs)
-        else:
+    def _translated(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+        if any(_is_key(e) for e in entries):
+            return self._named(eqn, entries, _name_of(eqn))
+        xs = [self.expr(e) for e in entries]
+        self._eqn = eqn
+        self._values = [e.value if isinstance(e, Known) else None for e in entries]
+        translation = PRIMITIVES.get(eqn.primitive.name)
+        if translation is not None:
             result = translation(self, eqn.params, *xs)
-        if result is None:
-            return self.marked(eqn, calls.native_name(eqn), xs)
-        return list(result) if isinstance(result, (list, tuple)) else [result]
+            results = list(result) if isinstance(result, list | tuple) else [result]
+        else:
+            results = self._as_said(eqn, xs) or [None]
+        if results[0] is None:
+            return self._named(eqn, entries, _name_of(eqn))
+        return self._fitted(eqn, results)
+
+    def _fitted(self, eqn: Any, results: Sequence[Expr]) -> list[Entry]:
+        for var in eqn.outvars:
+            if var.aval.dtype in _NARROW and eqn.primitive.name not in _EXACT:
+                self._narrow.add(str(var.aval.dtype))
+        return [fitted(x, _like(v)) for x, v in zip(results, eqn.outvars, strict=True)]
+
+    def _as_said(self, eqn: Any, xs: Sequence[Expr]) -> list[Expr] | None:
+        """As the graph says it (`../operands.py`), where that is of the vocabulary."""
+        told = [xs[i] for i in operands.order_of(eqn)]
+        exponent = operands.exponent_of(eqn)
+        if exponent is not None:
+            told.append(constant(value=float(exponent)))
+        likes = [_like(v) for v in eqn.outvars]
+        return said(operands.name_of(eqn), told, operands.attributes_of(eqn), likes)
+
+    def _named(
+        self, eqn: Any, entries: Sequence[Entry], name: str, with_words: bool = True
+    ) -> list[Entry]:
+        """By its name; what is known, and is no array to be read, is part of what it is."""
+        moving = [k for k, e in enumerate(entries) if isinstance(e, Expr) or _is_read(e)]
+        wide = bool(jax.config.read("jax_enable_x64"))
+        fixed = {k: e.value for k, e in enumerate(entries) if isinstance(e, Known)}
+        dtypes = [eqn.invars[k].aval.dtype for k in moving]
+
+        def run(*xs: Any) -> list[Any]:
+            given = {**fixed, **dict(zip(moving, xs, strict=True))}
+            return bound(eqn, [given[k] for k in range(len(entries))])
+
+        def arrays(values: Sequence[np.ndarray]) -> list[Any]:
+            return [jnp.asarray(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
+
+        inexact = tuple(bool(jnp.issubdtype(dtype, jnp.inexact)) for dtype in dtypes)
+        kernel = Kernel(self.backend, run, arrays, inexact, partial(jax.enable_x64, wide))
+        outs = [_like(v) for v in eqn.outvars]
+        args = [self.expr(entries[k]) for k in moving]
+        rank = max((x.rank for x in args), default=0)
+        words = in_words(operands.attributes_of(eqn), rank) if with_words else ""
+        return self._fitted(eqn, by_name(name, args, outs, kernel, words))
+
+    # --- calls and rules
+
+    def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
+        """What a program gives for these operands, written out."""
+        held = jaxprs.HeldJaxpr.of(program)
+        consts = [self.held_array(c) for c in held.consts]
+        return self.run(held.jaxpr, [*consts, *entries])
+
+    def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+        (program,) = jaxprs.programs_of(eqn)
+        jaxpr = program.jaxpr
+        own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)
+        name = _name(eqn, jaxpr)
+        known = all(isinstance(e, Known) for e in entries)
+        if own and known and is_of_random(jaxpr) and _draws(jaxpr):
+            return self._drawn(eqn, entries, name)
+        if own and not known and not any(map(_is_key, entries)):
+            word = WORDS.get(name)
+            self._eqn = eqn
+            result = word and word(self, jaxpr, *map(self.expr, entries))
+            if result is not None:
+                return self._fitted(eqn, [result])
+        if own and not known and name in _WHOLE:
+            return self._named(eqn, entries, name, with_words=False)
+        plain = own and eqn.primitive.name == "custom_jvp_call"
+        if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
+            return self._named(eqn, entries, name, with_words=False)
+        results = self._opened(program, entries)
+        if own and len(jaxpr.eqns) > 1 and self._has_names(results, entries):
+            return self._named(eqn, entries, name, with_words=False)
+        return results
+
+    def _has_names(self, results: Sequence[Entry], entries: Sequence[Entry]) -> bool:
+        """Whether some part of it is an operation by name."""
+        before = set(order([e for e in entries if isinstance(e, Expr)]))
+        parts = order([e for e in results if isinstance(e, Expr)])
+        return any(x.op == "by_name" and x not in before for x in parts)
+
+    def _drawn(self, eqn: Any, entries: Sequence[Any], name: str) -> list[Entry]:
+        """A draw of jax.random of which all is known."""
+        letter = _DRAWS.get(name.removesuffix("_real"), "ξ")
+        values = evaluated(eqn, [e.value for e in entries])
+        if any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in values):
+            return [Known(v) for v in values]
+        return [self.expr(Known(np.asarray(v), letter)) for v in values]
+
+    def _rule(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+        """A rule of gradtools' own; a scaled gradient is read, what is frozen is opened."""
+        rule = eqn.params["rule"]
+        if eqn.primitive.name == "gradtools_primal" and rule.name == "scale_gradient":
+            factor = constant_of(self.expr(entries[1]))
+            if factor is not None:
+                scaled = apply("scale_gradient", self.expr(entries[0]), scale=factor)
+                return self._fitted(eqn, [scaled])
+        if rule.name.startswith("frozen"):
+            avals = [v.aval for v in eqn.invars]
+            closed = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals)
+            return self._opened(closed, entries)
+        return self._named(eqn, entries, rule.name, with_words=False)
 
 
 def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
@@ -122,11 +323,53 @@ def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
     return jax.enable_x64(True) if wide else nullcontext()
 
 
+_RULES = tuple(
+    f"gradtools_{name}" for name in ("primal", "evaluation", "value", "tangent", "cotangent")
+)
+_WHOLE = ("det", "expm")  # which JAX writes out for small matrices
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
+_DRAWS = {"normal": "ε", "uniform": "u", "bernoulli": "m", "permutation": "π", "shuffle": "π"}
+_RANDOM = ("random_bits", "threefry2x32", "random_gamma")
+_NARROW = (jnp.float32, jnp.complex64, jnp.float16, jnp.bfloat16)
+_EXACT = (
+    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "concatenate", "stack"),
+    *("gather", "rev", "pad", "neg", "copy", "stop_gradient", "dynamic_slice", "split"),
+)
 
 
-def _constant(literal: Any) -> Entry:
-    return Known(np.asarray(literal.val))
+def _like(var: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(var.aval.shape), kind_of(var.aval.dtype)
+
+
+def _is_key(entry: Entry) -> bool:
+    return isinstance(entry, Known) and jnp.issubdtype(entry.value.dtype, jax.dtypes.extended)
+
+
+def _is_read(entry: Known) -> bool:
+    """Whether a constant is an array that is shown."""
+    value = entry.value
+    return bool(entry.drawn) or (bool(np.ndim(value)) and jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def _name_of(eqn: Any) -> str:
+    """What an equation is called: a kernel by its own name."""
+    kernel = getattr(eqn.params.get("call"), "kernel", None)
+    return getattr(kernel, "name", None) or operands.name_of(eqn)
+
+
+def _name(eqn: Any, jaxpr: Any) -> str:
+    name = eqn.params.get("name") or function_name(jaxpr)
+    name = str(name).lstrip("_").rpartition(".")[2] or eqn.primitive.name
+    return {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
+
+
+def _platform(platforms: Sequence[Any]) -> int:
+    here = jax.default_backend()
+    return next(k for k, names in enumerate(platforms) if names is None or here in names)
+
+
+def _draws(jaxpr: Any) -> bool:
+    return jaxprs.uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in _RANDOM)
 
 
 def _folded(eqn: Any, entries: Sequence[Any]) -> list[Entry]:

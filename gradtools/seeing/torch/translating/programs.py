@@ -1,6 +1,6 @@
-"""`formula` in PyTorch: one run of f, recorded in framework-neutral operations.
+"""`formula` in PyTorch: one run of f, recorded as expressions.
 
-f runs once at copies of its arguments and is written down (`translating/`); what it changes is
+f runs once at copies of its arguments and is written down (`recorder.py`); what it changes is
 put back. Parameters that f holds and that require grad are differentiated like its arguments.
 """
 
@@ -13,25 +13,20 @@ from typing import Any
 
 import torch
 
+from gradtools.seeing.formulas.expressions import Expr, order
 from gradtools.seeing.formulas.recorded import Recorded
-from gradtools.seeing.graphs.nodes import needed
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch.recording.observation import recording_run
-from gradtools.seeing.torch.translating.arrays import ARRAYS
-from gradtools.seeing.torch.translating.composites import FUNCTIONS, PLAIN
 from gradtools.seeing.torch.translating.control import followed
 from gradtools.seeing.torch.translating.double_precision import origin_of, reading
-from gradtools.seeing.torch.translating.layers import LAYERS
 from gradtools.seeing.torch.translating.recorder import FormulaRecorder
-from gradtools.seeing.torch.translating.rules import write_rule
-from gradtools.seeing.torch.translating.writer import Ref
+from gradtools.seeing.torch.translating.translations import FUNCTIONS, PLAIN
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import Modes
 from gradtools.torch.replaying.guards import plainly
 from gradtools.torch.rerunning import copied, put_back
 
 Tensor = torch.Tensor
-OPERATIONS = {**ARRAYS, **LAYERS}  # all others are said as the graph says them
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
@@ -45,7 +40,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def _recorded(program: LeafProgram, functions: Mapping[Any, Any]) -> tuple[Recorded, bool]:
     """One run, and whether a derivative inside of f was lost."""
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
-        recorder = FormulaRecorder(undo, OPERATIONS, functions, write_rule, origin_of)
+        recorder = FormulaRecorder(undo, program.backend, functions, origin_of)
         return _written(program, recorder), recorder.lost
 
 
@@ -56,28 +51,22 @@ def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
     inputs = [recorder.introduced(x, name) for x, name in pairs]
     with followed(), plainly():  # control flow runs in Python, and nothing again
         outputs = recorder.run(lambda: [_output(recorder, y) for y in program.run(xs)])
-    captured = recorder.captured
-    wanted = tuple(v for v, x in captured.items() if x.requires_grad and is_inexact(x))
-    nodes = recorder.writer.frames[0]
-    nodes = [nodes[i] for i in needed(nodes, [y.number for y in outputs])]
-    graph = recorder.writer.graph(nodes, inputs, outputs)
+    read = set(order(outputs))
+    held = {p: x for p, x in recorder.held.items() if p in read}
+    wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
     return Recorded(
-        graph.nodes,
-        graph.values,
-        graph.inputs,
-        graph.outputs,
-        tuple(captured),
-        held={v: x.detach() for v, x in captured.items()},
-        wanted=wanted,
-        run=partial(_run_with_others, program, [captured[v] for v in wanted]),
-        narrow=recorder.narrow,
+        tuple(inputs),
+        tuple(outputs),
+        {p: x.detach() for p, x in held.items()},
+        wanted,
+        {p: value for p, value in recorder.draws.items() if p in read},
+        partial(_run_with_others, program, [held[p] for p in wanted]),
+        recorder.narrow,
     )
 
 
-def _output(recorder: FormulaRecorder, y: Any) -> Ref:
-    if isinstance(y, Tensor):
-        return recorder.of(y)
-    return recorder.constant(torch.as_tensor(y))
+def _output(recorder: FormulaRecorder, y: Any) -> Expr:
+    return recorder.of(y) if isinstance(y, Tensor) else recorder.constant(torch.as_tensor(y))
 
 
 def _run_with_others(

@@ -1,0 +1,147 @@
+"""Operations by their names: what the formula has no algebra for.
+
+A convolution, a Fourier transform, a loop, a function with a rule of its own keeps its name. Its
+adjoint is its vjp applied to the cotangent, of which nothing more is said, and which the framework
+computes itself; so is the adjoint of that::
+
+    y = solve(A, b)        Ā = vjp₁[solve](A, b; ȳ)        b̄ = vjp₂[solve](A, b; ȳ)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradtools.seeing.formulas import typesetting as ts
+from gradtools.seeing.formulas.algebra import is_zero
+from gradtools.seeing.formulas.expressions import Expr, several, siblings, signature
+from gradtools.seeing.formulas.operation_record import Cotangents
+from gradtools.seeing.formulas.operations.entering import operation
+
+if TYPE_CHECKING:
+    from gradtools.backend import Backend
+    from gradtools.seeing.formulas.writing import ExpressionWriter
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """What the framework computes, as a function of NumPy arrays, and its vjp.
+
+    Attributes:
+        backend: Of the framework.
+        run: The outputs, a list, of the operands as the framework's arrays.
+        arrays: The framework's arrays of NumPy's, each in the dtype that the operation was given.
+        around: Within what it runs.
+        moving: Which operands have a derivative.
+    """
+
+    backend: Backend
+    run: Callable[..., Sequence[Any]]
+    arrays: Callable[[Sequence[np.ndarray]], list[Any]]
+    moving: tuple[bool, ...]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def value(self, *values: np.ndarray) -> list[np.ndarray]:
+        """The outputs."""
+        with self.around():
+            return [np.asarray(self.backend.to_numpy(y)) for y in self.run(*self.arrays(values))]
+
+    def vjp(self, chosen: Sequence[int]) -> Kernel:
+        """Of the operands and of the chosen outputs' cotangents, all operands' cotangents."""
+        count, backend = len(self.moving), self.backend
+
+        def arrays(values: Sequence[np.ndarray]) -> list[Any]:
+            given = self.arrays(values[:count])
+            first = next(iter(given), None)
+            return [*given, *(backend.asarray(np.asarray(c), first) for c in values[count:])]
+
+        def pulled(*both: Any) -> list[Any]:
+            xs = list(both[:count])
+
+            def some(*at: Any) -> tuple[list[Any], list[Any]]:
+                moved = iter(at)
+                given = [next(moved) if m else x for x, m in zip(xs, self.moving, strict=True)]
+                ys = self.run(*given)
+                return [ys[k] for k in chosen], []
+
+            some.caller = "formula"  # type: ignore[attr-defined]
+            at = [x for x, m in zip(xs, self.moving, strict=True) if m]
+            result = backend.vjp(some, at, groups=None, once=False)
+            pairs = zip(both[count:], result.outs, strict=True)
+            cotangents = [backend.cast(c, backend.dtype_name(y)) for c, y in pairs]
+            pulled = zip(at, result.pullback(cotangents), strict=True)
+            return [backend.zeros_like(x) if g is None else g for x, g in pulled]
+
+        moving = (*self.moving, *[True] * len(chosen))
+        return Kernel(backend, pulled, arrays, moving, self.around)
+
+
+def by_name(
+    name: str, args: Sequence[Expr], outputs: Sequence[tuple], kernel: Kernel, said: str = ""
+) -> list[Expr]:
+    """The outputs of an operation of this name; said: its parameters, in words."""
+    return several("by_name", args, outputs, name=name, kernel=kernel, said=said)
+
+
+def _pullback(outputs: Sequence[Expr], cotangents: Sequence[Expr], *args: Expr) -> Cotangents:
+    y = outputs[0]
+    kernel = y["kernel"]
+    given = {k: g for k, g in enumerate(cotangents) if outputs[k].is_inexact and not is_zero(g)}
+    if not any(kernel.moving) or not given:
+        return [None] * len(args)
+    moving = [a for a, m in zip(args, kernel.moving, strict=True) if m]
+    about = {"name": y["name"], "said": y["said"], "of": len(args), "level": y.get("level", 0) + 1}
+    pulled = kernel.vjp([*given])
+    result = iter(
+        several("by_name", (*args, *given.values()), signature(moving), kernel=pulled, **about)
+    )
+    return [next(result) if m else None for m in kernel.moving]
+
+
+# How the adjoints of a convolution are called.
+_ADJOINTS = {"convolution": ("conv", ("convᵀ", "corr"))}
+
+
+def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    name, said = x["name"], x["said"]
+    pieces = [w.whole(a) for a in x.args]
+    many = len(siblings(x)) > 1
+    short, adjoints = _ADJOINTS.get(name, (name, ()))
+    if said:
+        w.note(f"{short}: {said}")
+    level, place = x.get("level", 0), x["output"]
+    if not level:
+        which = f"[{place}]" if place else ""
+        inner = ts.join(pieces, ", ", ", ", ts.SUM)
+        latex = _command(short)
+        return ts.Written(
+            f"{short}({inner.text}){which}", rf"{latex}\left({inner.latex}\right){which}"
+        )
+    if level == 1 and place < len(adjoints):
+        w.note("convᵀ: transposed convolution; corr: correlation, its adjoints")
+        operand = (pieces[1], pieces[0])[place]
+        args = [pieces[-1], operand] if place == 0 else [operand, pieces[-1]]
+        return ts.function(adjoints[place], args, latex=_command(adjoints[place]))
+    number = ts.low(str(place + 1)) if many else ""
+    w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁ that of the first x")
+    first = ts.join(pieces[: x["of"]], ", ", ", ", ts.SUM)
+    then = ts.join(pieces[x["of"] :], ", ", ", ", ts.SUM)
+    inside = "vjp of " * (level - 1) + short
+    low = f"_{{{place + 1}}}" if many else ""
+    return ts.Written(
+        f"vjp{number}[{inside}]({first.text}; {then.text})",
+        rf"\operatorname{{vjp}}{low}\left[{_command(inside)}\right]"
+        rf"\left({first.latex};\, {then.latex}\right)",
+    )
+
+
+def _command(name: str) -> str:
+    plain = name.removesuffix("ᵀ").replace("_", r"\_")
+    return rf"\operatorname{{{plain}}}" + (r"^{\top}" if name.endswith("ᵀ") else "")
+
+
+operation("by_name", lambda y, *args: y["kernel"].value(*args), _pullback, form=_form)

@@ -1,0 +1,202 @@
+"""Translations of JAX's primitives, and of its own functions, that take more than another name.
+
+All others are said as the graph says them (`../operands.py`), or written by name. A translation is
+given the translator, the equation's parameters and its operands; None says that the equation has
+another form. Of gathers those that take rows by integers, or one entry of each row, are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradtools.seeing.formulas.algebra import apply, constant_of, is_zero, reshape
+from gradtools.seeing.formulas.expressions import Expr, kind_of
+from gradtools.seeing.formulas.operation_record import OPERATIONS
+from gradtools.seeing.formulas.operations.arrays import (
+    arrange,
+    meant,
+    permuted,
+    picked,
+    sliced,
+    take_along,
+    written,
+)
+from gradtools.seeing.formulas.operations.elementwise import cast, clip, is_integer, where
+
+Params = Mapping[str, Any]
+Translation = Callable[..., Any]
+
+
+def _cast(w: Any, p: Params, x: Expr) -> Expr:
+    dtype = str(np.dtype(p["new_dtype"]))
+    return x if kind_of(dtype) == x.kind else cast(x, dtype=dtype)
+
+
+def _divided(w: Any, p: Params, a: Expr, b: Expr) -> Expr | None:
+    """Of whole numbers it is another operation."""
+    return None if is_integer(a) else a / b
+
+
+def _selected(w: Any, p: Params, which: Expr, *cases: Expr) -> Expr | None:
+    """The case that `which` says; an index that wraps around is read as it is."""
+    if len(cases) != 2 or which.kind != "boolean":
+        return None
+    no, yes = cases
+    mask = which["value"].array if which.op == "array" else None
+    if mask is not None and mask.all():
+        return yes
+    if mask is not None and not mask.any():
+        return no
+    if mask is not None and mask.ndim > 1 and mask.shape == yes.shape and is_zero(no):
+        for name, part in (("tril", np.tril), ("triu", np.triu)):
+            if np.array_equal(mask, part(np.ones_like(mask))):
+                counts = np.arange(mask.size).reshape(mask.shape)
+                return arrange(yes, np.where(mask, counts, -1), name)
+    return where(which, yes, no)
+
+
+def _padded(w: Any, p: Params, x: Expr, around: Expr) -> Expr | None:
+    return w.arranged(x, "pad") if is_zero(around) else None
+
+
+def _starts(x: Expr, starts: Sequence[Expr], sizes: Sequence[int]) -> list[int] | None:
+    """Where a window starts whose place is known: JAX moves it inside."""
+    known = [constant_of(s) if not s.rank else None for s in starts]
+    if None in known:
+        return None
+    triples = zip(known, x.shape, sizes, strict=True)
+    return [min(max(int(s), 0), n - m) for s, n, m in triples]
+
+
+def _window(w: Any, p: Params, x: Expr, *starts: Expr) -> Expr | None:
+    sizes = [int(n) for n in p["slice_sizes"]]
+    start = _starts(x, starts, sizes)
+    if start is None:
+        return None
+    return sliced(x, start=start, limit=[a + n for a, n in zip(start, sizes, strict=True)])
+
+
+def _updated(w: Any, p: Params, x: Expr, u: Expr, *starts: Expr) -> Expr | None:
+    start = _starts(x, starts, u.shape)
+    if start is None:
+        return None
+    bounds = [slice(a, a + n) for a, n in zip(start, u.shape, strict=True)]
+    places = np.arange(int(np.prod(x.shape))).reshape(x.shape)[tuple(bounds)]
+    said = ", ".join(f"{a}:{a + n}" for a, n in zip(start, u.shape, strict=True))
+    return written(x, u, places, f"[{said}]")
+
+
+def _gathered(w: Any, p: Params, x: Expr, indices: Expr) -> Expr | None:
+    """Rows by integers, one entry of each row, or places that are known."""
+    if indices.turn[0]:
+        return w.arranged(x, "[c]")
+    known = w.concrete(indices)
+    if known is None or not indices.rank:
+        return None
+    d, sizes = p["dimension_numbers"], tuple(int(n) for n in p["slice_sizes"])
+    axes = tuple(d.start_index_map)
+    limits = [x.shape[a] - sizes[a] for a in axes]
+    if not bool(np.all((known >= 0) & (known <= np.array(limits)))):
+        return None
+    batched = tuple(getattr(d, "operand_batching_dims", ()))
+    over = tuple(getattr(d, "start_indices_batching_dims", ()))
+    i = reshape(indices, indices.shape[:-1]) if len(axes) == 1 else None
+    if batched and i is not None and len(batched) == x.rank - 1 == i.rank - 1 and batched == over:
+        return take_along(x, i, axes[0]) if not d.offset_dims else None
+    if batched or tuple(d.collapsed_slice_dims) != axes:
+        return None
+    if i is not None and all(n == m for a, (n, m) in enumerate(_pairs(x, sizes)) if a != axes[0]):
+        return _rows(x, i, axes[0], d.offset_dims)
+    return _of_each(x, indices) if axes == (0, 1) and x.rank == 2 else None
+
+
+def _pairs(x: Expr, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(x.shape, sizes, strict=True))
+
+
+def _rows(x: Expr, i: Expr, axis: int, offset_dims: Sequence[int]) -> Expr:
+    """The axes of the indices lead in `index`; here they stand where no offset does."""
+    result = apply("index", x, meant(i, x.shape[axis]), axis=axis)
+    lead, rest = iter(range(i.rank)), iter(range(i.rank, result.rank))
+    order = [next(rest) if a in offset_dims else next(lead) for a in range(result.rank)]
+    return permuted(result, order)
+
+
+def _of_each(x: Expr, indices: Expr) -> Expr | None:
+    """x[0, i[0]], x[1, i[1]], ..."""
+    if indices.op != "concatenate" or len(indices.args) != 2 or indices.rank != 2:
+        return None
+    counting, i = indices.args
+    value = counting["value"].array.ravel() if counting.op == "array" else None
+    if value is None or not np.array_equal(value, np.arange(x.shape[0])):
+        return None
+    return picked(x, reshape(i, (x.shape[0],)))
+
+
+# What is no word in the vocabulary's sense, or says more than its word.
+PRIMITIVES: dict[str, Translation] = {
+    "optimization_barrier": lambda w, p, *xs: list(xs),
+    "reduce_precision": lambda w, p, x: x,
+    "convert_element_type": _cast,
+    "div": _divided,
+    "select_n": _selected,
+    "pad": _padded,
+    "dynamic_slice": _window,
+    "dynamic_update_slice": _updated,
+    "gather": _gathered,
+}
+
+
+# --- functions of JAX's own --------------------------------------------------------------
+
+
+def _clip(w: Any, jaxpr: Any, x: Expr, *bounds: Expr) -> Expr | None:
+    """With bounds that are numbers."""
+    known = [constant_of(b) for b in bounds]
+    if len(bounds) != 2 or None in known or x.shape != jaxpr.outvars[0].aval.shape:
+        return None
+    return clip(x, low=known[0], high=known[1])
+
+
+def _logaddexp(w: Any, jaxpr: Any, a: Expr, b: Expr) -> Expr:
+    if is_zero(b):
+        return apply("softplus", a)
+    return apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b)
+
+
+def _one_hot(w: Any, jaxpr: Any, i: Expr) -> Expr | None:
+    out = jaxpr.outvars[0].aval
+    fits = out.shape[:-1] == i.shape
+    return apply("one_hot", i, size=out.shape[-1]) if fits else None
+
+
+def _hypot(w: Any, jaxpr: Any, a: Expr, b: Expr) -> Expr:
+    return (a**2 + b**2) ** 0.5
+
+
+def _traced(w: Any, jaxpr: Any, x: Expr, *offset: Expr) -> Expr | None:
+    plain = x.rank == 2 and x.shape[0] == x.shape[1] and all(constant_of(k) == 0 for k in offset)
+    adds = [e for e in jaxpr.eqns if e.primitive.name == "add"]
+    plain = plain and (bool(offset) or all(getattr(e.invars[1], "val", None) == 0 for e in adds))
+    return OPERATIONS["trace"].make(x) if plain else None  # type: ignore[misc]
+
+
+WORDS: dict[str, Translation] = {
+    "trace": _traced,
+    "clip": _clip,
+    "logaddexp": _logaddexp,
+    "one_hot": _one_hot,
+    "_one_hot": _one_hot,
+    "hypot": _hypot,
+    "relu": lambda w, jaxpr, x: apply("relu", x),
+    "silu": lambda w, jaxpr, x: x * apply("sigmoid", x),
+    "log_sigmoid": lambda w, jaxpr, x: -apply("softplus", -x),
+    "roll_static": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "roll"),
+    "diagonal": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "diagonal"),
+    "diag": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "diag"),
+    "tril": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "tril"),
+    "triu": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "triu"),
+}

@@ -1,0 +1,357 @@
+"""Translations of PyTorch's functions and of aten's operations that take more than another name.
+
+``FUNCTIONS`` are read better as they are called (a linear layer, an einsum, attention) than as the
+aten operations in them; a function is left to aten for arguments that its translation returns None
+for. ``OPERATIONS`` are aten's, by name: a translation is given the arguments by aten's own names,
+expressions in place of tensors. All others are said as the graph says them, taken apart by
+PyTorch's own decompositions, or written by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from gradtools.seeing.formulas.algebra import (
+    apply,
+    array,
+    broadcast,
+    constant_of,
+    einsum,
+    imag,
+    lifted,
+    mean,
+    product,
+    real,
+    reshape,
+    swap,
+    total,
+)
+from gradtools.seeing.formulas.expressions import BOOLEAN, Expr
+from gradtools.seeing.formulas.operations.arrays import arrange, meant, take_along, taken
+from gradtools.seeing.formulas.operations.elementwise import stop
+from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
+
+Tensor = torch.Tensor
+Translation = Callable[..., Any]
+FUNCTIONS: dict[Any, Translation] = {}
+OPERATIONS: dict[str, Translation] = {}
+
+
+def function(*functions: Any) -> Callable[[Translation], Translation]:
+    """Enters a translation of functions; it takes their arguments."""
+
+    def enter(translation: Translation) -> Translation:
+        FUNCTIONS.update(dict.fromkeys(functions, translation))
+        return translation
+
+    return enter
+
+
+def operation(*names: str) -> Callable[[Translation], Translation]:
+    """Enters a translation of aten's operations."""
+
+    def enter(translation: Translation) -> Translation:
+        OPERATIONS.update(dict.fromkeys(names, translation))
+        return translation
+
+    return enter
+
+
+# --- functions ---------------------------------------------------------------------------
+
+_TENSOR: Any = Tensor
+for _name, _part in (("real", real), ("imag", imag)):
+    FUNCTIONS.update(
+        dict.fromkeys(
+            (getattr(torch, _name), getattr(_TENSOR, _name).__get__),
+            lambda x, part=_part: part(x) if x.is_complex else None,
+        )
+    )
+function(Tensor.detach, _TENSOR.data.__get__)(lambda x: stop(x))
+# What keeps nothing for a backward pass that f itself may run.
+PLAIN = dict(FUNCTIONS)
+
+
+@function(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+def _matmul(input: Expr, other: Any) -> Expr | None:
+    return input @ other if isinstance(other, Expr) else None
+
+
+@function(Tensor.__rmatmul__)
+def _rmatmul(input: Expr, other: Any) -> Expr | None:
+    return other @ input if isinstance(other, Expr) else None
+
+
+@function(F.linear)
+def _linear(input: Expr, weight: Expr, bias: Expr | None = None) -> Expr:
+    """X Wᵀ + b, or W x + b of one vector."""
+    result = weight @ input if input.rank == 1 else input @ swap(weight)
+    return result if bias is None else result + bias
+
+
+@function(torch.einsum, torch.functional.einsum)
+def _einsum(said: Any, *operands: Any) -> Expr | None:
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if not isinstance(said, str) or len(operands) != said.split("->")[0].count(",") + 1:
+        return None
+    return einsum(_spelled_out(said.replace(" ", ""), operands), *operands)
+
+
+def _spelled_out(said: str, operands: Sequence[Expr]) -> str:
+    """With letters in place of "..." and with "->"."""
+    left, arrow, right = said.partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = sorted({c for c in left if c.isalpha()})
+        right = "..." * ("..." in left) + "".join(c for c in letters if left.count(c) == 1)
+    free = [c for c in string.ascii_letters if c not in said]
+    pairs = [*zip(terms, operands, strict=True)]
+    lengths = [x.rank - len(t.replace("...", "")) if "..." in t else 0 for t, x in pairs]
+    most = max(lengths, default=0)
+    filled = [
+        t.replace("...", "".join(free[most - n : most]))
+        for t, n in zip(terms, lengths, strict=True)
+    ]
+    return ",".join(filled) + "->" + right.replace("...", "".join(free[:most]))
+
+
+@function(F.scaled_dot_product_attention)
+def _attention(
+    query: Expr,
+    key: Expr,
+    value: Expr,
+    attn_mask: Expr | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Expr | None:
+    """softmax(scale q k^T + mask) v over the last two axes; a boolean mask keeps where true."""
+    if dropout_p or enable_gqa:
+        return None
+    scores = (1 / math.sqrt(query.shape[-1]) if scale is None else scale) * (query @ swap(key))
+    if is_causal:
+        lower = array(np.tril(np.ones(scores.shape[-2:], bool)))
+        scores = apply("where", lower, scores, -np.inf)
+    if attn_mask is not None and attn_mask.kind == BOOLEAN:
+        scores = apply("where", attn_mask, scores, -np.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return apply("softmax", scores, axis=scores.rank - 1) @ value
+
+
+@operation("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
+@operation("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
+def _fused_attention(o: Any) -> Any:
+    mask = getattr(o, "attn_mask", getattr(o, "attn_bias", None))
+    given = (o.query, o.key, o.value, mask, o.dropout_p, o.is_causal, o.scale)
+    result = _attention(*given)
+    return None if result is None else [result, *[None] * (len(o.outs) - 1)]
+
+
+def called(translation: Translation, args: Any, kwargs: Any) -> Any:
+    """What a translation makes of a function's arguments; None if they are not its own."""
+    try:
+        inspect.signature(translation).bind(*args, **kwargs)
+    except TypeError:
+        return None
+    return translation(*args, **kwargs)
+
+
+# --- aten: what is written, and what is picked -------------------------------------------
+
+
+@operation("copy", "fill", "zero")
+def _copied(o: Any) -> Expr:
+    """What is written into an array, in its shape."""
+    x = lifted(getattr(o, "src", getattr(o, "value", 0.0)))
+    return broadcast(x, o.likes[0][0])
+
+
+@operation("as_strided")
+def _as_strided(o: Any) -> Expr:
+    return o.recorder.met(o.outs[0])  # type: ignore[no-any-return]
+
+
+@operation("unfold", "pixel_shuffle", "pixel_unshuffle", "im2col", "channel_shuffle", "roll")
+@operation("unfold_copy", "repeat_interleave", "take", "masked_select", "narrow_copy", "tril")
+@operation("diagonal", "diag_embed", "triu", "constant_pad_nd", "diag", "diagonal_copy")
+def _moved(o: Any) -> Expr | None:
+    """Entries of x, wherever they come from: what is done to their numbers tells."""
+    x = o.given[0]
+    fixed = all(i.turn[0] for i in o.given[1:])
+    if not fixed or getattr(o, "value", None) not in (None, 0, 0.0):
+        return None
+    return arrange(x, o.places(), o.name)
+
+
+@operation("index", "_unsafe_index")
+def _index(o: Any) -> Expr | None:
+    """Integers along one axis, or places that are known: those of a mask, or of constants."""
+    there = [(axis, i) for axis, i in enumerate(o.indices) if i is not None]
+    if all(i.turn[0] or i.kind == BOOLEAN for _, i in there):
+        return arrange(o.self, o.places(), "[" + ", ".join([":"] * there[0][0] + ["c"]) + "]")
+    if len(there) > 1 or there[0][1].kind == BOOLEAN:
+        return None
+    ((axis, i),) = there
+    return taken(o.self, i, axis)
+
+
+@operation("index_select")
+def _index_select(o: Any) -> Expr:
+    return taken(o.self, o.index, o.dim % o.self.rank) if o.self.rank else o.self
+
+
+@operation("gather")
+def _gather(o: Any) -> Expr | None:
+    if not o.self.rank:
+        return None
+    if o.index.turn[0]:
+        return arrange(o.self, o.places(), "gather")
+    return take_along(o.self, o.index, o.dim % o.self.rank)
+
+
+@operation("remainder")
+def _remainder(o: Any) -> Expr | None:
+    """An index within bounds is read as it is."""
+    n = constant_of(lifted(o.other))
+    if o.self.is_inexact or n is None:
+        return None
+    value = o.recorder.value_of(o.self)
+    return meant(o.self, int(n)) if ((value >= 0) & (value < n)).all() else None
+
+
+@operation("histc", "linspace", "logspace", "bincount", "searchsorted", "bucketize")
+def _held(o: Any) -> list[Expr]:
+    """What it gave, as a constant."""
+    return [o.recorder.constant(y) for y in o.outs]
+
+
+# --- aten: reductions, normalisation, losses ---------------------------------------------
+
+
+def _extreme(word: str) -> Translation:
+    """Of all entries, or along an axis with the place of each; also of two arrays."""
+
+    def translated(o: Any) -> Any:
+        if getattr(o, "other", None) is not None:
+            return apply(f"{word}imum", o.self, o.other)
+        if len(o.likes) == 1:
+            return reduced(word, o.self, range(o.self.rank))
+        if not o.self.rank:
+            return [o.self, o.recorder.constant(o.outs[1])]
+        result = reduced(word, o.self, [o.dim % o.self.rank])
+        return [reshape(result, o.likes[0][0]), o.recorder.constant(o.outs[1])]
+
+    return translated
+
+
+OPERATIONS["max"], OPERATIONS["min"] = _extreme("max"), _extreme("min")
+
+
+@operation("log_sigmoid_forward")
+def _log_sigmoid(o: Any) -> list[Expr]:
+    return [-apply("softplus", -o.self), apply("exp", -apply("abs", o.self))]
+
+
+@operation("gelu")
+def _gelu(o: Any) -> Expr | None:
+    return o.self * apply("normal_cdf", o.self) if o.approximate == "none" else None
+
+
+@operation("native_layer_norm")
+def _layer_norm(o: Any) -> Any:
+    axes = tuple(range(o.input.rank - len(o.normalized_shape), o.input.rank))
+    result = _affine(standardize(o.input, axes=axes, eps=o.eps), o.weight, o.bias, axes)
+    return [result, *_statistics(o.input, axes, o.eps, o.likes)]
+
+
+def _statistics(x: Expr, axes: Sequence[int], eps: float, likes: Any) -> list[Expr]:
+    """The mean and 1 / sqrt(variance + eps), which a backward pass inside of f reads."""
+    both = mean(x, axes, True), (variance(x, axes=axes, keep=True) + eps) ** -0.5
+    return [reshape(y, shape) for y, (shape, _) in zip(both, likes[1:], strict=True)]
+
+
+def _affine(y: Expr, scale: Expr | None, shift: Expr | None, axes: Sequence[int]) -> Expr:
+    """Times scale plus shift, which have y's axes ``axes``."""
+    lie = lambda v: product([v], [axes], range(y.rank), y.shape)
+    y = y if scale is None else y * lie(scale)
+    return y if shift is None else y + lie(shift)
+
+
+@operation("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
+@operation("_batch_norm_with_update", "_native_batch_norm_legit_no_training")
+def _batch_norm(o: Any) -> Any:
+    training = getattr(o, "training", None)
+    training = o.native == "_batch_norm_with_update" if training is None else bool(training)
+    eps = float(getattr(o, "eps", getattr(o, "epsilon", 0.0)))
+    others = [a for a in range(o.input.rank) if a != 1]
+    if training:
+        y = standardize(o.input, axes=others, eps=eps)
+    else:
+        width = (o.running_var + eps) ** -0.5
+        y = _affine(o.input - _affine_shape(o.running_mean, o.input), width, None, (1,))
+    rest = [None] * (len(o.outs) - 1)
+    if training and len(o.outs) >= 3:
+        rest[:2] = _statistics(o.input, others, eps, o.likes[:3])
+    return [_affine(y, o.weight, o.bias, (1,)), *rest]
+
+
+def _affine_shape(v: Expr, y: Expr) -> Expr:
+    return product([v], [(1,)], range(y.rank), y.shape)
+
+
+@operation("native_group_norm")
+def _group_norm(o: Any) -> Any:
+    n, c, *rest = o.input.shape
+    parts = reshape(o.input, (n, o.group, c // o.group, *rest))
+    y = standardize(parts, axes=range(2, parts.rank), eps=o.eps)
+    result = _affine(reshape(y, o.input.shape), o.weight, o.bias, (1,))
+    flat = reshape(o.input, (n, o.group, c // o.group * math.prod(rest)))
+    return [result, *_statistics(flat, [2], o.eps, o.likes)]
+
+
+@operation("nll_loss_forward", "nll_loss2d_forward")
+def _nll(o: Any) -> Any:
+    """-x[t] of each row; the class axis follows that of the batch."""
+    axis = 0 if o.self.rank == 1 else 1
+    target = o.recorder.value_of(o.target)
+    kept = target != o.ignore_index
+    safe = o.target if kept.all() else array(np.where(kept, target, 0))
+    at = reshape(safe, (*safe.shape[:axis], 1, *safe.shape[axis:]))
+    losses = take_along(o.self, at, axis)
+    if losses is None:
+        return None
+    losses = -reshape(losses, o.target.shape)
+    weights = None if o.weight is None else taken(o.weight, safe, 0)
+    if not kept.all():
+        there = array(kept.astype(float))
+        weights = there if weights is None else weights * there
+    losses = losses if weights is None else losses * weights
+    axes = range(losses.rank)
+    if o.reduction == 1 and weights is not None:
+        return [total(losses, axes) / total(weights, axes), None]
+    result = (losses, mean(losses, axes), total(losses, axes))[o.reduction]
+    return [result, None if weights is not None else o.recorder.constant(o.outs[1])]
+
+
+@operation("convolution")
+def _convolution(o: Any) -> Any:
+    """A bias is added to each channel."""
+    if o.bias is None:
+        return None
+    (result,) = o.by_name(bias=None)
+    shape = (o.bias.shape[0], *[1] * (result.rank - 2))
+    return result + reshape(o.bias, shape)
+
+
+__all__ = ["FUNCTIONS", "OPERATIONS", "PLAIN", "called"]

@@ -232,72 +232,20 @@ LAYERS = [(gj, bridge.to_jax(layer_in_torch)), (gt, bridge.to_torch(layer_in_jax
 @pytest.mark.sweep_at("gradtools.torch-layer_in_jax", "2")
 @pytest.mark.parametrize(("own", "layer"), LAYERS)
 @pytest.mark.parametrize("order", [1, 2])
-def test_a_formula_is_that_of_the_same_program_in_one_framework(own, layer, order):
-    native = layer_in_jax if own is gj else layer_in_torch
+def test_a_bridged_function_is_written_by_its_name_in_a_formula(own, layer, order):
     x = own.asarray(MATRIX)
-    found, same = (
-        own.formula(lambda x, f=f: (f(2 * x) ** 2).sum() * x.sum(), x, order=order)
-        for f in (layer, native)
-    )
-    held, here = ("WEIGHTS", "KERNEL") if own is gj else ("KERNEL", "WEIGHTS")
-    assert [line.replace(held, here) for line in found.lines(order)] == same.lines(order)
-    assert not found.marked and found.check.error < 1e-3
+    found = own.formula(lambda x: (layer(2 * x) ** 2).sum() * x.sum(), x, order=order)
+    (name,) = found.marked
+    assert name.startswith("layer_in_") and f"{name}(2 x)" in str(found)
+    assert found.check.error < 1e-3
 
 
-def test_a_formula_goes_through_both_borders():
-    around = bridge.to_jax(lambda a: 3 * bridge.to_torch(layer_in_jax)(a))
-    found = gj.formula(lambda x: around(x).sum(), jnp.asarray(MATRIX))
-    assert found.lines(1) == ["x̄ = 3 L̄ (1 - H^∘²) KERNELᵀ"]
-
-
-def test_a_rule_around_a_bridged_function_stays_the_rule_in_a_formula():
+def test_a_rule_around_a_bridged_function_is_differentiated_by_the_rule_in_a_formula():
     bridged = bridge.to_torch(lambda a: a * a)
     rule = gt.custom_rule(lambda x: bridged(x))
     rule.defvjp(lambda x: (rule(x), (x,)), lambda saved, c: (5 * c * saved[0],))
-    assert gt.formula(lambda x: rule(x), torch.ones(3)).lines(1) == ["x̄ = 5 ȳ ⊙ x"]
-
-
-def product_in_torch(v, w):
-    return torch.tanh(v @ w), v.sum() * w
-
-
-def product_in_jax(v, w):
-    return jnp.tanh(v @ w), v.sum() * w
-
-
-def total(f):
-    return lambda v, w: sum((y**2).sum() for y in f(v, w))
-
-
-MAPPED = {
-    "rows": lambda vmap, f: lambda x: total(vmap(f))(x, 3 * x),
-    "columns": lambda vmap, f: lambda x: total(vmap(f, (1, 0)))(x, x),
-    "one side": lambda vmap, f: lambda x: total(vmap(f, (0, None)))(x, x[0]),
-    "both sides": lambda vmap, f: lambda x: total(vmap(vmap(f, (None, 0)), (0, None)))(x, 2 * x),
-}
-
-
-@pytest.mark.sweep_at(
-    "2", "gradtools.torch-vmap-product_in_jax-product_in_torch", "rows", "one side", "both sides"
-)
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("how", MAPPED)
-@pytest.mark.parametrize(
-    ("own", "vmap", "guest", "native"),
-    [
-        (gj, jax.vmap, bridge.to_jax(product_in_torch), product_in_jax),
-        (gt, torch.func.vmap, bridge.to_torch(product_in_jax), product_in_torch),
-    ],
-)
-def test_a_formula_of_a_mapped_bridged_function_is_that_of_the_native_one(
-    own, vmap, guest, native, how, order
-):
-    x = own.asarray(MATRIX + 0.3)
-    found, same = (own.formula(MAPPED[how](vmap, f), x, order=order) for f in (guest, native))
-    assert not found.marked and found.check.error < 1e-3
-    # Where one side is not mapped PyTorch writes that it reads one of the equal copies.
-    spread = own is gt and "side" in how
-    assert spread or len(found.lines(order)) == len(same.lines(order))
+    found = gt.formula(lambda x: rule(x), torch.ones(3))
+    np.testing.assert_allclose(found.evaluate([2 * np.ones(3)]).gradients[0], np.full(3, 10.0))
 
 
 @pytest.mark.sampled(1, 3)

@@ -553,7 +553,10 @@ def test_a_module_has_its_formula(name):
 # Of what the formula has no algebra.
 BY_NAME = set(
     """
-    argsort cbrt cho_solve cholesky cond conv convolution cummax cumprod cumsum det digamma dynamic_slice eigh erfinv fft fmod gather ifft inverse irfft lgamma max_pool min_pool pad pinv polygamma qr quantile remainder rfft scan scatter scatter_add select slogdet solve sort sum_pool svd take_along_axis topk triangular_solve update where
+    argsort cbrt cho_solve cholesky cond conv convolution cummax cumprod cumsum det digamma
+    dynamic_slice eigh erfinv fft fmod gather ifft inverse irfft lgamma max_pool min_pool pad
+    pinv polygamma qr quantile remainder rfft scan scatter scatter_add select slogdet solve
+    sort sum_pool svd take_along_axis topk triangular_solve update where
     """.split()
 )
 TABLE = [

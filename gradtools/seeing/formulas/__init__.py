@@ -9,7 +9,7 @@ A wing records a run as expressions, of operations that the house knows or by th
 Everything is an `Expr` (`expressions.py`), simplified as it is made (`algebra/`). An operation is
 one record (`operation_record.py`): how it is made, its value in NumPy, its cotangents, its notation
 and its axes. The records stand in `operations/`, by family. What is not among them keeps its name,
-and the framework computes and differentiates it (`operations/by_name.py`).
+and the framework computes and differentiates it (`operations/opaque.py`).
 
 `derive` is the entrance; `formulating.py` compares what it returns, a `Formula`, with a framework's
 numbers before it is shown, and derivations by hand with these.

@@ -1,7 +1,7 @@
 """`Operation`: all that is known of an operation; `OPERATIONS`: these records, by name.
 
 A recorded program is written in these operations, and so is its adjoint. What is not in the table
-is an operation by its name (`operations/by_name.py`), which the framework computes and
+is an operation by its name (`operations/opaque.py`), which the framework computes and
 differentiates itself.
 
 Conventions of the functions that make them:

@@ -5,6 +5,6 @@ like any other expression.
 """
 
 from gradtools.seeing.formulas.operations import arrays as arrays
-from gradtools.seeing.formulas.operations import by_name as by_name
 from gradtools.seeing.formulas.operations import elementwise as elementwise
+from gradtools.seeing.formulas.operations import opaque as opaque
 from gradtools.seeing.formulas.operations import reductions as reductions

@@ -31,7 +31,7 @@ from gradtools.seeing.formulas.algebra import apply, constant_of
 from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operations.arrays import arrange, constant
-from gradtools.seeing.formulas.operations.by_name import Kernel, by_name
+from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.formulas.vocabulary import fitted, in_words, said
 from gradtools.seeing.graphs.program import LeafProgram
@@ -250,7 +250,7 @@ class _Translator:
             return [jnp.asarray(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
 
         inexact = tuple(bool(jnp.issubdtype(dtype, jnp.inexact)) for dtype in dtypes)
-        kernel = Kernel(self.backend, run, arrays, inexact, partial(jax.enable_x64, wide))
+        kernel = OpaqueFunction(self.backend, run, arrays, inexact, partial(jax.enable_x64, wide))
         outs = [_like(v) for v in eqn.outvars]
         args = [self.expr(entries[k]) for k in moving]
         rank = max((x.rank for x in args), default=0)

@@ -24,8 +24,8 @@ from gradtools.rules import Rule
 from gradtools.seeing.formulas.algebra import apply
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operations.arrays import arrange, constant, written
-from gradtools.seeing.formulas.operations.by_name import Kernel, by_name
 from gradtools.seeing.formulas.operations.elementwise import stop
+from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.vocabulary import fitted, in_words, said
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
@@ -379,7 +379,7 @@ def _scaled(args: Any, given: Sequence[Expr], values: Sequence[Expr | None]) -> 
     return [apply("scale_gradient", x, scale=float(factor.flat[0]))]
 
 
-def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> Kernel:
+def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunction:
     """A call as a function of the tensors in it."""
     kept = [_BY_KEY.get(a) for a in args if isinstance(a, str)]  # a host kernel's call
     xs = [x.detach() for x in tensors_in([args, kwargs])]
@@ -398,7 +398,7 @@ def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> Kernel:
         pairs = zip(values, dtypes, strict=True)
         return [torch.tensor(np.asarray(v), device=device).to(dtype) for v, dtype in pairs]
 
-    return Kernel(backend, run, arrays, tuple(is_inexact(x) for x in xs))
+    return OpaqueFunction(backend, run, arrays, tuple(is_inexact(x) for x in xs))
 
 
 _OF_EACH = frozenset(

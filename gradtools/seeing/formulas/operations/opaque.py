@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class OpaqueFunction:
     """What the framework computes, as a function of NumPy arrays, and its vjp.
 
     Attributes:
@@ -50,7 +50,7 @@ class Kernel:
         with self.around():
             return [np.asarray(self.backend.to_numpy(y)) for y in self.run(*self.arrays(values))]
 
-    def vjp(self, chosen: Sequence[int]) -> Kernel:
+    def vjp(self, chosen: Sequence[int]) -> OpaqueFunction:
         """Of the operands and of the chosen outputs' cotangents, all operands' cotangents."""
         count, backend = len(self.moving), self.backend
 
@@ -77,11 +77,15 @@ class Kernel:
             return [backend.zeros_like(x) if g is None else g for x, g in pulled]
 
         moving = (*self.moving, *[True] * len(chosen))
-        return Kernel(backend, pulled, arrays, moving, self.around)
+        return OpaqueFunction(backend, pulled, arrays, moving, self.around)
 
 
 def by_name(
-    name: str, args: Sequence[Expr], outputs: Sequence[tuple], kernel: Kernel, said: str = ""
+    name: str,
+    args: Sequence[Expr],
+    outputs: Sequence[tuple],
+    kernel: OpaqueFunction,
+    said: str = "",
 ) -> list[Expr]:
     """The outputs of an operation of this name; said: its parameters, in words."""
     return several("by_name", args, outputs, name=name, kernel=kernel, said=said)

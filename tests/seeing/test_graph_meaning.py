@@ -1,7 +1,7 @@
 """What a graph says of an operation is what it computes: its word, operands in their places, more.
 
 Each row of the table runs one operation of the formula's vocabulary in both frameworks. Its
-graph is computed from the words alone, by what the formula's vocabulary means by them, in NumPy; the result
+graph is computed from the words alone, by what the vocabulary means by them, in NumPy; the result
 is the framework's own. So no operand stands in another's place, no number, axis or exponent is left
 out, and none is told that means something else.
 """

@@ -1,4 +1,4 @@
-"""`Builder`: a program as expressions, written operation by operation, in place of a recorded run."""
+"""`Builder`: a program as expressions, written operation by operation."""
 
 from __future__ import annotations
 

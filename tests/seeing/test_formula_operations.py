@@ -120,7 +120,6 @@ def test_the_value_is_numpys(case):
 DIFFERENTIABLE = [c for c in CASES if c.order and any(is_inexact(x) for x in c.operands)]
 
 
-@pytest.mark.slow_at("pinv(c[2,4])")
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
 def test_the_adjoint_and_its_adjoint_are_those_of_finite_differences(case):
     if case.operation == "stop":

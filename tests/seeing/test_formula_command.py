@@ -125,14 +125,6 @@ def test_an_integer_argument_cannot_be_asked_about(program, capsys):
     assert "gradtools formula: formula: argument 0" in capsys.readouterr().err
 
 
-def test_a_formula_that_was_not_compared_says_so_and_ends_with_1(program, capsys, monkeypatch, gt):
-    uncompared = gt.formula(lambda x: 2.0 * x, gt.asarray(np.ones(3)))
-    uncompared.check = None
-    monkeypatch.setattr(gt, "formula", lambda *_, **__: uncompared)
-    assert formula() == 1
-    assert "x̄ = 2 ȳ" in capsys.readouterr().out
-
-
 def test_save_refuses_an_unknown_suffix_as_the_command_does(gt, tmp_path):
     from gradtools import GradtoolsError
 

@@ -15,9 +15,8 @@ def gathered(formula: Formula) -> str:
 
 
 def _remarks(formula: Formula) -> str:
-    """What LaTeX's own lines do not say: what they need, and whether they were compared."""
-    said = str(formula.check) if formula.check else "not compared with automatic differentiation"
-    return f"% needs the packages amsmath and amssymb\n% {said}\n"
+    """What LaTeX's own lines do not say: what they need, and how they were compared."""
+    return f"% needs the packages amsmath and amssymb\n% {formula.check}\n"
 
 
 FORMS: Forms = {

@@ -77,34 +77,11 @@ def second(loss, *args):
 
 # --- the same function ---------------------------------------------------------------------
 
-CUTS = [
-    (5, False, 0),
-    (3, False, 0),
-    (3, False, 1),
-    (3, False, 3),
-    (2, False, 99),
-    (12, False, 0),
-    (12, False, 1),
-    (5, True, 0),
-    (4, True, 1),
-    (3, True, 3),
-]
-
 
 @functools.cache
 def full_batch():
     """The value, and what `second` says of the loss; the examples do not meet in embed."""
     return embed(W, X), derivatives(lambda w, x: contrast(embed(w, x)), W, X)
-
-
-@pytest.mark.whole_at("12-False-0")
-@pytest.mark.parametrize(("chunk_size", "interleaved", "retain"), CUTS)
-def test_value_and_all_derivatives_are_those_of_the_full_batch(chunk_size, interleaved, retain):
-    run = chunked(chunk_size, interleaved=interleaved, retain=retain)
-    every = lambda w, x: (run(w, x), second(lambda w, x: contrast(run(w, x)), w, x))
-    value, ours = jax.jit(every)(W, X)
-    same(value, full_batch()[0])
-    same(ours, full_batch()[1], 1e-11, 1e-11)
 
 
 def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
@@ -130,33 +107,6 @@ def test_where_examples_of_a_chunk_meet_it_is_the_loop(chunk_size, interleaved, 
     same(both(run), both(loop), 1e-11, 1e-11)
 
 
-@pytest.mark.sweep_at("True")
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_without_jit_too(interleaved):
-    run = chunked(4, interleaved=interleaved)
-    same(run(W, X), embed(W, X))
-    loss = lambda f: lambda w, x: contrast(f(w, x))
-    same(jax.grad(loss(run), (0, 1))(W, X), jax.grad(loss(embed), (0, 1))(W, X), 1e-11)
-
-
-@functools.cache
-def complex_batch():
-    """A complex batch, and what `second` says of its loss."""
-    x = X + 1j * X[::-1]
-    return x, derivatives(lambda w, x: contrast(embed(w, x)), Z, x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("retain", [0, 1, 3])
-def test_complex_derivatives_of_both_orders(retain):
-    run = gt.chunked(embed, 4, in_axes=(None, 0), retain=retain)
-    x, expected = complex_batch()
-    loss = lambda w, x: contrast(run(w, x))
-    ours, gradient = jax.jit(lambda w, x: (second(loss, w, x), gt.grad(loss)(w, x)))(Z, x)
-    same(ours, expected, 1e-10, 1e-10)
-    same(gradient, jnp.conj(expected[0][0]), 1e-11)
-
-
 def test_a_closed_form():
     square = gt.chunked(lambda x: x**2, 2)
     x = jnp.asarray([1.0, 2.0, 3.0])
@@ -165,15 +115,6 @@ def test_a_closed_form():
     hessian = 8 * jnp.outer(x, x) + 4 * (x**2).sum() * jnp.eye(3)
     same(jax.hessian(loss)(x), hessian)
     same(jax.jit(jax.jacrev(jax.grad(loss)))(x), hessian)
-
-
-def test_finite_differences():
-    run = chunked(3, retain=2)
-    loss = jax.jit(lambda w: contrast(run(w, X)))
-    direction = jnp.cos(W)
-    step = 1e-5
-    slope = (loss(W + step * direction) - loss(W - step * direction)) / (2 * step)
-    assert abs(jnp.vdot(jax.grad(loss)(W), direction) - slope) < 1e-7 * abs(slope)
 
 
 @pytest.mark.slow

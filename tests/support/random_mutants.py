@@ -167,12 +167,23 @@ def tests_of(name: str) -> tuple[str, ...]:
     words = re.compile(rf"\b{re.escape(module)}\b|\b{re.escape(Path(name).stem)}\b")
     wing = next((w for w in ("torch", "jax") if name.startswith(f"{w}/")), "")
     named = [
-        str(path.relative_to(ROOT / "tests"))
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if words.search(path.read_text(encoding="utf-8")) or path.stem == f"test_{Path(name).stem}"
+        test
+        for test, text in _texts().items()
+        if words.search(text) or test.endswith(f"/test_{Path(name).stem}.py")
     ]
     named.sort(key=lambda test: (Path(name).stem not in test, wing not in test))
-    return tuple(dict.fromkeys([*listed, *named]))[:_FILES] or ("operators/test_cases.py",)
+    folder = Path(name).parent
+    near = [test for m in mutants.read() if Path(m.file).parent == folder for test in m.tests]
+    near.sort(key=near.count, reverse=True)  # of the files beside it
+    return tuple(dict.fromkeys([*listed, *named, *near]))[:_FILES]
+
+
+@lru_cache
+def _texts() -> dict[str, str]:
+    """The files of tests with what is in them."""
+    folder = ROOT / "tests"
+    paths = sorted(folder.rglob("test_*.py"))
+    return {str(p.relative_to(folder)): p.read_text(encoding="utf-8") for p in paths}
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ pushes by a jvp of its own.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,7 +42,14 @@ from gradtools.torch.autograd_graph import (
     node_of,
     surveyed,
 )
-from gradtools.torch.double_backward_trials import TangentTrial, Trial, Untried, standing_in, told
+from gradtools.torch.double_backward_trials import (
+    SeenCall,
+    TangentTrial,
+    Trial,
+    Untried,
+    standing_in,
+    told,
+)
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.nondifferentiable import beside
 from gradtools.torch.patches import functions_applied
@@ -530,28 +538,27 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     result: list[set[str] | None] = []
     why: list[str] = []
 
-    def tried(beneath: Any, args: Args) -> None:
-        if torch.is_grad_enabled() and len(result) < _CALLS:
+    def tried(call: Any, args: Args) -> None:
+        if len(result) < _CALLS:
             try:
-                result.append(key.trial.of(beneath, args).lost(forward))
+                result.append(key.trial.of(call, args).lost(forward))
             except Untried as error:
                 why.append(str(error))
 
-    def called(kind: Any, beneath: Any, args: Args) -> Any:
-        needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
-        if kind is key.kind and key.like(needs):
-            tried(beneath, args)
-        return beneath(*args)
-
+    operators = _OperatorCalls(key, tried)
     try:
-        with (
-            standing_in(called),
-            _OperatorCalls(key, tried),
-            upstream.temporarily_clear_interpreter_stack(),
-        ):
+        with _forwards(key) as calls, operators, upstream.temporarily_clear_interpreter_stack():
             rerun(lambda xs: fun(*xs)[0], leaves)
     except Exception as error:
         why.append(f"evaluated a second time, f raises {told(error)}")
+    with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
+        for call in calls.seen:
+            if call.reads_elsewhere(key.kind.apply):
+                raise Untried(
+                    "it is handed what holds an argument of its own, as a module and its "
+                    "parameters, and reads that in place of the argument"
+                )
+            tried(key.kind.apply, call.args)
     if not result:
         raise Untried((*why, key.unseen)[0])
     lost = set[str]().union(*[each for each in result if each is not None])
@@ -561,6 +568,46 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
 
 
 _CALLS = 4  # of one class in f that are tried
+
+
+class _SeenCalls:
+    """The arguments of calls, which stay where what a run changed is put back."""
+
+    never_changes = True
+
+    def __init__(self) -> None:
+        self.seen: list[SeenCall] = []
+
+
+@contextmanager
+def _forwards(key: _Key) -> Iterator[_SeenCalls]:
+    """The arguments of this thread's calls of a class, copied; the class has another forward.
+
+    Whoever calls it, by a bound `apply` or from C++, comes by there.
+    """
+    result = _SeenCalls()
+    if not isinstance(key.kind, type):
+        yield result
+        return
+    kind, thread, own = key.kind, threading.get_ident(), vars(key.kind).get("forward")
+    forward = kind.forward
+    old = kind.setup_context is torch.autograd.Function.setup_context  # which takes ctx as well
+
+    def noted(*given: Any, **kwargs: Any) -> Any:
+        args = given[1:] if old else given
+        needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
+        if threading.get_ident() == thread and len(result.seen) < _CALLS and key.like(needs):
+            result.seen.append(SeenCall.of(args))
+        return forward(*given, **kwargs)
+
+    kind.forward = staticmethod(noted)
+    try:
+        yield result
+    finally:
+        if own is None:
+            del kind.forward
+        else:
+            kind.forward = own
 
 
 class _OperatorCalls(TorchFunctionMode):

@@ -10,6 +10,7 @@ and the same in ct. What is lost, and who is refused, is said in double_backward
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from gradtools.torch.modes import dual_level
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.transposing import unpacked
+from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -54,6 +56,64 @@ class Untried(Exception):
 
 class _Loud(Exception):
     """The derivative of a gradient raises: it is not lost in silence."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SeenCall:
+    """The arguments of one call of a class, copied.
+
+    Attributes:
+        args: The arguments; tensors that required grad do so.
+        twins: Those that are no tensors, copied where they hold a tensor argument that requires
+            grad, as a module holds its parameters; None if they cannot be copied.
+        held: These tensors, as the twins hold them.
+    """
+
+    args: Args
+    twins: Args | None
+    held: list[Tensor]
+
+    @classmethod
+    def of(cls, args: Args) -> SeenCall:
+        copies = tuple([_copied(x) if isinstance(x, Tensor) else x for x in args])
+        others = [None if isinstance(x, Tensor) else x for x in args]
+        moving = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+        known = _held_by(others)
+        held = {id(x): _copied(x) for x in moving if id(x) in known}
+        if not held:
+            return cls(copies, None, [])
+        private = list(held.values())
+        try:
+            twins = tuple([copy.deepcopy(x, dict(held)) for x in others])
+        except Exception:  # a tensor that is computed, a generator, a lock
+            return cls(copies, None, private)
+        return cls(copies, None if _held_by(twins) & {*held} else twins, private)
+
+    def reads_elsewhere(self, apply: Callable[..., Any]) -> bool:
+        """Whether an output or gradient changes with an argument that is held elsewhere.
+
+        Then it is an argument for autograd's sake alone, and a trial that moves it sees nothing.
+        """
+        if not self.held or self.twins is None:
+            return bool(self.held)
+        pairs = zip(self.args, self.twins, strict=True)
+        args = tuple([x if isinstance(x, Tensor) else twin for x, twin in pairs])
+        trial = Trial.of(apply, args)
+        before = trial.numbers()
+        with torch.no_grad():
+            for x in self.held:
+                x += _wave(x, 1.5)
+        after = trial.numbers()
+        return len(before) != len(after) or not all(map(torch.equal, before, after))
+
+
+def _held_by(xs: Sequence[Any]) -> set[int]:
+    """The ids of the tensors that these hold."""
+    return {id(x) for x, _ in Snapshot.of(list(xs), []).reached.watched}
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,6 +178,13 @@ class Trial:
                 result.add("cotangents")
         return result
 
+    def numbers(self) -> list[Tensor]:
+        """The outputs and the gradient."""
+        with restored(self.randomness), torch.inference_mode(False), unpacked():
+            xs = [self.args[k] for k in self.moving]
+            outs = [y.detach().clone() for y in self._called(xs)[1]]
+            return [*outs, *[g for g in self._gradient(xs, outs, False) if g is not None]]
+
     def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
         """What g is linear in: cotangents."""
         return [_wave(y, 2.0) for y in self._called(xs)[1]]
@@ -139,12 +206,12 @@ class Trial:
         first, second = (self._slope(point, k, v, count, h) for h in (eps**0.3, 2 * eps**0.3))
         size = abs(self._value(point, count))
         error = 10 * abs(first - second) + 100 * eps**0.7 * size
-        if abs(first) <= error:
-            return False  # too small to be told from rounding
         try:
             known = (self._pushed if forward else self._pulled)(point, k, v, count)
-        except Exception as error:
-            raise _Loud from error
+        except Exception as why:
+            if abs(first) <= error:
+                return False  # too small to be told from rounding
+            raise _Loud from why
         return not abs(known - first) <= error + 1e-3 * abs(first)
 
     def _slope(self, point: list[Tensor], k: int, v: Tensor, count: int, h: float) -> float:

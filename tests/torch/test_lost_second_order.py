@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import Function, once_differentiable
 
 import gradtools.torch as gt
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, LostDerivativeError
 
 X = 1.5
 Tensor = torch.Tensor
@@ -906,3 +906,115 @@ def test_a_class_whose_tangent_cannot_be_tried_is_refused():
 
     with pytest.raises(GradtoolsError, match=r"Gridded, whose tangent .* off the grid"):
         gt.grad(lambda x: gt.jvp(Gridded.apply, (x,), (x.detach(),))[1])(_x())
+
+
+# --- arguments that are there for autograd's sake alone
+
+
+class ReadsAModule(torch.autograd.Function):
+    """The adjoint of torchdiffeq: parameters are arguments, and the module is read."""
+
+    @staticmethod
+    def forward(ctx, net, x, *params):
+        ctx.net, ctx.x, ctx.params = net, x, params
+        return net(x)
+
+    @staticmethod
+    def backward(ctx, ct):
+        with torch.enable_grad():
+            out = ctx.net(ctx.x)
+        return None, None, *torch.autograd.grad(out, ctx.params, ct, allow_unused=True)
+
+
+class ReadsAClosure(torch.autograd.Function):
+    """The checkpoint of guided-diffusion: what is read is a function that closes over a module."""
+
+    @staticmethod
+    def forward(ctx, run, x, *params):
+        ctx.run, ctx.x, ctx.params = run, x, params
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, ct):
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            out = ctx.run(x)
+        sources = (x, *ctx.params)
+        return None, *torch.autograd.grad(out, sources, ct, create_graph=True, allow_unused=True)
+
+
+class ReadsNothingElse(torch.autograd.Function):
+    """A fused layer that is handed its module for a setting alone."""
+
+    @staticmethod
+    def forward(ctx, module, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.scale = module.scale
+        return x * weight * module.scale
+
+    @staticmethod
+    def backward(ctx, ct):
+        x, weight = ctx.saved_tensors
+        return None, ct * weight * ctx.scale, ct * x * ctx.scale
+
+
+class Fused(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = torch.nn.Parameter(torch.ones(2)), 2.0
+
+    def forward(self, x):
+        return ReadsNothingElse.apply(self, x, self.weight)
+
+
+class InventsASlope(torch.autograd.Function):
+    """y = 3 x + 1, whose constant gradient is written as a ratio of a constant and x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 3 * x + 1
+
+    @staticmethod
+    def backward(ctx, ct):
+        (x,) = ctx.saved_tensors
+        return ct * (3 * x).detach() / x
+
+
+_X = torch.tensor([[1.0, 2.0]])
+
+
+def test_a_class_that_reads_its_arguments_in_a_module_is_not_passed():
+    net = torch.nn.Linear(2, 1)
+    ones = {name: torch.ones_like(p) for name, p in net.named_parameters()}
+    loss = lambda net: ReadsAModule.apply(net, _X, *net.parameters()).square().sum()
+    with pytest.raises(LostDerivativeError, match=r"ReadsAModule.* reads that in place"):
+        gt.hvp(loss, (net,), (ones,))
+
+
+def test_nor_is_one_that_reads_them_in_a_closure():
+    net = torch.nn.Linear(2, 1)
+    loss = lambda x: ReadsAClosure.apply(lambda x: net(x), x, *net.parameters()).sin().sum()
+    with pytest.raises(LostDerivativeError, match=r"ReadsAClosure.* reads that in place"):
+        gt.grad(loss)(_X).square().sum().backward()
+
+
+def test_a_class_that_is_handed_its_module_for_a_setting_passes():
+    layer = Fused()
+    hessian = gt.hessian(lambda x: layer(x).square().sum())(torch.ones(2))
+    torch.testing.assert_close(hessian.detach(), 8 * torch.eye(2))
+    _, (product,) = gt.hvp(
+        lambda layer: layer(_X[0]).square().sum(), (layer,), ({"weight": torch.ones(2)},)
+    )
+    torch.testing.assert_close(product["weight"].detach(), 8 * _X[0] ** 2)
+
+
+def test_an_invented_derivative_of_a_constant_gradient_is_refused():
+    with pytest.raises(LostDerivativeError, match="InventsASlope"):
+        gt.hessian(lambda x: InventsASlope.apply(x).sum())(_X[0])
+
+
+def test_a_class_is_tried_through_an_apply_that_was_bound_before():
+    apply = InventsASlope.apply
+    with pytest.raises(LostDerivativeError, match="InventsASlope"):
+        gt.hessian(lambda x: apply(x).sum())(_X[0])

@@ -7,6 +7,7 @@ function (its static arguments, the structure of the others) there is one such R
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from gradtools.custom_structure import ARRAY, Shaped, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import told_apart
 from gradtools.rule_contract import Contract, checked_word
-from gradtools.rules import KEYS, JvpRule, Rule, total
+from gradtools.rules import KEYS, JvpRule, Rule, held_by, total
 
 _MOST_SHAPES = 256
 
@@ -55,7 +56,8 @@ class CustomRules(Operators):
             f: Takes and returns pytrees of arrays. Keyword arguments are bound to its signature,
                 and a rule gets every argument by position, defaults included.
             static_argnames: A name or names of arguments that are no arrays and select the
-                program; they must be hashable, and lead the arguments of fwd, bwd and rule.
+                program; they must be hashable, and lead the arguments of fwd, bwd and rule. To
+                differentiate what a static function closes over raises.
             check: When the rule is held to what a rule must be: "first" (once for each shape and
                 dtype), "always", or "never", for whoever measures or means what is refused.
 
@@ -96,7 +98,7 @@ class CustomRules(Operators):
 # --- the function ------------------------------------------------------------------------
 
 
-_KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
+_KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_passing", "_key_of", "_out_of"}
 _MAPS = ("fwd", "bwd", "jvp")
 _GIVEN = {"fun", *_MAPS, "remat", "check", "symbolic_zeros", "static_argnames", "kernel"}
 
@@ -165,6 +167,7 @@ class CustomRule:
     def _begin(self) -> None:
         self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
         self._by_key: dict[str, Shaped] = {}
+        self._passing: dict[str, Any] = {}  # of `_by_key` what serves one call alone
         self._forget()
         self._key_of = self._backend.compiler.constant_result(self._key)
         self._out_of = self._backend.compiler.constant_result(self._out)
@@ -217,6 +220,21 @@ class CustomRule:
                 )
         self.fwd, self.bwd, self.remat = fwd, bwd, optimize_remat
         self._is_symbolic("cotangent", symbolic_zeros)
+
+    def _check_order(self, fwd: Any) -> None:
+        """Raises if fwd has f's parameters in f's order, as JAX's nondiff_argnums has them."""
+        statics, names = self._taken.statics, list(self._taken.names)
+        expected = [*statics, *[name for name in names if name not in statics]]
+        try:
+            came = list(inspect.signature(fwd).parameters)
+        except (TypeError, ValueError):
+            return
+        if came != expected and sorted(came) == sorted(expected) and statics:
+            raise GradtoolsError(
+                f"{self.__name__}.defvjp: fwd takes ({', '.join(came)}), but static arguments "
+                f"lead: it is called as fwd({', '.join(expected)}). jax.custom_vjp calls it in the "
+                "order of f, wherever nondiff_argnums points; reorder the parameters of fwd."
+            )
 
     def _is_symbolic(self, which: str, yes: bool) -> None:
         self.symbolic_zeros = self.symbolic_zeros - {which} | ({which} if yes else set())
@@ -283,11 +301,16 @@ class CustomRule:
         arrays = tuple([backend.is_array(x) for x in leaves])
         xs = [x for x in leaves if backend.is_array(x)]
         others = tuple([x for x in leaves if not backend.is_array(x)])
+        passing = set(self._passing)
         key = self._key_of(self._own_key, statics, structure, arrays, others)
-        ys = backend.apply_rule_by_key(key, *xs)
-        return backend.unflatten_static(
-            self._out_of(key, () if backend.compiler.is_tracing() else avals_of(xs)), ys
-        )
+        try:
+            ys = backend.apply_rule_by_key(key, *xs)
+            avals = () if backend.compiler.is_tracing() else avals_of(xs)
+            return backend.unflatten_static(self._out_of(key, avals), ys)
+        finally:
+            if key in self._passing and key not in passing:
+                self._by_key.pop(key, None)
+                self._shapes.pop(self._passing.pop(key), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """`(statics, rest)` of a call, or an error that names the function."""
@@ -325,6 +348,10 @@ class CustomRule:
             treedef = self._backend.treedef_of_static(structure)
             result = self._shapes[key] = Shaped(self, statics, treedef, full)
             self._by_key[result.key] = result
+            kind, functions = self._backend.array_type or str, _functions_in(statics)
+            if next(held_by(functions, self._backend.is_traced, kind), None) is not None:
+                # arrays that are not to outlive their trace
+                self._passing[result.key] = key
             if len(self._shapes) > _MOST_SHAPES:
                 del self._by_key[self._shapes.popitem(last=False)[1].key]
         return result
@@ -367,6 +394,7 @@ class CustomRule:
             )
         if self.bwd is None:
             return self._new_rule(shape, tangent=shape.tangent)
+        self._check_order(self.fwd)
         return self._new_rule(shape, linearize=shape.linearize)
 
     def _new_rule(self, shape: Shaped, **maps: Any) -> Rule:
@@ -374,7 +402,7 @@ class CustomRule:
         return kind(
             self.__name__,
             shape.primal,
-            user_functions=(self.fun, *self._maps().values()),
+            user_functions=(self.fun, *_functions_in(shape.statics), *self._maps().values()),
             symbolic_zeros=self.symbolic_zeros,
             contract=shape.contract,
             **maps,
@@ -392,6 +420,11 @@ class CustomRule:
             functions={role: _name(f) for role, f in self._maps().items()},
             remat=self.remat and "cotangent" not in self.symbolic_zeros,
         )
+
+
+def _functions_in(statics: Sequence[Any]) -> list[Any]:
+    """The static arguments that may hold arrays."""
+    return [x for x in statics if not isinstance(x, bool | int | float | complex | str | type)]
 
 
 def _marked(others: Any, arrays: Sequence[bool]) -> tuple[Any, ...]:

@@ -156,7 +156,9 @@ class Batch:
             name = self._name_of(*places[0][0])
             raise GradtoolsError(f"{self.caller}: the batch is empty ({name} has size 0).")
         [(size, [(flat, leaf), *_])] = places.items()
-        self._counted = self.arguments.index(flat), leaf
+        # By identity: dynamo cannot compare records.
+        at = next(i for i, each in enumerate(self.arguments) if each is flat)
+        self._counted = at, leaf
         return size
 
     def _refuse_numbers(self) -> None:

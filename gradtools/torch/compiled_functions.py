@@ -17,6 +17,7 @@ from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, leaves_of
+from gradtools.torch.known_errors import explain
 from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
@@ -27,9 +28,16 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     PyTorch's compiled code has neither, and drops tangents in silence.
     """
-    run = torch.compile(f, **options)
+    code = torch.compile(f, **options)
     if isinstance(f, torch.nn.Module):
-        return run
+        return code
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return code(*args, **kwargs)
+        except RuntimeError as error:
+            explain("compile", error)
+            raise
 
     @wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:

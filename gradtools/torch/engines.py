@@ -18,6 +18,8 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -76,7 +78,9 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
         flag[0] = True
     if not compiling and upstream.peek_interpreter_stack() is None:
         if upstream.DYNAMO in sys.modules:
-            return uncompiled(_eager_vjp, fun, leaves, once)
+            result = uncompiled(_eager_vjp, fun, leaves, once)
+            # Dynamo would compile what autograd calls of it in Python, such as rules.
+            return replace(result, pullback=partial(uncompiled, result.pullback))
         return _eager_vjp(fun, leaves, once)
     with explained(caller_of(fun)):
         return _functorch_vjp(fun, leaves, groups)

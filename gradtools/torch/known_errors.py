@@ -183,6 +183,11 @@ _MENDS = {
         "f holds layer_norm with a bias and no weight, whose backward pass PyTorch cannot "
         "differentiate inside of torch.func's transforms. Give it a weight of ones."
     ),
+    NO_SAVED_TENSORS_HOOKS: (
+        "f holds torch.utils.checkpoint, or other saved_tensors_hooks, which torch.func's "
+        "transforms do not support. Use gt.checkpoint in its place, or take the derivative "
+        "outside of the transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."
+    ),
     "vmap: inplace arithmetic": (
         "f changes a tensor in place that is shared by all examples (such as batch "
         "normalisation's running statistics in training mode), which vmap cannot follow. Put "

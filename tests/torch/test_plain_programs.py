@@ -9,8 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import gradtools.torch as gt
+from gradtools import GradtoolsError
 
 D = torch.float64
 GENERATOR = torch.Generator().manual_seed(0)
@@ -263,3 +265,76 @@ def test_under_autocast_and_in_bfloat16_a_norm_has_second_derivatives(outer):
     expected = grad(lambda x: gt.grad(f)(x).square().sum())(x.float())
     assert found.dtype == torch.bfloat16
     assert (found.float() - expected).norm() <= 0.1 * expected.norm()
+
+
+# --- checkpoints and compiled code ---------------------------------------------------------------
+
+Q = torch.randn(1, 2, 5, 4, dtype=D, generator=torch.Generator().manual_seed(2))
+
+
+def _attending(attend):
+    return lambda q: attend(q, 2 * q, q).pow(3).sum()
+
+
+def _by_softmax(q, k, v):
+    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+
+CHECKPOINTED = _attending(
+    lambda *xs: torch.utils.checkpoint.checkpoint(
+        F.scaled_dot_product_attention, *xs, use_reentrant=False
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda f: gt.grad(lambda q: gt.grad(f)(q).square().sum())(Q),
+        lambda f: gt.hvp(f, (Q,), (Q,))[1][0],
+        lambda f: gt.hvp(f, (Q,), (Q,), mode="forward_over_reverse")[1][0],
+        lambda f: gt.linearize(f, Q)[1](Q),
+        lambda f: gt.grad(lambda q: gt.hvp(f, (q,), (q,))[1][0].square().sum())(Q),
+    ],
+)
+def test_fused_attention_in_a_checkpoint_of_pytorchs_has_second_derivatives(way):
+    """What such a checkpoint saved may be read once in a pullback."""
+    torch.testing.assert_close(way(CHECKPOINTED), way(_attending(_by_softmax)))
+
+
+def test_per_example_gradients_through_a_checkpoint_of_pytorchs_say_what_to_do():
+    f = lambda p, q: CHECKPOINTED(p * q[None])
+    p = torch.tensor(1.5, dtype=D)
+    with pytest.raises(GradtoolsError, match=r"torch\.utils\.checkpoint.*gt\.checkpoint"):
+        gt.per_example_grad(f)(p, Q[0])
+    assert gt.per_example_grad(f, chunk_size=1)(p, Q[0]).shape == (2,)
+
+
+COMPILED = {
+    "norm": lambda x: gt.grad(lambda x: F.layer_norm(x, (4,)).pow(3).sum())(x).square().sum(),
+    "distances": lambda x: gt.grad(lambda x: torch.cdist(x, x + 1).pow(3).sum())(x).pow(2).sum(),
+    "per example": lambda x: (
+        gt.per_example_grad(lambda w, x: F.layer_norm(w * x, (4,), w).pow(3).sum())(x[0], x)
+        .square()
+        .sum()
+    ),
+    "tiled": lambda x: gt.contrastive_loss(x, 2 * x + 1, tile_size=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_compiled_derivative_is_that_of_plain_programs(case):
+    torch._dynamo.reset()
+    x = torch.linspace(-1, 1, 12, dtype=D).reshape(3, 4).sin()
+    fun = gt.grad(COMPILED[case])
+    torch.testing.assert_close(gt.compile(fun, backend="aot_eager")(x), fun(x))
+
+
+@pytest.mark.slow
+def test_a_compiled_derivative_that_updates_statistics_says_what_to_do():
+    torch._dynamo.reset()
+    net = torch.nn.BatchNorm1d(4, dtype=D)
+    loss = lambda x: net(x).pow(3).sum()
+    with pytest.raises(GradtoolsError, match=r"^compile: f changes a tensor in place that it capt"):
+        gt.compile(gt.value_and_grad(loss), backend="aot_eager")(torch.ones(3, 4, dtype=D))

@@ -50,13 +50,19 @@ class BackwardNode:
     result: Callable[[Any, Values, Values], Any] | None = None
 
     def hook(self, node: Any, again: bool) -> Callable[[Values, Values], Any] | None:
-        """What is hooked to a node; None where nothing is wrong with the numbers alone."""
-        wrong = self.wrong(node)
-        if wrong or again or self.mapped:
-            return partial(self._corrected, node, wrong)
-        return None
+        """What is hooked to a node; None where nothing is wrong with the numbers alone.
 
-    def _corrected(self, node: Any, wrong: bool, given: Values, cts: Values) -> Any:
+        What the node saved is read here: `torch.utils.checkpoint` gives it once in a pullback.
+        """
+        wrong = self.wrong(node)
+        if not (wrong or again or self.mapped):
+            return None
+        call = None if self.call is None else self.call(node)
+        return partial(self._corrected, node, wrong, call)
+
+    def _corrected(
+        self, node: Any, wrong: bool, call: Call | None, given: Values, cts: Values
+    ) -> Any:
         cts = [cts] if isinstance(cts, Tensor) else cts
         if all(ct is None for ct in cts):
             return None
@@ -65,8 +71,8 @@ class BackwardNode:
             return None
         if self.result is not None:
             return self.result(node, given, cts)
-        assert self.call is not None
-        program, xs = self.call(node)
+        assert call is not None
+        program, xs = call
         places = [i for i, g in enumerate(given) if g is not None and i < len(xs)]
         pulled = partial(_pulled, program, places, [x is not None for x in xs])
         if wrong:
@@ -302,7 +308,7 @@ NODES = {
     "SiluBackward0": BackwardNode(
         _unary("self", programs.silu),
         wrong=_ALWAYS,
-        when=lambda node: upstream.saved(node, "self").is_complex(),
+        when=lambda node: upstream.arrays_of(node)[0][1].is_complex,
     ),
     "LogcumsumexpBackward0": BackwardNode(_logcumsumexp),
     "SparseCooTensorWithDimsAndTensorsBackward0": BackwardNode(result=_sparse),
@@ -352,7 +358,18 @@ def corrected(nodes: Sequence[Any], again: bool = True) -> AbstractContextManage
 
 @contextmanager
 def _corrected(nodes: Sequence[Any], again: bool) -> Iterator[None]:
-    pairs = [(node, NODES[type(node).__name__].hook(node, again)) for node in nodes]
+    pairs: list[Any] = []
+    read = lambda ct: pairs.extend(
+        [(node, NODES[type(node).__name__].hook(node, again)) for node in nodes]
+    )
+    if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
+        # In a pullback of its own a checkpoint runs once for all that it saved.
+        with torch.enable_grad():
+            number = torch.zeros((), requires_grad=True)
+            number.register_hook(read)
+            torch.autograd.grad(number * 1, number)
+    else:
+        read(None)
     handles = [node.register_hook(hook) for node, hook in pairs if hook is not None]
     try:
         yield

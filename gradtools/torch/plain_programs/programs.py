@@ -14,6 +14,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import batches_first, is_dual, is_inexact, is_wrapped
 
 Tensor = torch.Tensor
@@ -317,9 +318,13 @@ def det(A: Tensor) -> Tensor:
 
         det(A) = det(U V^H) det(B) det(E - D B^-1 C)
 
-    where det(B) is the product of pivots, and the last one needs no division.
+    where det(B) is the product of pivots, and the last one needs no division. Compiled code takes
+    the product of pivots, which has no derivative at a singular matrix, beyond 4 by 4.
     """
-    n, k = A.shape[-1], deficiency(A)
+    n = A.shape[-1]
+    if is_compiling():  # which reads no values
+        return _without_division(A) if n <= 4 else _product_of_pivots(A)
+    k = deficiency(A)
     if not k:
         return _product_of_pivots(A)
     u, _, vh = torch.linalg.svd(value_of(A))

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.plain_programs import programs
 
@@ -101,10 +100,6 @@ def _is_whole(input: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 def _is_not_packed(*args: Any, **kwargs: Any) -> bool:
     return isinstance(args[3], bool)
-
-
-def _is_eager(*args: Any, **kwargs: Any) -> bool:
-    return not is_compiling()
 
 
 def _of_products(*args: Any, **kwargs: Any) -> bool:
@@ -309,7 +304,7 @@ TABLE = (
         },
         programs.det,
         "torch#192540",
-        _is_eager,
+        None,
         {
             GRADIENT: "torch.linalg.det(x - x0 + torch.diag(torch.tensor([1.0, 2.0, 0.0])))",
             TANGENT: "torch.linalg.det(x - x0 + torch.diag(torch.tensor([1.0, 2.0, 0.0])))",

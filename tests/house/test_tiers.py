@@ -73,6 +73,7 @@ from tests.support import tiers
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     tiers.mark_tiers(items)
+    print(tiers.stale_values(items))
 """
 
 
@@ -84,3 +85,10 @@ def test_marks_on_a_function_choose_its_cases(pytester, expression, count):
     pytester.makeconftest(CONFTEST)
     result = pytester.inline_run("-m", expression, "-p", "no:cacheprovider", "-W", "ignore")
     result.assertoutcome(passed=count)
+
+
+def test_a_value_that_no_case_has_is_told(pytester):
+    pytester.makepyfile(TABLE.replace('"two")', '"two", "gone")'))
+    pytester.makeconftest(CONFTEST)
+    result = pytester.runpytest_inprocess("-s", "--collect-only", "-p", "no:cacheprovider")
+    result.stdout.fnmatch_lines(["*test_others: quick_at('gone')*"])

@@ -108,6 +108,21 @@ def covering(rows: Sequence[Sequence[str]], count: int) -> list[int]:
     return chosen
 
 
+def stale_values(items: Iterable[pytest.Item]) -> list[str]:
+    """Values that a mark on a function names and that none of its cases has."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(function_of(item.nodeid), []).append(item)
+    return [
+        f"{function}: {kind}({value!r})"
+        for function, some in cases.items()
+        for kind, _, _ in _AT
+        for at in some[0].iter_markers(kind)
+        for value in at.args
+        if not any(named(_case(item), [value]) for item in some)
+    ]
+
+
 def is_quick(item: pytest.Item) -> bool:
     """Whether `make test` runs a test."""
     others = ("slow", "sweep", "ahead", "integration")

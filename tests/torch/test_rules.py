@@ -228,3 +228,52 @@ def test_a_first_derivative_runs_fwd_once_whatever_it_saves():
     cube.defvjp(fwd, lambda saved, ct: (3 * saved.x**2 * ct,))
     gt.grad(lambda x: cube(x).sum())(torch.ones(2))
     assert len(runs) == 1
+
+
+# --- a bwd that takes a derivative by gradtools, as an implicit layer is written
+
+
+def _layer(x, w):
+    return torch.tanh(x @ w) * x
+
+
+def _by_jacobian(saved, ct):
+    by_x, by_w = gt.jacobian(_layer, (0, 1))(*saved)
+    return ct @ by_x, torch.einsum("i,ijk->jk", ct, by_w)
+
+
+_BACKWARDS = {
+    "vjp": lambda saved, ct: tuple(gt.vjp(_layer, *saved)[1](ct)),
+    "grad": lambda saved, ct: gt.grad(lambda *a: (_layer(*a) * ct).sum(), (0, 1))(*saved),
+    "jacobian": _by_jacobian,
+    "vjp of a checkpoint": lambda saved, ct: tuple(gt.vjp(gt.checkpoint(_layer), *saved)[1](ct)),
+}
+_SECOND_ORDER = {
+    "grad of grad": lambda f, x: gt.grad(lambda x: gt.grad(f)(x).sin().sum())(x),
+    "hessian": lambda f, x: gt.hessian(f)(x),
+    "reverse jacobian of grad": lambda f, x: gt.jacobian(gt.grad(f), mode="reverse")(x),
+    "jvp of grad of grad": lambda f, x: gt.jvp(
+        gt.grad(lambda x: gt.grad(f)(x).sin().sum()), (x,), (x.cos(),)
+    )[1],
+    "third order": lambda f, x: gt.grad(lambda x: gt.hessian(f)(x).sin().sum())(x),
+    "vmap of hessian": lambda f, x: gt.vmap(gt.hessian(f))(torch.stack([x, 2 * x])),
+}
+
+
+@pytest.mark.parametrize("bwd", _BACKWARDS.values(), ids=_BACKWARDS)
+@pytest.mark.parametrize("derivative", _SECOND_ORDER.values(), ids=_SECOND_ORDER)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_bwd_that_takes_a_derivative_is_differentiated_in_one_argument(bwd, derivative, which):
+    rule = gt.custom_rule(_layer)
+    rule.defvjp(lambda x, w: (_layer(x, w), (x, w)), bwd)
+    generator = torch.Generator().manual_seed(0)
+    args = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in (3, (3, 3))]
+
+    def of(layer):
+        def f(v):
+            return layer(*[v if i == which else a for i, a in enumerate(args)]).sin().sum()
+
+        return f
+
+    found = derivative(of(rule), args[which])
+    torch.testing.assert_close(found, derivative(of(_layer), args[which]), rtol=1e-9, atol=1e-11)

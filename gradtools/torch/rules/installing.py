@@ -42,6 +42,7 @@ from gradtools.rules import (
     total,
 )
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.functorch_wrappers import (
     alive,
@@ -671,7 +672,10 @@ def refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) ->
 
 
 def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
-    """The nodes of leaves in the results' graph that are not behind what is known."""
+    """The nodes of leaves in the results' graph that are not behind what is known.
+
+    A derivative that the map took itself leaves its own aliases there.
+    """
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
         return  # a transform's wrapper shows no graph
     known = [x for x in known if x is not None and x.requires_grad]
@@ -683,7 +687,7 @@ def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
         if node in seen:
             continue
         seen.add(node)
-        if not node.next_functions and hasattr(node, "variable"):
+        if not node.next_functions and hasattr(node, "variable") and not is_spent(node.variable):
             yield node
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
 

@@ -246,20 +246,14 @@ def in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     if not steps or not (taken or backward_passes):
         return []
     at = next((node for node in taken if not any(map(reached.get, node.outputs))), steps[-1])
-    curved = [
-        node
-        for node in steps
-        if node is not at
-        and (node.native in _DERIVATIVES or (not taken and node.operation in _PRODUCTS))
-    ]
     is_flat = lambda node: node.operation in _FLAT or node.native in _FLAT
-    through = any(map(is_flat, steps)) or (curved and any(is_flat(n) for _, n in graph.walk()))
+    again = sum(value in node.inputs for node in graph.nodes) > 1  # by the backward pass, too
+    through = any(map(is_flat, steps)) or (again and any(is_flat(n) for _, n in graph.walk()))
     kind = "piecewise_linear" if through else "constant_derivative"
     return [Finding(name, kind, _called(at), at.source, at.scope)]
 
 
 _DERIVATIVES = ("grad", "backward", "unpack_dual")
-_PRODUCTS = ("matmul", "multiply", "dot_general", "einsum", "convolution", "linear")
 
 
 def overwriting(name: str, graph: PlainGraph, value: int) -> list[Finding]:

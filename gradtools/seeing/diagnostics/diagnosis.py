@@ -242,13 +242,14 @@ def in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     reached = forward(graph, {value: Dependence.DIFFERENTIABLE})
     steps = [node for node in graph.nodes if any(map(reached.get, node.inputs))]
     taken = [node for node in steps if node.native in _DERIVATIVES]
-    backward_passes = [node for node in graph.nodes if node.phase]
-    if not steps or not (taken or backward_passes):
+    is_flat = lambda node: node.operation in _FLAT or node.native in _FLAT
+    flat = any(map(is_flat, steps))
+    inside = any(node.phase or (flat and node.native in _DERIVATIVES) for node in graph.nodes)
+    if not steps or not (taken or inside):
         return []
     at = next((node for node in taken if not any(map(reached.get, node.outputs))), steps[-1])
-    is_flat = lambda node: node.operation in _FLAT or node.native in _FLAT
     again = sum(value in node.inputs for node in graph.nodes) > 1  # by the backward pass, too
-    through = any(map(is_flat, steps)) or (again and any(is_flat(n) for _, n in graph.walk()))
+    through = flat or (again and any(is_flat(n) for _, n in graph.walk()))
     kind = "piecewise_linear" if through else "constant_derivative"
     return [Finding(name, kind, _called(at), at.source, at.scope)]
 

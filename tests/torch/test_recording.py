@@ -502,49 +502,52 @@ def test_the_error_is_told_without_places_inside_a_transform():
         torch.func.vmap(inner)(X.reshape(3, 1))
 
 
-# --- tags --------------------------------------------------------------------------------
+# --- what leaves PyTorch -----------------------------------------------------------------
 
 
-def test_tags_go_through_numpy_and_arithmetic_and_change_no_numbers():
-    from gradtools.seeing.torch.recording.taint import tagged, tags_in
-
-    plain = np.arange(6.0).reshape(2, 3) - 1.5
-    a = tagged(plain.copy(), frozenset({7}))
-    for run in (
-        lambda a: a * 2 + 1,
-        lambda a: (a > 0).astype(np.float32),
-        lambda a: np.concatenate([a, a[:1]]),
-        lambda a: np.where(a > 0, a, -a).T.copy(),
-        lambda a: np.stack([np.sqrt(abs(a)), a @ a.T @ a]),
-        lambda a: np.percentile(a, [10, 50]),
-        lambda a: sum(a.tolist()[0]) * 2.0 - 1,
-        lambda a: max(a.item(0), a.item(5)) ** 2 / 3,
-    ):
-        assert tags_in(run(a)) == {7}
-        np.testing.assert_array_equal(run(a), run(plain))
-
-
-def test_what_is_tagged_needs_no_second_run():
-    calls = itertools.count()
+def test_numbers_that_are_only_logged_cost_three_runs_more():
+    calls, logged = itertools.count(), []
 
     def f(x):
         next(calls)
-        fraction = torch.from_numpy((x.detach().numpy() > 0).astype(np.float64)).mean()
-        return fraction * x.sum().item()
+        for row in x:
+            logged.append(row.item())
+            logged.append(float(row**2))
+        return (x**2).sum()
 
-    graph = recorded(f, X).graph
-    assert dependence_matrix(graph) == [[Dependence.CUT]] and len(graph.outside) == 2
-    assert next(calls) == 1
+    assert not gt.why_zero(f, X)
+    assert next(calls) <= 5  # recorded, again, with greater and less numbers, and the gradient
 
 
-def test_tags_are_lost_with_their_arrays():
-    from gradtools.seeing.torch.recording import taint
+def test_numbers_of_one_line_are_followed_together():
+    def f(x):
+        total = sum(row.item() for row in x.repeat(20))
+        return (x**2).sum() + total
 
-    before = len(taint._LIVING)
-    a = taint.tagged(np.ones(3), frozenset({1}))
-    assert len(taint._LIVING) > before
-    del a
-    assert len(taint._LIVING) == before
+    (finding,) = gt.why_zero(f, X)
+    assert (finding.kind, finding.whole) == ("left_framework", False)
+    assert "row.item()" in finding.source.text
+
+
+@pytest.mark.parametrize("bound", [min, max])
+def test_a_number_that_python_clips_is_followed(bound):
+    f = lambda x: (x**2).sum() + bound(0.5, {min: 3.0, max: -3.0}[bound] + 0 * x[0].item())
+    report = gt.why_zero(f, torch.tensor([0.1, 0.2]))
+    assert not report  # times zero: it does not come back
+    f = lambda x: (x**2).sum() + bound(0.0, {min: 3.0, max: -3.0}[bound] + 2 * x[0].item())
+    (finding,) = gt.why_zero(f, torch.tensor([0.1, 0.2]))
+    assert (finding.kind, finding.whole) == ("left_framework", False)
+
+
+def test_the_line_is_named_of_an_image_that_is_binarised_through_numpy():
+    def volume(image):
+        solid = image.detach().numpy() > 0.5
+        return (torch.from_numpy(solid.astype(np.float64)).mean() - 0.6) ** 2
+
+    for f, whole in ((volume, True), (lambda x: x.square().sum() + volume(x), False)):
+        report = gt.why_zero(f, torch.rand(4, 4, dtype=torch.float64))
+        assert {(found.kind, found.whole) for found in report} == {("left_framework", whole)}
+        assert "numpy() > 0.5" in report.findings[0].source.text
 
 
 def test_what_f_caches_is_usable_after_dependence():

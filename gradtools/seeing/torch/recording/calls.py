@@ -5,19 +5,21 @@ place has another number from then on. Whether a call carries a derivative is as
 itself: from the output's graph one walks back until known tensors are met. So a custom Function, a
 checkpoint or a transform is one link like any other.
 
-What leaves for NumPy or Python is tagged (`taint.py`), so that it is known when it comes back.
+What leaves for NumPy or Python has no graph; where it comes back, `numpy_round_trips.py` tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from gradtools.code_origin import innermost, lines_of
+from gradtools.code_origin import Source, innermost, lines_of
 from gradtools.seeing.diagnostics.rule_cuts import LOSS
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.recording import Refusal
@@ -28,13 +30,6 @@ from gradtools.seeing.torch.recording.autograd_functions import (
 )
 from gradtools.seeing.torch.recording.dependences import links_of
 from gradtools.seeing.torch.recording.refusals import refusal_of
-from gradtools.seeing.torch.recording.taint import (
-    fingerprint,
-    hosts_in,
-    plain_hosts,
-    tagged,
-    tags_in,
-)
 from gradtools.seeing.torch.recording.value_numbers import Numbering, version_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
@@ -56,11 +51,13 @@ class Leaving:
     Attributes:
         value: The number of what left, on the other side.
         read: The number of the tensor that it was taken from.
+        source: The line at which it left.
         branch: Whether it was a boolean, on which the program may branch.
     """
 
     value: int
     read: int
+    source: Source | None
     branch: bool
 
 
@@ -254,9 +251,7 @@ class CallRecorder(Numbering):
         outs = [*changed, *_unlike(fresh)]
         walks = [self.walk(unwrapped(y)) for y in outs]
         dropped = {id(x) for x in changed} if call.overwritten() else set()
-        hosts = self._come_back((call.args, call.kwargs))
-        if call.raw == "__get__" and call.name == "grad":
-            hosts += self._gradients
+        hosts = self._gradients if call.raw == "__get__" and call.name == "grad" else []
         reached = [values for values, _ in walks]
         managed = call.name in operations.APART and reason_of_detach() == CHUNK
         result = links_of(call, outs, reached, hosts, dropped, managed)
@@ -273,7 +268,7 @@ class CallRecorder(Numbering):
             overwrites=tuple([n for x, n in operands if id(x) in dropped]),
         )
         if self.leavings:
-            self.entries[node] = [fingerprint(x) for x in plain_hosts((call.args, call.kwargs))]
+            self.entries[node] = [*_fingerprints((call.args, call.kwargs))]
         for _, nodes in walks:
             self.note_made(nodes, node)
         pairs = [*zip(outs, numbers, strict=True)]
@@ -344,33 +339,22 @@ class CallRecorder(Numbering):
         read = call.numbers[0]
         loss = "left_framework" if call.tensors[0].is_floating_point() else None
         value = self.new(out if not isinstance(out, list) else call.tensors[0])
-        self.add("leave", call.name, [read], [value], ((_CUT,),), loss or "left_framework")
-        # python turns what __float__ gives into a plain float, and complains of a subclass
-        return self._out(Leaving(value, read, False), out, tag=call.raw in operations.TAGGED)
+        node = self.add("leave", call.name, [read], [value], ((_CUT,),), loss or "left_framework")
+        return self._out(Leaving(value, read, self.nodes[node].source, False), out)
 
     def _branches(self, call: RecordedCall, out: Any) -> Any:
         value = self.new(out)
         links = ((_CUT,) * len(call.numbers),)
-        self.add("branch", call.name, call.numbers, [value], links, "discrete")
+        node = self.add("branch", call.name, call.numbers, [value], links, "discrete")
         for read in call.numbers[:1]:
-            return self._out(Leaving(value, read, True), out)
+            return self._out(Leaving(value, read, self.nodes[node].source, True), out)
         return out
 
-    def _out(self, leaving: Leaving, out: Any, tag: bool = False) -> Any:
+    def _out(self, leaving: Leaving, out: Any) -> Any:
         self.leavings.append(leaving)
         if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
-            out = self._replace[1](out)
-        return tagged(out, frozenset({leaving.value})) if tag else out
-
-    def _come_back(self, args: Any) -> Numbers:
-        """The numbers of tagged arrays and numbers among arguments, as the framework sees them."""
-        return [self.come_back(host) for host in hosts_in(args) if tags_in(host)]
-
-    def come_back(self, host: Any) -> int:
-        """The number of one, or of what f returned outside of the framework."""
-        number = self.new(host)
-        self.outside += [(tag, number) for tag in sorted(tags_in(host))]
-        return number
+            return self._replace[1](out)
+        return out
 
     def _wraps(self, call: RecordedCall, out: Any) -> None:
         """What a ufunc of NumPy made of a tensor comes back as a tensor."""
@@ -381,7 +365,7 @@ class CallRecorder(Numbering):
             self.hold(out, number)
 
     def enters(self, leaving: Leaving, node: int) -> None:
-        """What left is known to have come back in at a node, by a way that carries no tags."""
+        """What left is known to have come back in at a node."""
         number = self.new(0.0)
         self.outside.append((leaving.value, number))
         old = self.nodes[node]
@@ -427,6 +411,23 @@ def _reads_only(fun: Any) -> bool:
         of = fun.__self__.__name__
         return of not in _TENSORS_OF if name == "__get__" else of not in ("data", "requires_grad")
     return name in _READS
+
+
+def _fingerprints(x: Any, depth: int = 4) -> Iterator[Any]:
+    """What is equal for equal numbers and arrays from outside, for each among arguments."""
+    if isinstance(x, slice):
+        x = [x.start, x.stop, x.step]
+    items = list(x.values()) if isinstance(x, dict) else x
+    if depth and isinstance(items, list | tuple):
+        for item in items[:_MOST]:
+            yield from _fingerprints(item, depth - 1)
+    elif isinstance(x, np.ndarray):
+        yield x.shape, x.dtype, zlib.crc32(np.ascontiguousarray(x).tobytes())
+    elif isinstance(x, float | int | complex | np.generic):
+        yield repr(x)
+
+
+_MOST = 1000  # so many entries of a list are looked at
 
 
 def _unlike(xs: Sequence[Tensor]) -> list[Tensor]:

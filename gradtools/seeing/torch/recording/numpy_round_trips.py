@@ -1,4 +1,4 @@
-"""Finds where data that left PyTorch for NumPy or Python comes back, if taint tracking lost it.
+"""Finds where data that left PyTorch for NumPy or Python comes back.
 
 The run is repeated with other numbers in the place where the data left, all else the same. What
 PyTorch is then given otherwise from outside has come from there; so has what changes in the
@@ -28,7 +28,7 @@ _MOST = 8  # so many runs are spent on it
 
 
 def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
-    """Notes where data that left came back, where no tag says so."""
+    """Notes where data that left came back: by runs with other data at the lines where it left."""
     recorder = seen.recorder
     asked = [number for number, x in recorder.captured.items() if x.requires_grad]
     lost = _out_of_sight(seen.graph(outputs), recorder.leavings, asked)
@@ -38,16 +38,20 @@ def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
     control = again.with_others(frozenset())
     if control is None or control.any():  # f does not give the same twice: it may come back
         return _note_unknown(recorder, lost, outputs)
-    if len(lost) > 1:
+    lines: dict[Any, list[int]] = {}
+    for k in lost:
+        lines.setdefault(recorder.leavings[k].source or k, []).append(k)
+    if len(lines) > 1:
         together = again.with_others(frozenset(lost))
         if together is not None and not together.any():
             return
-    for k in lost[:_MOST]:
-        moved = again.with_others(frozenset({k}))
+    for which in [*lines.values()][:_MOST]:
+        moved = again.with_others(frozenset(which))
         if moved is None:  # f refuses other numbers, so it does look at these
-            _note_unknown(recorder, [k], outputs)
+            _note_unknown(recorder, which, outputs)
         else:
-            _note_moved(recorder, recorder.leavings[k], moved, seen, outputs)
+            for k in which:
+                _note_moved(recorder, recorder.leavings[k], moved, seen, outputs)
 
 
 def _note_unknown(recorder: CallRecorder, which: Sequence[int], outputs: Sequence[int]) -> None:
@@ -119,13 +123,16 @@ class _Again:
 
     def with_others(self, which: frozenset[int]) -> Moved | None:
         """What moved; None if f does not run with any such numbers."""
-        for size in (1.0, 1e-3):  # f may refuse large steps, and take smaller ones
+        moved = None
+        # f may refuse large steps, and take smaller ones; what it clips may move one way only
+        for size in (1.0, -1.0, 1e-3):
+            if moved is not None and (moved.any() or not which or abs(size) < 1):
+                break
             with contextlib.ExitStack() as inside:
                 inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # it was printed
                 seen = self._seen(inside, which, size)
-                if seen is not None:
-                    return self._moved(seen)
-        return None
+                moved = moved if seen is None else self._moved(seen)
+        return moved
 
     def _seen(
         self, inside: contextlib.ExitStack, which: frozenset[int], size: float

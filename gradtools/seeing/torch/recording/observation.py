@@ -61,7 +61,7 @@ class Seen:
         with self.recorder.silent():
             if isinstance(y, Tensor):
                 return self.recorder.of(y)
-            return self.recorder.come_back(y)
+            return self.recorder.new(y)
 
     def graph(self, outputs: Sequence[int]) -> PlainGraph:
         """What was written down."""

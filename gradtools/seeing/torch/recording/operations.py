@@ -171,7 +171,6 @@ OVERWRITES = frozenset(
 LEAVES = frozenset(
     {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__"}
 )
-TAGGED = frozenset({"item", "tolist", "numpy", "__array__"})  # those that may give a subclass
 BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose", "__contains__"})
 
 

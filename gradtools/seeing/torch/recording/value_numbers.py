@@ -18,8 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, Value
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.recorder import Recorder
-from gradtools.seeing.torch.recording.taint import tags_at
-from gradtools.seeing.torch.recording.values import KnownTensor, Write, holds_numbers
+from gradtools.seeing.torch.recording.values import KnownTensor, Write
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
 from gradtools.torch.rerunning import Undo
@@ -123,12 +122,6 @@ class Numbering(Recorder[int]):
         if id(base) in self.reachable or not joined(base, number):
             self.capture(base, number)
         return number
-
-    def capture(self, x: Tensor, number: int) -> None:
-        """It was there before; or it was made of an array that had left, by `from_numpy`."""
-        super().capture(x, number)
-        if x.device.type == "cpu" and holds_numbers(x):
-            self.outside += [(tag, number) for tag in sorted(tags_at(x.data_ptr()))]
 
     def _join_by_graph(self, base: Tensor, number: int) -> bool:
         result, nodes = self.walk(base)

@@ -147,11 +147,6 @@ def may_share(a: Tensor, b: Tensor) -> bool:
     return not strided or memory_of(a) == memory_of(b)
 
 
-def holds_numbers(x: Tensor) -> bool:
-    """Whether there is a storage with contents behind a tensor."""
-    return x.layout is torch.strided and x.device.type != "meta"
-
-
 def numbers_in(x: Tensor) -> str:
     """What a small tensor holds, to be read in place of a name."""
     if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:

@@ -27,7 +27,7 @@ from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
 from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R
-from gradtools.derivatives import Derivatives
+from gradtools.derivatives import Derivatives, GradientSpec
 from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
 
@@ -262,8 +262,8 @@ class Chunking(Operators):
 
         def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
             own = None if call.weights is None else chunk[-1]
-            caller = "microbatched", f, argnums, False, "raise"
-            value, _, grads = derivatives._scalar_gradient(caller, chunk[: len(args)], kwargs)
+            spec = GradientSpec("microbatched", f, argnums)
+            value, _, grads = derivatives._scalar_gradient(spec, chunk[: len(args)], kwargs)
             result, treedef = backend.flatten((value, grads))
             seen[:] = [treedef, [backend.dtype_name(x) for x in result]]
             if reduction == "sum":

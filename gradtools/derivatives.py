@@ -11,11 +11,12 @@ J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, Literal, TypeVar, overload
 
 from gradtools.arguments.batches import Batch
-from gradtools.arguments.calls import Call
+from gradtools.arguments.calls import NOT_NAMED, Call
 from gradtools.arguments.checks import normalized_argnums, refuse_arguments, whole_or_none
 from gradtools.arguments.in_axes import Argument, arguments_of_call
 from gradtools.arguments.wording import describe, with_article
@@ -27,13 +28,34 @@ from gradtools.jacobian_blocks import blocks
 
 A = TypeVar("A")
 Argnums = int | Sequence[int]
-_Asked = tuple[str, Callable[..., Any], Argnums, bool, str]  # operator, f, argnums, aux, inputs
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """A gradient that is to be taken.
+
+    Attributes:
+        operator: The name of the public function, for messages.
+        f: What is differentiated.
+        argnums: The arguments that it is differentiated with respect to.
+        has_aux: Whether f returns a pair `(value, aux)`.
+        disconnected_inputs: What is done about arguments that do not reach the value.
+    """
+
+    operator: str
+    f: Callable[..., Any]
+    argnums: Argnums
+    has_aux: bool = False
+    disconnected_inputs: str = "raise"
+
+
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
 JacobianMode = Literal["auto", "forward", "reverse"]
 HvpMode = Literal["auto", "forward_over_reverse", "reverse_over_reverse"]
 _DISCONNECTED = ("raise", "warn", "zeros", "strict")
 _JACOBIAN_MODES = ("auto", "forward", "reverse")
 _PLAYERS = "minimize or maximize"
+_CLOSED_OVER = "let f close over it"  # where every argument is differentiated
 _HVP_MODES = ("auto", "forward_over_reverse", "reverse_over_reverse")
 
 
@@ -103,12 +125,12 @@ class Derivatives(Operators):
         """
         if disconnected_inputs != "raise":
             _one_of("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
-        caller = "grad", f, argnums, has_aux, disconnected_inputs
-        return _named("grad", f, argnums, partial(self._gradient_at, caller))
+        spec = GradientSpec("grad", f, argnums, has_aux, disconnected_inputs)
+        return _named("grad", f, argnums, partial(self._gradient_at, spec))
 
-    def _gradient_at(self, caller: _Asked, /, *args: Any, **kwargs: Any) -> Any:
-        _, aux, grads = self._scalar_gradient(caller, args, kwargs)
-        return (grads, aux) if caller[3] else grads
+    def _gradient_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
+        _, aux, grads = self._scalar_gradient(spec, args, kwargs)
+        return (grads, aux) if spec.has_aux else grads
 
     @overload
     def value_and_grad(
@@ -162,13 +184,13 @@ class Derivatives(Operators):
             (9.0, 6.0)
         """
         _one_of("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
-        caller = "value_and_grad", f, argnums, has_aux, disconnected_inputs
-        call = partial(self._value_and_gradient_at, caller)
+        spec = GradientSpec("value_and_grad", f, argnums, has_aux, disconnected_inputs)
+        call = partial(self._value_and_gradient_at, spec)
         return _named("value_and_grad", f, argnums, call)
 
-    def _value_and_gradient_at(self, caller: _Asked, /, *args: Any, **kwargs: Any) -> Any:
-        value, aux, grads = self._scalar_gradient(caller, args, kwargs)
-        return ((value, aux) if caller[3] else value), grads
+    def _value_and_gradient_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
+        value, aux, grads = self._scalar_gradient(spec, args, kwargs)
+        return ((value, aux) if spec.has_aux else value), grads
 
     def minimax_value_and_grad(
         self, f: Callable[P, R], minimize: Argnums, maximize: Argnums
@@ -202,16 +224,16 @@ class Derivatives(Operators):
         pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
-        caller = "minimax_value_and_grad", f, (*down, *up), False, "raise"
-        call = partial(self._value_and_directions, caller, len(down))
-        return _named("minimax_value_and_grad", f, caller[2], call)
+        spec = GradientSpec("minimax_value_and_grad", f, (*down, *up))
+        call = partial(self._value_and_directions, spec, len(down))
+        return _named("minimax_value_and_grad", f, spec.argnums, call)
 
     def _value_and_directions(
-        self, caller: _Asked, count: int, /, *args: Any, **kwargs: Any
+        self, spec: GradientSpec, count: int, /, *args: Any, **kwargs: Any
     ) -> Any:
-        value, _, grads = self._scalar_gradient(caller, args, kwargs)
+        value, _, grads = self._scalar_gradient(spec, args, kwargs)
         signed = [g if i < count else self._negated(g) for i, g in enumerate(grads)]
-        order = normalized_argnums("minimax_value_and_grad", caller[2], len(args))
+        order = normalized_argnums("minimax_value_and_grad", spec.argnums, len(args))
         return value, tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
 
     @overload
@@ -249,7 +271,9 @@ class Derivatives(Operators):
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
         _callable("vjp", f)
-        call = Call(self._backend, "vjp", f, primals, {}, tuple(range(len(primals))), has_aux)
+        call = Call(
+            self._backend, "vjp", f, primals, {}, tuple(range(len(primals))), has_aux, _CLOSED_OVER
+        )
         _some(primals, "vjp")
         result = self._backend.vjp(call, call.leaves, groups=None, once=False)
         out, aux = call.output(result.outs, result.extras)
@@ -323,7 +347,9 @@ class Derivatives(Operators):
         """
         _callable("jvp", f)
         primals, tangents = _same_length("jvp", primals, tangents)
-        call = Call(self._backend, "jvp", f, primals, {}, tuple(range(len(primals))), has_aux)
+        call = Call(
+            self._backend, "jvp", f, primals, {}, tuple(range(len(primals))), has_aux, _CLOSED_OVER
+        )
         moving = call.from_trees(tangents, "tangent")
         outs, extras, pushed = self._backend.jvp(call, call.leaves, moving)
         out, aux = call.output(outs, extras)
@@ -355,7 +381,16 @@ class Derivatives(Operators):
         """
         _callable("linearize", f)
         _some(primals, "linearize")
-        call = Call(self._backend, "linearize", f, primals, {}, tuple(range(len(primals))))
+        call = Call(
+            self._backend,
+            "linearize",
+            f,
+            primals,
+            {},
+            tuple(range(len(primals))),
+            False,
+            _CLOSED_OVER,
+        )
         outs, extras, push = self._backend.linearize(call, call.leaves)
 
         (bare, _), expected = self._backend.outliving(call, outs), call.argnums
@@ -459,7 +494,7 @@ class Derivatives(Operators):
         _one_of("hvp", "mode", mode, _HVP_MODES)
         primals, tangents = _same_length("hvp", primals, tangents)
         argnums = tuple(range(len(primals)))
-        call = Call(self._backend, "hvp", f, primals, {}, argnums)
+        call = Call(self._backend, "hvp", f, primals, {}, argnums, False, _CLOSED_OVER)
         moving = call.from_trees(tangents, "tangent")
         mode, fun = self._second_order(call, mode)
         gradient = self._flat_gradient(call, fun)
@@ -544,31 +579,29 @@ class Derivatives(Operators):
             [1.0, 9.0]
         """
         chunk_size = whole_or_none("per_example_grad", "chunk_size", chunk_size, 1, "examples")
-        caller = "per_example_grad", f, argnums, False, "raise"
-        call = partial(self._per_example, caller, in_axes, chunk_size)
+        spec = GradientSpec("per_example_grad", f, argnums)
+        call = partial(self._per_example, spec, in_axes, chunk_size)
         return _named("per_example_grad", f, argnums, call)
 
     def _per_example(
-        self, of: _Asked, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
+        self, spec: GradientSpec, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
     ) -> Any:
-        name, f, argnums, *rest = caller = of
-        whole = args
-        positions = normalized_argnums(name, argnums, len(args))
-        opened = self._backend.opened(name, f, args, kwargs, positions)
+        name, of_example, whole = spec.operator, spec, args
+        positions = normalized_argnums(name, spec.argnums, len(args))
+        opened = self._backend.opened(name, spec.f, args, kwargs, positions)
         if opened is not None:
-            f, args = opened, opened.args
-            caller = name, f, argnums, *rest
-        given = arguments_of_call(name, f, args, kwargs, in_axes, positions)
+            args, of_example = opened.args, replace(spec, f=opened)
+        given = arguments_of_call(name, of_example.f, args, kwargs, in_axes, positions)
         if in_axes is None and len(positions) == 1:
             only = Argument(positions[0], args[positions[0]], 0)
             if self._is_split([only]) and not self._is_split(given):
                 given[positions[0]] = only
         batch = Batch(self._backend, name, given)
-        result = batch.map(lambda *one: self._scalar_gradient(caller, *one)[2], chunk_size)
+        result = batch.map(lambda *one: self._scalar_gradient(of_example, *one)[2], chunk_size)
         if opened is None:
             return result
         opened.refuse_changes()
-        again = partial(self._per_example, of, in_axes, chunk_size, *whole, **kwargs)
+        again = partial(self._per_example, spec, in_axes, chunk_size, *whole, **kwargs)
         return self._backend.attaching(opened, name, again)(result)
 
     def _is_split(self, given: list[Argument]) -> bool:
@@ -627,15 +660,18 @@ class Derivatives(Operators):
     # --- helpers that need the backend
 
     def _scalar_gradient(
-        self, of: _Asked, args: Sequence[Any], kwargs: dict[str, Any]
+        self, spec: GradientSpec, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, Any, Any]:
         """`(value, aux, grads)`."""
-        caller, f, argnums, has_aux, disconnected = of
-        name = _PLAYERS if caller == "minimax_value_and_grad" else "argnums"
-        positions = normalized_argnums(caller, argnums, len(args), name)
+        operator, argnums, disconnected = spec.operator, spec.argnums, spec.disconnected_inputs
+        name, fixed = "argnums", NOT_NAMED
+        if operator == "minimax_value_and_grad":
+            name = _PLAYERS
+            fixed = "keep it in an argument that neither minimize nor maximize names"
+        positions = normalized_argnums(operator, argnums, len(args), name)
         several = type(argnums) is not int and isinstance(argnums, tuple | list)
-        call = Call(self._backend, caller, f, args, kwargs, positions, has_aux)
-        call.hands_out = caller != "grad"
+        call = Call(self._backend, operator, spec.f, args, kwargs, positions, spec.has_aux, fixed)
+        call.hands_out = operator != "grad"
         groups = None if disconnected == "zeros" else call.counts
         if disconnected == "strict":
             groups = [1] * len(call.leaves)
@@ -647,7 +683,7 @@ class Derivatives(Operators):
                 Connection(self._backend, call, result, grads).check(disconnected)
             grads = self._filled(call, grads)
         aux = None
-        if has_aux:
+        if spec.has_aux:
             aux = call.output(result.outs, result.extras)[1]
         elif call.opened is not None:
             call.settle(result.extras)
@@ -655,7 +691,7 @@ class Derivatives(Operators):
         results = value if call.hands_out else None, aux, trees if several else trees[0]
         if call.opened is None:
             return results
-        return call.attaching(self._scalar_gradient, of, args, kwargs)(results)
+        return call.attaching(self._scalar_gradient, spec, args, kwargs)(results)
 
     def _filled(self, call: Call, grads: Sequence[Array | None]) -> list[Array]:
         zeros = self._backend.zeros_like
@@ -693,7 +729,7 @@ class Derivatives(Operators):
             return []
         backend = self._backend
         g, ws = self._pushed_through(G, z, us)
-        call = Call(backend, "mixed_partial", f, (y, g), {}, (0, 1))
+        call = Call(backend, "mixed_partial", f, (y, g), {}, (0, 1), False, _CLOSED_OVER)
         count = call.counts[0]
         many = [[x for x in backend.flatten(w)[0] if x is not None] for w in ws]
         mode, fun = self._second_order(call, "auto")
@@ -710,7 +746,7 @@ class Derivatives(Operators):
     def _pushed_through(self, G: Any, z: Any, us: list[Any]) -> tuple[Any, list[Any]]:
         """G(z) and its tangent along each of us, in forward mode."""
         backend = self._backend
-        call = Call(backend, "mixed_partial", G, (z,), {}, (0,))
+        call = Call(backend, "mixed_partial", G, (z,), {}, (0,), False, _CLOSED_OVER)
         many = [call.from_trees((u,), "tangent") for u in us]
         outs, extras, pushed = backend.jvps(call, call.leaves, many)
         if not outs:

@@ -17,6 +17,7 @@ from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
+NOT_NAMED = "keep it in an argument that argnums does not name"
 _TREES = (tuple, list, dict)
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 Attach = Callable[..., Any]
@@ -26,7 +27,7 @@ class Call:
     """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`.
 
     Attributes:
-        hands_out: Whether the caller gets f's output, which else may stay in its graph.
+        hands_out: Whether the user gets f's output, which else may stay in its graph.
     """
 
     hands_out = True
@@ -40,6 +41,7 @@ class Call:
         kwargs: dict[str, Any],
         argnums: tuple[int, ...],
         has_aux: bool = False,
+        elsewhere: str = NOT_NAMED,
     ) -> None:
         self.backend, self.caller, self.f, self.has_aux = backend, caller, f, has_aux
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
@@ -53,7 +55,8 @@ class Call:
             kinds = self._flatten()
         for k, kind in enumerate(kinds):
             if kind not in _INEXACT:
-                self.leaves[k] = differentiable_leaf(backend, caller, self.leaves[k], self.paths[k])
+                leaf, path = self.leaves[k], self.paths[k]
+                self.leaves[k] = differentiable_leaf(backend, caller, leaf, path, elsewhere)
 
     def _flatten(self) -> list[str | None]:
         """Flattens the differentiated arguments into `leaves`; returns the kind of each leaf."""

@@ -11,6 +11,7 @@ import numpy as np
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
+from gradtools.integrations import refusal
 
 
 def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
@@ -113,43 +114,40 @@ def as_array(
         ) from error
 
 
-def differentiable_leaf(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
-    """The leaf as an array that can be differentiated, or an error that names it."""
+def differentiable_leaf(
+    backend: Backend, caller: str, leaf: Any, name: str, elsewhere: str
+) -> Array:
+    """The leaf as an array that can be differentiated, or an error that names it.
+
+    elsewhere: What to do with one that cannot be.
+    """
     if isinstance(leaf, bool | int):
-        raise _not_differentiable(caller, name, f"the Python {type(leaf).__name__} {leaf!r}")
+        raise _not_differentiable(
+            caller, name, elsewhere, f"the Python {type(leaf).__name__} {leaf!r}"
+        )
     if not backend.is_array(leaf):
-        leaf = _converted(backend, caller, leaf, name)
+        leaf = _converted(backend, caller, leaf, name, elsewhere)
     if not backend.is_inexact(leaf):
         came = f"an array of dtype {backend.dtype_name(leaf)} and shape {tuple(leaf.shape)}"
-        raise _not_differentiable(caller, name, came)
+        raise _not_differentiable(caller, name, elsewhere, came)
     return leaf
 
 
-def _converted(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
+def _converted(backend: Backend, caller: str, leaf: Any, name: str, elsewhere: str) -> Array:
     if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
-        from gradtools.integrations import keras
+        came = f"an object of type {type(leaf).__name__}"
+        raise refusal(caller, name, leaf) or _not_differentiable(caller, name, elsewhere, came)
+    return _as_inexact(backend, caller, leaf, name)
 
-        if keras.is_keras(leaf):
-            raise keras.refusal(caller, name, leaf)
-        raise _not_differentiable(caller, name, f"an object of type {type(leaf).__name__}")
+
+def _as_inexact(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
     try:
         return backend.asarray(leaf)
     except GradtoolsError as error:
         raise GradtoolsError(f"{caller}: {name} cannot be differentiated: {error}") from error
 
 
-_ALL = ("vjp", "jvp", "linearize", "hvp", "mixed_partial")  # these differentiate every argument
-_ALONG = ("why_zero", "gradient_graph", "formula")
-
-
-def _not_differentiable(caller: str, name: str, came: str) -> GradtoolsError:
-    elsewhere = "keep it in an argument that argnums does not name"
-    if caller in _ALL:
-        elsewhere = "let f close over it"
-    elif caller in _ALONG:
-        elsewhere = "keep it in an argument that wrt does not name"
-    elif caller == "minimax_value_and_grad":
-        elsewhere = "keep it in an argument that neither minimize nor maximize names"
+def _not_differentiable(caller: str, name: str, elsewhere: str, came: str) -> GradtoolsError:
     return GradtoolsError(
         f"{caller}: {name} is {came}; what is differentiated must be a floating or complex array. "
         f"Cast it, or {elsewhere}."
@@ -185,7 +183,7 @@ def _as_like(
     backend: Backend, caller: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
 ) -> Array:
     if hasattr(x, "__array__"):
-        return _converted(backend, caller, x, names()[0])
+        return _as_inexact(backend, caller, x, names()[0])
     name, like_name = names()
     raise GradtoolsError(
         f"{caller}: {name} is {describe(backend, x)}, expected {describe(backend, like)}, like "

@@ -76,7 +76,8 @@ class LeafProgram:
         places: list[tuple[int | None, Any]] = []
         for leaf, path in zip(result, paths, strict=True):
             if active:
-                leaf = differentiable_leaf(self.backend, self.caller, leaf, name + path)
+                elsewhere = "keep it in an argument that wrt does not name"
+                leaf = differentiable_leaf(self.backend, self.caller, leaf, name + path, elsewhere)
             elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
                 leaf = self.backend.asarray(leaf)
             if not self.backend.is_array(leaf):

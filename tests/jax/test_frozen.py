@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         return nn.Conv(2, (3, 3), param_dtype=float)(nn.tanh(x)).reshape(-1, 4)[: len(Y)]
 
 
-@pytest.mark.sampled(1, 1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("model", [Transformer(), Decoder()])
 def test_models_through_functionalize(model):
     variables = model.init(jax.random.key(0), ZS[0])

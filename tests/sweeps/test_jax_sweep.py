@@ -34,6 +34,7 @@ def compiled_programs_are_let_go():
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.whole_at("16")
 @pytest.mark.parametrize("group", range(len(GROUPS)))
 def test_every_function_agrees_or_is_explained(group):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any, NamedTuple
@@ -171,11 +170,16 @@ class Chunks:
             return
 
         def elsewhere() -> OutputShapes | None:
-            for size in sizes if again else ():
-                with suppress(Exception):  # f does not take so many
+            if again is None:
+                return None
+            for size in sizes:
+                try:
                     other = self.recut(Partition(self.cut.size, min(size, self.cut.size)))
                     found = again(other)
                     return None if found is None else OutputShapes(other.cut.sizes[0], found)
+                except Exception as error:
+                    if not _refuses_size(error):
+                        raise
             return None
 
         self.outputs.check_rows([OutputShapes(*s) for s in shapes], elsewhere, by_data)
@@ -189,6 +193,16 @@ class Chunks:
         """What the chunked function returns, of joined leaves (or all chunks' leaves of lists)."""
         out, carry_def = self.outputs.joined(outs), self.call.carry_def
         return out if carry_def is None else (out, self.call.backend.unflatten(carry_def, carry))
+
+
+def _refuses_size(error: Exception) -> bool:
+    """Whether f may have raised it because it does not take so many examples.
+
+    PyTorch raises a plain RuntimeError for shapes; its subclasses, as for memory, say something
+    else.
+    """
+    kinds = AssertionError, LookupError, TypeError, ValueError, GradtoolsError
+    return type(error) is RuntimeError or isinstance(error, kinds)
 
 
 _PIECES, _SHARED, _CARRY = range(3)

@@ -538,13 +538,13 @@ class Recomputation(Programs):
 
         return self._again(fun, [*pieces, *chunks.shared]), list(after)
 
-    def sum_chunks(self, chunks: Chunks) -> list[Array]:
-        """The sums over chunks of the output leaves, each chunk's graph as it is."""
-        result = [
-            chunks.call(i, i, pieces, chunks.shared, [])[0]
-            for i, pieces in enumerate(self._pieces(chunks))
-        ]
-        return [sum(column[1:], column[0]) for column in zip(*result, strict=True)]
+    def sum_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
+        """The sums over chunks of the output leaves, each chunk's graph as it is, and the carry."""
+        result, carry = [], chunks.carry
+        for i, pieces in enumerate(self._pieces(chunks)):
+            outs, carry = chunks.call(i, i, pieces, chunks.shared, carry)
+            result.append(outs)
+        return [sum(column[1:], column[0]) for column in zip(*result, strict=True)], carry
 
     def _pieces(self, chunks: Chunks) -> list[list[Array]]:
         """Each chunk's part of every array that is split, then its part of lists."""

@@ -17,6 +17,7 @@ Here a call is read; `chunks` cuts it; how the chunks run, and run again, stands
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any, Literal
@@ -182,7 +183,10 @@ class Chunking(Operators):
         reduction: Literal["mean", "sum"] = "mean",
         weights: Any = None,
         verify: bool | None = None,
-    ) -> Callable[P, tuple[R, Any]]:
+        has_aux: bool = False,
+        key_argnums: Argnums = (),
+        carry_argnums: Argnums = (),
+    ) -> Callable[P, Any]:
         """The value and gradient of a loss that is a mean or a sum over examples, chunk by chunk.
 
         With W_c the weight of chunk c, by default its number of examples, and f_c its mean,
@@ -205,9 +209,16 @@ class Chunking(Operators):
                 (by keyword those that it names) that returns the chunk's weight. A chunk of
                 weight 0 adds nothing, also where its mean is 0/0.
             verify: As in `chunked`; here nothing is computed again, so there is nothing to do.
+            has_aux: Whether f returns `(loss, aux)`. aux holds arrays of numbers, such as metrics,
+                which are reduced as the loss is.
+            key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
+            carry_argnums: Which arguments are state that is handed from chunk to chunk, such as
+                batch statistics; f then returns `(loss, new_carry)` (or `((loss, aux),
+                new_carry)`), new_carry being a tuple for several. It is not differentiated.
 
         Returns:
-            A function of f's arguments, returning `(value, grads)` as `value_and_grad` does.
+            A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)` as
+            `value_and_grad` does; with carries `(that, new_carry)`.
             Sums are made in float32 where gradients are narrower, and rounded once.
 
         Raises:
@@ -233,57 +244,58 @@ class Chunking(Operators):
             )
 
         refuse_arguments("microbatched", argnums)
-        call = partial(self._microbatched, f, chunk_size, argnums, in_axes, reduction, weights)
-        return like_function("microbatched_", f, call)
+        options = _Microbatched(
+            chunk_size, argnums, in_axes, reduction, weights, has_aux, key_argnums, carry_argnums
+        )
+        return like_function("microbatched_", f, partial(self._microbatched, f, options))
 
     def _microbatched(
-        self,
-        f: Callable[..., Any],
-        chunk_size: int,
-        argnums: Argnums,
-        in_axes: Any,
-        reduction: str,
-        weights: Any,
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, f: Callable[..., Any], options: _Microbatched, /, *args: Any, **kwargs: Any
     ) -> Any:
-        backend = self._backend
+        backend, argnums = self._backend, options.argnums
         positions = normalized_argnums("microbatched", argnums, len(args))
         opened: Any = backend.opened("microbatched", f, args, kwargs, positions)
-        again = partial(self._microbatched, f, chunk_size, argnums, in_axes, reduction, weights)
-        again = partial(again, *args, **kwargs)
+        again = partial(self._microbatched, f, options, *args, **kwargs)
         if opened is not None and opened.opens_once:
             f, args = opened, opened.args
-        given = arguments_of_call("microbatched", f, args, kwargs, in_axes, positions)
-        call = _Microbatches(backend, given, positions, weights)
-        derivatives = Derivatives(backend)
+        given = arguments_of_call("microbatched", f, args, kwargs, options.in_axes, positions)
+        keys, carried = options.special(args, given, positions)
+        call = _Microbatches(backend, given, positions, options.weights)
+        derivatives, has_aux = Derivatives(backend), options.has_aux
+        run = like_function("", f, partial(_with_carry, f, has_aux)) if carried else f
         seen: list[Any] = []
 
-        def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
+        def terms(*chunk: Any, **kwargs: Any) -> Any:
             own = None if call.weights is None else chunk[-1]
-            spec = GradientSpec("microbatched", f, argnums)
-            value, _, grads = derivatives._scalar_gradient(spec, chunk[: len(args)], kwargs)
-            result, treedef = backend.flatten((value, grads))
+            spec = GradientSpec("microbatched", run, argnums, has_aux or bool(carried))
+            value, aux, grads = derivatives._scalar_gradient(spec, chunk[: len(args)], kwargs)
+            aux, carry = aux if carried else (aux, None)
+            aux = call.metrics(aux, options.reduction) if has_aux else None
+            result, treedef = backend.flatten((value, grads, aux))
             seen[:] = [treedef, [backend.dtype_name(x) for x in result]]
-            if reduction == "sum":
-                return [call.wide(x) for x in result]
-            size = call.batch.size_of((*chunk, *kwargs.values()))
-            w = call.weight(chunk[: len(args)], kwargs, own, size)
-            w = backend.cast(w, call.wide(value))
-            return [w, *[call.weighted(w, x) for x in map(call.wide, result)]]
+            wide = [*map(call.wide, result)]
+            if options.reduction == "mean":
+                size = call.batch.size_of((*chunk, *kwargs.values()))
+                w = call.weight(chunk[: len(args)], kwargs, own, size)
+                w = backend.cast(w, call.wide(value))
+                wide = [w, *[call.weighted(w, x) for x in wide]]
+            return (wide, carry) if carried else wide
 
-        terms.__name__ = getattr(f, "__name__", type(f).__name__)
-        sums = backend.sum_chunks(call.cut(terms, chunk_size))
+        terms = like_function("", f, terms)
+        chunks = call.cut(terms, options.chunk_size, keys, carried)
+        sums, carry = backend.sum_chunks(chunks)
         if opened is not None and opened.opens_once:
             opened.refuse_changes()
-        if reduction == "mean":
+        if options.reduction == "mean":
             total, *sums = sums
             call.check_total(total)
             sums = [x / backend.real_scalar(total, x) for x in sums]
         treedef, dtypes = seen
         sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
-        result = backend.unflatten(treedef, sums)
+        value, grads, aux = backend.unflatten(treedef, sums)
+        result: Any = ((value, aux) if has_aux else value), grads
+        if carried:
+            result = result, backend.unflatten(chunks.call.carry_def, carry)
         if opened is None:
             return result
         return backend.attaching(opened, "microbatched", again)(result)
@@ -335,6 +347,46 @@ class Chunking(Operators):
         return self._backend.is_replaying()
 
 
+@dataclass(frozen=True)
+class _Microbatched:
+    """What a user of `microbatched` chose."""
+
+    chunk_size: int
+    argnums: Argnums
+    in_axes: Any
+    reduction: str
+    weights: Any
+    has_aux: bool
+    key_argnums: Argnums
+    carry_argnums: Argnums
+
+    def special(
+        self, args: Sequence[Any], given: list[Argument], positions: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which arguments are keys and carries; they are not split."""
+        keys = _positions("key_argnums", self.key_argnums, len(args), "microbatched")
+        carried = _positions("carry_argnums", self.carry_argnums, len(args), "microbatched")
+        for i in {*keys} & {*carried} | {*keys, *carried} & {*positions}:
+            raise GradtoolsError(
+                f"microbatched: argument {i} is named twice in argnums, key_argnums and "
+                "carry_argnums; it is differentiated, a key or a carry."
+            )
+        for i in (*keys, *carried):
+            given[i] = Argument(i, args[i])
+        return keys, carried
+
+
+def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> Any:
+    """`(loss, (aux, carry))` of what f returns."""
+    result = f(*args, **kwargs)
+    out = result[0] if isinstance(result, tuple) and len(result) == 2 else None
+    if out is None or (has_aux and not (isinstance(out, tuple) and len(out) == 2)):
+        expected = "((loss, aux), new_carry)" if has_aux else "(loss, new_carry)"
+        raise GradtoolsError(f"microbatched: with carry_argnums f returns {expected}.")
+    loss, aux = out if has_aux else (out, None)
+    return loss, (aux, result[1])
+
+
 class _Microbatches:
     """One call of a microbatched function: terms that are summed over chunks."""
 
@@ -365,7 +417,35 @@ class _Microbatches:
                 "number for each example, shape (n,), or a function of a chunk's arguments."
             )
 
-    def cut(self, terms: Callable[..., Any], chunk_size: int) -> Chunks:
+    def metrics(self, aux: Any, reduction: str) -> Any:
+        """f's aux as arrays that are reduced as the loss is."""
+        backend = self.backend
+        leaves, treedef = backend.flatten(aux)
+        arrays = []
+        for x, path in zip(leaves, backend.leaf_paths(aux), strict=True):
+            if not is_numeric(backend, x):
+                raise GradtoolsError(
+                    f"microbatched: aux{path} is {describe(backend, x)}; expected an array of "
+                    "numbers, which is reduced over chunks as the loss is. Hand other state on by "
+                    "carry_argnums."
+                )
+            x = x if backend.is_array(x) else backend.asarray(x)
+            if reduction == "mean" and not backend.is_inexact(x):
+                raise GradtoolsError(
+                    f"microbatched: aux{path} is {describe(backend, x)}; expected a floating "
+                    "array, the mean over the chunk's examples, as the loss is. Counts are summed "
+                    "with reduction='sum', or handed on by carry_argnums."
+                )
+            arrays.append(x)
+        return backend.unflatten(treedef, arrays)
+
+    def cut(
+        self,
+        terms: Callable[..., Any],
+        chunk_size: int,
+        keys: tuple[int, ...] = (),
+        carried: tuple[int, ...] = (),
+    ) -> Chunks:
         """The arguments, and the weights behind those by position, cut into chunks."""
         given = list(self.given)
         if self.weights is not None:
@@ -373,7 +453,7 @@ class _Microbatches:
             given.insert(count, Argument(count, self.weights, 0, named=True))
         self.batch = Batch(self.backend, "microbatched", given, lists=True)
         cut = Partition(self.batch.size, chunk_size)
-        return Chunks.of(terms, self.batch, cut, ChunkOptions(0))
+        return Chunks.of(terms, self.batch, cut, ChunkOptions(0), keys=keys, carried=carried)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
         """The weight of one chunk, of which these are the arguments."""
@@ -424,7 +504,7 @@ def _is_real(backend: Backend, x: Any) -> bool:
     return is_numeric(backend, x) and not backend.is_complex(backend.asarray(x))
 
 
-def _positions(what: str, argnums: Any, count: int) -> tuple[int, ...]:
+def _positions(what: str, argnums: Any, count: int, caller: str = "chunked") -> tuple[int, ...]:
     if argnums == () or argnums == []:
         return ()
-    return normalized_argnums("chunked", argnums, count, what)
+    return normalized_argnums(caller, argnums, count, what)

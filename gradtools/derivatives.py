@@ -193,8 +193,12 @@ class Derivatives(Operators):
         return ((value, aux) if spec.has_aux else value), grads
 
     def minimax_value_and_grad(
-        self, f: Callable[P, R], minimize: Argnums, maximize: Argnums
-    ) -> Callable[P, tuple[R, tuple[Any, ...]]]:
+        self,
+        f: Callable[P, Any],
+        minimize: Argnums,
+        maximize: Argnums,
+        has_aux: bool = False,
+    ) -> Callable[P, tuple[Any, tuple[Any, ...]]]:
         """The value, and for every player the direction from which it descends.
 
         One evaluation serves the players that minimise f and those that maximise it: the
@@ -204,10 +208,11 @@ class Derivatives(Operators):
             f: As in `grad`.
             minimize: The argnums of the players that minimise f.
             maximize: The argnums of the players that maximise it.
+            has_aux: Whether f returns `(value, aux)`.
 
         Returns:
-            A function of f's arguments, returning `(value, grads)`, grads in ascending argnum
-            order.
+            A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)`,
+            grads in ascending argnum order.
 
         Raises:
             GradtoolsError: As `grad` does, or if an argument both minimises and maximises.
@@ -224,17 +229,18 @@ class Derivatives(Operators):
         pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
-        spec = GradientSpec("minimax_value_and_grad", f, (*down, *up))
+        spec = GradientSpec("minimax_value_and_grad", f, (*down, *up), has_aux)
         call = partial(self._value_and_directions, spec, len(down))
         return _named("minimax_value_and_grad", f, spec.argnums, call)
 
     def _value_and_directions(
         self, spec: GradientSpec, count: int, /, *args: Any, **kwargs: Any
     ) -> Any:
-        value, _, grads = self._scalar_gradient(spec, args, kwargs)
+        value, aux, grads = self._scalar_gradient(spec, args, kwargs)
         signed = [g if i < count else self._negated(g) for i, g in enumerate(grads)]
         order = normalized_argnums("minimax_value_and_grad", spec.argnums, len(args))
-        return value, tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
+        ordered = tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
+        return ((value, aux) if spec.has_aux else value), ordered
 
     @overload
     def vjp(

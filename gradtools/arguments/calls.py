@@ -19,6 +19,7 @@ from gradtools.errors import GradtoolsError
 
 NOT_NAMED = "keep it in an argument that argnums does not name"
 _TREES = (tuple, list, dict)
+_WITH_AUX = ("grad", "value_and_grad", "minimax_value_and_grad", "microbatched")
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 Attach = Callable[..., Any]
 
@@ -246,7 +247,7 @@ class Call:
             mend = "Take its real part, or a norm"
         elif single and not outs:
             mend = "Keep it floating: a cast to integer or boolean has no derivative"
-        if not self.has_aux and not single:
+        if not self.has_aux and not single and self.caller in _WITH_AUX:
             mend += ", or return (loss, aux) with has_aux=True"
         mend = "Is a return statement missing?" if output is None else f"{mend}."
         raise GradtoolsError(

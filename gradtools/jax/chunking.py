@@ -30,7 +30,7 @@ from gradtools.arguments.chunks import (
 )
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
-from gradtools.jax import jaxprs, shardings
+from gradtools.jax import jaxprs, reachability, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
 from gradtools.jax.compiled_once import run_compiled
@@ -60,6 +60,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
 def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Array]]:
     """The joined output leaves (or those of all chunks), and the carry after all chunks."""
     chunks = steps.chunks
+    _refuse_shared_draws(steps, carry)
     count, bar = chunks.cut.count, _Bar(chunks)
     parts = []
     for run in _runs(steps.kinds, count - _how_many_kept(steps, carry)):
@@ -85,17 +86,18 @@ def _shapes_again(carry: list[Array], other: Chunks) -> list[tuple[int, ...]]:
     return [y.shape for y in outs]
 
 
-def sum_chunks(chunks: Chunks) -> list[Array]:
-    """The sums over chunks of the output leaves; each chunk's graph as it is."""
+def sum_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
+    """The sums over chunks of the output leaves, each chunk's graph as it is, and the carry."""
     with flax_explained(chunks.caller):
         steps = _Steps(chunks)
-        run = lambda arrays, state: _sum_steps(steps.with_arrays(arrays), state)
-        sums, state = run_compiled(chunks.call.f, run, steps.arrays, steps.state)
-        steps.written(state)
-        return sums
+        carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
+        run = lambda arrays, carry: _sum_steps(steps.with_arrays(arrays), carry)
+        sums, carry = run_compiled(chunks.call.f, run, steps.arrays, [*carry, *steps.state])
+        return sums, steps.written(carry)
 
 
 def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Array]]:
+    _refuse_shared_draws(steps, state)
     sums: list[Array] | None = None
     for run in _runs(steps.kinds, 0):
         if len(run.numbers) == 1:
@@ -124,6 +126,33 @@ def _add_step(step: _ChunkProgram, carry: Any, inputs: Any) -> tuple[Any, None]:
     sums, state = carry
     outs, state = step(*inputs, state)
     return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), None
+
+
+def _refuse_shared_draws(steps: _Steps, carry: list[Array]) -> None:
+    """Raises if f draws numbers for a chunk's examples by a key that all chunks share.
+
+    What is drawn for the whole batch, such as a mask of weights, has the same shape in chunks of
+    another size.
+    """
+    chunks = steps.chunks
+    if chunks.cut.count == 1:
+        return
+    drawn = steps.shared_draws(0, carry)
+    if not drawn:
+        return
+    size = chunks.cut.sizes[0]
+    for other in (size + 1, size // 2 or 2):
+        recut = _Steps(chunks.recut(Partition(chunks.cut.size, min(other, chunks.cut.size))))
+        if recut.chunks.cut.sizes[0] == size:
+            continue
+        if recut.shared_draws(0, carry) != drawn:
+            raise GradtoolsError(
+                f"{chunks.caller}: f draws random numbers by a key that all chunks share, so each "
+                "chunk would get the same numbers (one dropout mask for all). Pass the key as an "
+                "argument by position and name it in key_argnums: chunk i gets the key folded "
+                "with i."
+            )
+        return
 
 
 # --- runs
@@ -305,6 +334,14 @@ class _Steps:
             step = self.traced(kind, step.widened(carry))
         self._traced[key] = step
         return step
+
+    def shared_draws(self, number: int, carry: list[Array]) -> set[Any]:
+        """What a chunk draws by keys that do not depend on which chunk it is."""
+        try:
+            closed = self.traced(self.kinds[number], carry).closed
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+            return set()  # a single chunk, whose values f reads
+        return jaxprs.draws(closed, reachability.Flow(raw=True).propagate)
 
     def again(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
         """The function of a kind of chunk, computed again in the backward pass."""

@@ -135,6 +135,34 @@ def live(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
+DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
+
+
+def draws(closed: Jaxpr, flow: Callable[[Jaxpr, list[int]], dict[Any, int]]) -> set[Any]:
+    """What a program draws by keys that do not depend on its inputs: the operation and the shape.
+
+    flow: Gives for each variable whether data of the inputs flows to it (`Flow.propagate`).
+    """
+    result = set[Any]()
+
+    def visit(jaxpr: Jaxpr, inputs: list[int]) -> None:
+        env = flow(jaxpr, inputs)
+        at = lambda atom: 0 if isinstance(atom, Literal) else env.get(atom, 0)
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in DRAWS and not any(map(at, eqn.invars)):
+                result.add((name, eqn.params["shape"]))
+            for body in bodies(eqn):
+                entering = [at(eqn.invars[i]) for i in body.inputs]
+                for k, i in body.carries:
+                    entering[i] |= at(eqn.outvars[k])
+                visit(body.jaxpr, entering)
+
+    jaxpr = open_jaxpr(closed)
+    visit(jaxpr, [1] * len(jaxpr.invars))
+    return result
+
+
 # --- what an equation runs ---------------------------------------------------------------
 
 

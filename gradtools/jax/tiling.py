@@ -19,7 +19,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
 from gradtools.jax.chunking import promoted
 from gradtools.jax.compiled_once import run_compiled
-from gradtools.jax.jaxprs import bound, read, uses_primitive
+from gradtools.jax.jaxprs import DRAWS, bound, read, uses_primitive
 from gradtools.jax.reachability import reached, within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
 from gradtools.rules import held_by
@@ -211,15 +211,12 @@ def _draws(closed: Any) -> set[Any]:
     result = set[Any]()
 
     def noted(eqn: Any) -> bool:
-        if eqn.primitive.name in _DRAWS:
+        if eqn.primitive.name in DRAWS:
             result.add((eqn.primitive.name, eqn.params["shape"]))
         return False
 
     uses_primitive(closed, noted)
     return result
-
-
-_DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
 
 
 def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:

@@ -114,12 +114,14 @@ def _is_differentiated(leaves: list[Tensor]) -> bool:
     return not pushed or both
 
 
-def sum_chunks(chunks: Chunks) -> list[Tensor]:
-    sums = Sums()
+def sum_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
+    sums, carry = Sums(), chunks.carry
     with marked("chunked"):
         for i, piece in enumerate(pieces_of(chunks)):
-            sums.add(chunks.call(i, i, piece, chunks.shared, [])[0])
-    return sums.total()
+            outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
+            carry = [x.detach() if isinstance(x, Tensor) else x for x in carry]
+            sums.add(outs)
+    return sums.total(), carry
 
 
 def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:

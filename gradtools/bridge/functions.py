@@ -156,12 +156,12 @@ class Foreign:
                 return [y for y, g in zip(ys, given, strict=True) if g], []
 
             at = [x for x, m in zip(xs, moving, strict=True) if m]
-            caller = DerivativeOf(chosen, guest.operator)
-            result = guest.backend.vjp(caller, at, groups=None, once=True)
-            pulled = result.pullback(list(cts))
+            chosen_outputs = DerivativeOf(chosen, guest.operator)
+            evaluation = guest.backend.vjp(chosen_outputs, at, groups=None, once=True)
+            pulled = evaluation.pullback(list(cts))
             if self.base is self:
                 # In a derivative no derivative is cut, and what is constant has the derivative 0.
-                refuse_cut(caller, result.cut(pulled))
+                refuse_cut(chosen_outputs, evaluation.cut(pulled))
             pairs = zip(at, pulled, strict=True)
             return [guest.backend.zeros_like(x) if p is None else p for x, p in pairs]
 

@@ -60,9 +60,9 @@ def says(error: BaseException, *parts: str, package: str = "jax") -> bool:
 
 
 def refused_number(error: BaseException) -> str:
-    """Of what Python's `float`, `int` or `complex` asked a traced array, if JAX names it."""
-    caller = str(error).partition("The problem arose with the `")[2].partition("`")[0]
-    return caller if caller in ("float", "int", "complex") else ""
+    """Which of `float`, `int` and `complex` a traced array was converted by, if JAX names it."""
+    conversion = str(error).partition("The problem arose with the `")[2].partition("`")[0]
+    return conversion if conversion in ("float", "int", "complex") else ""
 
 
 NO_EFFECTS = "Effects not supported in partial-eval of `checkpoint`"

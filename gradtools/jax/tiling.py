@@ -347,7 +347,7 @@ class _Explicit:
     def __init__(self, caller: str, fun: Callable[[Arrays], Any]) -> None:
         self.captured: Arrays = []
         self.complete = False  # whether what it closes over is an argument by now
-        self._asked, self._fun, self._programs = caller, fun, dict[Any, Any]()
+        self._operator, self._fun, self._programs = caller, fun, dict[Any, Any]()
 
     def trace(self, avals: Sequence[Any]) -> Any:
         """The program of a kind of tile: what it closes over, by place where it is traced."""
@@ -365,7 +365,7 @@ class _Explicit:
             return at
         if self.complete:
             raise GradtoolsError(
-                f"{self._asked}: f closes over another array in a tile of another size. Pass it "
+                f"{self._operator}: f closes over another array in a tile of another size. Pass it "
                 "as an argument."
             )
         self.captured.append(x)

@@ -55,15 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Switches 64-bit numbers on in JAX where that is asked for."""
+    """Switches 64-bit numbers on in JAX by the option."""
     if config.getoption("--gradtools-x64") and "jax" in wanted_backends(config):
         import_module("jax").config.update("jax_enable_x64", True)
 
 
 def wanted_backends(config: pytest.Config) -> list[str]:
     """The backends that are installed and asked for, in the order torch, jax."""
-    caller = config.getoption("--gradtools-backend")
-    return [b for b in BACKENDS if caller in (b, "both") and b in gradtools.available_backends()]
+    option = config.getoption("--gradtools-backend")
+    return [b for b in BACKENDS if option in (b, "both") and b in gradtools.available_backends()]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

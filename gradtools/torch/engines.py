@@ -492,11 +492,13 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     wrong: list[Any] = []
 
     def paired(*xs: Tensor) -> Any:
-        caller = groups if groups is not None and is_compiling() else ()
+        probed_groups = groups if groups is not None and is_compiling() else ()
         if is_compiling():
             nested_in_trace = bool(_open_derivatives())
-            with PlainProgramsInTrace(1 + len(caller), nested_in_trace):
-                outs, extras, inside = _watched(lambda *a: _probed(fun, a, caller, reached), xs)
+            with PlainProgramsInTrace(1 + len(probed_groups), nested_in_trace):
+                outs, extras, inside = _watched(
+                    lambda *a: _probed(fun, a, probed_groups, reached), xs
+                )
             nested[:] = [inside]
         else:
             again = _is_differentiated_again(1)

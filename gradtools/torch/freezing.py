@@ -166,7 +166,7 @@ class _Use(Forward):
         return self.constants
 
     def guarded(self, outs: Sequence[Any]) -> list[Any]:
-        """The outputs; who asks for the derivative of a parameter of G is told that it has none."""
+        """The outputs, whose derivative along a parameter of G raises."""
         constants = [x for x in self.constants if x.requires_grad]
         if not constants or not self.modes.grad:  # G's own outputs are tracked as these are
             return list(outs)
@@ -193,8 +193,8 @@ class _Use(Forward):
         if self.verification is not None:
             first = [None if g is None else detached(g, CHUNK) for g in known[1]]  # in no graph
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
-        caller = applied(_PullbackInputs, back, tuple(cts), *zs)
-        _, grads = node_of(back, rows, caller, known)
+        gated_inputs = applied(_PullbackInputs, back, tuple(cts), *zs)
+        _, grads = node_of(back, rows, gated_inputs, known)
         return self.guarded(grads)
 
     def push(self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries) -> list[Any]:
@@ -223,10 +223,14 @@ class _Use(Forward):
         beneath = upstream.peek_interpreter_stack() is not None
         return not (beneath or batched or self.batches or upstream.is_traced_by_make_fx())
 
-    def by_any_kernel(self, caller: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
+    def by_any_kernel(
+        self, quantity: str, fast: Any, slow: Callable[[_Use], list[Any]]
+    ) -> list[Any]:
         """The result of forward mode, else of double backward; by other kernels where one fails.
 
         The next use begins with what worked for this one.
+
+        quantity: What is computed, by which the way that worked is remembered.
         """
         if self.hooked and fast is not None:
             _tell("a hook on a gradient in G", again=False)
@@ -234,7 +238,7 @@ class _Use(Forward):
         ways = [(way, other) for way in (fast, slow) if way is not None for other in (False, True)]
         count = len(ways)
         self.refuse_edit()
-        ways = ways[self.uses.skipped.get((caller, count), 0) :]
+        ways = ways[self.uses.skipped.get((quantity, count), 0) :]
         while True:
             way, other = ways.pop(0)
             if way is slow:
@@ -242,7 +246,7 @@ class _Use(Forward):
             try:
                 result = way(self.with_modes(self.modes.by_other_kernels()) if other else self)
             except NoForwardMode:
-                return self.by_any_kernel(caller, None, slow)
+                return self.by_any_kernel(quantity, None, slow)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = lacks_derivative(error)
                 if kernel in NO_KERNELS.values():  # flags choose no other
@@ -253,7 +257,7 @@ class _Use(Forward):
                     raise refusal(error, _without(kernel, error)) from error
                 _tell(kernel, again=ways[0][0] is way)
             else:
-                self.uses.skipped[caller, count] = count - 1 - len(ways)
+                self.uses.skipped[quantity, count] = count - 1 - len(ways)
                 return result
 
     def refuse_edit(self) -> None:

@@ -408,9 +408,9 @@ def source_of(f: Any) -> Source | None:
 def differentiated(program: LeafProgram, recording: Recording) -> list[tuple[str, int | None]]:
     """The name and the value of everything that is to get a gradient."""
     is_model = hasattr(program.f, "parameters")
-    caller = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
-    wanted = recording.wanted or (() if caller else program.wrt)
-    return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + caller
+    parameters = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
+    wanted = recording.wanted or (() if parameters else program.wrt)
+    return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + parameters
 
 
 def of_modules_in_use(parameters: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:

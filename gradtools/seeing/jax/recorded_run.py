@@ -200,8 +200,8 @@ def _operation(error: Exception, line: Source | None) -> str | None:
         return "int"
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return None
-    if caller := refused_number(error):
-        return caller
+    if conversion := refused_number(error):
+        return conversion
     written = line.text if line is not None else ""
     return next((name for name in ("item", "tolist") if f".{name}(" in written), None)
 

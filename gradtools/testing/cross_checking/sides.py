@@ -178,15 +178,15 @@ class Inputs:
 
     @classmethod
     def read(cls, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
-        """The leaves of `args`, told apart."""
-        caller = range(len(args)) if argnums is None else _positions(argnums, len(args))
+        """The leaves of `args`, sorted by whether they are differentiated."""
+        positions = range(len(args)) if argnums is None else _positions(argnums, len(args))
         moving, constants, others = {}, {}, {}
         for i, (path, leaf) in enumerate(walk(tuple(args))):
             if not is_arraylike(leaf):
                 others[i] = as_setting("cross_check", leaf, argument_path(path))
                 continue
             x = cast(np.asarray(leaf), dtype)
-            if is_inexact(x) and int(path[0]) in caller:
+            if is_inexact(x) and int(path[0]) in positions:
                 moving[argument_path(path)] = x
             else:
                 constants[i] = x

@@ -149,23 +149,23 @@ def _evaluated(
     with torch.enable_grad():
         aliases = [_alias(x) if m else x.detach() for x, m in zip(xs, mask, strict=True)]
         ys = fun(*aliases)
-    caller = [x for x, m in zip(aliases, mask, strict=True) if m]
+    differentiated = [x for x, m in zip(aliases, mask, strict=True) if m]
     survey = surveyed([y for y in ys if y.requires_grad]) if custom else None
 
     def pull(cts: Entries, create: bool) -> list[Any]:
         pairs = [(y, ct) for y, ct in zip(ys, cts, strict=True) if ct is not None]
         pairs = [(y, ct) for y, ct in pairs if y.requires_grad]
-        if not pairs or not caller:
-            return [None] * len(caller)
+        if not pairs or not differentiated:
+            return [None] * len(differentiated)
         tried: Any = nullcontext()
         if survey is not None:
-            guard = guarded(name, lambda *xs: (fun(*xs), []), xs, survey, caller, create)
+            guard = guarded(name, lambda *xs: (fun(*xs), []), xs, survey, differentiated, create)
             tried = guard or tried
         with tried:
             return list(
                 torch.autograd.grad(
                     [y for y, _ in pairs],
-                    caller,
+                    differentiated,
                     [ct for _, ct in pairs],
                     retain_graph=True,
                     create_graph=create,

@@ -51,7 +51,7 @@ class Stops(TorchFunctionMode):
 
     def __init__(self, hidden: bool, again: bool = False, caller: str | None = None) -> None:
         super().__init__()
-        self._asked = caller
+        self._operator = caller
         self._hooks: PassedBy | None = None
         self._again = again
         self._inside: Any = None  # what in C has the same name as its wrapper in Python
@@ -64,8 +64,8 @@ class Stops(TorchFunctionMode):
         self._compiled = as_written()  # which may refuse: before this mode is entered
         self._compiled.__enter__()
         super().__enter__()
-        if self._asked is not None:
-            self._hooks = PassedBy(self._asked, self._moves)
+        if self._operator is not None:
+            self._hooks = PassedBy(self._operator, self._moves)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -116,7 +116,7 @@ class Stops(TorchFunctionMode):
         """A call of a torch.autograd.Function inside of functorch, at whose tangent are gates."""
         from gradtools.torch.double_backward import calls_gated, gated_call
 
-        level, caller = upstream.peek_interpreter_stack(), self._asked or "jvp"
+        level, caller = upstream.peek_interpreter_stack(), self._operator or "jvp"
         if level is not None and level.key() == upstream.TransformType.Jvp:
             return gated_call(caller, args[0], partial(fun, args[0]), args[1:])
         with calls_gated(caller):  # a vmap inside of f calls a class of its own beneath

@@ -376,14 +376,14 @@ def pulled_back(
         for y, ct in zip(outs, cts, strict=True)
         if ct is not None and isinstance(y, Tensor) and y.requires_grad
     ]
-    caller = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
-    if not pairs or not any(caller):
+    needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+    if not pairs or not any(needs_grad):
         return [None] * len(inputs)
-    ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, caller, strict=True) if a]
+    ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, needs_grad, strict=True) if a]
     wrong = [] if is_right else wrong_nodes(ys)
     with corrected(wrong, create):
         grads: Any = pulled(ys, xs, [ct for _, ct in pairs], keep, create)
-    return list(grads) if all(caller) else spread(grads, caller)
+    return list(grads) if all(needs_grad) else spread(grads, needs_grad)
 
 
 def _dummy(y: Any) -> Tensor | None:

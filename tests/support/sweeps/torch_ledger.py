@@ -99,22 +99,13 @@ NumpySplitCopy*CustomOp | jacobian, reverse; hessian | raised, whole
     the table's own vmap rule takes several tensors for one
 
 # No forward mode
-cdist; nn.CTCLoss; nn.Multi*MarginLoss; nn.functional.ctc_loss; nn.functional.embedding_bag;
-nn.functional.multi*_margin_loss; nn.functional.pdist; _segment_reduce.*; to_sparse | * | refused
+nn.CTCLoss; nn.Multi*MarginLoss; nn.functional.ctc_loss; nn.functional.embedding_bag;
+nn.functional.multi*_margin_loss; _segment_reduce.*; to_sparse | * | refused
     PyTorch has neither forward mode nor double backward of it
-nn.functional.hardsigmoid* | * | refused
-    PyTorch has no double backward of it; forward over reverse is right
 *CustomOp; nn.functional.linear_cross_entropy.chunked*; NumpyCubeNotComposable* | * | refused
     it has a reverse rule only, which torch.func does not take
 
 # Tangents
-*native_batch_norm*; _batch_norm_with_update; native_layer_norm | * | refused, whole, torch#196699
-    called in torch.ops.aten, where the derivative of the tangent lacks a term; by
-    torch.nn.functional it goes another way
-nn.BatchNorm?d*; nn.InstanceNorm?d*; nn.functional.batch_norm; nn.functional.instance_norm;
-nn.LayerNorm; nn.functional.layer_norm | torch.func.grad of jvp; custom_rule by defjvp, hvp |
-refused, whole, torch#186256
-    a third derivative in reverse mode, which lacks a term
 index_reduce.*, in place*; nn.functional.rrelu, in place* | * | refused, whole
     PyTorch has no forward mode of it in place
 nn.functional.rrelu | jacobian, forward* | raised, whole

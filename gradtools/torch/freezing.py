@@ -28,7 +28,7 @@ from gradtools.torch.engines import _unshared
 from gradtools.torch.forward_mode.no_grad import Stops
 from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
 from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
-from gradtools.torch.functorch_wrappers import is_dual, is_inexact
+from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like
 from gradtools.torch.known_errors import NO_KERNELS, lacks_derivative
 from gradtools.torch.modes import NOTHING, Modes, NoForwardMode, batchings, dual_level, dual_of
 from gradtools.torch.nondifferentiable import gated
@@ -544,6 +544,7 @@ class _PullbackInputs(torch.autograd.Function):
         ctx.back, ctx.cts = back, cts
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*zs)
+        ctx.likes = [like(z) for z in zs] if upstream.forward_level() >= 0 else []
         result = [x.view_as(x) for x in zs]
         ctx.mark_non_differentiable(
             *[x for x in result if not x.is_floating_point() and not x.is_complex()]
@@ -557,7 +558,8 @@ class _PullbackInputs(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, cts: None, *tangents: Tensor | None) -> Any:
-        return tuple([None if t is None else t.view_as(t) for t in tangents])
+        # Among others that have one PyTorch takes no view without a tangent.
+        return tuple([None if t is None else t.view_as(t) for t in filled(tangents, ctx.likes)])
 
 
 _CONSTANTS = (

@@ -616,6 +616,14 @@ def test_a_third_derivative_that_pytorch_gets_wrong_is_right(tracked):
         same(third(gt.frozen(model), z, y), third(plain, z, y), 1e-9)
 
 
+@pytest.mark.parametrize("operator", ["frozen", "checkpoint"])
+def test_forward_over_forward_takes_an_argument_that_the_inner_level_alone_moves(operator):
+    a, b, t = (torch.tensor(v, dtype=D) for v in ([2.0, 3.0], [5.0, 7.0], [1.0, -2.0]))
+    twice = lambda G: gt.jvp(lambda a: gt.jvp(G, (a, b), (t, t))[1], (a,), (t,))[1]
+    G = lambda a, b: a * a * b
+    same([twice(getattr(gt, operator)(G))], [2 * t * t * b + 2 * a * t * t])
+
+
 # --- tangents by hand -------------------------------------------------------------------------
 
 W = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)

@@ -110,6 +110,11 @@ index_reduce.*, in place*; nn.functional.rrelu, in place* | * | refused, whole
     PyTorch has no forward mode of it in place
 nn.functional.rrelu | jacobian, forward* | raised, whole
     vmap has no rule for its random numbers
+nn.functional.hardsigmoid* | custom_rule by defvjp*; linearize; hvp, reverse over reverse |
+refused, whole
+    by the rule's own torch.func.vjp, or in place on a view, it has first derivatives alone
+native_layer_norm | custom_rule by defvjp, hvp | refused, whole
+    with a bias alone, pulled back by the rule's own torch.func.vjp
 nn.functional.hardsigmoid* | custom_rule* | differs, whole
     PyTorch's kernel has 1/6 in single precision
 

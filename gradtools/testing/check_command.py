@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -306,6 +307,7 @@ def check(options: argparse.Namespace) -> int:
         what = f"no cell that runs has {options.filter!r} in its name" if here else "not installed"
         print(f"gradtools check: {' and '.join(wanted)}: {what}", file=sys.stderr)
         return 2
+    _prepare(here)
     with ExitStack() as inside:
         inside.enter_context(in_double_precision("jax" in here))
         for name in here:
@@ -317,6 +319,17 @@ def check(options: argparse.Namespace) -> int:
     devices += [f"{name}: not run" for name in BACKENDS if name not in here]
     _print(options, devices, done, shown)
     return 1 if any(c.failure for c in done) or any(map(_failed, shown.values())) else 0
+
+
+def _prepare(here: Sequence[str]) -> None:
+    """One thread in PyTorch, as the arrays are tiny; XLA does not optimise what runs once."""
+    if "torch" in here:
+        import torch
+
+        torch.set_num_threads(1)
+    if "jax" in here and "jax" not in sys.modules:  # XLA reads its flags once
+        quick = "--xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 
 def _judged_in_turn(number: int, cell: Cell) -> Cell:

@@ -26,52 +26,41 @@ def _agree(found: list[Any]) -> None:
     close(torch_side, jax_side, SAME, floor=size)
 
 
-scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def _pulled(p: Any) -> Any:
+    out, pullback = p.gt.vjp(p.of_primals(), *p.lifted(p.primals))
+    return out, pullback(p.lifted(draw_like(lower(out), np.random.default_rng(1))))
 
 
-@pytest.mark.slow_at("cube of a number")
-@scenarios
-def test_values_and_gradients_agree(scenario):
-    _agree(
-        [
-            p.gt.value_and_grad(p.loss, scenario.active)(*p.framework_args(), **scenario.kwargs)
-            for p in _both(scenario)
-        ]
-    )
+def _pushed(p: Any) -> Any:
+    return p.gt.jvp(p.of_primals(), *p.lifted((p.primals, p.draws(2, 1)[0])))
 
 
-@scenarios
-def test_pullbacks_agree(scenario):
-    found = []
-    for p in _both(scenario):
-        out, pullback = p.gt.vjp(p.of_primals(), *p.lifted(p.primals))
-        ct = draw_like(lower(out), np.random.default_rng(1))
-        found.append((out, pullback(p.lifted(ct))))
-    _agree(found)
+def _linearized(p: Any) -> Any:
+    xs, ts = p.lifted((p.primals, p.draws(2, 1)[0]))
+    out, push = p.gt.linearize(p.of_primals(), *xs)
+    return out, push(*ts)
 
 
-@scenarios
-@pytest.mark.parametrize("operator", ["jvp", "linearize"])
-def test_pushforwards_agree(scenario, operator):
-    found = []
-    for p in _both(scenario):
-        xs, ts = p.lifted((p.primals, p.draws(2, 1)[0]))
-        if operator == "jvp":
-            found.append(p.gt.jvp(p.of_primals(), xs, ts))
-        else:
-            out, push = p.gt.linearize(p.of_primals(), *xs)
-            found.append((out, push(*ts)))
-    _agree(found)
+def _product(p: Any, mode: str) -> Any:
+    return p.gt.hvp(p.of_primals("loss"), *p.lifted((p.primals, p.draws(3, 1)[0])), mode)
 
 
-@scenarios
-@pytest.mark.parametrize("mode", ["auto", "forward_over_reverse", "reverse_over_reverse"])
-def test_hessian_products_agree(scenario, mode):
-    found = []
-    for p in _both(scenario):
-        xs, ts = p.lifted((p.primals, p.draws(3, 1)[0]))
-        found.append(p.gt.hvp(p.of_primals("loss"), xs, ts, mode))
-    _agree(found)
+def _called(p: Any, operator: str, f: Any) -> Any:
+    taken = getattr(p.gt, operator)(f, p.scenario.active)
+    return taken(*p.framework_args(), **p.scenario.kwargs)
+
+
+OPERATORS = {
+    "value_and_grad": lambda p: _called(p, "value_and_grad", p.loss),
+    "vjp": _pulled,
+    "jvp": _pushed,
+    "linearize": _linearized,
+    "hvp, auto": lambda p: _product(p, "auto"),
+    "hvp, forward over reverse": lambda p: _product(p, "forward_over_reverse"),
+    "hvp, reverse over reverse": lambda p: _product(p, "reverse_over_reverse"),
+    "jacobian": lambda p: _called(p, "jacobian", p.f),
+    "hessian": lambda p: _called(p, "hessian", p.loss),
+}
 
 
 @pytest.mark.sweep_at(
@@ -79,15 +68,16 @@ def test_hessian_products_agree(scenario, mode):
     ("hessian", "a network in weights and data"),
     ("hessian", "a linear solve"),
 )
-@pytest.mark.parametrize("scenario", REAL, ids=str)
-@pytest.mark.parametrize("operator", ["jacobian", "hessian"])
-def test_jacobians_and_hessians_agree(scenario, operator):
-    found = []
-    for p in _both(scenario):
-        f = p.f if operator == "jacobian" else p.loss
-        fun = getattr(p.gt, operator)(f, scenario.active)
-        found.append(fun(*p.framework_args(), **scenario.kwargs))
-    _agree(found)
+@pytest.mark.parametrize(
+    ("operator", "scenario"),
+    [
+        pytest.param(operator, scenario, id=f"{operator}-{scenario}")
+        for operator in OPERATORS
+        for scenario in (REAL if operator in ("jacobian", "hessian") else SCENARIOS)
+    ],
+)
+def test_both_backends_agree(operator, scenario):
+    _agree([OPERATORS[operator](p) for p in _both(scenario)])
 
 
 @pytest.mark.slow_at("None", "2")

@@ -43,7 +43,8 @@ from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.recording.recorder import Origin, Recorder
-from gradtools.seeing.torch.recording.values import Write, numbers_in, shows_all_of, slice_of
+from gradtools.seeing.torch.recording.values import Write, numbers_in
+from gradtools.seeing.torch.slices import shows_all_of, slice_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in

@@ -60,8 +60,8 @@ KINDS: dict[str, FindingKind] = {
         "graph of the inner function is too large, use gt.frozen of it, or gt.mixed_partial",
     ),
     "piecewise_linear": FindingKind(
-        "a derivative is taken inside of f of a piecewise linear function (relu, leaky_relu, abs, "
-        "max), whose second derivative is zero",
+        "a derivative is taken inside of f of a piecewise linear function (relu, abs, max), "
+        "whose second derivative is zero",
         "use a smooth activation: tanh, gelu, silu, softplus",
     ),
     "constant_derivative": FindingKind(

@@ -291,26 +291,24 @@ word("complex", lambda re, im: re + 1j * im)
 # Rounding, comparison and truth.
 
 
-def _rounding(name: str, evaluate: Any, left: str = "", right: str = "") -> None:
+def _between(left: str, right: str, latex: tuple[str, str]) -> EntryForm:
+    """What is written between two signs."""
+
+    def form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
+        (a,) = args
+        return ts.Written(f"{left}{a.text}{right}", f"{latex[0]}{a.latex}{latex[1]}")
+
+    return form
+
+
+def _rounding(name: str, evaluate: Any, entry: EntryForm | None = None) -> None:
     """Rounding, which leaves integers alone."""
-    entrywise(
-        name,
-        evaluate,
-        make=lambda x: x if is_integer(x) else apply(name, x),
-        entry=(
-            left
-            and (
-                lambda x, args, matrix: ts.Written(
-                    f"{left}{args[0].text}{right}", rf"\left\l{name} {args[0].latex} \right\r{name}"
-                )
-            )
-        )
-        or None,
-    )
+    make = lambda x: x if is_integer(x) else apply(name, x)
+    entrywise(name, evaluate, make=make, entry=entry)
 
 
-_rounding("floor", np.floor, "⌊", "⌋")
-_rounding("ceil", np.ceil, "⌈", "⌉")
+_rounding("floor", np.floor, _between("⌊", "⌋", (r"\left\lfloor ", r" \right\rfloor")))
+_rounding("ceil", np.ceil, _between("⌈", "⌉", (r"\left\lceil ", r" \right\rceil")))
 _rounding("trunc", np.trunc)
 _rounding("round", np.round)
 
@@ -359,9 +357,7 @@ entrywise(
     "logical_not",
     np.logical_not,
     kind=BOOLEAN,
-    entry=lambda x, args, matrix: ts.Written(
-        f"1[not {args[0].text}]", rf"\mathbf{{1}}[\lnot {args[0].latex}]"
-    ),
+    entry=_between("1[not ", "]", (r"\mathbf{1}[\lnot ", "]")),
     make=lambda x: negation(_truth(x)),
 )
 

@@ -22,7 +22,6 @@ from gradtools.seeing.formulas.operations.arrays import (
     picked,
     sliced,
     take_along,
-    written,
 )
 from gradtools.seeing.formulas.operations.elementwise import cast, clip, is_integer, where
 
@@ -77,16 +76,6 @@ def _window(w: Any, p: Params, x: Expr, *starts: Expr) -> Expr | None:
     if start is None:
         return None
     return sliced(x, start=start, limit=[a + n for a, n in zip(start, sizes, strict=True)])
-
-
-def _updated(w: Any, p: Params, x: Expr, u: Expr, *starts: Expr) -> Expr | None:
-    start = _starts(x, starts, u.shape)
-    if start is None:
-        return None
-    bounds = [slice(a, a + n) for a, n in zip(start, u.shape, strict=True)]
-    places = np.arange(int(np.prod(x.shape))).reshape(x.shape)[tuple(bounds)]
-    said = ", ".join(f"{a}:{a + n}" for a, n in zip(start, u.shape, strict=True))
-    return written(x, u, places, f"[{said}]")
 
 
 def _gathered(w: Any, p: Params, x: Expr, indices: Expr) -> Expr | None:
@@ -145,7 +134,6 @@ PRIMITIVES: dict[str, Translation] = {
     "select_n": _selected,
     "pad": _padded,
     "dynamic_slice": _window,
-    "dynamic_update_slice": _updated,
     "gather": _gathered,
 }
 

@@ -348,8 +348,8 @@ class _Run:
             theirs = self.numbers(point, not at_given)
             if finite and _undefined(mine[0], theirs[0]):
                 continue
-            flat = [[x for group in of for x in group] for of in (theirs, mine)]
-            result = compared(names, *flat, tolerance, least_of(mine))
+            joined = lambda of: [x for group in of for x in group]
+            result = compared(names, joined(theirs), joined(mine), tolerance, least_of(mine))
             if not result:
                 raise Differs(result)
             worst = max(worst, result.error)

@@ -211,12 +211,11 @@ class _Translator:
         translation = PRIMITIVES.get(eqn.primitive.name)
         if translation is not None:
             result = translation(self, eqn.params, *xs)
-            results = list(result) if isinstance(result, list | tuple) else [result]
         else:
-            results = self._as_said(eqn, xs) or [None]
-        if results[0] is None:
+            result = self._as_said(eqn, xs)
+        if result is None:
             return self._named(eqn, entries, _name_of(eqn))
-        return self._fitted(eqn, results)
+        return self._fitted(eqn, result if isinstance(result, list | tuple) else [result])
 
     def _fitted(self, eqn: Any, results: Sequence[Expr]) -> list[Entry]:
         for var in eqn.outvars:

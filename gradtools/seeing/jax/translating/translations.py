@@ -63,7 +63,7 @@ def _padded(w: Any, p: Params, x: Expr, around: Expr) -> Expr | None:
 
 def _starts(x: Expr, starts: Sequence[Expr], sizes: Sequence[int]) -> list[int] | None:
     """Where a window starts whose place is known: JAX moves it inside."""
-    known = [constant_of(s) if not s.rank else None for s in starts]
+    known: list[Any] = [constant_of(s) if not s.rank else None for s in starts]
     if None in known:
         return None
     triples = zip(known, x.shape, sizes, strict=True)

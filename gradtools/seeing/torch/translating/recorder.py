@@ -237,6 +237,7 @@ class FormulaRecorder(Recorder[Expr]):
             if values is None and not writes and (parts := self._in_parts(bound, call)) is not None:
                 return parts[0]
             values = values or bound.by_name()
+            assert values is not None
         if name.startswith("hardsigmoid"):
             self.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
         self._note(outs, values[: len(outs)], not made)

@@ -300,7 +300,7 @@ def _batch_norm(o: Any) -> Any:
     else:
         width = (o.running_var + eps) ** -0.5
         y = _affine(o.input - _affine_shape(o.running_mean, o.input), width, None, (1,))
-    rest = [None] * (len(o.outs) - 1)
+    rest: list[Expr | None] = [None] * (len(o.outs) - 1)
     if training and len(o.outs) >= 3:
         rest[:2] = _statistics(o.input, others, eps, o.likes[:3])
     return [_affine(y, o.weight, o.bias, (1,)), *rest]

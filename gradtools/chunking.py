@@ -22,7 +22,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 
-from gradtools.arguments.batches import Batch
+from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
 from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
 from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
@@ -283,7 +283,8 @@ class Chunking(Operators):
 
         terms = like_function("", f, terms)
         chunks = call.cut(terms, options.chunk_size, keys, carried)
-        sums, carry = backend.sum_chunks(chunks)
+        with shared_examples_named("microbatched", given):
+            sums, carry = backend.sum_chunks(chunks)
         if opened is not None and opened.opens_once:
             opened.refuse_changes()
         if options.reduction == "mean":

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, Literal, TypeVar, overload
 
-from gradtools.arguments.batches import Batch
+from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.calls import NOT_NAMED, Call
 from gradtools.arguments.checks import normalized_argnums, refuse_arguments, whole_or_none
 from gradtools.arguments.in_axes import Argument, arguments_of_call
@@ -603,7 +603,8 @@ class Derivatives(Operators):
             if self._is_split([only]) and not self._is_split(given):
                 given[positions[0]] = only
         batch = Batch(self._backend, name, given)
-        result = batch.map(lambda *one: self._scalar_gradient(of_example, *one)[2], chunk_size)
+        with shared_examples_named(name, given):
+            result = batch.map(lambda *one: self._scalar_gradient(of_example, *one)[2], chunk_size)
         if opened is None:
             return result
         opened.refuse_changes()

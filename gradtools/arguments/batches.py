@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from gradtools.arguments.in_axes import Argument
 from gradtools.backend import Array, Backend
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, refusal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,3 +255,31 @@ def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
 
 def _rank(x: Any) -> int:
     return len(getattr(x, "shape", ()))
+
+
+@contextmanager
+def shared_examples_named(caller: str, given: Sequence[Argument]) -> Iterator[None]:
+    """Around f's evaluations: an error of f is told of examples that are shared by mistake.
+
+    A differentiated argument is shared. If it is as long as the arrays that are split, it may be
+    the examples, and the parameters are captured.
+    """
+    try:
+        yield
+    except Exception as error:
+        sizes = {_length(a.value) for a in given if a.axes is not None} - {None}
+        names = [a.name for a in given if a.axes is None and _length(a.value) in sizes]
+        if isinstance(error, GradtoolsError) or not names:
+            raise
+        raise refusal(
+            error,
+            f"{caller}: f raises {type(error).__name__}: {error}. {names[0]} is as long as the "
+            "batch, but is passed whole to each call of f: arguments in argnums are shared. If f "
+            f"is a function of examples that captures its parameters, make these its first "
+            f"argument, {caller}(f)(params, ...), or name the parameters in argnums.",
+        ) from error
+
+
+def _length(x: Any) -> int | None:
+    shape = getattr(x, "shape", ())
+    return shape[0] if shape else None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import whole_number, whole_or_none
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, OutputShapes, other_structure
@@ -52,11 +54,15 @@ class ChunkOptions:
 
 def check_verify(caller: str, verify: Any) -> None:
     """Raises unless it says when what is computed again is compared."""
-    if verify not in (None, True, False):
-        raise GradtoolsError(
-            f"{caller}: verify is {verify!r}; expected True (each backward pass), False (none) or "
-            "None (the first one of each kind)."
-        )
+    if verify is None or isinstance(verify, bool | np.bool_):
+        return
+    shape = getattr(verify, "shape", None)
+    came = repr(verify) if shape is None else f"an array of shape {tuple(shape)}"
+    call = "" if shape is None else f" {caller} returns a function, which takes f's arguments."
+    raise GradtoolsError(
+        f"{caller}: verify is {came}; expected True (each backward pass), False (none) or "
+        f"None (the first one of each kind).{call}"
+    )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradtools.backend import Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
+from gradtools.errors import refusal
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import (
@@ -53,7 +54,7 @@ from gradtools.torch.compiling import (
 from gradtools.torch.forward_mode.no_grad import Stops
 from gradtools.torch.forward_mode.pushing import RightTangents, gated_where_unseen
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.known_errors import explain, explained
+from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, forward_mode
 from gradtools.torch.operation_marks import DERIVATIVE, detached
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
@@ -147,6 +148,8 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             # Without `again` tangents go wrong.
             grads = _pulled(ys, aliases, given, create or not once, again, inside.spent, guard)
         except RuntimeError as error:
+            if any(x.is_leaf and x.grad is not None for x in aliases):
+                raise refusal(error, f"{caller_of(fun)}: {GOES_BACKWARD}") from error
             explain(caller_of(fun), error)
             raise
         if here.opened:

@@ -94,6 +94,10 @@ def explain(caller: str, error: RuntimeError) -> None:
         raise refusal(error, said) from error
 
 
+GOES_BACKWARD = (
+    "f calls backward() itself, which uses its graph up and writes gradients into .grad. Leave it "
+    "out: f returns the loss, and what is returned here is its gradient."
+)
 _USE_OTHERS = (
     "f holds an operation that has no forward mode in PyTorch. For attention use "
     "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False); or use "
@@ -139,6 +143,16 @@ _MENDS = {
     "arguments don't support automatic differentiation": (
         "f holds an operation whose backward pass writes into out=..., which PyTorch cannot "
         "differentiate. Write it by plain operations."
+    ),
+    "Can't call numpy() on Tensor that requires grad": (
+        "f leaves PyTorch by numpy(), where no gradient follows. Write it by PyTorch's operations, "
+        "or as a gt.host_function with a rule; x.detach().numpy() makes a constant of x, and "
+        "gt.straight_through gives it a surrogate's derivative."
+    ),
+    "does not currently support double backward": (
+        "f holds a function that torch.compile compiled, whose backward pass PyTorch cannot "
+        "differentiate (pytorch#91469). Use gt.compile, or the function as it was before it was "
+        "compiled, or compile the function that takes both derivatives."
     ),
     "must implement the jvp function": (
         "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "

@@ -162,3 +162,36 @@ def test_frozen_lets_a_refusal_inside_of_it_through():
         return gt.grad(lambda x: torch.autograd.grad(x.sum().detach(), x)[0].sum())(x).sum()
 
     assert "grad: f sets a hook" in str(_raised(WAYS["frozen"], f))
+
+
+def test_an_f_that_goes_backward_itself_is_told_so():
+    def f(x):
+        loss = (x**2).sum()
+        loss.backward()
+        return loss
+
+    assert "f calls backward() itself" in str(_raised(WAYS["grad"], f))
+
+
+def test_an_f_that_leaves_through_numpy_is_told_so():
+    error = _raised(WAYS["grad"], lambda x: torch.as_tensor(x.numpy()).sum())
+    assert isinstance(error, GradtoolsError) and "leaves PyTorch by numpy()" in str(error)
+
+
+def test_an_array_in_the_place_of_verify_is_told_of_the_arguments():
+    for x in (X, X[:1]):
+        with pytest.raises(GradtoolsError, match=r"verify is an array .* returns a function"):
+            gt.checkpoint(torch.sin, x)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [lambda f: gt.microbatched(f, 2), gt.per_example_grad],
+    ids=["microbatched", "per_example_grad"],
+)
+def test_examples_in_the_place_of_parameters_are_told_that_they_are_shared(operator):
+    model, x, y = torch.nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    loss = lambda x, y: torch.nn.functional.cross_entropy(model(x), y)
+    with pytest.raises(ValueError, match="argument 0 is as long as the batch") as caught:
+        operator(loss)(x, y)
+    assert isinstance(caught.value, GradtoolsError)

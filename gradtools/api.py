@@ -6,6 +6,7 @@ export its methods under their names. A room is imported when one of its operato
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -34,13 +35,27 @@ _ROOMS = {
     "seeing.measures:Measures": "measure",
 }
 _GONE = {"graph_diff": "`gradtools.testing.first_divergence` says where two ports of a model part."}
+_INSTEAD = {
+    "minimax": "minimax_value_and_grad(f, minimize, maximize)",
+    "jacrev": 'jacobian(f, mode="reverse")',
+    "jacfwd": 'jacobian(f, mode="forward")',
+    "grad_and_value": "value_and_grad(f), which returns (value, grads)",
+    "custom_vjp": "custom_rule(f), then f.defvjp(fwd, bwd)",
+    "custom_jvp": "custom_rule(f), then f.defjvp(rule)",
+    "remat": "checkpoint(f)",
+    "jit": "compile(f)",
+    "pure_callback": "host_function(kernel)",
+}
 _ROOM_OF = {name: f"gradtools.{room}" for room, names in _ROOMS.items() for name in names.split()}
 
 
 def no_attribute(module: str, name: str) -> AttributeError:
     """The error of an unknown public name, or of one that is gone."""
-    gone = f". It is gone: {_GONE[name]}" if name in _GONE else ""
-    return AttributeError(f"module {module!r} has no attribute {name!r}{gone}")
+    more = f". It is gone: {_GONE[name]}" if name in _GONE else ""
+    more = more or (f". Write {_INSTEAD[name]}." if name in _INSTEAD else "")
+    text = f"module {module!r} has no attribute {name!r}{more}"
+    # with these Python itself adds "Did you mean" where a name is close to another
+    return AttributeError(text, name=name, obj=sys.modules.get(module))
 
 
 class Api(Operators):

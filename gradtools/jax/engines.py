@@ -38,8 +38,14 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
         return Staged(fun)
     traced.refuse_signs(fun)
     outs, inputs = (sum(x.size for x in xs) for xs in (traced.out_avals, leaves))
-    mode = "forward" if inputs < outs else "reverse"
-    return Staged(traced.run, traced.reverse_only, mode, traced.cut)
+    endless = any(eqn.primitive.name == "while" for eqn in traced.eqns)  # no reverse mode
+    mode = "forward" if inputs < outs or endless else "reverse"
+
+    def run(*leaves: Array) -> Any:
+        return traced.run(*leaves)
+
+    run.caller = _caller(fun)  # type: ignore[attr-defined]  # for messages
+    return Staged(run, traced.reverse_only, mode, traced.cut)
 
 
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:

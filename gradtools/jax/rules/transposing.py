@@ -17,7 +17,7 @@ from gradtools.jax.shardings import varies, varying
 from gradtools.jax.trees import conj, struct_of, without_none, zeros_of
 from gradtools.rules import Rule
 
-NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError)
+NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError, RuntimeError)
 
 
 def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
@@ -28,6 +28,13 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
         return list(jax.linear_transpose(linear, *map(struct_of, examples))(list(values)))
     except READS_A_VALUE:
         raise
+    except RecursionError as error:
+        raise GradtoolsError(
+            f"rule {rule.name!r}: its {which} map applies the function itself, or one whose "
+            f"rule leads back to it, so the other mode, which transposes the {which} map, never "
+            "ends. Give the missing map as well: defvjp(fwd, bwd) where there is a forward rule, "
+            "defjvp(rule) where there is a reverse rule."
+        ) from error
     except NOT_LINEAR as error:
         if not is_of("jax", error):
             raise

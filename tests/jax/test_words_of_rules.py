@@ -1,0 +1,77 @@
+"""What JAX says of rules and of second derivatives, in words that name the operator and the fix."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+X = jnp.array([3.0, 4.0])
+NONLINEAR = {
+    "its norm": lambda c: c / jnp.linalg.norm(c),
+    "clipped by its norm": lambda c: c / jnp.maximum(1.0, jnp.linalg.norm(c)),
+    "a quotient": lambda c: c / (1 + c),
+    "a square": lambda c: c * c,
+}
+
+
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_a_map_that_divides_by_what_it_is_linear_in_is_refused_in_words(name):
+    change = NONLINEAR[name]
+    f = gt.custom_rule(lambda x: x)
+    f.defvjp(lambda x: (x, None), lambda _, c: (change(c),))
+    g = gt.custom_rule(lambda x: x)
+    g.defjvp(lambda p, t: (p[0], change(t[0])))
+    for take in (
+        lambda: gt.jvp(f, (X,), (X,)),
+        lambda: gt.hessian(lambda x: (f(x) ** 2).sum())(X),
+        lambda: gt.grad(lambda x: g(x).sum())(X),
+        lambda: jax.jit(gt.grad(lambda x: g(x).sum()))(X),
+    ):
+        with pytest.raises(GradtoolsError, match="must be linear in its"):
+            take()
+    np.testing.assert_allclose(gt.grad(lambda x: f(x).sum())(X), change(jnp.ones(2)))
+
+
+def test_a_host_function_that_is_its_own_forward_rule_has_no_reverse_mode():
+    matrix = np.float32([[1, 2], [3, 4]])
+    one, other, alone = (gt.host_function(lambda x: matrix @ x) for _ in range(3))
+    alone.defjvp(lambda p, t: (alone(p[0]), alone(t[0])))
+    one.defjvp(lambda p, t: (one(p[0]), other(t[0])))
+    other.defjvp(lambda p, t: (other(p[0]), one(t[0])))
+    x = X.astype(jnp.float32)
+    for f in (alone, one, other):
+        np.testing.assert_allclose(gt.jvp(f, (x,), (x,))[1], matrix @ x)
+        with pytest.raises(GradtoolsError, match=r"Give the missing map as well: defvjp"):
+            gt.grad(lambda x, f=f: f(x).sum())(x)
+
+
+def _doubled(x):
+    return jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: y * 2, x)
+
+
+def test_a_jacobian_through_a_while_loop_is_pushed_forward():
+    np.testing.assert_allclose(gt.jacobian(lambda x: _doubled(x).sum())(X), [16, 16])
+
+
+@pytest.mark.parametrize(
+    ("operator", "take"),
+    [
+        ("hessian", lambda f: gt.hessian(f)(X)),
+        ("hvp", lambda f: gt.hvp(f, (X,), (X,))),
+        ("jacobian", lambda f: gt.jacobian(f, mode="reverse")(X)),
+    ],
+)
+def test_errors_begin_with_the_operator_that_was_called(operator, take):
+    with pytest.raises(ValueError, match=f"^{operator}: f holds a loop"):
+        take(lambda x: _doubled(x).sum())
+
+
+def test_an_unknown_name_says_what_to_write():
+    with pytest.raises(AttributeError, match=r"Write jacobian\(f, mode=.reverse.\)") as error:
+        gt.jacrev  # noqa: B018 - read for its error
+    assert error.value.name == "jacrev" and error.value.obj is gt

@@ -623,6 +623,18 @@ def test_softmax_cross_entropy_has_p_minus_y():
 
 
 @pytest.mark.parametrize(
+    "pick",
+    [
+        lambda z, y: z[jnp.arange(3), y],
+        lambda z, y: jnp.take_along_axis(z, y[:, None], axis=1)[:, 0],
+    ],
+)
+def test_labels_are_read_as_one_hot_factors(pick):
+    loss = lambda z, y: -pick(nn.log_softmax(z), y).mean()
+    assert lines(loss, real(3, 4), np.array([0, 3, 1])) == ["z̄ = L̄ (softmaxⱼ(z) - onehot(y)) / 3"]
+
+
+@pytest.mark.parametrize(
     ("word", "f", "args"),
     [
         ("softmax", nn.softmax, (real(2, 3),)),

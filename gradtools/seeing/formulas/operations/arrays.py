@@ -441,6 +441,7 @@ operation(
 
 def picked(x: Expr, i: Expr) -> Expr:
     """The entry of each row of x that i names: the last axis is summed with a one-hot factor."""
+    i = meant(i, x.shape[-1])
     return total(x * apply("one_hot", i, size=x.shape[-1]), [x.rank - 1])
 
 
@@ -538,4 +539,4 @@ def take_along(x: Expr, i: Expr, axis: int) -> Expr | None:
     if i.shape[axis] != 1 or rest(x) != rest(i):
         return None
     last = permuted(x, [*(a for a in range(x.rank) if a != axis), axis])
-    return reshape(picked(last, reshape(meant(i, x.shape[axis]), rest(i))), i.shape)
+    return reshape(picked(last, reshape(i, rest(i))), i.shape)

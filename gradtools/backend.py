@@ -160,6 +160,10 @@ class Arrays(ABC):
     def unflatten_static(self, structure: Any, leaves: Sequence[Any]) -> Any:
         return self.unflatten(structure, leaves)
 
+    def is_traced(self, x: Any) -> bool:
+        """Whether x is an array of a transform that is still running."""
+        return False
+
     # Arrays.
     array_type: type | None = None
     """The commonest class of arrays: if `type(x)` is this one, `is_array(x)` need not be called."""
@@ -335,7 +339,9 @@ class Differentiation(Arrays):
         """
         return None
 
-    def attaching(self, opened: Any, caller: str, again: Callable[[], Any]) -> Callable[..., Any]:
+    def attaching(
+        self, opened: Any, /, caller: str, again: Callable[[], Any]
+    ) -> Callable[..., Any]:
         """`attach(results, select)` of a call that `opened` gave, as `Call.attaching` says."""
         return lambda results, select=None: results
 
@@ -582,10 +588,6 @@ class Backend(Recomputation):
 
 class Wing(Backend):
     """What both wings have in rooms of the same names."""
-
-    def is_traced(self, x: Any) -> bool:
-        """Whether x is an array of a transform that is still running."""
-        raise NotImplementedError
 
     def as_number(self, x: Any) -> Any:
         if self.is_traced(x):

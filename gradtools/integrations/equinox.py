@@ -67,7 +67,7 @@ class Transformed(eqx.Module):
 
 
 def functionalize(
-    module: eqx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
+    module: Any, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
     """``(apply, params, state)``; params is the module with its inexact arrays alone."""
     if variables is not None and not isinstance(variables, eqx.nn.State):

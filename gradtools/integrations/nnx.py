@@ -80,7 +80,8 @@ def functionalize(
         raise GradtoolsError(
             "functionalize: a flax.nnx module holds its own arrays; leave variables=None."
         )
-    graph, params, streams, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    graph, params, *others = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    streams, rest = others
     params, state = fresh((params, {"rngs": streams, "variables": rest}))
     layout = layout_of(params)
     known = set(nnx.to_flat_state(rest).paths)
@@ -143,8 +144,8 @@ class Stateful:
     def __init__(self, caller: str, f: Any, own: list[Any], given: list[Any]) -> None:
         self.caller, self.f = caller, f
         self._own, self._given = tuple(own), tuple(given)
-        self._graph, self._params, rest = nnx.split(self._own, nnx.Param, ...)
-        states = rest, self._state(self._given)
+        self._graph, self._params, *others = nnx.split(self._own, nnx.Param, ...)
+        states = others[0], self._state(self._given)
         self._known = [set(nnx.to_flat_state(s).paths) for s in states]
         self.leaves, self._treedef = jax.tree.flatten(states)
         self.now, self.after = list(self.leaves), list(self.leaves)

@@ -179,7 +179,7 @@ def _read(functions: Sequence[Any]) -> Iterator[Hashable]:
             elif isinstance(x, Rule) or not (parts or hasattr(x, "__dict__")):
                 yield _identity(x)
             else:
-                yield type(x)
+                yield (type(x),)
             todo += parts
 
 

@@ -70,8 +70,8 @@ def was_seen(call: Any, leaves: Sequence[Any]) -> bool:
     if not reachability.complex_sign_is_a_step():
         return True
     try:
-        return _key(leaves) in _clear.get(getattr(call, "f", None), ())
-    except TypeError:  # no weak reference, or no hash
+        return _key(leaves) in _clear.get(call.f, ())
+    except (AttributeError, TypeError):  # no weak reference, or no hash
         return False
 
 

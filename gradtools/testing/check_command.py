@@ -129,6 +129,11 @@ class Problem:
         tangents: The same in the framework.
     """
 
+    gt: Any
+    backend: Any
+    positions: tuple[int, ...]
+    tangents: tuple[Any, ...]
+
     def __init__(self, cell: Cell) -> None:
         self.cell, self.gt = cell, import_module(f"gradtools.{cell.backend}")
         self.backend = self.gt._api._backend
@@ -222,7 +227,8 @@ class Problem:
             value = operator.factor * _slope(line, 5e-3)
             return value, abs(value)
         each = [[t if i == j else 0 * t for j, t in enumerate(self.ts)] for i in self.positions]
-        slopes = [operator.factor * _slope(lambda e, t=t: at((e, t)), 3e-3) for t in each]
+        along = lambda t: lambda e: at((e, t))
+        slopes = [operator.factor * _slope(along(t), 3e-3) for t in each]
         return sum(slopes), sum(map(abs, slopes))
 
 

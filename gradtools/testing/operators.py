@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -152,6 +153,10 @@ def _straight(p: Problem) -> Loss:
     return _edited(p, p.gt.straight_through(lambda x: x + 0, surrogate=lambda x: 1.5 * x))
 
 
+def _jacobian(p: Problem, xs: Any, mode: str) -> Any:
+    return p.gt.jacobian(p.loss, p.positions, mode=mode)(*xs)
+
+
 def _slope(p: Problem, loss: Loss, xs: Any) -> Any:
     return p.gt.jvp(loss, xs, p.tangents)[1]
 
@@ -188,9 +193,7 @@ OPERATORS: dict[str, Operator] = {
     "jvp": _forward(lambda p: p.loss),
     "linearize": Operator(lambda p, xs: p.gt.linearize(p.loss, *xs)[1](*p.tangents), number=True),
     **{
-        f"jacobian, {mode}": Operator(
-            lambda p, xs, mode=mode: p.gt.jacobian(p.loss, p.positions, mode=mode)(*xs), real=True
-        )
+        f"jacobian, {mode}": Operator(partial(_jacobian, mode=mode), real=True)
         for mode in ("forward", "reverse")
     },
     "hvp, forward over reverse": Operator(
@@ -217,9 +220,7 @@ OPERATORS: dict[str, Operator] = {
     "straight_through": _of(_straight, 1.5),
     "straight_through, twice": _twice(_straight, 1.5**2),
     **{
-        f"{kind}{how}": make(
-            lambda p, kind=kind, how=how: _ruled(p, kind, how in ("", ", twice")), cubed=True
-        )
+        f"{kind}{how}": make(partial(_ruled, kind=kind, reverse=how in ("", ", twice")), cubed=True)
         for kind in ("custom_rule", "host_function")
         for how, make in {
             "": _of,

@@ -589,7 +589,8 @@ def _forwards(key: _Key) -> Iterator[_SeenCalls]:
     if not isinstance(key.kind, type):
         yield result
         return
-    kind, thread, own = key.kind, threading.get_ident(), vars(key.kind).get("forward")
+    kind: Any = key.kind
+    thread, own = threading.get_ident(), vars(kind).get("forward")
     forward = kind.forward
     old = kind.setup_context is torch.autograd.Function.setup_context  # which takes ctx as well
 

@@ -115,7 +115,7 @@ def _pulled(
         pairs = zip(outs, full, strict=False)
         return tuple([y for y, ct in pairs if ct is not None and y is not None])
 
-    outs, pull = torch.func.vjp(run, *[xs[i] for i in places])
+    outs, pull = torch.func.vjp(run, *[xs[i] for i in places])[:2]
     seeds = [ct.to(y.dtype) for ct, y in zip(_present(full), outs, strict=True)]
     return [g.view_as(g) for g in pull(tuple(seeds))]
 
@@ -166,7 +166,7 @@ def _norm_pullback(program: Callable[..., Any], x: Tensor, weight: Any) -> Calla
     def run(ct: Tensor, x: Tensor, weight: Any = None, *others: Any) -> tuple[Tensor, ...]:
         xs = [x] if weight is None else [x, weight]
         bias = [] if weight is None else [torch.zeros_like(weight)]
-        _, pull = torch.func.vjp(program, *xs, *bias)
+        pull = torch.func.vjp(program, *xs, *bias)[1]
         return tuple(pull(ct))
 
     return run

@@ -49,7 +49,7 @@ class PlainPrograms(TorchFunctionMode):
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        row = _ROWS.get(fun, _UNKNOWN)
+        row: Any = _ROWS.get(fun, _UNKNOWN)
         if row is _UNKNOWN:
             row = _ROWS[fun] = _row_in_reverse(fun)
         if row is not None and "out" not in kwargs and row.applies(args, kwargs):

@@ -94,7 +94,7 @@ def layer_norm(
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: float = 1e-5,
+    eps: float | Tensor = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
     """(x - mean) / deviation over the last axes, scaled."""
@@ -102,7 +102,7 @@ def layer_norm(
 
 
 def native_layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+    input: Tensor, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, the mean and the reciprocal deviation."""
     dims = tuple(range(-len(normalized_shape), 0))
@@ -161,10 +161,8 @@ def batch_norm_by_statistics(
 ) -> Tensor:
     """(x - mean) / deviation, by statistics that are constants."""
     shape = (-1, *[1] * (input.dim() - 2))
-    mean, rstd, *affine = (
-        None if x is None else x.reshape(shape)
-        for x in (mean, torch.rsqrt(var + eps), weight, bias)
-    )
+    mean, rstd = mean.reshape(shape), torch.rsqrt(var + eps).reshape(shape)
+    affine = [None if x is None else x.reshape(shape) for x in (weight, bias)]
     return _scaled((input - mean) * rstd, *affine)
 
 

@@ -229,15 +229,14 @@ class FormulaRecorder(Recorder[Expr]):
         outs = made or writes
         self._tell(bound, call, out, outs)
         if name in _DRAWS:
-            values: Sequence[Expr | None] | None = [self._drawn(y, name) for y in outs]
+            values: Sequence[Expr | None] = [self._drawn(y, name) for y in outs]
         elif name in NO_DATA or all(x.turn[0] for x in bound.given):
             values = [self.constant(y) for y in outs]
         else:
-            values = self._translated(bound, call, out, outs)
-            if values is None and not writes and (parts := self._in_parts(bound, call)) is not None:
+            result = self._translated(bound, call, out, outs)
+            if result is None and not writes and (parts := self._in_parts(bound, call)) is not None:
                 return parts[0]
-            values = values or bound.by_name()
-            assert values is not None
+            values = result or bound.by_name()
         if name.startswith("hardsigmoid"):
             self.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
         self._note(outs, values[: len(outs)], not made)

@@ -604,12 +604,12 @@ class Derivatives(Operators):
                 given[positions[0]] = only
         batch = Batch(self._backend, name, given)
         with shared_examples_named(name, given):
-            result = batch.map(lambda *one: self._scalar_gradient(of_example, *one)[2], chunk_size)
+            grads = batch.map(lambda *one: self._scalar_gradient(of_example, *one)[2], chunk_size)
         if opened is None:
-            return result
+            return grads
         opened.refuse_changes()
         again = partial(self._per_example, spec, in_axes, chunk_size, *whole, **kwargs)
-        return self._backend.attaching(opened, name, again)(result)
+        return self._backend.attaching(opened, name, again)(grads)
 
     def _is_split(self, given: list[Argument]) -> bool:
         """Whether there are arrays with axes among the arguments that are to be split."""
@@ -682,18 +682,18 @@ class Derivatives(Operators):
         groups = None if disconnected == "zeros" else call.counts
         if disconnected == "strict":
             groups = [1] * len(call.leaves)
-        result = self._backend.vjp(call, call.leaves, groups=groups, once=True)
-        value = call.scalar(result.outs, result.extras)
-        grads: Sequence[Any] = result.pullback([self._backend.ones_like(value)])
-        if not result.checked or any(map(is_missing, grads)):
+        evaluation = self._backend.vjp(call, call.leaves, groups=groups, once=True)
+        value = call.scalar(evaluation.outs, evaluation.extras)
+        grads: Sequence[Any] = evaluation.pullback([self._backend.ones_like(value)])
+        if not evaluation.checked or any(map(is_missing, grads)):
             if disconnected != "zeros":
-                Connection(self._backend, call, result, grads).check(disconnected)
+                Connection(self._backend, call, evaluation, grads).check(disconnected)
             grads = self._filled(call, grads)
         aux = None
         if spec.has_aux:
-            aux = call.output(result.outs, result.extras)[1]
+            aux = call.output(evaluation.outs, evaluation.extras)[1]
         elif call.opened is not None:
-            call.settle(result.extras)
+            call.settle(evaluation.extras)
         trees = call.to_trees(grads)
         results = value if call.hands_out else None, aux, trees if several else trees[0]
         if call.opened is None:
@@ -708,11 +708,11 @@ class Derivatives(Operators):
         """The gradient of a call as a function of flat arrays; `fun` is what evaluates it."""
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
-            result = self._backend.vjp(fun, list(leaves), groups=None, once=True)
-            out = call.scalar(result.outs, result.extras)
-            grads = result.pullback([self._backend.ones_like(out)])
-            refuse_cut(call, result.cut(grads))
-            return self._filled(call, grads), result.extras if call.opened is not None else []
+            evaluation = self._backend.vjp(fun, list(leaves), groups=None, once=True)
+            out = call.scalar(evaluation.outs, evaluation.extras)
+            grads = evaluation.pullback([self._backend.ones_like(out)])
+            refuse_cut(call, evaluation.cut(grads))
+            return self._filled(call, grads), evaluation.extras if call.opened is not None else []
 
         gradient.caller = call.caller  # type: ignore[attr-defined]
         return gradient

@@ -220,12 +220,12 @@ class Batch:
         treedef: list[Any] = []
 
         def on_flat(*example: Array) -> list[Array]:
-            leaves, result = backend.flatten(one(*self.at(example)))
-            treedef[:] = [result]
+            leaves, out_def = backend.flatten(one(*self.at(example)))
+            treedef[:] = [out_def]
             return leaves
 
-        result = backend.map_batches(on_flat, batch, chunk_size)
-        return backend.unflatten(treedef[0], result)
+        stacked = backend.map_batches(on_flat, batch, chunk_size)
+        return backend.unflatten(treedef[0], stacked)
 
     @property
     def split(self) -> list[tuple[Array, int]]:

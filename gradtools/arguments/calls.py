@@ -160,7 +160,7 @@ class Call:
 
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
         """The leaves of one tree for each differentiated argument, checked against them."""
-        result: list[Array] = []
+        flat: list[Array] = []
         for i, tree, treedef in zip(self.argnums, trees, self.treedefs, strict=True):
             leaves = _leaves_like(treedef, tree)
             if leaves is None:
@@ -171,10 +171,10 @@ class Call:
                     f"{self.caller}: {what} {i} has the structure {came}, expected that of "
                     f"argument {i}, {in_words(treedef)}. Give one leaf for each of its leaves."
                 )
-            result += leaves
+            flat += leaves
         return [
             matching(self.backend, self.caller, x, like, partial(self._names, what, k))
-            for k, (x, like) in enumerate(zip(result, self.leaves, strict=True))
+            for k, (x, like) in enumerate(zip(flat, self.leaves, strict=True))
         ]
 
     def _names(self, what: str, k: int) -> tuple[str, str]:

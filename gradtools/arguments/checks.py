@@ -17,14 +17,14 @@ from gradtools.integrations import refusal
 def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
     """An argument that is a count (anything with `__index__`) as an integer, or an error."""
     try:
-        result = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
+        number = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
-        result = least - 1
-    if result < least:
+        number = least - 1
+    if number < least:
         raise GradtoolsError(
             f"{caller}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
         )
-    return result
+    return number
 
 
 def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:

@@ -52,23 +52,25 @@ def arguments_of_call(
     shared: Positions of arguments that are shared unless in_axes names them; with these it may be
         None, which names nothing.
     """
-    result = [Argument(i, x, None if i in (shared or ()) else 0) for i, x in enumerate(args)]
-    result += [Argument(key, x, 0) for key, x in kwargs.items()]
+    arguments = [Argument(i, x, None if i in (shared or ()) else 0) for i, x in enumerate(args)]
+    arguments += [Argument(key, x, 0) for key, x in kwargs.items()]
     if type(in_axes) is dict:
-        named = _named(caller, f, result, in_axes)
-        return [a._replace(axes=named[a.key], named=True) if a.key in named else a for a in result]
+        named = _named(caller, f, arguments, in_axes)
+        return [
+            a._replace(axes=named[a.key], named=True) if a.key in named else a for a in arguments
+        ]
     if in_axes is None and shared is not None:
-        return result
+        return arguments
     count = len(args)
     if isinstance(in_axes, int):
-        return [a._replace(axes=in_axes) for a in result[:count]] + result[count:]
+        return [a._replace(axes=in_axes) for a in arguments[:count]] + arguments[count:]
     if not isinstance(in_axes, tuple | list) or len(in_axes) != count:
         raise GradtoolsError(
             f"{caller}: in_axes is {in_axes!r}; expected one entry for each of the {count} "
             "positional arguments, an integer, or a dictionary from f's parameters to axes."
         )
-    by_position = zip(result, in_axes, strict=False)
-    return [a._replace(axes=axes, named=True) for a, axes in by_position] + result[count:]
+    by_position = zip(arguments, in_axes, strict=False)
+    return [a._replace(axes=axes, named=True) for a, axes in by_position] + arguments[count:]
 
 
 def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -96,16 +98,16 @@ def _named(
 ) -> dict[int | str, Any]:
     """The axes of the arguments that a dictionary names, by their keys."""
     places, parameters = _places(f, given)
-    result: dict[int | str, Any] = {}
+    axes_by_key: dict[int | str, Any] = {}
     for name, axes in sorted(in_axes.items(), key=lambda item: item[0] in parameters):
         if name not in places:
             _refuse(caller, name, f, given)
         if name in parameters:  # *args or **kwargs: what no other entry names
-            rest = [key for key in places[name] if key not in result]
-            result |= _spread(caller, name, axes, rest)
+            rest = [key for key in places[name] if key not in axes_by_key]
+            axes_by_key |= _spread(caller, name, axes, rest)
         else:
-            result |= dict.fromkeys(places[name], axes)
-    return result
+            axes_by_key |= dict.fromkeys(places[name], axes)
+    return axes_by_key
 
 
 def _places(
@@ -136,17 +138,17 @@ def _places(
 
 def _parameters(f: Callable[..., Any]) -> list[Parameter]:
     """f's parameters; those of a torch.nn.Module are its forward's."""
-    f, result = unwrap(f), list[Parameter]()
+    f, parameters = unwrap(f), list[Parameter]()
     for g in (f, getattr(f, "forward", None)):
         if not callable(g):
             continue
         try:
-            result = list(signature(g).parameters.values())
+            parameters = list(signature(g).parameters.values())
         except (TypeError, ValueError):
             continue
-        if any(p.kind not in _VARIADIC for p in result):
+        if any(p.kind not in _VARIADIC for p in parameters):
             break
-    return result
+    return parameters
 
 
 def _spread(caller: str, name: str, axes: Any, keys: list[int | str]) -> dict[int | str, Any]:

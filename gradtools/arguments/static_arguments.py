@@ -18,11 +18,11 @@ def _signature(fun: Any) -> inspect.Signature | None:
     if isinstance(inspect.unwrap(fun), np.ufunc):
         return None
     try:
-        result = inspect.signature(fun)
+        signature = inspect.signature(fun)
         if isinstance(fun, partial):  # what it has fixed by name is no argument any more
-            free = [p for p in result.parameters.values() if p.name not in fun.keywords]
-            return result.replace(parameters=free)
-        return result
+            free = [p for p in signature.parameters.values() if p.name not in fun.keywords]
+            return signature.replace(parameters=free)
+        return signature
     except (TypeError, ValueError):
         return None
 
@@ -40,8 +40,8 @@ class Parameters:
     @classmethod
     def positional(cls, name: str, fun: Any) -> Parameters:
         """Those of a kernel, which is called by position; its keyword-only ones keep a default."""
-        result = _signature(fun)
-        every = list(result.parameters.values()) if result else []
+        signature = _signature(fun)
+        every = list(signature.parameters.values()) if signature else []
         unset = [p.name for p in every if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
         if unset:
             raise GradtoolsError(
@@ -49,11 +49,11 @@ class Parameters:
                 "gets its arguments by position. Wrap it in a function that takes it so."
             )
         kept = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if result is None or len(kept) < len([p for p in every if p.kind is not p.KEYWORD_ONLY]):
+        if signature is None or len(kept) < len([p for p in every if p.kind is not p.KEYWORD_ONLY]):
             return cls(None, (), (), ())
         count = len(kept)
         names = tuple([p.name for p in kept])
-        return cls(result.replace(parameters=kept), names, (False,) * count, (False,) * count)
+        return cls(signature.replace(parameters=kept), names, (False,) * count, (False,) * count)
 
     @classmethod
     def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> Parameters:
@@ -62,15 +62,15 @@ class Parameters:
         if signature:
             kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
             signature = signature.replace(parameters=kept)
-        result = list(signature.parameters.values()) if signature else []
-        unknown = [s for s in static_argnames if s not in [p.name for p in result]]
+        parameters = list(signature.parameters.values()) if signature else []
+        unknown = [s for s in static_argnames if s not in [p.name for p in parameters]]
         if unknown:
             raise GradtoolsError(
                 f"custom_rule: static_argnames names {unknown[0]!r}, but {name} has the "
-                f"arguments {', '.join(p.name for p in result) or 'none'}."
+                f"arguments {', '.join(p.name for p in parameters) or 'none'}."
             )
-        fixed = [p for p in result if p.kind is not p.VAR_POSITIONAL]
-        rest = [i for i, p in enumerate(result) if p.kind is p.VAR_POSITIONAL]
+        fixed = [p for p in parameters if p.kind is not p.VAR_POSITIONAL]
+        rest = [i for i, p in enumerate(parameters) if p.kind is p.VAR_POSITIONAL]
         if signature is None or (rest and not fixed):
             return cls(signature, (), (), ())
         return cls(
@@ -78,7 +78,7 @@ class Parameters:
             tuple([p.name for p in fixed]),
             tuple([p.name in static_argnames for p in fixed]),
             tuple([p.kind is p.KEYWORD_ONLY for p in fixed]),
-            result[rest[0]].name if rest else None,
+            parameters[rest[0]].name if rest else None,
         )
 
     @property

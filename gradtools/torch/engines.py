@@ -51,7 +51,7 @@ from gradtools.torch.compiling import (
     skipped_by_dynamo,
     uncompiled,
 )
-from gradtools.torch.forward_mode.no_grad import Stops
+from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.forward_mode.pushing import RightTangents, gated_where_unseen
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
@@ -385,7 +385,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         recorded = nodes_made()
         run = _with_gates(fun) if keep and any(map(_is_tracked, tangents)) else fun
         with torch.enable_grad():
-            with Stops(not keep, keep, caller_of(fun)):
+            with NoGradStopsTangents(not keep, keep, caller_of(fun)):
                 outs, extras, nested = _watched(run, duals)
             unseen = not (keep or nested or seen) and nodes_made() != recorded
             # Under no_grad a view of what is tracked would say that it is, and show no graph.
@@ -575,7 +575,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
             with _twice_in_trace(), RightTangents():
                 outs, extras = fun(*xs)
         else:
-            with torch.enable_grad(), Stops(False, True, caller_of(fun)):
+            with torch.enable_grad(), NoGradStopsTangents(False, True, caller_of(fun)):
                 outs, extras, nested = _watched(fun, xs)
             refuse_torchscript(caller_of(fun), outs)
             stopped[:] = [nested and all(_unpacked(y)[1] is None for y in outs)]
@@ -621,7 +621,11 @@ def _pushed_from_outside() -> AbstractContextManager[Any]:
     if not _is_pushed_again():
         return nullcontext()
     modes = upstream.function_modes()
-    return nullcontext() if any(isinstance(m, Stops) for m in modes) else Stops(False, True)
+    return (
+        nullcontext()
+        if any(isinstance(m, NoGradStopsTangents) for m in modes)
+        else NoGradStopsTangents(False, True)
+    )
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from gradtools.torch.autograd_graph import nodes_made, scripts_refused, surveyed
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.double_backward import gate_compiled, gated_calls
 from gradtools.torch.engines import _unshared
-from gradtools.torch.forward_mode.no_grad import Stops
+from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
 from gradtools.torch.forward_mode.symbolic_zeros import ComplexNumbers, NoProductsOfZero
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, like
@@ -315,7 +315,7 @@ class _Use(Forward):
         # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.
         own = unpacked()
         use = self.with_modes(self.modes)
-        use.within = stops = lambda: Stops(hidden=False)
+        use.within = stops = lambda: NoGradStopsTangents(hidden=False)
         level, graph = dual_level(), torch.enable_grad()
         with without_hooks(use.leaves), as_it_began(use), own, level, graph, products:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]

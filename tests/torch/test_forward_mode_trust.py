@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.torch.forward_mode.no_grad import Stops
+from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 
 X = torch.tensor([0.7, -1.2, 2.0], dtype=torch.float64)
 T = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
@@ -359,7 +359,7 @@ def test_what_is_compiled_keeps_its_tangent(place):
 
 
 def test_blocks_that_stop_inside_of_a_block_that_autograd_has_around_it_stop_nothing_behind_it():
-    with torch.autograd.forward_ad.dual_level(), Stops(hidden=False) as mode:
+    with torch.autograd.forward_ad.dual_level(), NoGradStopsTangents(hidden=False) as mode:
         with torch._C.DisableTorchFunction():  # as autograd, which no mode sees
             torch._C._set_grad_enabled(False)
         with torch.enable_grad(), torch.no_grad(), torch.no_grad():

@@ -40,8 +40,10 @@ _AS_IT_IS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-class Stops(TorchFunctionMode):
-    """For one function in a dual level, with gradients on.
+class NoGradStopsTangents(TorchFunctionMode):
+    """A mode in which what runs under `torch.no_grad` has no tangent.
+
+    It is entered for one call of one function in a dual level, with gradients on.
 
     hidden: Whether no graph is wanted of what f does, though f sees gradients on: each operation
         then runs without one, until f switches them on itself because it needs one.
@@ -60,7 +62,7 @@ class Stops(TorchFunctionMode):
         self._stopped: int | None = None  # beneath how many transforms f switched gradients off
         self._around: list[int | None] = []  # that, around each block in which they are on again
 
-    def __enter__(self) -> Stops:
+    def __enter__(self) -> NoGradStopsTangents:
         self._compiled = as_written()  # which may refuse: before this mode is entered
         self._compiled.__enter__()
         super().__enter__()
@@ -91,7 +93,7 @@ class Stops(TorchFunctionMode):
         if fun is Tensor.register_hook and self._hooks is not None:
             return self._hooks.register(fun, *args, **kwargs)
         if upstream.peek_interpreter_stack() is not None:
-            return Stops.flowing(self, fun, types, args, kwargs)
+            return NoGradStopsTangents.flowing(self, fun, types, args, kwargs)
         if fun == _REQUIRES and not upstream.is_frameworks_own_question(1):
             return fun(*args) or self._requires(args[0])
         if not self.ruled(fun) and self._may_enter(fun, types, args, kwargs):

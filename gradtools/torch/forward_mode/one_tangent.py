@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.forward_mode.no_grad import Stops, graphs
+from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, graphs
 from gradtools.torch.forward_mode.pushing import pushed_by_pytorch
 from gradtools.torch.forward_mode.symbolic_zeros import NoProductsOfZero
 
@@ -38,7 +38,7 @@ def tangent_of(x: Tensor) -> Tensor | None:
     return tangent
 
 
-class OneTangent(Stops):
+class OneTangent(NoGradStopsTangents):
     """For a dual level without a graph, and outside of functorch's transforms.
 
     fixed: Tensors known to have no tangent, as long as nobody changes them in place.

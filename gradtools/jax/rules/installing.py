@@ -22,7 +22,7 @@ is how they are differentiated, transposed and batched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,11 @@ from gradtools.rules import JvpRule, Rule, batched, closed_over_error, saved_fro
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
-    xs = varying_alike([_as_array(x) for x in xs])
+    given = [_as_array(x) for x in xs]
+    xs = varying_alike(given)
+    shared = tuple([varies(x) - varies(g) for x, g in zip(xs, given, strict=True)])
+    if any(shared) and rule.contract is not None:
+        rule = remembered(rule, ("shared", shared), lambda: _of_shared(rule, shared))
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
     if rule.user_functions and (held := held_tracers(rule)):
@@ -92,6 +96,37 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         rule, captured = lift(rule, xs)
         xs = varying_alike([*xs, *captured])
     return list(primal_p.bind(*xs, rule=rule))
+
+
+def _of_shared(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule:
+    """The rule where some inputs do not vary over mesh axes of shard_map, as the others do.
+
+    The cotangent of such an input is summed over these axes. An author may have summed it already,
+    as `jax.custom_vjp` demands: then it counts on one device alone.
+    """
+
+    def once(ct: Any, axes: frozenset[Any]) -> Any:
+        if ct is None or not hasattr(ct, "dtype"):
+            return ct
+        summed = axes - varies(ct)
+        first = [jax.lax.axis_index(axis) == 0 for axis in sorted(summed)]
+        return jnp.where(jnp.stack(first).all(), ct, jnp.zeros_like(ct)) if first else ct
+
+    def counted(cotangent: Any) -> Any:
+        if cotangent is None:
+            return None
+        return lambda saved, cts: [*map(once, cotangent(saved, cts), shared)]
+
+    def linearize(*xs: Any, **told: Any) -> Any:
+        assert rule.linearize is not None
+        made = rule.linearize(*xs, **told)
+        return replace(made, cotangent=counted(made.cotangent))
+
+    return replace(
+        rule,
+        cotangent=counted(rule.cotangent),
+        linearize=None if rule.linearize is None else linearize,
+    )
 
 
 def _as_array(x: Any) -> Any:

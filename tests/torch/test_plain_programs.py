@@ -338,3 +338,24 @@ def test_a_compiled_derivative_that_updates_statistics_says_what_to_do():
     loss = lambda x: net(x).pow(3).sum()
     with pytest.raises(GradtoolsError, match=r"^compile: f changes a tensor in place that it capt"):
         gt.compile(gt.value_and_grad(loss), backend="aot_eager")(torch.ones(3, 4, dtype=D))
+
+
+def test_the_tangent_of_a_norm_by_running_statistics_is_differentiated():
+    mean, var, x = torch.zeros(6, dtype=D), P["w"], X[0] @ P["W"]
+    f = lambda x: F.batch_norm(x, mean, var, P["w"], P["b"]).pow(3).sum()
+    by_hand = lambda x: (x / (var + 1e-5).sqrt() * P["w"] + P["b"]).pow(3).sum()
+    way = lambda f: gt.grad(lambda x: gt.jvp(f, (x,), (x + 1,))[1])(x)
+    torch.testing.assert_close(way(f), way(by_hand))
+
+
+def test_sinc_in_place_writes_where_it_is_differentiated_again():
+    x = torch.tensor([0.0, 0.3, 1.5], dtype=D)
+
+    def f(x):
+        y = 1 * x
+        y.sinc_()
+        return y.pow(2).sum()
+
+    for mode in ("forward_over_reverse", "reverse_over_reverse"):
+        way = lambda f, mode=mode: gt.hvp(f, (x,), (x + 1,), mode=mode)
+        torch.testing.assert_close(way(f), way(lambda x: torch.sinc(x).pow(2).sum()))

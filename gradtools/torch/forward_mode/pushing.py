@@ -313,7 +313,8 @@ def gated_where_unseen(caller: str, outs: Sequence[Tensor], pushed: list[Tensor]
     for node in nodes_of(outs):
         name = type(node).__name__
         x = upstream.saved(node, _SAVED_INPUTS[name], None) if name in _SAVED_INPUTS else None
-        if x is not None and x.requires_grad and is_dual(x):
+        by_input = upstream.saved(node, "training", True)  # not by running statistics
+        if x is not None and by_input and x.requires_grad and is_dual(x):
             operation = name.removesuffix("Backward0")
             message = (
                 f"{caller}: the tangent is differentiated once more, but f calls TorchScript that "

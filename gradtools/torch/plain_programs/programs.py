@@ -304,7 +304,7 @@ def as_strided_scatter(
     """input, with src at the entries of the view `as_strided`."""
     places = torch.arange(input.numel(), device=input.device)
     places = places.as_strided(size, stride, storage_offset or 0).flatten()
-    return input.flatten().index_copy(0, places, src.flatten()).reshape(input.shape)
+    return input.flatten().index_copy(0, places, src.flatten().to(input.dtype)).reshape(input.shape)
 
 
 def det(A: Tensor) -> Tensor:

@@ -288,6 +288,11 @@ TABLE = (
         },
     ),
     PlainProgram(
+        "sinc_",
+        {GRADIENT_AGAIN: "NaN at zero", TANGENT_OF_GRADIENT: "zero at zero"},
+        _in_place(programs.sinc),
+    ),
+    PlainProgram(
         "as_strided_scatter",
         {GRADIENT: _OTHER},
         programs.as_strided_scatter,

@@ -81,7 +81,7 @@ NumpyCubeNotComposableAutogradFunction | * | differs
     the table's own Function does not multiply by the gradient that comes in
 nn.functional.max_unpool3d; as_strided_scatter | * | differs
     several entries are written to one place: which one stays is not determined
-nn.functional.max_unpool?d; as_strided_scatter | frozen, second order | refused
+nn.functional.max_unpool?d | frozen, second order | refused
     the same: reverse mode is not the transpose of forward mode, and frozen compares them
 nn.functional.max_unpool1d; nn.functional.max_unpool2d | * | differs, whole
     several entries are written to one place: which one stays is not determined
@@ -113,6 +113,8 @@ nn.functional.rrelu | jacobian, forward* | raised, whole
 nn.functional.hardsigmoid* | custom_rule by defvjp*; linearize; hvp, reverse over reverse |
 refused, whole
     by the rule's own torch.func.vjp, or in place on a view, it has first derivatives alone
+cdist; nn.functional.pdist | custom_rule by defvjp* | refused, whole
+    by the rule's own torch.func.vjp it has first derivatives alone
 native_layer_norm | custom_rule by defvjp, hvp | refused, whole
     with a bias alone, pulled back by the rule's own torch.func.vjp
 nn.functional.hardsigmoid* | custom_rule* | differs, whole

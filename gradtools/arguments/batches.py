@@ -269,7 +269,7 @@ def shared_examples_named(caller: str, given: Sequence[Argument]) -> Iterator[No
     except Exception as error:
         sizes = {_length(a.value) for a in given if a.axes is not None} - {None}
         names = [a.name for a in given if a.axes is None and _length(a.value) in sizes]
-        if isinstance(error, GradtoolsError) or not names:
+        if not (names and may_be_of_shapes(error)):
             raise
         raise refusal(
             error,
@@ -278,6 +278,16 @@ def shared_examples_named(caller: str, given: Sequence[Argument]) -> Iterator[No
             f"is a function of examples that captures its parameters, make these its first "
             f"argument, {caller}(f)(params, ...), or name the parameters in argnums.",
         ) from error
+
+
+def may_be_of_shapes(error: Exception) -> bool:
+    """Whether an error may say that arrays have shapes that f does not take.
+
+    PyTorch raises a plain RuntimeError for shapes; its subclasses, as for memory, say something
+    else.
+    """
+    kinds = AssertionError, LookupError, TypeError, ValueError
+    return type(error) is RuntimeError or isinstance(error, kinds)
 
 
 def _length(x: Any) -> int | None:

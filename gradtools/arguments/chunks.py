@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradtools.arguments.batches import Batch
+from gradtools.arguments.batches import Batch, may_be_of_shapes
 from gradtools.arguments.checks import whole_number, whole_or_none
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, OutputShapes, other_structure
 from gradtools.arguments.wording import describe, with_article
@@ -184,7 +184,7 @@ class Chunks:
                     found = again(other)
                     return None if found is None else OutputShapes(other.cut.sizes[0], found)
                 except Exception as error:
-                    if not _refuses_size(error):
+                    if not (may_be_of_shapes(error) or isinstance(error, GradtoolsError)):
                         raise
             return None
 
@@ -199,16 +199,6 @@ class Chunks:
         """What the chunked function returns, of joined leaves (or all chunks' leaves of lists)."""
         out, carry_def = self.outputs.joined(outs), self.call.carry_def
         return out if carry_def is None else (out, self.call.backend.unflatten(carry_def, carry))
-
-
-def _refuses_size(error: Exception) -> bool:
-    """Whether f may have raised it because it does not take so many examples.
-
-    PyTorch raises a plain RuntimeError for shapes; its subclasses, as for memory, say something
-    else.
-    """
-    kinds = AssertionError, LookupError, TypeError, ValueError, GradtoolsError
-    return type(error) is RuntimeError or isinstance(error, kinds)
 
 
 _PIECES, _SHARED, _CARRY = range(3)

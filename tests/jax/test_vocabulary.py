@@ -554,9 +554,9 @@ def test_a_module_has_its_formula(name):
 BY_NAME = set(
     """
     argsort cbrt cho_solve cholesky cond conv convolution cummax cumprod cumsum det digamma
-    dynamic_slice eigh erfinv fft fmod gather ifft inverse irfft lgamma max_pool min_pool pad
-    pinv polygamma qr quantile remainder rfft scan scatter scatter_add select slogdet solve
-    sort sum_pool svd take_along_axis topk triangular_solve update where
+    dynamic_slice eigh erfinv expm fft fmod gather ifft interp inverse irfft lgamma logcumsumexp
+    max_pool min_pool pad pinv polygamma qr quantile remainder rfft scan scatter scatter_add
+    select slogdet solve sort sum_pool svd take_along_axis topk triangular_solve update where
     """.split()
 )
 TABLE = [

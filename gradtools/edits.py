@@ -34,7 +34,6 @@ SCALE = Rule(
     nondifferentiable=(1,),
     saves=(1,),
     reaches="identity",
-    is_constant=True,
 )
 """Inputs x and s; dy = s dx."""
 
@@ -46,7 +45,6 @@ REPLACE = Rule(
     nondifferentiable=(0,),
     saves=(),
     reaches="identity",
-    is_constant=True,
 )
 """Inputs y and s; the value of y with the derivative of s."""
 
@@ -58,7 +56,6 @@ KNOWN = Rule(
     saves=(1,),
     reaches="identity",
     reverse_only=True,
-    is_constant=True,
 )
 """Inputs x and dx; whatever comes in, the cotangent is dx."""
 

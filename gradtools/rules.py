@@ -120,7 +120,6 @@ class Rule:
             another framework, which pictures show opened): `reaches(*specs)` takes the Specs of
             the inputs and gives `matrix[output][input]` of booleans. None, as the attribute or as
             the function's result: every input may reach every output.
-        is_constant: Whether it is one object for all calls, as the edits' are.
     """
 
     name: str
@@ -135,7 +134,6 @@ class Rule:
     symbolic_zeros: frozenset[str] = frozenset()
     contract: Contract | None = None
     reaches: Literal["identity"] | Callable[..., Matrix | None] | None = None
-    is_constant: bool = False
 
     def __post_init__(self) -> None:
         if self.tangent is None and self.cotangent is None and self.linearize is None:

@@ -187,13 +187,22 @@ def _identity(x: Any) -> Hashable:
     """A rule, or what is no function and holds nothing."""
     if isinstance(x, LinearizedRule) and x.source is not None:
         return x.source
-    if isinstance(x, Rule) and not (x.is_constant or (type(x) in _OF_USERS and x.contract)):
+    if isinstance(x, Rule) and not (_holds_nothing(x) or (type(x) in _OF_USERS and x.contract)):
         raise _NotComparable  # one of this call alone
     try:
         hash(x)
     except TypeError as error:
         raise _NotComparable from error
     return x
+
+
+def _holds_nothing(rule: Rule) -> bool:
+    """Whether a rule's maps close over nothing, as those of the edits."""
+    maps = rule.primal, rule.tangent, rule.cotangent, rule.linearize
+    return all(
+        m is None or (type(m) is FunctionType and not (m.__closure__ or m.__defaults__))
+        for m in maps
+    )
 
 
 _OF_USERS = (Rule, JvpRule)

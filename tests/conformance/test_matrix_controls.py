@@ -108,13 +108,13 @@ def minimax_sign(patch, gt):
 
 @mutant("a mixed partial without its factor", "mixed_partial")
 def no_factor(patch, gt):
-    whole = gradtools.derivatives.Derivatives._constants_of
+    whole = gradtools.derivatives.Derivatives._pushed_through
 
     def halved(self, G, z, us):
         g, ws = whole(self, G, z, us)
         return g, [each_leaf(lambda w: w / 2, w) for w in ws]
 
-    patch.setattr(gradtools.derivatives.Derivatives, "_constants_of", halved)
+    patch.setattr(gradtools.derivatives.Derivatives, "_pushed_through", halved)
 
 
 @mutant("the pullback is half detached", "hvp, reverse over reverse", "hessian", "grad of jvp")

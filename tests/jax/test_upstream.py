@@ -16,6 +16,7 @@ import pytest
 import gradtools.jax as gt
 from gradtools.jax import _upstream as upstream
 from gradtools.jax import operation_marks
+from gradtools.jax.jaxprs import equations
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_tracer_of_ours_says_nothing_of_jaxs_internals():
 def test_what_chunked_makes_of_its_own_is_marked_by_a_name():
     x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
     loss = lambda w: (gt.chunked(lambda x: jnp.tanh(x @ w), 3)(x) ** 2).sum()
-    found = jax.make_jaxpr(loss)(w).jaxpr.eqns
+    found = equations(jax.make_jaxpr(loss)(w))
     scan = next(e for e in found if e.primitive.name == "scan")
     assert operation_marks.is_chunk(scan.params["jaxpr"].jaxpr)
     assert operation_marks.function_name(scan.params["jaxpr"].jaxpr) == "body"

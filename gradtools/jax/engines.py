@@ -68,7 +68,8 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         return _evaluated(fun, leaves)
     result = _evaluated(traced.run, leaves, caller=_caller(fun))
     if traced.hands_on:
-        _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
+        with jax.named_scope(_SCOPE):
+            _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
     return traced.told(result)
 
 

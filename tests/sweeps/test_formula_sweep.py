@@ -21,7 +21,7 @@ OWN_DOING = (
     "formula: f holds a primitive that has no derivative in JAX",
     "formula: f holds an operation that has a forward rule only",
     "are all values finite, so nothing was compared",
-    "a while loop whose number of rounds depends on values has no adjoint program",
+    "f holds a loop whose number of trips is known only when it runs, which has no reverse mode",
     "what it gives in 16 bits is too coarse for a comparison",
     "a formula is of dense ones",
 )

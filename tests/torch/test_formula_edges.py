@@ -222,6 +222,33 @@ def test_a_missing_derivative_of_the_framework_is_no_fault_of_the_formula():
         gt.formula(_OneWay.apply, torch.ones(3))
 
 
+@pytest.mark.parametrize("order", [1, 2])
+def test_only_operands_that_are_asked_for_are_differentiated(order):
+    """PyTorch has no derivative of pinv with respect to its tolerances."""
+    found = gt.formula(torch.pinverse, torch.randn(3, 4), order=order)
+    assert found.marked == ("pinv",)
+    assert found.lines(1) == ["x̄ = vjp₁[pinv](x, 0, 1e-15; Ȳ)"]
+
+
+def test_of_operands_by_number_those_are_left_out_that_have_no_cotangent():
+    a, b = torch.randn(3, 3), torch.randn(3, 2)
+    both = gt.formula(torch.linalg.solve, a, b, wrt=(0, 1)).lines(1)
+    assert both[1].endswith("= vjp₂[solve](x₀, x₁; Ȳ)")
+    assert gt.formula(torch.linalg.solve, a, b, wrt=1).lines(1) == both[1:]
+
+
+def test_slopes_that_are_drawn_below_zero_are_draws():
+    x = torch.tensor([-1.0, 2.0, -3.0])
+    for f in (F.rrelu, F.rrelu_):
+        found = gt.formula(lambda x, f=f: f(x * 1, training=True), x)
+        assert found.lines(1) == ["x̄ = ȳ ⊙ ε"] and not found.marked
+
+
+def test_a_backward_kernel_that_rounds_to_single_precision_is_compared_in_it():
+    found = gt.formula(F.hardsigmoid, torch.tensor([-1.0, 0.5, 4.0], dtype=torch.float64))
+    assert not found.marked and 1e-8 < found.check.error < 1e-7
+
+
 def test_a_sparse_tensor_is_refused_in_words():
     with pytest.raises(
         GradtoolsError, match=r"f makes a sparse_coo tensor \(.*\); a formula is of"

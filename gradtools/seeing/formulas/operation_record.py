@@ -47,6 +47,8 @@ class Operation:
             there are several outputs.
         pullback: The arguments' cotangents, of the expression (or its outputs), the cotangent
             (or cotangents) and the arguments; None where there is no derivative.
+        selective: Whether the pullback takes, before the arguments, which of them have a
+            cotangent that is needed: a tuple of bools. It computes no other.
         result: The shape and the kind of the expression, of its arguments and its attributes;
             by default those of the first argument.
         elementwise: Whether it is a function of each place.
@@ -62,6 +64,7 @@ class Operation:
     make: Make | None = None
     evaluate: Callable[..., Any] | None = None
     pullback: Callable[..., Any] | None = None
+    selective: bool = False
     result: Callable[..., Any] = _of_the_first
     elementwise: bool = False
     form: Form | None = None

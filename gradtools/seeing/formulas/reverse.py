@@ -11,6 +11,7 @@ evaluated, and differentiated once more, which is double backward::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from gradtools.seeing.formulas.algebra import add, is_zero, real, unbroadcast, zeros
 from gradtools.seeing.formulas.expressions import Expr, order, siblings
@@ -72,7 +73,7 @@ def _families(values: Sequence[Expr]) -> dict[tuple, set[Expr]]:
 
 
 def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
-    result = _pullback(y, summed)
+    result = _pullback(y, summed, active)
     for arg, g in zip(y.args, result, strict=True):
         if g is None or arg not in active or is_zero(g):
             continue
@@ -80,15 +81,18 @@ def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
         gathered.setdefault(arg, []).append(unbroadcast(g, arg.shape))
 
 
-def _pullback(y: Expr, summed: dict) -> Sequence[Expr | None]:
+def _pullback(y: Expr, summed: dict, active: set) -> Sequence[Expr | None]:
     """The arguments' cotangents, once all outputs of the operation have theirs."""
     several = y.get("output") is not None
     outputs = siblings(y) if several else [y]
     if y.op == "placeholder" or not any(o in summed for o in outputs):
         return [None] * len(y.args)
-    pullback = OPERATIONS[y.op].pullback
+    operation = OPERATIONS[y.op]
+    pullback = operation.pullback
     if pullback is None:
         return [None] * len(y.args)
+    if operation.selective:
+        pullback = partial(pullback, tuple(a in active for a in y.args))
     cotangents = [summed[o] if o in summed else zeros(o.shape) for o in outputs]
     one = (outputs, cotangents) if several else (y, summed[y])
     result: Sequence[Expr | None] = pullback(*one, *y.args)

@@ -18,7 +18,7 @@ import numpy as np
 
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import is_zero
-from gradtools.seeing.formulas.expressions import Expr, several, siblings, signature
+from gradtools.seeing.formulas.expressions import Expr, several, signature
 from gradtools.seeing.formulas.operation_record import Cotangents
 from gradtools.seeing.formulas.operations.entering import operation
 
@@ -50,8 +50,11 @@ class OpaqueFunction:
         with self.around():
             return [np.asarray(self.backend.to_numpy(y)) for y in self.run(*self.arrays(values))]
 
-    def vjp(self, chosen: Sequence[int]) -> OpaqueFunction:
-        """Of the operands and of the chosen outputs' cotangents, all operands' cotangents."""
+    def vjp(self, chosen: Sequence[int], wanted: Sequence[int]) -> OpaqueFunction:
+        """Of the operands and of the chosen outputs' cotangents, the wanted operands' cotangents.
+
+        The framework differentiates with respect to no other operand: it may have no derivative.
+        """
         count, backend = len(self.moving), self.backend
 
         def arrays(values: Sequence[np.ndarray]) -> list[Any]:
@@ -63,13 +66,14 @@ class OpaqueFunction:
             xs = list(both[:count])
 
             def some(*at: Any) -> tuple[list[Any], list[Any]]:
-                moved = iter(at)
-                given = [next(moved) if m else x for x, m in zip(xs, self.moving, strict=True)]
+                given = list(xs)
+                for k, x in zip(wanted, at, strict=True):
+                    given[k] = x
                 ys = self.run(*given)
                 return [ys[k] for k in chosen], []
 
             some.caller = "formula"  # type: ignore[attr-defined]
-            at = [x for x, m in zip(xs, self.moving, strict=True) if m]
+            at = [xs[k] for k in wanted]
             result = backend.vjp(some, at, groups=None, once=False)
             pairs = zip(both[count:], result.outs, strict=True)
             cotangents = [backend.cast(c, backend.dtype_name(y)) for c, y in pairs]
@@ -91,19 +95,31 @@ def by_name(
     return several("by_name", args, outputs, name=name, kernel=kernel, said=said)
 
 
-def _pullback(outputs: Sequence[Expr], cotangents: Sequence[Expr], *args: Expr) -> Cotangents:
+def _pullback(
+    needed: Sequence[bool], outputs: Sequence[Expr], cotangents: Sequence[Expr], *args: Expr
+) -> Cotangents:
     y = outputs[0]
     kernel = y["kernel"]
     given = {k: g for k, g in enumerate(cotangents) if outputs[k].is_inexact and not is_zero(g)}
-    if not any(kernel.moving) or not given:
-        return [None] * len(args)
-    moving = [a for a, m in zip(args, kernel.moving, strict=True) if m]
-    about = {"name": y["name"], "said": y["said"], "of": len(args), "level": y.get("level", 0) + 1}
-    pulled = kernel.vjp([*given])
-    result = iter(
-        several("by_name", (*args, *given.values()), signature(moving), kernel=pulled, **about)
-    )
-    return [next(result) if m else None for m in kernel.moving]
+    moving = [k for k, m in enumerate(kernel.moving) if m]
+    wanted = [k for k in moving if needed[k]]
+    result: Cotangents = [None] * len(args)
+    if not wanted or not given:
+        return result
+    about = {
+        "name": y["name"],
+        "said": y["said"],
+        "of": len(args),
+        "level": y.get("level", 0) + 1,
+        # The places among the operands that have a derivative; () of the only one.
+        "places": tuple(map(moving.index, wanted)) if len(moving) > 1 else (),
+    }
+    operands = (*args, *given.values())
+    outs = signature([args[k] for k in wanted])
+    pulled = several("by_name", operands, outs, kernel=kernel.vjp([*given], wanted), **about)
+    for k, g in zip(wanted, pulled, strict=True):
+        result[k] = g
+    return result
 
 
 # How the adjoints of a convolution are called.
@@ -113,7 +129,6 @@ _ADJOINTS = {"convolution": ("conv", ("convᵀ", "corr"))}
 def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
     name, said = x["name"], x["said"]
     pieces = [w.whole(a) for a in x.args]
-    many = len(siblings(x)) > 1
     short, adjoints = _ADJOINTS.get(name, (name, ()))
     if said:
         w.note(f"{short}: {said}")
@@ -125,17 +140,20 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
         return ts.Written(
             f"{short}({inner.text}){which}", rf"{latex}\left({inner.latex}\right){which}"
         )
+    places = x["places"]
+    if places:
+        place = places[place]
     if level == 1 and place < len(adjoints):
         w.note("convᵀ: transposed convolution; corr: correlation, its adjoints")
         operand = (pieces[1], pieces[0])[place]
         args = [pieces[-1], operand] if place == 0 else [operand, pieces[-1]]
         return ts.function(adjoints[place], args, latex=_command(adjoints[place]))
-    number = ts.low(str(place + 1)) if many else ""
+    number = ts.low(str(place + 1)) if places else ""
     w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁ that of the first x")
     first = ts.join(pieces[: x["of"]], ", ", ", ", ts.SUM)
     then = ts.join(pieces[x["of"] :], ", ", ", ", ts.SUM)
     inside = "vjp of " * (level - 1) + short
-    low = f"_{{{place + 1}}}" if many else ""
+    low = f"_{{{place + 1}}}" if places else ""
     return ts.Written(
         f"vjp{number}[{inside}]({first.text}; {then.text})",
         rf"\operatorname{{vjp}}{low}\left[{_command(inside)}\right]"
@@ -148,4 +166,6 @@ def _command(name: str) -> str:
     return rf"\operatorname{{{plain}}}" + (r"^{\top}" if name.endswith("ᵀ") else "")
 
 
-operation("by_name", lambda y, *args: y["kernel"].value(*args), _pullback, form=_form)
+operation(
+    "by_name", lambda y, *args: y["kernel"].value(*args), _pullback, form=_form, selective=True
+)

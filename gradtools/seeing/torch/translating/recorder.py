@@ -228,8 +228,11 @@ class FormulaRecorder(Recorder[Expr]):
                 )
         outs = made or writes
         self._tell(bound, call, out, outs)
+        bound.writes = writes
+        if name.startswith("hardsigmoid"):
+            self.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
         if name in _DRAWS:
-            values: Sequence[Expr | None] = [self._drawn(y, name) for y in outs]
+            values: Sequence[Expr | None] = [self.drawn(y, name) for y in outs]
         elif name in NO_DATA or all(x.turn[0] for x in bound.given):
             values = [self.constant(y) for y in outs]
         else:
@@ -237,8 +240,6 @@ class FormulaRecorder(Recorder[Expr]):
             if result is None and not writes and (parts := self._in_parts(bound, call)) is not None:
                 return parts[0]
             values = result or bound.by_name()
-        if name.startswith("hardsigmoid"):
-            self.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
         self._note(outs, values[: len(outs)], not made)
         if made:  # what else is written into, such as running statistics, is what it became
             self._note(writes, [self.constant(x) for x in writes], written=True)
@@ -320,7 +321,7 @@ class FormulaRecorder(Recorder[Expr]):
         made = iter(by_name(name, given, some, kernel, words))
         return [next(made) if is_inexact(y) else self.constant(y) for y in outs]
 
-    def _drawn(self, y: Tensor, name: str) -> Expr:
+    def drawn(self, y: Tensor, name: str) -> Expr:
         """A draw, with the value that was drawn."""
         draw = placeholder("m" if "bernoulli" in name else "ε", *_like(y), role="draw")
         self.draws[draw] = self._numbers(y)
@@ -373,7 +374,7 @@ def _scaled(args: Any, given: Sequence[Expr], values: Sequence[Expr | None]) -> 
         return values
     (x,), (y,) = given, values
     ones = np.ones(x.shape)
-    (factor,) = y["kernel"].vjp([0]).value(ones, ones)  # type: ignore[index]
+    (factor,) = y["kernel"].vjp([0], [0]).value(ones, ones)  # type: ignore[index]
     if not factor.size or np.any(factor != factor.flat[0]):
         return values
     return [apply("scale_gradient", x, scale=float(factor.flat[0]))]

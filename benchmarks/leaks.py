@@ -178,8 +178,9 @@ def report(runs: list[Run]) -> Iterator[str]:
     yield (
         "Live before many calls of an operator, and how much more after them. In PyTorch each call "
         "makes its operator of new functions; in JAX it is made once. The object a call of "
-        "`mixed_partial` in JAX is a dead weak reference in JAX's own caches, as `jax.jvp` of a "
-        "`jax.grad` written by hand leaves one (tests/house/test_leaks.py measures both). Of each "
+        "`mixed_partial`, `straight_through` and a second derivative of `frozen` in JAX is a dead "
+        "weak reference in JAX's own caches, as gradients written by hand leave one "
+        "(tests/house/test_leaks.py measures both). Of each "
         "public name in JAX one use at least is called so often; some of the costliest of x * x "
         "alone (--square), in place of sin(x) + x * x."
     )

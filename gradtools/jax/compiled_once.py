@@ -27,7 +27,7 @@ from gradtools.function_variables import cells_of, globals_of, names_in, parts_o
 from gradtools.jax._upstream import Literal
 from gradtools.jax.jaxprs import Jaxpr, open_jaxpr
 from gradtools.jax.rules.kept_alive import LIFE
-from gradtools.jax.rules.primitives import LinearizedRule
+from gradtools.jax.rules.primitives import LinearizedRule, holds_nothing
 from gradtools.rules import JvpRule, Rule
 
 Program = Callable[[Sequence[Any], Sequence[Any]], list[Any]]  # (consts, xs) -> ys
@@ -187,22 +187,13 @@ def _identity(x: Any) -> Hashable:
     """A rule, or what is no function and holds nothing."""
     if isinstance(x, LinearizedRule) and x.source is not None:
         return x.source
-    if isinstance(x, Rule) and not (_holds_nothing(x) or (type(x) in _OF_USERS and x.contract)):
+    if isinstance(x, Rule) and not (holds_nothing(x) or (type(x) in _OF_USERS and x.contract)):
         raise _NotComparable  # one of this call alone
     try:
         hash(x)
     except TypeError as error:
         raise _NotComparable from error
     return x
-
-
-def _holds_nothing(rule: Rule) -> bool:
-    """Whether a rule's maps close over nothing, as those of the edits."""
-    maps = rule.primal, rule.tangent, rule.cotangent, rule.linearize
-    return all(
-        m is None or (type(m) is FunctionType and not (m.__closure__ or m.__defaults__))
-        for m in maps
-    )
 
 
 _OF_USERS = (Rule, JvpRule)

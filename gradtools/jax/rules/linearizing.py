@@ -26,7 +26,13 @@ from gradtools.jax.rules.checking import (
     would_lose,
 )
 from gradtools.jax.rules.kept_alive import remembered
-from gradtools.jax.rules.primitives import READS_A_VALUE, LinearizedRule, Mask, in_words
+from gradtools.jax.rules.primitives import (
+    READS_A_VALUE,
+    LinearizedRule,
+    Mask,
+    holds_nothing,
+    in_words,
+)
 from gradtools.jax.rules.transposing import NOT_LINEAR, transpose_map
 from gradtools.jax.shardings import varies
 from gradtools.jax.trees import conj, filled, likes_of, struct_of, without_none, zeros_of
@@ -163,7 +169,8 @@ def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRu
 
     def make() -> LinearizedRule:
         made = _native(rule, rule.reading(xs, list(ys)), xs)
-        return LinearizedRule.made_of(rule, made.without_arrays(), rule.primal)
+        result = LinearizedRule.made_of(rule, made.without_arrays(), rule.primal)
+        return replace(result, source=(rule, avals)) if holds_nothing(rule) else result
 
     return remembered(rule, ("maps", avals), make)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -65,6 +66,15 @@ class TracedRule(Rule):
 def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
     """The function whose data flow is the rule's; None: each input reaches each output."""
     return rule.flow if isinstance(rule, TracedRule) else None
+
+
+def holds_nothing(rule: Rule) -> bool:
+    """Whether a rule's maps close over nothing, as those of the edits."""
+    maps = rule.primal, rule.tangent, rule.cotangent, rule.linearize
+    return all(
+        m is None or (type(m) is FunctionType and not (m.__closure__ or m.__defaults__))
+        for m in maps
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -89,7 +89,7 @@ def test_the_state_of_the_modules_is_as_after_one_call():
 @pytest.mark.parametrize("of", [lambda net: net, lambda net: lambda **batch: net(**batch)])
 def test_a_batch_may_come_by_keyword_alone(of):
     net = Net()
-    with pytest.warns(GradtoolsWarning, match=r"3 of 5 leaves are not trained") as caught:
+    with pytest.warns(GradtoolsWarning, match=r"3 of 5 parameters are not trained") as caught:
         gt.guard_gradients(of(net))(x=X)
     assert all(name in str(caught[0].message) for name in LOST)
 

@@ -118,4 +118,4 @@ def test_every_link_leads_to_a_file():
 def test_every_example_is_in_the_list():
     text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"\]\(\.\./examples/(\w+)\.py\)", text))
-    assert listed == {path.stem for path in (ROOT / "examples").glob("[uc][0-9r]*.py")}
+    assert listed == {path.stem for path in (ROOT / "examples").glob("[ucd][0-9re]*.py")}

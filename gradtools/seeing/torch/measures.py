@@ -99,7 +99,7 @@ def _device_peak(run: Callable[[], Any]) -> int | None:
 def _is_compiled(f: Any) -> bool:
     """Whether f is compiled code, or a function that names some, over a few steps."""
     near = [f]
-    for _ in range(3):
+    for _ in range(4):
         if any(map(upstream.is_compiled, near)):
             return True
         named = [x for g in near for x in (*cells_of(g).values(), *globals_of(g).values())]

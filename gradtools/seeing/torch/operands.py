@@ -92,7 +92,7 @@ class AtenCall:
             plain = value is not None and not any(True for _ in tensors_in(value))
             if plain and argument.name not in _UNSAID and not _is_number(argument, value):
                 value = _plain(value)
-                if value != _plain(default):
+                if isinstance(value, torch.ScriptObject) or value != _plain(default):
                     result[argument.name] = value
         for argument in self.schema:
             default = argument.has_default_value() and argument.default_value

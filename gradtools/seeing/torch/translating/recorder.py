@@ -227,8 +227,6 @@ class FormulaRecorder(Recorder[Expr]):
                     "Give f dense arguments, or leave to_sparse out."
                 )
         outs = made or writes
-        if not outs:  # such as a profiler's
-            return out
         self._tell(bound, call, out, outs)
         bound.writes = writes
         if name.startswith("hardsigmoid"):

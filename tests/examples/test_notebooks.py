@@ -20,6 +20,7 @@ NEEDS = {
 
 @pytest.fixture
 def runner(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER.parent))  # the module adds it when it is first imported
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module("run")
 

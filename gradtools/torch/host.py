@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import is_of, refusal
-from gradtools.host_kernels import KernelCall, Results, call_by_key, read_only
+from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual
@@ -76,7 +76,7 @@ class KernelCalls:
         try:
             for x in args:
                 # A copy: the kernel may keep it, and x may be stepped in place.
-                arrays.append(read_only(x.numpy().copy()))
+                arrays.append(np.asarray(x.numpy().copy().data.toreadonly()))
         except (RuntimeError, TypeError):  # what NumPy cannot read as it stands
             return NotImplemented
         if ASKING.now:

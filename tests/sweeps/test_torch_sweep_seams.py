@@ -217,14 +217,13 @@ def test_the_tangent_of_attention_to_shared_heads_may_be_differentiated():
 # --- what is refused by name ----------------------------------------------------------------------
 
 
-def test_cdist_is_refused_where_vmap_maps_the_cotangent_alone():
+def test_cdist_is_right_where_vmap_maps_the_cotangent_alone():
     f = lambda x: torch.cdist(x, 1 - 2 * W)
     cts = torch.stack((X[:, :2], T[:, :2]))
     expected = torch.stack([gt.vjp(f, X)[1](ct)[0] for ct in cts])
     wrong = torch.func.vmap(lambda ct: torch.func.vjp(f, X)[1](ct)[0])(cts)
     assert (wrong - expected).abs().max() > 0.1  # PyTorch's own
-    with pytest.raises(GradtoolsError, match=r"vjp: f holds cdist.*vmap maps the cotangent alone"):
-        torch.func.vmap(lambda ct: gt.vjp(f, X)[1](ct)[0])(cts)
+    close(torch.func.vmap(lambda ct: gt.vjp(f, X)[1](ct)[0])(cts), expected)
     xs = torch.stack((X, X))
     close(torch.func.vmap(lambda x, ct: gt.vjp(f, x)[1](ct)[0])(xs, cts), expected)
 
@@ -262,12 +261,6 @@ def sparse():
     gt.jacobian(f, mode="reverse")(X[0])
 
 
-def bias_alone_in_functorch():
-    bias = torch.tensor([0.1, -0.4, 0.8], dtype=torch.float64)
-    pushed = lambda x, b: gt.jvp(bias_alone, (x, b), (T, bias))[1]
-    torch.func.grad(pushed, argnums=(0, 1))(X, bias)
-
-
 def compressed():
     gt.hessian(lambda x: (x.to_sparse_csr().to_dense() ** 3).sum())(torch.ones(2, 2))
 
@@ -286,7 +279,6 @@ def negated_view():
         (no_vmap, r"jacobian: f holds an operation that PyTorch's vmap cannot map.*chunk_size=1"),
         (split_by_a_tensor, r"jvp: f holds an operation that reads the numbers of a tensor"),
         (sparse, r"jacobian: f holds an operation that PyTorch's vmap cannot map.*chunk_size=1"),
-        (bias_alone_in_functorch, r"jvp: f holds layer_norm with a bias and no weight"),
     ],
     ids=[
         "csr",
@@ -296,7 +288,6 @@ def negated_view():
         "as_strided_scatter",
         "tensor_split",
         "to_sparse",
-        "layer_norm",
     ],
 )
 def test_a_limit_of_pytorch_is_refused_in_words_that_say_what_to_do(run, words):

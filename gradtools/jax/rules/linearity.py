@@ -160,6 +160,8 @@ def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
         with jax.ensure_compile_time_eval():
             consts, xs = ([_known(x) for x in group] for group in (closed.consts, values))
             return [np.asarray(y) for y in jax.core.eval_jaxpr(closed.jaxpr, consts, *xs)]
+    except jax.errors.JaxRuntimeError:  # such as for memory
+        raise
     except Exception:  # named axes, values outside of a domain: nothing is said of the map
         return None
 

@@ -46,7 +46,7 @@ LEFT_OUT = {
     "torch": {
         **EVERYWHERE,
         "torch.func does not support the saved-tensor hooks of a compiled checkpoint": 2,
-        "PyTorch has no compiled double backward, torch#91469": 2,
+        "PyTorch has no compiled double backward, torch#91469": 1,
         "refused: PyTorch's forward rule loses a term when differentiated, torch#192540": 2,
     },
     "jax": EVERYWHERE,

@@ -60,7 +60,8 @@ class PlainPrograms(TorchFunctionMode):
                 return row.program(*args, **kwargs)
         if type(fun) is FunctionType and fun is not self._inside and row is None:
             return self._within(fun, types, args, kwargs)
-        if self._control_flow and not isinstance(fun, _ORDINARY):
+        compiling = torch.compiler.is_dynamo_compiling()
+        if self._control_flow and not compiling and not isinstance(fun, _ORDINARY):
             fun = _of_plain_code(fun)
         return fun(*args, **kwargs) if kwargs else fun(*args)
 

@@ -220,7 +220,6 @@ _COMPLEX = "a Jacobian of a complex function is no complex matrix; refused by na
 
 _NOT_COMPILED = {
     "frozen, twice": "PyTorch has no compiled double backward, torch#91469",
-    "chunked, twice": "PyTorch has no compiled double backward, torch#91469",
 }
 _LOSE_A_TERM = ("solve", "determinant", "log determinant")
 

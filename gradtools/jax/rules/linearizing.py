@@ -205,7 +205,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], given: Mask | None = None) -> Linea
             return None
         like_ys = without_none(likes_of(ys))
         hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
-    except READS_A_VALUE:
+    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # the latter such as for memory
         raise
     except NOT_LINEAR:
         return None  # forward mode needs no transpose; reverse mode will say why there is none

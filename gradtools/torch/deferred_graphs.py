@@ -70,9 +70,9 @@ class DeferredGraph:
     """The first evaluation of a derivative at modules, and what a second one needs."""
 
     def __init__(self) -> None:
-        self._parameters: list[Tensor] = []
-        self._buffers: dict[int, dict[str, Tensor]] = {}
-        self._values: list[tuple[Tensor, int]] = []
+        self.parameters: list[Tensor] = []
+        self.saved_buffers: dict[int, dict[str, Tensor]] = {}
+        self.values: list[tuple[Tensor, int]] = []
         self._constants: list[Tensor] = []  # outputs of f that depend on nothing
         self.start: Start | None = None
 
@@ -80,15 +80,15 @@ class DeferredGraph:
         """A parameter as the first evaluation sees it."""
         if not isinstance(p, nn.Parameter):  # an alias of a derivative around this one
             return p
-        self._parameters.append(p)
+        self.parameters.append(p)
         return p.detach()
 
     def buffers(self, module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """The buffers that a copy of a module gets, before f is evaluated at it."""
         if self.start is None:
-            self.start = started(self._parameters)
-        if module.training and id(module) not in self._buffers:
-            self._buffers[id(module)] = {name: b.detach().clone() for name, b in own.items()}
+            self.start = started(self.parameters)
+        if module.training and id(module) not in self.saved_buffers:
+            self.saved_buffers[id(module)] = {name: b.detach().clone() for name, b in own.items()}
         return own
 
     def note(self, output: Any) -> None:
@@ -96,7 +96,7 @@ class DeferredGraph:
         for y in _tensors(output):
             value = value_of(y)
             if value is not None:
-                self._values.append((value, upstream.version_of(value)))
+                self.values.append((value, upstream.version_of(value)))
             if not (is_wrapped(y) or upstream.forward_level() >= 0 or y.requires_grad):
                 self._constants.append(y)
 
@@ -111,7 +111,7 @@ class DeferredGraph:
 
         again: `select(again())` computes the same tree.
         """
-        if not (self._parameters and torch.is_grad_enabled()):
+        if not (self.parameters and torch.is_grad_enabled()):
             return results
         leaves, treedef = trees.flatten(results)
         constants = {id(x) for x in self._constants}
@@ -123,7 +123,7 @@ class DeferredGraph:
         run = again if select is None else partial(_selected, select, again)
         program = RecomputedDerivative(caller, self, places, run)
         chosen = [leaves[k] for k in places]
-        outs = program.attach(self._parameters, chosen)
+        outs = program.attach(self.parameters, chosen)
         for k, y in zip(places, outs, strict=True):
             leaves[k] = y
         return trees.unflatten(treedef, leaves)
@@ -209,12 +209,12 @@ class RecomputedDerivative(Recomputed):
         self._aliases: dict[int, Tensor] = {}
 
     def roots(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
-        return self._again, self._first._parameters
+        return self._again, self._first.parameters
 
     def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
         first = self._first
-        pairs = zip(first._parameters, aliases, strict=True)
-        self._aliases, self._left = {id(p): x for p, x in pairs}, list(first._values)
+        pairs = zip(first.parameters, aliases, strict=True)
+        self._aliases, self._left = {id(p): x for p, x in pairs}, list(first.values)
         _here.pending = self
         try:
             leaves = trees.flatten(self._again())[0]
@@ -228,7 +228,7 @@ class RecomputedDerivative(Recomputed):
 
     def buffers(self, module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the buffers, as they were before the first evaluation."""
-        before = self._first._buffers.get(id(module), own)
+        before = self._first.saved_buffers.get(id(module), own)
         return {name: before.get(name, b).clone() for name, b in own.items()}
 
     def note(self, output: Any) -> None:

@@ -219,7 +219,7 @@ def _pdist(node: Any) -> Call:
 
 
 def _attention(node: Any) -> Call:
-    mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
+    mask = upstream.saved(node, "attn_mask", upstream.saved(node, "attn_bias", None))
     causal, scale = _saved(node, "is_causal", "scale")
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = mask) -> Tensor:

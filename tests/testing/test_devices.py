@@ -55,7 +55,7 @@ def on_the_second_of_two_devices() -> None:
     """JAX makes several devices of one processor, if asked before it starts."""
     found = subprocess.run(
         [sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=300, check=False,
-        cwd=Path(__file__).parents[1] / "support",
+        cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert found.stdout.split() == ["held"], found.stderr
 

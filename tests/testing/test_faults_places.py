@@ -18,7 +18,7 @@ from tests.support.every_operator import POINT, USES, Use, World, healthy, leave
 from tests.support.state_of_process import changes, everything
 from tests.testing.test_faults import here
 
-SUPPORT = Path(__file__).parents[1] / "support"
+ROOT = Path(__file__).parents[2]
 THREADS = {"torch": 8, "jax": 3}  # each of JAX's calls compiles
 LONG = (
     "frozen",
@@ -100,7 +100,7 @@ def test_a_child_that_was_forked_after_the_import_computes_the_same(backend_name
     program = FORKED.format(backend=backend_name)
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False,
-        cwd=SUPPORT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert found.stdout.split() == ["held", "True"], found.stderr
 

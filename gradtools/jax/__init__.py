@@ -6,8 +6,12 @@ from importlib import import_module as _import_module
 from gradtools.api import Api as _Api
 from gradtools.api import no_attribute as _no_attribute
 from gradtools.errors import needed as _needed
+from gradtools.versions import check_version as _check_version
 
 try:
+    import jax as _jax
+
+    _check_version("jax", _jax.__version__)
     from gradtools.jax.backend import JaxBackend as _Backend
 except ModuleNotFoundError as error:
     raise _needed(__name__, error) from None

@@ -7,8 +7,12 @@ from types import ModuleType as _ModuleType
 from gradtools.api import Api as _Api
 from gradtools.api import no_attribute as _no_attribute
 from gradtools.errors import needed as _needed
+from gradtools.versions import check_version as _check_version
 
 try:
+    import torch as _torch
+
+    _check_version("torch", _torch.__version__)
     from gradtools.torch.backend import TorchBackend as _Backend
 except ModuleNotFoundError as error:
     raise _needed(__name__, error) from None

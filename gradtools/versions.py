@@ -1,0 +1,43 @@
+"""The versions of the frameworks that gradtools supports, checked when a backend is imported."""
+
+import os
+import re
+
+SUPPORTED = {"torch": ("2.13", "2.14"), "jax": ("0.10.2", "0.13")}
+"""For each framework the oldest supported version and the first that is too new.
+
+The extras of pyproject.toml ask for the same; `tests/house/test_versions.py` compares them.
+"""
+
+ANY_VERSION = "GRADTOOLS_ANY_VERSION"
+"""The environment variable that switches the check off, for tests with nightly builds."""
+
+
+def check_version(package: str, version: str) -> None:
+    """Refuses a version of a framework outside of the supported range.
+
+    Args:
+        package: The framework's name, ``"torch"`` or ``"jax"``.
+        version: Its ``__version__``, for example ``"2.13.0+cpu"``.
+
+    Raises:
+        ImportError: The version is not supported. The message names the range.
+    """
+    oldest, too_new = SUPPORTED[package]
+    if _release(oldest) <= _release(version) < _release(too_new) or os.environ.get(ANY_VERSION):
+        return
+    raise ImportError(
+        f"gradtools.{package} supports {package}>={oldest},<{too_new} and found {package} "
+        f"{version}; install one of these by pip install 'gradtools[{package}]', or set "
+        f"{ANY_VERSION}=1 to try this one.",
+        name=f"gradtools.{package}",
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The release number without zeros at its end; a pre-release counts as its release."""
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    parts = [int(part) for part in numbers.group().split(".")] if numbers else []
+    while parts and parts[-1] == 0:
+        parts.pop()
+    return tuple(parts)

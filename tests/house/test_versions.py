@@ -1,0 +1,77 @@
+"""The supported versions: what the package asks for, and what an import refuses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import gradtools
+from gradtools.versions import SUPPORTED, check_version
+
+ROOT = Path(__file__).parents[2]
+INSTALLED = gradtools.available_backends()
+
+
+@pytest.mark.parametrize("package", SUPPORTED)
+def test_the_extras_ask_for_the_versions_that_an_import_supports(package):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = extras["optional-dependencies"][package]
+    oldest, too_new = SUPPORTED[package]
+    assert f"{package}>={oldest},<{too_new}" in required
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [
+        *(("torch", v) for v in ("2.13.0+cpu", "2.13.1", "2.13.0a0+git1234")),
+        *(("jax", v) for v in ("0.10.2", "0.11.0", "0.12.0.1", "0.12.0.dev20261101")),
+    ],
+)
+def test_a_supported_version_passes(package, version):
+    check_version(package, version)
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [
+        *(("torch", v) for v in ("1.13.1", "2.7.1", "2.100.0", "3.0", "unknown")),
+        *(("jax", v) for v in ("0.6.2", "0.4.38", "0.13.0", "0.13.0.dev20261101", "1.0")),
+    ],
+)
+def test_another_version_is_refused_in_a_sentence_that_names_the_range(package, version):
+    oldest, too_new = SUPPORTED[package]
+    range_and_version = re.escape(
+        f"supports {package}>={oldest},<{too_new} and found {package} {version}"
+    )
+    with pytest.raises(ImportError, match=range_and_version):
+        check_version(package, version)
+
+
+def test_the_check_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv("GRADTOOLS_ANY_VERSION", "1")
+    check_version("torch", "3.0")
+
+
+@pytest.mark.parametrize("package", INSTALLED)
+@pytest.mark.parametrize("version", ["0.1.0", "9.0.0"])
+def test_an_import_with_another_version_is_refused_before_anything_else_is_read(package, version):
+    program = f"""
+import {package}
+{package}.__version__ = {version!r}
+for name in ("gradtools.{package}", "gradtools.{package}.arrays"):
+    try:
+        __import__(name)
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(f"found {package} {version}" in line for line in lines)

@@ -25,7 +25,7 @@ from gradtools.torch.functorch_wrappers import batches_first, is_inexact, levels
 from gradtools.torch.live_bytes import LiveBytes
 from gradtools.torch.modes import as_cast_now, casts_now, without_casts
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.replaying.consistency import Figures, Way, figures, is_near, part_of
+from gradtools.torch.replaying.consistency import Figures, Way, differ, figures, part_of
 from gradtools.torch.rules.transposing import pull
 
 Tensor = torch.Tensor
@@ -42,7 +42,9 @@ def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
         call.watched = call.watched or Watch.of(call, xs)
         call.sweeping = True
         try:
-            return _swept(program, xs, call.watched.begun(xs))
+            result = _swept(program, xs, call.watched.begun(xs))
+            call.watched.ended()
+            return result
         finally:
             call.sweeping, call.watch = False, None
 
@@ -122,6 +124,7 @@ class Watch:
         self._first = True
         self._stream: Randomness | None = None
         self._versions: list[int] = []
+        self._answers: list[Tensor] = []  # whether tiles differ, on an accelerator
 
     @classmethod
     def of(cls, call: Any, xs: Sequence[Tensor]) -> Watch:
@@ -151,7 +154,7 @@ class Watch:
 
     def begun(self, xs: Sequence[Tensor]) -> Watch:
         self._refuse_changed()
-        self._first, self._stream = True, Randomness.now(xs)
+        self._first, self._stream, self._answers = True, Randomness.now(xs), []
         return self
 
     def before(self, call: Any, tile: State, place: tuple[Block, Block]) -> State:
@@ -197,20 +200,40 @@ class Watch:
             return
         with upstream.outermost(), torch.no_grad():
             result = [figures(batches_first(x).detach(), _SAMPLE) for x in leaves]
-        old = self._seen.setdefault(place, result)
-        if old is result or _looks(old) != _looks(result):  # another vmap computes it
+            old = self._seen.setdefault(place, result)
+            if old is result or _looks(old) != _looks(result):  # another vmap computes it
+                return
+            answers = [differ(a, b) for a, b in zip(old, result, strict=True)]
+        self._answers += [x for x in answers if isinstance(x, Tensor)]
+        if any(x is True for x in answers):
+            raise self._other()
+        if not self._answers:
+            self._is_right()
+
+    def ended(self) -> None:
+        """The end of a sweep, in which an accelerator is waited for once."""
+        if not self._answers:
             return
-        if not all(map(is_near, old, result)):
-            if self._numbers is not None:
-                self._numbers.is_wrong()
-            raise GradtoolsError(
-                f"{self.caller}: f gives other numbers when a tile is computed again, so its "
-                "derivative would be wrong: it draws from a random stream, counts its calls, or "
-                "holds what was changed after the forward pass. Pass it as an argument."
-            )
+        answers, self._answers = self._answers, []
+        with upstream.outermost(), torch.no_grad():
+            differs = bool(torch.stack([x.to(answers[0].device) for x in answers]).any())
+        if differs:
+            raise self._other()
+        self._is_right()
+
+    def _is_right(self) -> None:
         if self._numbers is not None and not self.each:
             self._numbers.is_right()
             self._numbers = None
+
+    def _other(self) -> GradtoolsError:
+        if self._numbers is not None:
+            self._numbers.is_wrong()
+        return GradtoolsError(
+            f"{self.caller}: f gives other numbers when a tile is computed again, so its "
+            "derivative would be wrong: it draws from a random stream, counts its calls, or "
+            "holds what was changed after the forward pass. Pass it as an argument."
+        )
 
 
 def _version(x: Tensor) -> int:

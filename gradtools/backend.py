@@ -56,6 +56,8 @@ class Evaluation:
         checked: Whether None in a pullback's result means what is said above; False where the
             framework gives zeros, or None for other reasons.
         where_lost: Where the path from leaf i to the output is cut, for messages.
+        transposed: The pushforward by the transposed pullback, which evaluates fun no second time;
+            it may raise `CannotPush`. None where the pullback cannot be transposed.
     """
 
     outs: list[Array]
@@ -64,6 +66,11 @@ class Evaluation:
     cut: Callable[[Sequence[Array | None]], list[int]] = lambda cotangents: []
     checked: bool = True
     where_lost: Callable[[int], list[str]] = lambda i: []
+    transposed: Callable[[], Callable[[list[Array]], list[Array]] | None] = lambda: None
+
+
+class CannotPush(Exception):
+    """A transposed pullback met an operation whose backward pass has no derivative."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,12 +82,12 @@ class Staged:
             runs once.
         reverse_only: Whether it holds a rule without forward mode.
         cut: As in `Evaluation`.
-        jacobian_mode: Which mode takes fewer passes.
+        jacobian_mode: Which mode takes fewer passes; "auto" if only an evaluation can tell.
     """
 
     run: Fun
     reverse_only: bool = False
-    jacobian_mode: str = "reverse"
+    jacobian_mode: str = "auto"
     cut: Callable[[], list[int]] = list
 
 
@@ -213,8 +220,10 @@ class Arrays(ABC):
         """Ones with x's shape, dtype and device."""
         return self.xp.ones_like(x)
 
-    def unit_basis(self, x: Array) -> Array:
-        return self.xp.eye(x.size, dtype=x.dtype).reshape((x.size, *x.shape))
+    def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
+        """The unit vectors of x's shape, with this many zeros before and after them."""
+        count = before + x.size + after
+        return self.xp.eye(count, x.size, k=-before, dtype=x.dtype).reshape((count, *x.shape))
 
     def is_known_zero(self, x: Array) -> bool:
         return False

@@ -423,9 +423,10 @@ class Derivatives(Operators):
             f: Takes and returns pytrees of arrays; real inputs.
             argnums: Which positional arguments to differentiate.
             mode: "reverse" pulls back one unit cotangent for each output entry, "forward" pushes
-                one unit tangent for each input entry. "auto" takes the smaller number in JAX;
-                in PyTorch, where the size of the output is known only after the evaluation
-                that reverse mode needs anyway, it is "reverse".
+                one unit tangent for each input entry. "auto" takes the smaller number. In PyTorch
+                the size of the output is known once f is evaluated: if it is more than twice
+                that of the input, tangents are pushed by the transposed pullback, as `linearize`
+                does, where f holds PyTorch's own operations alone and sets no hook on a gradient.
             chunk_size: How many of them at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
 
@@ -785,6 +786,7 @@ class Derivatives(Operators):
         _refuse_complex(self._backend, call)
         fun: Fun = call
         if mode == "auto":
+            call.pushes = True
             staged = self._backend.stage(call, call.leaves)
             refuse_cut(call, staged.cut())
             mode, fun = staged.jacobian_mode, staged.run

@@ -7,24 +7,50 @@ tangent for each input entry, a column.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import accumulate, pairwise
 
 from gradtools.arguments.batches import axis_moved
 from gradtools.arguments.calls import Call
-from gradtools.backend import Array, Backend, Fun
+from gradtools.backend import Array, Backend, CannotPush, Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
+
+Push = Callable[[list[Array]], list[Array]]
 
 
 def blocks(
     backend: Backend, fun: Fun, leaves: list[Array], mode: str, chunk_size: int | None
 ) -> list[list[Array]]:
-    """For each output leaf, for each input leaf, an array of shape s + t."""
-    return (_columns if mode == "forward" else _rows)(backend, fun, leaves, chunk_size)
+    """For each output leaf, for each input leaf, an array of shape s + t.
+
+    mode: "auto" evaluates fun for its pullback. If the output is much larger than the input, and
+        the pullback can be transposed, columns are pushed by that.
+    """
+    if mode == "forward":
+        return _forward(backend, fun, leaves, chunk_size)
+    result = backend.vjp(fun, leaves, groups=None, once=False)
+    push = None
+    if mode == "auto" and _passes(backend, result.outs) > 2 * _size(leaves):
+        push = result.transposed()
+    if push is not None:
+        with suppress(CannotPush):
+            return _columns(backend, push, leaves, chunk_size)
+    return _rows(backend, fun, leaves, result, chunk_size)
+
+
+def _size(xs: list[Array]) -> int:
+    return sum([math.prod(x.shape) for x in xs])
+
+
+def _passes(backend: Backend, ys: list[Array]) -> int:
+    """How many cotangents reverse mode pulls back: two for a complex number."""
+    return sum([math.prod(y.shape) * (2 if backend.is_complex(y) else 1) for y in ys])
 
 
 def _rows(
-    backend: Backend, fun: Fun, leaves: list[Array], chunk_size: int | None
+    backend: Backend, fun: Fun, leaves: list[Array], result: Evaluation, chunk_size: int | None
 ) -> list[list[Array]]:
-    result = backend.vjp(fun, leaves, groups=None, once=False)
     full = [x for x in leaves if not _is_empty(x)]
 
     def rows_of(k: int, basis: Array) -> list[Array]:
@@ -57,27 +83,38 @@ def _rows(
     return [block_row(k, y) for k, y in enumerate(result.outs)]
 
 
-def _columns(
+def _forward(
     backend: Backend, fun: Fun, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
-    count = sum([-(-math.prod(x.shape) // chunk_size) if chunk_size else 1 for x in leaves])
-    restart = backend.restarting(fun, leaves, count)
-    columns = []
-    for k, x in enumerate(leaves):
-        # An empty leaf has no unit tangents; one empty tangent tells the outputs' shapes.
-        basis = x.reshape((1, *x.shape)) if _is_empty(x) else backend.unit_basis(x)
+    restart = backend.restarting(fun, leaves, -(-_size(leaves) // chunk_size) if chunk_size else 1)
 
-        def push(unit: Array, k: int = k) -> list[Array]:
-            restart()
-            zeros = backend.zeros_like
-            moving = [unit if i == k else zeros(leaf) for i, leaf in enumerate(leaves)]
-            return backend.jvp(fun, leaves, moving)[2]
+    def push(tangents: list[Array]) -> list[Array]:
+        restart()
+        return backend.jvp(fun, leaves, tangents)[2]
 
-        mapped = backend.map_batches(push, [basis], chunk_size, one_draw=True)
-        pushed = [c[: math.prod(x.shape)] for c in mapped]
-        last = [axis_moved(backend, column, 0, -1) for column in pushed]
-        columns.append([c.reshape((*c.shape[:-1], *x.shape)) for c in last])
-    return [list(row) for row in zip(*columns, strict=True)]
+    return _columns(backend, push, leaves, chunk_size)
+
+
+def _columns(
+    backend: Backend, push: Push, leaves: list[Array], chunk_size: int | None
+) -> list[list[Array]]:
+    """The unit tangents of all leaves are one batch, so f is evaluated once for all of them."""
+    ends = [*accumulate([math.prod(x.shape) for x in leaves], initial=0)]
+    count = ends[-1]
+    if count:
+        pairs = zip(leaves, pairwise(ends), strict=True)
+        bases = [backend.unit_basis(x, start, count - end) for x, (start, end) in pairs]
+    else:  # one empty tangent tells the outputs' shapes
+        bases = [x.reshape((1, *x.shape)) for x in leaves]
+    mapped = backend.map_batches(lambda *units: push([*units]), bases, chunk_size, one_draw=True)
+    last = [axis_moved(backend, column[:count], 0, -1) for column in mapped]
+    return [
+        [
+            column[..., start:end].reshape((*column.shape[:-1], *x.shape))
+            for x, (start, end) in zip(leaves, pairwise(ends), strict=True)
+        ]
+        for column in last
+    ]
 
 
 def _is_empty(x: Array) -> bool:

@@ -29,9 +29,11 @@ class Call:
 
     Attributes:
         hands_out: Whether the user gets f's output, which else may stay in its graph.
+        pushes: Whether the pullback may be transposed, in which f's hooks have no part.
     """
 
     hands_out = True
+    pushes = False
 
     def __init__(
         self,

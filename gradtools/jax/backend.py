@@ -78,8 +78,9 @@ class JaxBackend(Wing):
 
     ones_like = staticmethod(partial(jax.lax.full_like, fill_value=1))
 
-    def unit_basis(self, x: Array) -> Array:
-        basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
+    def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
+        count = before + x.size + after
+        basis = jnp.eye(count, x.size, k=-before, dtype=x.dtype).reshape(count, *x.shape)
         return shardings.varying(shardings.many_like(basis, x), shardings.varies(x))
 
     def is_known_zero(self, x: Array) -> bool:

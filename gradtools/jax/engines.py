@@ -39,7 +39,7 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     traced.refuse_signs(fun)
     outs, inputs = (sum(x.size for x in xs) for xs in (traced.out_avals, leaves))
     endless = any(eqn.primitive.name == "while" for eqn in traced.eqns)  # no reverse mode
-    mode = "forward" if inputs < outs or endless else "reverse"
+    mode = "forward" if (inputs < outs or endless) and not traced.reverse_only else "reverse"
 
     def run(*leaves: Array) -> Any:
         return traced.run(*leaves)

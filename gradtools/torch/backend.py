@@ -109,9 +109,13 @@ class TorchBackend(Wing):
 
     ones_like = staticmethod(partial(torch.ones_like, requires_grad=False))
 
-    def unit_basis(self, x: Array) -> Array:
-        eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
-        return eye.reshape(x.numel(), *x.shape)
+    def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
+        count, options = x.numel(), {"dtype": x.dtype, "device": x.device}
+        basis = torch.eye(count, **options)
+        if before or after:
+            zeros = [torch.zeros(n, count, **options) for n in (before, after)]
+            basis = torch.cat((zeros[0], basis, zeros[1]))
+        return basis.reshape(len(basis), *x.shape)
 
     # --- derivatives
 

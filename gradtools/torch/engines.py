@@ -25,14 +25,17 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
-from gradtools.backend import Evaluation, Fun
+from gradtools.backend import CannotPush, Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import refusal
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import (
+    CPP_NODE,
     SPENT,
     OpenDerivative,
     guarded,
@@ -46,6 +49,7 @@ from gradtools.torch.autograd_graph import (
 )
 from gradtools.torch.compiling import (
     is_compiling,
+    nodes_of,
     not_exported,
     refuse_lost,
     skipped_by_dynamo,
@@ -123,11 +127,13 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
+    hooks = SetsHooks() if getattr(fun, "pushes", False) else None
     try:
-        outs, extras, aliases, attached, survey, inside = _evaluate(fun, leaves)
+        evaluated = _evaluate(fun if hooks is None else hooks.around(fun), leaves)
     except RuntimeError as error:
         explain(caller_of(fun), error)
         raise
+    outs, extras, aliases, attached, survey, inside = evaluated
     ordinary = not (survey.lost or survey.wrong or survey.custom)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -163,6 +169,14 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 
         return where_lost(fun, leaves, i)
 
+    def transposed() -> Any:
+        if hooks is None or hooks.found or not ordinary or not _is_plain(outs):
+            return None
+        try:
+            return _pushing(_transposed(fun, leaves, evaluated), attached)
+        except RuntimeError:  # some operation's backward pass has no derivative
+            return None
+
     as_they_are = attached or not getattr(fun, "hands_out", True)
     return Evaluation(
         outs if as_they_are else _freed(outs),
@@ -170,7 +184,59 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         pullback,
         cut=lambda grads: inside.cut(grads, outs),
         where_lost=where_lost,
+        transposed=transposed,
     )
+
+
+class SetsHooks(TorchFunctionMode):
+    """Around a function whose pullback may be transposed, which hooks need not be linear for.
+
+    Attributes:
+        found: Whether the function sets a hook on a gradient, or reads a node of the graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def around(self, fun: Fun) -> Fun:
+        """The function, evaluated inside."""
+
+        def inside(*xs: Tensor) -> Any:
+            with self:
+                return fun(*xs)
+
+        inside.caller = caller_of(fun)  # type: ignore[attr-defined]
+        return inside
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fun in _REACH_THE_GRAPH:
+            self.found = True
+        return fun(*args, **kwargs) if kwargs else fun(*args)
+
+
+_REACH_THE_GRAPH = (Tensor.register_hook, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
+
+
+def _is_plain(ys: Sequence[Tensor]) -> bool:
+    """Whether the graph holds PyTorch's own operations alone, all of them differentiable."""
+    nodes = nodes_of([y for y in ys if y.requires_grad])
+    return not any(isinstance(n, BackwardCFunction) or type(n).__name__ == CPP_NODE for n in nodes)
+
+
+def _pushing(push: Any, attached: bool) -> Any:
+    """A transposed pullback. Raises `CannotPush` where an operation has no further derivative."""
+
+    def pushed(tangents: list[Tensor]) -> list[Tensor]:
+        try:
+            result = push(tangents)
+        except RuntimeError as error:
+            raise CannotPush from error
+        if attached and not _is_plain(result):
+            raise CannotPush
+        return result
+
+    return pushed
 
 
 def _pulled(
@@ -223,7 +289,14 @@ def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create:
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     with PlainPrograms(control_flow=True):
         evaluated = evaluated_to_push(caller_of(fun), _evaluate, fun, leaves)
-    outs, extras, aliases, attached, survey, inside = evaluated
+    push = _transposed(fun, leaves, evaluated)
+    outs, extras, _, attached, _, _ = evaluated
+    return (outs, extras, push) if attached else (_freed(outs), _freed(extras), push)
+
+
+def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
+    """The pushforward: the pullback, which is linear in the cotangents, pulled back itself."""
+    outs, _, aliases, attached, survey, inside = evaluated
     tracked = [y for y in outs if y.requires_grad]
     guard = guarded(caller_of(fun), fun, leaves, survey, aliases, True)
     with outside_of_inference(), torch.enable_grad(), guard or nullcontext():
@@ -253,7 +326,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
         pushed = spread(result, [y.requires_grad for y in outs])
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
 
-    return (outs, extras, push) if attached else (_freed(outs), _freed(extras), push)
+    return push
 
 
 def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
@@ -493,6 +566,8 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     entered: list[OpenDerivative] = []
     empty: list[bool] = []
     wrong: list[Any] = []
+    hooks = SetsHooks() if getattr(fun, "pushes", False) else None
+    plain: list[bool] = []
 
     def paired(*xs: Tensor) -> Any:
         probed_groups = groups if groups is not None and is_compiling() else ()
@@ -507,13 +582,15 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             again = _is_differentiated_again(1)
             guarding = _calls_guarded(caller_of(fun)) if again else nullcontext()
             with _opened(xs) as inside, guarding, PlainPrograms(), _pushed_from_outside():
-                outs, extras = fun(*xs)
+                outs, extras = (fun if hooks is None else hooks.around(fun))(*xs)
             entered[:] = [inside]
             survey = surveyed(outs)
             if again:
                 refuse_torchscript(caller_of(fun), outs)
             result, wrong[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
             reached[:] = [id(x) in result for x in xs]
+            ordinary = not (again or survey.lost or survey.wrong or survey.custom)
+            plain[:] = [ordinary and hooks is not None and not hooks.found and _is_plain(outs)]
         empty[:] = [not outs]
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
 
@@ -536,9 +613,18 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
         return entered[0].filled(grads, ()) if entered else grads
 
+    def transposed() -> Any:
+        if not any(plain) or entered[0].entered:
+            return None
+        try:
+            return _pushing(_pulled_back(pull, outs), False)
+        except RuntimeError:  # some operation's backward pass has no derivative
+            return None
+
     if not entered:  # compiled, or evaluated where dynamo broke its graph
         return Evaluation(list(outs), list(extras), pullback)
-    return Evaluation(list(outs), list(extras), pullback, lambda grads: entered[0].cut(grads, ()))
+    cut = lambda grads: entered[0].cut(grads, ())
+    return Evaluation(list(outs), list(extras), pullback, cut, transposed=transposed)
 
 
 def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:
@@ -654,13 +740,14 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
         return tuple(outs), tuple(extras)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
+    return list(outs), list(extras), _pulled_back(pull, outs)
+
+
+def _pulled_back(pull: Any, outs: Sequence[Tensor]) -> Any:
+    """The pushforward, as the pullback of a pullback."""
     ones = tuple(torch.ones_like(y) for y in outs)
     _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
-
-    def pushforward(tangents: list[Tensor]) -> list[Tensor]:
-        return list(push(tuple(tangents))[0])
-
-    return list(outs), list(extras), pushforward
+    return lambda tangents: list(push(tuple(tangents))[0])
 
 
 # --- whether f takes a derivative itself -------------------------------------------------

@@ -72,3 +72,10 @@ def test_bodies_that_differ_in_the_number_of_their_results_are_two():
 def test_within_a_trace_the_loop_is_part_of_it():
     f = lambda x: gt.jacobian(jnp.sin, chunk_size=2)(x)
     np.testing.assert_allclose(np.diag(jax.jit(f)(jnp.asarray(X))), np.cos(X))
+
+
+def test_a_wide_jacobian_of_a_rule_without_forward_mode_is_pulled_back():
+    f = lambda x: jnp.tile(gt.clip_gradient(x, max_value=0.5) ** 2, 3)
+    x = jnp.asarray([0.2, 3.0])
+    expected = gt.jacobian(f, mode="reverse")(x)
+    np.testing.assert_array_equal(gt.jacobian(f)(x), expected)

@@ -38,9 +38,9 @@ ROUNDS = 9
 CHUNK, COUNT, COUNTS = 32, 8, (4, 8, 16, 32)
 LENGTH, WIDTH, HEADS, LAYERS, DROPOUT, SCALE = 16, 256, 8, 4, 0.1, 20.0
 PLAIN, BY_HAND = "plain, the whole batch", "two passes by hand"
-OURS = {f"gt.chunked, retain={k}": k for k in (0, 1, COUNT // 4, COUNT // 2)}
+OURS = {f"gt.chunked, keep_graphs={k}": k for k in (0, 1, COUNT // 4, COUNT // 2)}
 ACCUMULATED = "gradient accumulation by hand"
-FLAT = (PLAIN, BY_HAND, "gt.chunked, retain=1")
+FLAT = (PLAIN, BY_HAND, "gt.chunked, keep_graphs=1")
 PEER = "sentence-transformers' gradient cache"
 
 
@@ -142,7 +142,7 @@ def in_torch(net: Any) -> dict[str, Callable[[torch.Tensor], None]]:
     if importlib.util.find_spec("sentence_transformers"):
         steps[PEER] = gradient_cache(net)
     for name, k in OURS.items():
-        chunked = gt.chunked(net, CHUNK, retain=k)
+        chunked = gt.chunked(net, CHUNK, keep_graphs=k)
         steps[name] = lambda x, chunked=chunked: contrast(chunked(x)).backward()
     return steps
 
@@ -272,7 +272,7 @@ def in_jax() -> dict[str, Callable[..., Any]]:
         "optax.microbatch, outputs joined": of(partial(with_optax, encode)),
         "optax.microbatch of jax.checkpoint": of(partial(with_optax, jax.checkpoint(encode))),
     } | {
-        name: of(gj.chunked(encode, CHUNK, in_axes=axes, key_argnums=1, retain=k))
+        name: of(gj.chunked(encode, CHUNK, in_axes=axes, key_argnums=1, keep_graphs=k))
         for name, k in OURS.items()
     }
 
@@ -298,12 +298,12 @@ def separable_in_jax() -> dict[str, Callable[..., Any]]:
     def ours(params: Any, key: Any, x: jax.Array) -> Any:
         loss = lambda p, rows, x: jax_separable(encode(p, jax.random.fold_in(key, rows[0]), x))
         numbers = jnp.arange(len(x)) // CHUNK
-        return gj.microbatched(loss, CHUNK)(params, numbers, x)
+        return gj.microbatched_value_and_grad(loss, CHUNK)(params, numbers, x)
 
     return {
         ACCUMULATED: by_hand,
         "optax.microbatch": with_optax,
-        "gt.microbatched": ours,
+        "gt.microbatched_value_and_grad": ours,
     }
 
 

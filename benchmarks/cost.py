@@ -45,7 +45,7 @@ PEERS = {
 }
 ELSEWHERE = {
     "sentence-transformers' gradient cache": "in [chunked.md](chunked.md), whose step it needs",
-    "gather": "needs several processes or devices; its tests count what it sends",
+    "all_gather": "needs several processes or devices; its tests count what it sends",
     "vmap, compile": "the framework's own under one name",
     "key, split": "draw random numbers, of which no operation is counted",
 }

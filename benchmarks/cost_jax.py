@@ -173,7 +173,7 @@ def edit_by_hand(edit: Callable[..., Any]) -> Callable[..., Any]:
 def _edits() -> dict[str, Ways]:
     clip = lambda ct: ct * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(ct))
     through = lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x)
-    known = lambda w, v, x, t, s: edited(lambda y: gt.known_gradient(y, t))(w, v, x, t, s)
+    known = lambda w, v, x, t, s: edited(lambda y: gt.replace_gradient(y, t))(w, v, x, t, s)
     known_by_hand = lambda w, v, x, t, s: edited(edit_by_hand(lambda ct: t))(w, v, x, t, s)
     made = {
         "reverse_gradient": {
@@ -196,7 +196,7 @@ def _edits() -> dict[str, Ways]:
             OURS: edited(lambda x: gt.transform_gradient(x, lambda ct: 2.0 * ct)),
             HAND: edited(edit_by_hand(lambda ct: 2.0 * ct)),
         },
-        "known_gradient": {OURS: known, HAND: known_by_hand},
+        "replace_gradient": {OURS: known, HAND: known_by_hand},
         "straight_through": {
             OURS: edited(gt.straight_through(jnp.round)),
             HAND: edited(through),
@@ -277,7 +277,7 @@ def _memory() -> dict[str, Ways]:
         return jax.lax.scan(back, jnp.zeros_like(w), (split(x), cts))[0]
 
     def chunked(w: Any, x: Any) -> Any:
-        return gt.chunked(encode, len(x) // CHUNKS, in_axes=(None, 0), retain=0)(w, x)
+        return gt.chunked(encode, len(x) // CHUNKS, in_axes=(None, 0), keep_graphs=0)(w, x)
 
     def slopes(frozen: Callable[..., Any]) -> Callable[..., Any]:
         def run(w: Any, v: Any, x: Any, t: Any, small: Any) -> Any:
@@ -322,8 +322,8 @@ def _pairs() -> dict[str, Ways]:
 
     product = lambda a, b: a @ b.T
     return {
-        "tiled": {
-            OURS: of(lambda h, v, t: gt.tiled(product, "logsumexp")(h, t).sum()),
+        "pairwise_reduce": {
+            OURS: of(lambda h, v, t: gt.pairwise_reduce(product, "logsumexp")(h, t).sum()),
             HAND: of(lambda h, v, t: jax.nn.logsumexp(product(h, t), 1).sum()),
         },
         "contrastive_loss": {
@@ -364,8 +364,10 @@ def _accumulation() -> dict[str, Ways]:
         return found.mean()
 
     made = {
-        "microbatched": {
-            OURS: lambda w, v, x, t, s: gt.microbatched(mean, len(x) // CHUNKS)(w, x),
+        "microbatched_value_and_grad": {
+            OURS: lambda w, v, x, t, s: gt.microbatched_value_and_grad(mean, len(x) // CHUNKS)(
+                w, x
+            ),
             HAND: summed,
         },
         "GradientAccumulator": {OURS: accumulated, HAND: added},
@@ -383,9 +385,9 @@ def _accumulation() -> dict[str, Ways]:
 
         kind = optax.microbatching.AccumulationType.MEAN
         both = jax.value_and_grad(mean)
-        made["microbatched"]["optax.microbatch"] = lambda w, v, x, t, s: optax.microbatch(
-            both, 1, len(x) // CHUNKS, kind
-        )(w, x)
+        made["microbatched_value_and_grad"]["optax.microbatch"] = lambda w, v, x, t, s: (
+            optax.microbatch(both, 1, len(x) // CHUNKS, kind)(w, x)
+        )
     return made | _modules()
 
 
@@ -401,11 +403,11 @@ def _modules() -> dict[str, Ways]:
         return equinox.tree_at(lambda n: (n.weight, n.bias), net, (w, w[0]))
 
     def ours(w: Any, v: Any, x: Any, t: Any, small: Any) -> Any:
-        apply, params, state = gt.functionalize(of(w))
+        apply, params, state = gt.make_functional(of(w))
         return gt.grad(lambda p: (apply(p, state, x[0])[0] ** 2).sum())(params)
 
     def by_hand(w: Any, v: Any, x: Any, t: Any, small: Any) -> Any:
         params, static = equinox.partition(of(w), equinox.is_array)
         return jax.grad(lambda p: (equinox.combine(p, static)(x[0]) ** 2).sum())(params)
 
-    return {"functionalize": {OURS: ours, HAND: by_hand}}
+    return {"make_functional": {OURS: ours, HAND: by_hand}}

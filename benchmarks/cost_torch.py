@@ -255,8 +255,8 @@ def _edits(at: Point) -> dict[str, Ways]:
             HAND: on(edit_by_hand(lambda ct: 2.0 * ct)),
             "a hook": on(_hooked(lambda ct: 2.0 * ct)),
         },
-        "known_gradient": {
-            OURS: on(lambda x: gt.known_gradient(x, at.t)),
+        "replace_gradient": {
+            OURS: on(lambda x: gt.replace_gradient(x, at.t)),
             HAND: on(edit_by_hand(lambda ct: at.t)),
         },
         "straight_through": {OURS: on(gt.straight_through(torch.round)), HAND: on(through)},
@@ -329,7 +329,9 @@ def _memory(at: Point) -> dict[str, Ways]:
     encode = lambda w, x: at.layer(w, at.layer(w, x))
     contrast = lambda z: torch.logsumexp(z @ z.T, 1).sum()
     pieces = x.split(at.chunk)
-    ours = lambda w: gt.chunked(encode, at.chunk, in_axes=(None, 0), retain=0, verify=False)(w, x)
+    ours = lambda w: gt.chunked(encode, at.chunk, in_axes=(None, 0), keep_graphs=0, verify=False)(
+        w, x
+    )
     again = lambda w: torch.cat([checkpoint(encode, w, c, use_reentrant=False) for c in pieces])
 
     def two_passes() -> Any:
@@ -388,8 +390,8 @@ def _pairs(at: Point) -> dict[str, Ways]:
 
     product = lambda a, b: a @ b.T
     return {
-        "tiled": {
-            OURS: of(lambda h: gt.tiled(product, "logsumexp")(h, t).sum()),
+        "pairwise_reduce": {
+            OURS: of(lambda h: gt.pairwise_reduce(product, "logsumexp")(h, t).sum()),
             HAND: of(lambda h: torch.logsumexp(product(h, t), 1).sum()),
         },
         "contrastive_loss": {
@@ -411,7 +413,7 @@ def _accumulation(at: Point) -> dict[str, Ways]:
     w, x = at.w, at.x
     mean = lambda w, x: at.loss(w, x) / len(x)
     net = torch.nn.Linear(*w.shape)
-    apply, params, state = gt.functionalize(net)
+    apply, params, state = gt.make_functional(net)
     buffer = [torch.zeros_like(w).requires_grad_()]
 
     def summed() -> Any:
@@ -448,7 +450,10 @@ def _accumulation(at: Point) -> dict[str, Ways]:
         return torch.autograd.grad((out**2).sum(), list(p.values()))
 
     return {
-        "microbatched": {OURS: lambda: gt.microbatched(mean, at.chunk)(w, x), HAND: summed},
+        "microbatched_value_and_grad": {
+            OURS: lambda: gt.microbatched_value_and_grad(mean, at.chunk)(w, x),
+            HAND: summed,
+        },
         "GradientAccumulator": {OURS: accumulated, HAND: lambda: summed()[1]},
         "accumulate_gradients": {
             OURS: written(lambda g: gt.accumulate_gradients(buffer, [g])),
@@ -458,7 +463,7 @@ def _accumulation(at: Point) -> dict[str, Ways]:
             OURS: written(lambda g: gt.assign_gradients(buffer, [g])),
             HAND: written(assigned),
         },
-        "functionalize": {
+        "make_functional": {
             OURS: lambda: gt.grad(lambda p: (apply(p, state, x)[0] ** 2).sum())(params),
             HAND: called,
         },

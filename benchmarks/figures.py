@@ -67,9 +67,9 @@ def _of_all(page: Path) -> str:
         ("contrastive step, memory: the whole batch at once",
          both("chunked.md", "peak, MB", "plain, the whole batch", **mb), "chunked"),
         ("the same with `chunked`, 8 chunks",
-         both("chunked.md", "peak, MB", "gt.chunked, retain=1", **mb), "chunked"),
+         both("chunked.md", "peak, MB", "gt.chunked, keep_graphs=1", **mb), "chunked"),
         ("its time beside the two passes written by hand",
-         both("chunked.md", "times two passes by hand", "gt.chunked, retain=1"), "chunked"),
+         both("chunked.md", "times two passes by hand", "gt.chunked, keep_graphs=1"), "chunked"),
         ("second derivative around 64 layers, memory: double backward",
          both("mixed_partial.md", "memory, MB", "64", "double backward", **scanned, **mb),
          "mixed_partial"),
@@ -166,7 +166,10 @@ def _span(numbers: list[float]) -> str:
 def _peaks() -> list[tuple[str, list[str], str]]:
     """Memory over the number of chunks, at once and with chunked."""
     found = []
-    for text, way in ("at once", "plain, the whole batch"), ("`chunked`", "gt.chunked, retain=1"):
+    for text, way in (
+        ("at once", "plain, the whole batch"),
+        ("`chunked`", "gt.chunked, keep_graphs=1"),
+    ):
         (torch,), (jax,) = (rows("chunked.md", f"{name}, {way}") for name in ("PyTorch", "JAX"))
         numbers = [[f"{float(row[n]):.0f}" for n in ("4", "8", "16", "32")] for row in (torch, jax)]
         cells = [", ".join(row) + " MB" for row in numbers]

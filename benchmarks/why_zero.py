@@ -97,12 +97,12 @@ def timed(call: Callable[[], Any]) -> list[float]:
     return [found[0], statistics.median(found[1:])]
 
 
-def measured(wing: str, case: str, wrt: int) -> dict[str, Any]:
+def measured(wing: str, case: str, argnums: int) -> dict[str, Any]:
     """One row, in this process. The forward pass comes last: its programs are its own."""
     gt = importlib.import_module(f"gradtools.{wing}")
     (params, x), f = leaves(gt), losses(gt)[case]
     reports = []
-    doctor = timed(lambda: reports.append(gt.why_zero(f, params, x, wrt=wrt)))
+    doctor = timed(lambda: reports.append(gt.why_zero(f, params, x, argnums=argnums)))
     asked = len(reports[0].arguments)
     assert len(reports[0]) == (asked if case == "dead" else 0), str(reports[0])
     return {"doctor": doctor, "leaves": asked}
@@ -127,8 +127,8 @@ def rows(wing: str) -> list[str]:
     title = f"{wing} {version(wing)}"
     found = [f"| {title} | one forward pass | | {first:.2f} | {later:.2f} | |"]
     for case in ("healthy", "dead"):
-        for wrt in (1, 0):
-            row = elsewhere(wing, case, str(wrt))
+        for argnums in (1, 0):
+            row = elsewhere(wing, case, str(argnums))
             cold, warm = row["doctor"]
             ratio = f"{cold / first:.1f}, {warm / later:.1f}"
             found.append(
@@ -142,8 +142,8 @@ def main() -> None:
     parser.add_argument("--row", nargs="+", help="one row, printed as JSON")
     row = parser.parse_args().row
     if row:
-        wing, case, *wrt = row
-        print(json.dumps(measured(wing, case, int(wrt[0])) if wrt else forward(wing)))
+        wing, case, *argnums = row
+        print(json.dumps(measured(wing, case, int(argnums[0])) if argnums else forward(wing)))
         return
     lines = [
         f"# why_zero on {LAYERS} layers, {datetime.date.today()}, Python {sys.version.split()[0]}",

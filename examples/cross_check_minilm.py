@@ -305,7 +305,7 @@ def compared(model, layers, inputs, order):
 
     (module, variables), mapping = port(model, layers, inputs)
     variables = jax.tree.map(jax.numpy.asarray, variables)
-    apply, params, state = gt.functionalize(module, variables=variables)
+    apply, params, state = gt.make_functional(module, variables=variables)
     return cross_check(
         torch=model,
         jax=(gt.compile(apply), params, state),

@@ -52,7 +52,7 @@ def train_torch(gt, gradient):
         net.load_state_dict(
             {"weight": gt.asarray(WEIGHTS[name].T), "bias": gt.asarray(BIASES[name])}
         )
-    pure = {name: gt.functionalize(net) for name, net in nets.items()}
+    pure = {name: gt.make_functional(net) for name, net in nets.items()}
     layers = {n: (lambda p, x, a=a, s=s: a(p, s, x)[0]) for n, (a, _, s) in pure.items()}
     params = [pure[name][1] for name in "ABC"]  # aliases: they move along with the optimiser
     down = torch.optim.Adam([*nets["A"].parameters(), *nets["B"].parameters()], lr=RATE)
@@ -78,7 +78,7 @@ def train_jax(gt, gradient):
     for name, weight in WEIGHTS.items():
         variables = {"kernel": gt.asarray(weight), "bias": gt.asarray(BIASES[name])}
         dense = nn.Dense(weight.shape[1], param_dtype=weight.dtype)
-        apply, p, state = gt.functionalize(dense, variables={"params": variables})
+        apply, p, state = gt.make_functional(dense, variables={"params": variables})
         layers[name] = lambda p, x, a=apply, s=state: a(p, s, x)[0]
         params.append(p)
     adam = optax.adam(RATE)

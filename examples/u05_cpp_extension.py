@@ -28,7 +28,9 @@ def soft_dtw(gt):
     run = lambda of, *xs: of(*[tensor(x) for x in xs], GAMMA).numpy()
     kernels = torch.ops.soft_dtw
     dtype = "float64"
-    cost = gt.host_function(lambda D: run(kernels.cost, D), out=gt.Spec((), dtype), vectorized=True)
+    cost = gt.host_function(
+        lambda D: run(kernels.cost, D), out=gt.ArraySpec((), dtype), vectorized=True
+    )
     gradient = gt.host_function(lambda D: run(kernels.gradient, D), vectorized=True)
     product = gt.host_function(lambda D, T: run(kernels.hessian_product, D, T), vectorized=True)
     cost.defvjp(lambda D: (cost(D), D), lambda D, ct: (ct * gradient(D),))

@@ -141,7 +141,7 @@ class _Torch:
     def loss(self, batch, chunk_size):
         encode = self.encode
         if chunk_size:
-            encode = self.gt.chunked(encode, chunk_size, retain=0)
+            encode = self.gt.chunked(encode, chunk_size, keep_graphs=0)
         return contrastive(self.gt, self.log_scale, encode(*batch[:2]), encode(*batch[2:]))
 
     def step(self, batch, seed):
@@ -195,7 +195,7 @@ class _Jax:
         self.everything = trained, gt.asarray(np.float32(np.log(SCALE)))
         module = minilm.flax_encoder()
         self.applied = {
-            train: gt.functionalize(module, variables={"params": params}, train=train)
+            train: gt.make_functional(module, variables={"params": params}, train=train)
             for train in (True, False)
         }
         self.adam = [optax.adamw(rate, weight_decay=DECAY) for rate in (RATE, SCALE_RATE)]
@@ -217,8 +217,8 @@ class _Jax:
         encode = self.encoder(train)
         if chunk_size:
             axes = None, 0, 0, None
-            encode = self.gt.chunked(encode, chunk_size, axes, key_argnums=3, retain=0)
-        towers = zip((batch[:2], batch[2:]), self.gt.split(key), strict=True)
+            encode = self.gt.chunked(encode, chunk_size, axes, key_argnums=3, keep_graphs=0)
+        towers = zip((batch[:2], batch[2:]), self.gt.split_key(key), strict=True)
         outs = [encode(params, *tower, key) for tower, key in towers]
         return contrastive(self.gt, log_scale, *outs)
 
@@ -234,25 +234,28 @@ class _Jax:
         if chunk_size not in self.programs:
             with self.single_precision():
                 step = self.jax.jit(functools.partial(self.one_step, chunk_size))
-                lowered = step.lower(self.everything, self.state, batch, self.gt.key(0))
+                lowered = step.lower(self.everything, self.state, batch, self.gt.random_key(0))
                 self.programs[chunk_size] = lowered.compile()
         return self.programs[chunk_size]
 
     def step(self, batch, seed):
         program = self.compiled(batch, CHUNK)
         with self.single_precision():
-            found = program(self.everything, self.state, batch, self.gt.key(seed))
+            found = program(self.everything, self.state, batch, self.gt.random_key(seed))
         self.everything, self.state, value = found
         return float(value)
 
     def embed(self, batch):
         towers = batch[:2], batch[2:]
         with self.single_precision():
-            return [np.asarray(self.encode(self.everything[0], *t, self.gt.key(0))) for t in towers]
+            return [
+                np.asarray(self.encode(self.everything[0], *t, self.gt.random_key(0)))
+                for t in towers
+            ]
 
     def exact(self, batch, chunk_size):
         params = self.jax.tree.map(lambda x: x.astype(np.float64), self.everything[0])
-        log_scale, key = self.everything[1], self.gt.key(0)
+        log_scale, key = self.everything[1], self.gt.random_key(0)
         loss = lambda params: self.loss(params, log_scale, batch, key, chunk_size, False)
         return minilm.as_arrays(self.jax.jit(self.gt.grad(loss))(params))
 

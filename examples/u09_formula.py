@@ -93,7 +93,7 @@ def complex_affine(gt, backend):
     W, I, b, ct = normal(3, 4), normal(4), normal(3), normal(3)
     arrays = [gt.asarray(z) for z in (W, I, b)]
     affine = lambda W, I, b: W @ I + b
-    whole = formula(gt, "complex affine", affine, *arrays, wrt=(0, 1, 2))
+    whole = formula(gt, "complex affine", affine, *arrays, argnums=(0, 1, 2))
     claim(f"natively: {', '.join(whole.lines(1))}", "Ī = Wᴴ ȳ" in whole.lines(1))
 
     def in_parts(W_re, W_im, I_re, I_im, b_re, b_im):
@@ -101,7 +101,7 @@ def complex_affine(gt, backend):
         return W_re @ I_re - W_im @ I_im + b_re, W_re @ I_im + W_im @ I_re + b_im
 
     split = [part for z in (W, I, b) for part in (z.real.copy(), z.imag.copy())]
-    parts = formula(gt, "in parts", in_parts, *map(gt.asarray, split), wrt=tuple(range(6)))
+    parts = formula(gt, "in parts", in_parts, *map(gt.asarray, split), argnums=tuple(range(6)))
     for line in parts.lines(1):
         print(f"  {line}")
     claim(f"put together: {', '.join(parts.lines(2))}", parts.lines(2)[1] == "Ī = Wᴴ Ō")
@@ -130,8 +130,8 @@ def network(gt, backend):
     arrays = [gt.asarray(rng.normal(size=shape)) for shape in shapes.values()]
     labels = gt.asarray(np.array([2, 0]))
     loss = {"torch": loss_in_torch, "jax": loss_in_jax}[backend]
-    wrt = (0, 1, 2, 3, 4)
-    found = gt.formula(loss, *arrays, labels, wrt=wrt)  # each names its own convolution
+    argnums = (0, 1, 2, 3, 4)
+    found = gt.formula(loss, *arrays, labels, argnums=argnums)  # each names its own convolution
     for line in found.lines(1):
         print(f"  {line}")
     mine = found.agrees_with(by_hand, convert=np.asarray)
@@ -140,7 +140,7 @@ def network(gt, backend):
     claim(f"without the flip: {slip}", not slip and slip.where.startswith("X̄"))
     slip = found.agrees_with(lambda *xs: by_hand(*xs, transpose=False), convert=np.asarray)
     claim(f"without the transpose: {slip}", not slip and slip.where.startswith("W̄"))
-    grads = gt.grad(loss, wrt)(*arrays, labels)
+    grads = gt.grad(loss, argnums)(*arrays, labels)
     return {"network": grads}
 
 

@@ -3,7 +3,7 @@
 A model of the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each chunk's loss is
 the mean over its own letters, so its weight is how many letters it has: with these weights a
 ``GradientAccumulator`` gives the gradient of the mean over all letters. Equal weights do not.
-``microbatched`` does the same in one call, with a weight for each sentence.
+``microbatched_value_and_grad`` does the same in one call, with a weight for each sentence.
 """
 
 import numpy as np
@@ -59,10 +59,13 @@ def show(gt, backend):
         each = xp.log(xp.sum(xp.exp(logits), axis=2)) - xp.sum(logits * after, axis=2)
         return xp.sum(each * there) / xp.sum(there)
 
-    chunked = gt.microbatched(padded_misfit, chunk_size=4, weights=letters)
+    chunked = gt.microbatched_value_and_grad(padded_misfit, chunk_size=4, weights=letters)
     value, grads = chunked(W, *padded)
     apart = difference(flat(gt, grads), flat(gt, full))
-    claim(f"microbatched, in chunks of 4, 4 and 2, is off by {apart:.1e}", apart < 1e-12)
+    claim(
+        f"microbatched_value_and_grad, in chunks of 4, 4 and 2, is off by {apart:.1e}",
+        apart < 1e-12,
+    )
     apart = abs(float(value) - float(misfit(W, pairs(SENTENCES))))
     claim(f"and its value by {apart:.1e}", apart < 1e-12)
 
@@ -72,7 +75,11 @@ def show(gt, backend):
         losses.add(gt.grad(loss)(W, pairs(SENTENCES)))
     apart = difference(flat(gt, losses.sum()), flat(gt, both))
     claim(f"one loss after the other differs from their sum by {apart:.1e}", apart < 1e-12)
-    return {"chunks": weighted.mean(), "microbatched": [value, grads], "losses": losses.sum()}
+    return {
+        "chunks": weighted.mean(),
+        "microbatched_value_and_grad": [value, grads],
+        "losses": losses.sum(),
+    }
 
 
 def letter_pairs(sentences):

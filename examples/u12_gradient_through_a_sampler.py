@@ -30,7 +30,7 @@ def show(gt, backend):
         return xp.mean(xp.log(xp.sum(xp.exp(logits), axis=1)) - xp.sum(logits * labels, axis=1))
 
     def masks(key):
-        return draw(gt.split(key, BATCH), 16) / RATE  # a key for each example
+        return draw(gt.split_key(key, BATCH), 16) / RATE  # a key for each example
 
     def sampled(params, key):
         through = lambda cotangent: cotangent * masks(key)
@@ -42,18 +42,18 @@ def show(gt, backend):
 
     if backend == "jax":
         sampled = gt.compile(sampled)
-    key = gt.key(0)
+    key = gt.random_key(0)
     apart = difference(flat(gt, sampled(params, key)), flat(gt, two_stages(params, key)))
     claim(f"the sampler inside differs from two stages by hand by {apart:.1e}", apart < 1e-12)
 
     known = gt.asarray(rng.normal(size=(BATCH, 16)) / BATCH)
-    replaced = gt.grad(lambda p: g(gt.known_gradient(h(p), known)))(params)
+    replaced = gt.grad(lambda p: g(gt.replace_gradient(h(p), known)))(params)
     by_hand = gt.vjp(h, params)[1](known)[0]
     apart = difference(flat(gt, replaced), flat(gt, by_hand))
     claim(f"replaced, it differs from the pullback by hand by {apart:.1e}", apart < 1e-12)
 
     plain = gt.grad(lambda p: g(h(p)))(params)
-    keys = gt.split(gt.key(1), DRAWS)
+    keys = gt.split_key(gt.random_key(1), DRAWS)
     draws = np.stack(
         [flat(gt, sampled(params, keys[i])) for i in trange(DRAWS, desc="  draws", leave=False)]
     )

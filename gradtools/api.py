@@ -19,16 +19,18 @@ _ROOMS = {
     ),
     "edits:Edits": (
         "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "
-        "known_gradient straight_through"
+        "replace_gradient straight_through"
     ),
     "custom_rules:CustomRules": "custom_rule",
-    "host_functions:HostFunctions": "host_function Spec",
+    "host_functions:HostFunctions": "host_function ArraySpec",
     "freezing:Freezing": "frozen",
-    "chunking:Chunking": "chunked microbatched gather is_replaying",
-    "tiles.tiling:Tiling": "tiled",
+    "chunking:Chunking": "chunked microbatched_value_and_grad all_gather is_recomputing",
+    "tiles.tiling:Tiling": "pairwise_reduce",
     "tiles.all_pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
-    "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
+    "models:Models": (
+        "make_functional xp asarray to_numpy random_key split_key vmap checkpoint compile"
+    ),
     "seeing.diagnostics.operators:SeeingOperators": "dependence why_zero guard_gradients",
     "seeing.graphs.graph:Graphing": "gradient_graph",
     "seeing.formulas.formulating:Formulating": "formula",
@@ -36,6 +38,15 @@ _ROOMS = {
 }
 _GONE = {"graph_diff": "`gradtools.testing.first_divergence` says where two ports of a model part."}
 _INSTEAD = {
+    "gather": "all_gather(x)",
+    "key": "random_key(seed)",
+    "split": "split_key(key, n)",
+    "functionalize": "make_functional(module)",
+    "known_gradient": "replace_gradient(x, dx)",
+    "tiled": "pairwise_reduce(f)",
+    "microbatched": "microbatched_value_and_grad(f, chunk_size)",
+    "is_replaying": "is_recomputing()",
+    "Spec": "ArraySpec(shape, dtype)",
     "minimax": "minimax_value_and_grad(f, minimize, maximize)",
     "jacrev": 'jacobian(f, mode="reverse")',
     "jacfwd": 'jacobian(f, mode="forward")',

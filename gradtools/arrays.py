@@ -38,8 +38,8 @@ def as_numpy(x: Any, framework: str, caller: str = "asarray") -> np.ndarray:
 def as_seed(seed: Any) -> int:
     """A seed of 64 bits as a Python integer, or an error."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise GradtoolsError(f"key: a seed is an integer, got {seed!r}.")
+        raise GradtoolsError(f"random_key: a seed is an integer, got {seed!r}.")
     seed = int(seed)
     if not -(2**63) <= seed < 2**63:
-        raise GradtoolsError(f"key: a seed fits into 64 bits with its sign, got {seed}.")
+        raise GradtoolsError(f"random_key: a seed fits into 64 bits with its sign, got {seed}.")
     return seed

@@ -483,8 +483,8 @@ class Programs(Rules):
     call_kernel = Lazily("host", lacking="host_function")
     """The results of a host kernel, inside the framework's program; without a derivative."""
 
-    gather = Lazily("gathering")
-    key, split = Lazily("arrays"), Lazily("arrays")
+    all_gather = Lazily("gathering")
+    random_key, split_key = Lazily("arrays"), Lazily("arrays")
 
     def as_number(self, x: Any) -> Any:
         """A Python number where x holds a known one, x itself where it is traced, else None."""
@@ -571,7 +571,7 @@ class Recomputation(Programs):
             for rows, lists in zip(chunks.cut.rows, chunks.lists, strict=True)
         ]
 
-    tiles = Lazily("tiling", "", lacking="tiled")
+    tiles = Lazily("tiling", "", lacking="pairwise_reduce")
     """A wing's room for reductions over all pairs of rows: `sweep`, `fold` and what they need."""
 
     def frozen_uses(self, budget: int | None) -> Any:
@@ -582,7 +582,7 @@ class Recomputation(Programs):
         """The output leaves of one use, a `chunks.Chunks` of one chunk that shares all."""
         return whole.call(0, 0, [], whole.shared, [])[0]
 
-    def is_replaying(self) -> bool:
+    def is_recomputing(self) -> bool:
         return False
 
 

@@ -47,11 +47,11 @@ class Chunking(Operators):
         key_argnums: Argnums = (),
         carry_argnums: Argnums = (),
         interleaved: bool = False,
-        retain: int = 1,
+        keep_graphs: int = 1,
         memory_budget: int | None = None,
         verify: bool | None = None,
         progress: bool = False,
-        outputs: Callable[[Any], Any] | None = None,
+        select: Callable[[Any], Any] | None = None,
     ) -> F:
         """f over a batch, chunk by chunk, at the memory of one chunk's graph.
 
@@ -70,7 +70,7 @@ class Chunking(Operators):
         parameter once, as one sum. If the forward or the backward pass of f raises, `.grad` of
         f's parameters, buffers, attributes and random streams are as they stood before it;
         leaves that autograd reached earlier, such as a temperature in the loss, have their
-        gradient already. Hooks of modules run in both computations, see `is_replaying`. Of two
+        gradient already. Hooks of modules run in both computations, see `is_recomputing`. Of two
         threads' backward passes that compute again one waits for the other.
 
         JAX: a scan over the chunks whose body is computed again in the backward pass: the same
@@ -102,10 +102,10 @@ class Chunking(Operators):
             interleaved: Whether chunk i of n holds the rows i::n, and not a block of rows; the
                 order of outputs is restored. A batch that is sharded over devices then needs no
                 gather.
-            retain: How many of the last chunks keep their graph instead of computing it again.
+            keep_graphs: How many of the last chunks keep their graph instead of computing it again.
                 The loss is computed while they are there, and in JAX their gradient is one more
-                buffer: `retain=0` is the leanest.
-            memory_budget: Bytes for graphs that are kept beyond the leanest run; `retain` then
+                buffer: `keep_graphs=0` is the leanest.
+            memory_budget: Bytes for graphs that are kept beyond the leanest run; `keep_graphs` then
                 follows from the size of a chunk's graph.
             verify: PyTorch: whether what is computed again is compared with the first pass, to
                 raise if it differs, naming the chunk and the first submodule that does. None: in
@@ -114,7 +114,7 @@ class Chunking(Operators):
                 reaches. True: in each backward pass, all bits, also of every module. False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
                 program that is lowered for another platform has none.
-            outputs: What of f's output is wanted, as a function of it; the rest is not kept. Such
+            select: What of f's output is wanted, as a function of it; the rest is not kept. Such
                 as `lambda out: out.pooler_output` of a model that returns caches or a loss, too.
 
         Returns:
@@ -139,20 +139,20 @@ class Chunking(Operators):
         Source: Gao, Zhang, Han, Callan, Scaling deep contrastive learning batch size under memory
         limited setup, 2021; recomputation after Griewank and Walther, Algorithm 799: revolve, 2000.
         """
-        options = ChunkOptions(retain, memory_budget, verify, bool(progress))
+        options = ChunkOptions(keep_graphs, memory_budget, verify, bool(progress))
         options, chunk_size = options.checked(f, chunk_size)
-        if outputs is not None:
-            ChunkOptions().checked(outputs, 1, "chunked", "outputs")
+        if select is not None:
+            ChunkOptions().checked(select, 1, "chunked", "select")
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
         rest = chunk_size, axes, argnums, interleaved, options
         uncompiled = self._backend.compiler.uncompiled
-        if outputs is None and type(f) is FunctionType:  # mostly, and no module
+        if select is None and type(f) is FunctionType:  # mostly, and no module
             return like_function("chunked_", f, partial(uncompiled, self._run_chunked, f, rest))
-        return self._backend.like_module(f, partial(self._chunked_of, outputs, rest))
+        return self._backend.like_module(f, partial(self._chunked_of, select, rest))
 
-    def _chunked_of(self, outputs: Any, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:
-        if outputs is not None:
-            f = like_function("", f, partial(_selected, outputs, f))
+    def _chunked_of(self, select: Any, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:
+        if select is not None:
+            f = like_function("", f, partial(_selected, select, f))
         uncompiled = self._backend.compiler.uncompiled
         return like_function("chunked_", f, partial(uncompiled, self._run_chunked, f, rest))
 
@@ -174,7 +174,7 @@ class Chunking(Operators):
         outs, carry = self._backend.run_chunks(chunks)
         return chunks.result(outs, carry)
 
-    def microbatched(
+    def microbatched_value_and_grad(
         self,
         f: Callable[P, R],
         chunk_size: int,
@@ -227,23 +227,26 @@ class Chunking(Operators):
                 and gives NaN); a differentiated argument that is split.
 
         Example:
-            >>> loss = gt.microbatched(lambda w, x: (w * x).mean(), chunk_size=2)
+            >>> loss = gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), chunk_size=2)
             >>> value, g = loss(gt.asarray(np.float32(1.0)), gt.asarray(np.float32([1, 2, 6])))
             >>> float(value), float(g)
             (3.0, 3.0)
         """
-        _, chunk_size = ChunkOptions(verify=verify).checked(f, chunk_size, "microbatched")
+        _, chunk_size = ChunkOptions(verify=verify).checked(
+            f, chunk_size, "microbatched_value_and_grad"
+        )
         if reduction not in ("mean", "sum"):
             raise GradtoolsError(
-                f"microbatched: reduction is {reduction!r}; expected 'mean' or 'sum'."
+                f"microbatched_value_and_grad: reduction is {reduction!r}; expected 'mean' or "
+                "'sum'."
             )
         if weights is not None and reduction == "sum":
             raise GradtoolsError(
-                "microbatched: sums add up as they are; give weights with reduction='mean', or "
-                "multiply by them inside f."
+                "microbatched_value_and_grad: sums add up as they are; give weights with "
+                "reduction='mean', or multiply by them inside f."
             )
 
-        refuse_arguments("microbatched", argnums)
+        refuse_arguments("microbatched_value_and_grad", argnums)
         options = _Microbatched(
             chunk_size, argnums, in_axes, reduction, weights, has_aux, key_argnums, carry_argnums
         )
@@ -253,12 +256,14 @@ class Chunking(Operators):
         self, f: Callable[..., Any], options: _Microbatched, /, *args: Any, **kwargs: Any
     ) -> Any:
         backend, argnums = self._backend, options.argnums
-        positions = normalized_argnums("microbatched", argnums, len(args))
-        opened: Any = backend.opened("microbatched", f, args, kwargs, positions)
+        positions = normalized_argnums("microbatched_value_and_grad", argnums, len(args))
+        opened: Any = backend.opened("microbatched_value_and_grad", f, args, kwargs, positions)
         again = partial(self._microbatched, f, options, *args, **kwargs)
         if opened is not None and opened.opens_once:
             f, args = opened, opened.args
-        given = arguments_of_call("microbatched", f, args, kwargs, options.in_axes, positions)
+        given = arguments_of_call(
+            "microbatched_value_and_grad", f, args, kwargs, options.in_axes, positions
+        )
         keys, carried = options.special(args, given, positions)
         call = _Microbatches(backend, given, positions, options.weights)
         derivatives, has_aux = Derivatives(backend), options.has_aux
@@ -267,7 +272,9 @@ class Chunking(Operators):
 
         def terms(*chunk: Any, **kwargs: Any) -> Any:
             own = None if call.weights is None else chunk[-1]
-            spec = GradientSpec("microbatched", run, argnums, has_aux or bool(carried))
+            spec = GradientSpec(
+                "microbatched_value_and_grad", run, argnums, has_aux or bool(carried)
+            )
             value, aux, grads = derivatives._scalar_gradient(spec, chunk[: len(args)], kwargs)
             aux, carry = aux if carried else (aux, None)
             aux = call.metrics(aux, options.reduction) if has_aux else None
@@ -283,7 +290,7 @@ class Chunking(Operators):
 
         terms = like_function("", f, terms)
         chunks = call.cut(terms, options.chunk_size, keys, carried)
-        with shared_examples_named("microbatched", given):
+        with shared_examples_named("microbatched_value_and_grad", given):
             sums, carry = backend.sum_chunks(chunks)
         if opened is not None and opened.opens_once:
             opened.refuse_changes()
@@ -299,9 +306,9 @@ class Chunking(Operators):
             result = result, backend.unflatten(chunks.call.carry_def, carry)
         if opened is None:
             return result
-        return backend.attaching(opened, "microbatched", again)(result)
+        return backend.attaching(opened, "microbatched_value_and_grad", again)(result)
 
-    def gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
+    def all_gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
         """The rows of all processes (PyTorch) or devices (JAX), one after the other.
 
         For losses over the global batch. The derivative is the adjoint: each process's cotangent
@@ -327,12 +334,12 @@ class Chunking(Operators):
                 JAX: group was given, axis_name is missing or unknown.
 
         Example:
-            >>> callable(gt.gather)
+            >>> callable(gt.all_gather)
             True
         """
-        return self._backend.compiler.uncompiled(self._backend.gather, x, axis_name, group)
+        return self._backend.compiler.uncompiled(self._backend.all_gather, x, axis_name, group)
 
-    def is_replaying(self) -> bool:
+    def is_recomputing(self) -> bool:
         """Whether f is being computed a second time, for hooks with side effects.
 
         In JAX hooks do not exist, and what is computed again is never traced again: False.
@@ -342,15 +349,15 @@ class Chunking(Operators):
             computes f again.
 
         Example:
-            >>> gt.is_replaying()
+            >>> gt.is_recomputing()
             False
         """
-        return self._backend.is_replaying()
+        return self._backend.is_recomputing()
 
 
 @dataclass(frozen=True)
 class _Microbatched:
-    """What a user of `microbatched` chose."""
+    """What a user of `microbatched_value_and_grad` chose."""
 
     chunk_size: int
     argnums: Argnums
@@ -365,12 +372,14 @@ class _Microbatched:
         self, args: Sequence[Any], given: list[Argument], positions: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Which arguments are keys and carries; they are not split."""
-        keys = _positions("key_argnums", self.key_argnums, len(args), "microbatched")
-        carried = _positions("carry_argnums", self.carry_argnums, len(args), "microbatched")
+        keys = _positions("key_argnums", self.key_argnums, len(args), "microbatched_value_and_grad")
+        carried = _positions(
+            "carry_argnums", self.carry_argnums, len(args), "microbatched_value_and_grad"
+        )
         for i in {*keys} & {*carried} | {*keys, *carried} & {*positions}:
             raise GradtoolsError(
-                f"microbatched: argument {i} is named twice in argnums, key_argnums and "
-                "carry_argnums; it is differentiated, a key or a carry."
+                f"microbatched_value_and_grad: argument {i} is named twice in argnums, key_argnums "
+                "and carry_argnums; it is differentiated, a key or a carry."
             )
         for i in (*keys, *carried):
             given[i] = Argument(i, args[i])
@@ -383,7 +392,9 @@ def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any)
     out = result[0] if isinstance(result, tuple) and len(result) == 2 else None
     if out is None or (has_aux and not (isinstance(out, tuple) and len(out) == 2)):
         expected = "((loss, aux), new_carry)" if has_aux else "(loss, new_carry)"
-        raise GradtoolsError(f"microbatched: with carry_argnums f returns {expected}.")
+        raise GradtoolsError(
+            f"microbatched_value_and_grad: with carry_argnums f returns {expected}."
+        )
     loss, aux = out if has_aux else (out, None)
     return loss, (aux, result[1])
 
@@ -402,20 +413,23 @@ class _Microbatches:
         self.weigh = weights if callable(weights) else None
         self.weights = None
         if weights is not None and not callable(weights):
-            self.weights = as_array(backend, "microbatched", weights, "weights")
+            self.weights = as_array(backend, "microbatched_value_and_grad", weights, "weights")
         for i in positions:
             if given[i].axes is not None:
                 raise GradtoolsError(
-                    f"microbatched: argument {i} is differentiated, so all chunks share it; "
-                    f"in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to the "
-                    "batch itself use chunked."
+                    f"microbatched_value_and_grad: argument {i} is differentiated, so all chunks "
+                    f"share it; in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to "
+                    "the batch itself use chunked."
                 )
         if self.weights is not None and backend.is_complex(self.weights):
-            raise GradtoolsError("microbatched: weights is complex; expected real numbers.")
+            raise GradtoolsError(
+                "microbatched_value_and_grad: weights is complex; expected real numbers."
+            )
         if self.weights is not None and len(self.weights.shape) != 1:
             raise GradtoolsError(
-                f"microbatched: weights has shape {tuple(self.weights.shape)}; expected one "
-                "number for each example, shape (n,), or a function of a chunk's arguments."
+                f"microbatched_value_and_grad: weights has shape {tuple(self.weights.shape)}; "
+                "expected one number for each example, shape (n,), or a function of a chunk's "
+                "arguments."
             )
 
     def metrics(self, aux: Any, reduction: str) -> Any:
@@ -426,16 +440,16 @@ class _Microbatches:
         for x, path in zip(leaves, backend.leaf_paths(aux), strict=True):
             if not is_numeric(backend, x):
                 raise GradtoolsError(
-                    f"microbatched: aux{path} is {describe(backend, x)}; expected an array of "
-                    "numbers, which is reduced over chunks as the loss is. Hand other state on by "
-                    "carry_argnums."
+                    f"microbatched_value_and_grad: aux{path} is {describe(backend, x)}; expected "
+                    "an array of numbers, which is reduced over chunks as the loss is. Hand other "
+                    "state on by carry_argnums."
                 )
             x = x if backend.is_array(x) else backend.asarray(x)
             if reduction == "mean" and not backend.is_inexact(x):
                 raise GradtoolsError(
-                    f"microbatched: aux{path} is {describe(backend, x)}; expected a floating "
-                    "array, the mean over the chunk's examples, as the loss is. Counts are summed "
-                    "with reduction='sum', or handed on by carry_argnums."
+                    f"microbatched_value_and_grad: aux{path} is {describe(backend, x)}; expected a "
+                    "floating array, the mean over the chunk's examples, as the loss is. Counts "
+                    "are summed with reduction='sum', or handed on by carry_argnums."
                 )
             arrays.append(x)
         return backend.unflatten(treedef, arrays)
@@ -452,7 +466,7 @@ class _Microbatches:
         if self.weights is not None:
             count = sum(isinstance(a.key, int) for a in given)
             given.insert(count, Argument(count, self.weights, 0, named=True))
-        self.batch = Batch(self.backend, "microbatched", given, lists=True)
+        self.batch = Batch(self.backend, "microbatched_value_and_grad", given, lists=True)
         cut = Partition(self.batch.size, chunk_size)
         return Chunks.of(terms, self.batch, cut, ChunkOptions(0), keys=keys, carried=carried)
 
@@ -465,8 +479,8 @@ class _Microbatches:
         if shape != () or not _is_real(self.backend, result):
             came = describe(self.backend, result) if shape == () else f"shape {shape}"
             raise GradtoolsError(
-                f"microbatched: the function of weights returned {came}; expected one real "
-                "number, the weight of its chunk."
+                f"microbatched_value_and_grad: the function of weights returned {came}; expected "
+                "one real number, the weight of its chunk."
             )
         return result
 
@@ -485,8 +499,8 @@ class _Microbatches:
         number = self.backend.as_number(total)
         if isinstance(number, (int, float)) and number == 0:
             raise GradtoolsError(
-                "microbatched: the weights sum to 0, so there is no mean. Give weights with a sum "
-                "other than 0, or use reduction='sum'."
+                "microbatched_value_and_grad: the weights sum to 0, so there is no mean. Give "
+                "weights with a sum other than 0, or use reduction='sum'."
             )
 
     def wide(self, x: Array) -> Array:
@@ -496,9 +510,9 @@ class _Microbatches:
 
 
 def _selected(
-    outputs: Callable[[Any], Any], f: Callable[..., Any], *args: Any, **kwargs: Any
+    select: Callable[[Any], Any], f: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    return outputs(f(*args, **kwargs))
+    return select(f(*args, **kwargs))
 
 
 def _is_real(backend: Backend, x: Any) -> bool:

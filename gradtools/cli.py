@@ -167,7 +167,7 @@ def _add_written(
 
 def _add_wrt(command: argparse.ArgumentParser) -> None:
     said = "the position of the argument, or of several: 0,2 (default: 0)"
-    command.add_argument("--wrt", type=_positions, default=[0], metavar="N", help=said)
+    command.add_argument("--argnums", type=_positions, default=[0], metavar="N", help=said)
 
 
 def _add_function(command: argparse.ArgumentParser, json: bool = True) -> None:

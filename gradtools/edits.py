@@ -49,7 +49,7 @@ REPLACE = Rule(
 """Inputs y and s; the value of y with the derivative of s."""
 
 KNOWN = Rule(
-    "known_gradient",
+    "replace_gradient",
     primal=lambda x, dx: [x],
     cotangent=lambda dx, cts: [dx[0], None],
     nondifferentiable=(1,),
@@ -329,7 +329,7 @@ class Edits(Operators):
         )
         return _edit_jointly(backend, rule.name, lambda found: backend.apply_rule(rule, *found), x)
 
-    def known_gradient(self, x: T, dx: Any) -> T:
+    def replace_gradient(self, x: T, dx: Any) -> T:
         """The identity whose cotangent becomes `dx`, whatever comes in (Theano's known_grads).
 
         If x reaches the output by data flow, its gradient is dx, also where the incoming
@@ -349,7 +349,7 @@ class Edits(Operators):
         Example:
             >>> x = gt.asarray(np.float32(3.0))
             >>> dx = gt.asarray(np.float32(5.0))
-            >>> float(gt.grad(lambda x: gt.known_gradient(x, dx) ** 2)(x))
+            >>> float(gt.grad(lambda x: gt.replace_gradient(x, dx) ** 2)(x))
             5.0
 
         Source: Theano's ``theano.gradient.grad(known_grads=...)``.
@@ -359,12 +359,12 @@ class Edits(Operators):
         given, given_def = backend.flatten(dx)
         if treedef != given_def:
             raise GradtoolsError(
-                f"known_gradient: dx has the structure {in_words(given_def)}, expected that of x, "
-                f"{in_words(treedef)}. Give one array for each of x's."
+                f"replace_gradient: dx has the structure {in_words(given_def)}, expected that of "
+                f"x, {in_words(treedef)}. Give one array for each of x's."
             )
         paths = backend.leaf_paths(x)
         if not any(_edited(backend, leaf) for leaf in leaves):
-            _check_editable(backend, "known_gradient", x, leaves)
+            _check_editable(backend, "replace_gradient", x, leaves)
         edited = [
             _known(backend, *leaf) if _edited(backend, leaf[0]) else leaf[0]
             for leaf in zip(leaves, given, paths, strict=True)
@@ -486,12 +486,12 @@ def _has_real_dtype(x: Any) -> bool:
 
 
 def _known(backend: Backend, x: Array, dx: Any, path: str) -> Array:
-    dx = as_array(backend, "known_gradient", dx, f"dx{path}")
+    dx = as_array(backend, "replace_gradient", dx, f"dx{path}")
     came = (tuple(dx.shape), backend.dtype_name(dx))
     wanted = (tuple(x.shape), backend.dtype_name(x))
     if came != wanted:
         raise GradtoolsError(
-            f"known_gradient: dx{path} has shape {came[0]} and dtype {came[1]}, expected "
+            f"replace_gradient: dx{path} has shape {came[0]} and dtype {came[1]}, expected "
             f"{wanted[0]} and {wanted[1]}, those of x{path}. Reshape or cast it."
         )
     return backend.apply_rule(KNOWN, x, dx)[0]

@@ -1,9 +1,9 @@
 """Host kernels: NumPy, SciPy or ctypes functions inside a framework's program.
 
 A framework that traces a program must know what a kernel returns before it runs it, and has no
-chance to look at what it then returns: so a `Spec` says it, and what comes is held to it here,
-exactly, before a framework could cast or misread it. Under vmap a kernel is called once for each
-example, or once with the batch in front of every argument. A kernel has no derivative of its
+chance to look at what it then returns: so an `ArraySpec` says it, and what comes is held to it
+here, exactly, before a framework could cast or misread it. Under vmap a kernel is called once for
+each example, or once with the batch in front of every argument. A kernel has no derivative of its
 own. How a call enters a framework's program stands in `torch/host.py` and `jax/host.py`.
 """
 
@@ -44,7 +44,7 @@ _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array
 
 @whole
 @dataclass(frozen=True)
-class Spec:
+class ArraySpec:
     """What an array looks like: its shape, and its dtype by name.
 
     Args:
@@ -56,9 +56,9 @@ class Spec:
         GradtoolsError: shape or dtype is none.
 
     Example:
-        >>> gt.Spec((3,), "float32")
-        Spec(shape=(3,), dtype='float32')
-        >>> gt.Spec(3, np.float32) == gt.Spec((3,), "float32")
+        >>> gt.ArraySpec((3,), "float32")
+        ArraySpec(shape=(3,), dtype='float32')
+        >>> gt.ArraySpec(3, np.float32) == gt.ArraySpec((3,), "float32")
         True
     """
 
@@ -76,7 +76,7 @@ def _shape(shape: Any) -> Shape:
         return tuple([_dim(d) for d in dims])
     except (TypeError, ValueError):
         raise GradtoolsError(
-            f"Spec: shape is {shape!r}; it must be a tuple of integers that are not negative, "
+            f"ArraySpec: shape is {shape!r}; it must be a tuple of integers that are not negative, "
             "such as (2, 3), or () for a number."
         ) from None
 
@@ -99,8 +99,8 @@ def _dtype(dtype: Any) -> str:
         name = ""
     if name not in _DTYPES:
         raise GradtoolsError(
-            f"Spec: dtype is {dtype!r}; it must name one of bool, int8 to int64, uint8 to uint64, "
-            "float16, bfloat16, float32, float64, complex64 and complex128."
+            f"ArraySpec: dtype is {dtype!r}; it must name one of bool, int8 to int64, uint8 to "
+            "uint64, float16, bfloat16, float32, float64, complex64 and complex128."
         )
     return name
 
@@ -112,8 +112,8 @@ class Kernel:
     Attributes:
         fun: Gets read-only NumPy arrays where the program has arrays (bfloat16 as float32), in
             C order, and what is no array as it is; returns NumPy arrays.
-        out: None (one array like the first array argument), a pytree of Specs, or a function
-            from the arguments, each array replaced by its Spec of one example, to one.
+        out: None (one array like the first array argument), a pytree of ArraySpecs, or a function
+            from the arguments, each array replaced by its ArraySpec of one example, to one.
         vectorized: Whether under vmap it is called once, with the batch axes in front of every
             array, and not once for each example.
         name: What messages call it.
@@ -234,9 +234,9 @@ def call_if_kept(key: str) -> KernelCall | None:
 
 @dataclass(frozen=True)
 class Results:
-    """What a kernel returns for one example: Specs, and the structure in which they come."""
+    """What a kernel returns for one example: ArraySpecs, and the structure in which they come."""
 
-    specs: tuple[Spec, ...]
+    specs: tuple[ArraySpec, ...]
     treedef: Any
     alone: bool  # whether one array comes, in no container
     dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)  # as NumPy carries them
@@ -298,24 +298,24 @@ class KernelCall:
     def results_of(self, xs: Sequence[Any], batch_axes: int = 0) -> Results:
         """The results for these arguments, whose first `batch_axes` axes are batches."""
         name = self.trees.dtype_name
-        return self.results([Spec(tuple(x.shape[batch_axes:]), name(x)) for x in xs])
+        return self.results([ArraySpec(tuple(x.shape[batch_axes:]), name(x)) for x in xs])
 
-    def results(self, specs: Sequence[Spec]) -> Results:
-        """The results for arguments of these Specs, of one example."""
+    def results(self, specs: Sequence[ArraySpec]) -> Results:
+        """The results for arguments of these ArraySpecs, of one example."""
         out = self._out(specs)
         result, treedef = self.trees.flatten(out)
         for spec, path in zip(result, self.trees.leaf_paths(out), strict=True):
-            if not isinstance(spec, Spec):
-                raise self.error(f"out{path} is {spec!r}; it must be a Spec(shape, dtype).")
-        return Results(tuple(result), treedef, isinstance(out, Spec))
+            if not isinstance(spec, ArraySpec):
+                raise self.error(f"out{path} is {spec!r}; it must be an ArraySpec(shape, dtype).")
+        return Results(tuple(result), treedef, isinstance(out, ArraySpec))
 
-    def _out(self, specs: Sequence[Spec]) -> Any:
+    def _out(self, specs: Sequence[ArraySpec]) -> Any:
         out = self.kernel.out
         if out is None:
             if not specs:
                 raise self.error(
                     "without an array argument nothing says what it returns. "
-                    "Give out=Spec(shape, dtype)."
+                    "Give out=ArraySpec(shape, dtype)."
                 )
             return specs[0]
         return out(*self._arguments(specs)) if callable(out) else out
@@ -447,7 +447,7 @@ _HELD_ONCE = _held_once()
 _LEAF = object()
 
 
-def _wrong(y: Any, spec: Spec, batch: Shape) -> str:
+def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
     """What is wrong with y, in words; empty if nothing is."""
     shape = (*batch, *spec.shape)
     behind = f", the batch {batch} in front (vectorized=True)" if batch else ""
@@ -462,12 +462,12 @@ def _wrong(y: Any, spec: Spec, batch: Shape) -> str:
     return f"is {_described(y)}; {expected}. Return NumPy arrays."
 
 
-def _mend(y: np.ndarray | np.generic, spec: Spec, same_shape: bool) -> str:
+def _mend(y: np.ndarray | np.generic, spec: ArraySpec, same_shape: bool) -> str:
     """What to write where the shape or only the dtype is another one."""
-    own = f"out=Spec({y.shape}, {y.dtype.name!r})"
+    own = f"out=ArraySpec({y.shape}, {y.dtype.name!r})"
     if same_shape:
         return f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or say {own}."
-    return f" Say what it returns: {own}, or a function of the arguments' Specs."
+    return f" Say what it returns: {own}, or a function of the arguments' ArraySpecs."
 
 
 def carrier(dtype: str) -> str:

@@ -1,4 +1,4 @@
-"""Models and arrays: `functionalize`, `asarray`, `key`, `vmap`, `checkpoint`, `compile`.
+"""Models and arrays: `make_functional`, `asarray`, `random_key`, `vmap`, `checkpoint`, `compile`.
 
 A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)``, in every framework
 the same, so that derivatives are taken with respect to an argument like any other. Arrays come
@@ -30,7 +30,7 @@ Apply = Callable[..., tuple[Any, Any]]
 class Models(Operators):
     """The public functions on models and arrays, bound to one backend."""
 
-    def functionalize(
+    def make_functional(
         self,
         module: Any,
         *,
@@ -43,12 +43,12 @@ class Models(Operators):
         ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and
         changes nothing: not the module, not its arguments. Many threads may call it at once, each
         with parameters of its own. ``args`` and ``kwargs`` are the module's. With ``key`` the
-        call's randomness is a function of the key alone. The module is read when functionalize
+        call's randomness is a function of the key alone. The module is read when make_functional
         is called; its mode or structure may change afterwards without effect on apply.
 
         In PyTorch::
 
-            apply, params, state = gt.functionalize(net)          # a torch.nn.Module
+            apply, params, state = gt.make_functional(net)          # a torch.nn.Module
             (loss, state), grads = gt.value_and_grad(
                 lambda params: loss_of(*apply(params, state, x, key=key)), has_aux=True
             )(params)
@@ -58,10 +58,10 @@ class Models(Operators):
         In JAX::
 
             variables = net.init(key, x)                          # flax.linen
-            apply, params, state = gt.functionalize(net, variables=variables, train=True)
-            apply, params, state = gt.functionalize(net)          # flax.nnx
+            apply, params, state = gt.make_functional(net, variables=variables, train=True)
+            apply, params, state = gt.make_functional(net)          # flax.nnx
             net, memory = eqx.nn.make_with_state(Net)(key)        # equinox
-            apply, params, state = gt.functionalize(net, variables=memory)
+            apply, params, state = gt.make_functional(net, variables=memory)
 
         What each library gives and takes:
 
@@ -120,12 +120,12 @@ class Models(Operators):
                 name, or params of another shape; in JAX, randomness without a key.
 
         Example:
-            >>> gt.functionalize(3)  # doctest: +ELLIPSIS
+            >>> gt.make_functional(3)  # doctest: +ELLIPSIS
             Traceback (most recent call last):
-            gradtools.errors.GradtoolsError: functionalize: got a builtins.int; ...
+            gradtools.errors.GradtoolsError: make_functional: got a builtins.int; ...
         """
-        room = self._backend.room("modules", "functionalize")
-        return room.functionalize(module, variables=variables, train=train, rng_names=rng_names)
+        room = self._backend.room("modules", "make_functional")
+        return room.make_functional(module, variables=variables, train=train, rng_names=rng_names)
 
     @property
     def xp(self) -> Any:
@@ -183,7 +183,7 @@ class Models(Operators):
         """
         return self._backend.to_numpy(x)
 
-    def key(self, seed: int) -> Array:
+    def random_key(self, seed: int) -> Array:
         """The random key of a seed: a value from which randomness follows.
 
         Args:
@@ -197,13 +197,13 @@ class Models(Operators):
             GradtoolsError: The seed is no integer, or too large.
 
         Example:
-            >>> a, b = gt.key(0), gt.key(0)
+            >>> a, b = gt.random_key(0), gt.random_key(0)
             >>> bool((gt.to_numpy(a) == gt.to_numpy(b)).all())
             True
         """
-        return self._backend.key(seed)
+        return self._backend.random_key(seed)
 
-    def split(self, key: Array, n: int = 2) -> Array:
+    def split_key(self, key: Array, n: int = 2) -> Array:
         """Independent keys from one, which is then used up.
 
         In PyTorch child i is a hash of the key and i (splitmix64), so it does not depend on n.
@@ -219,13 +219,13 @@ class Models(Operators):
             GradtoolsError: ``key`` is not one key, or n is not a positive integer.
 
         Example:
-            >>> first, second, third = gt.split(gt.key(0), 3)
+            >>> first, second, third = gt.split_key(gt.random_key(0), 3)
             >>> bool((gt.to_numpy(first) == gt.to_numpy(second)).all())
             False
 
         Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014.
         """
-        return self._backend.split(key, n)
+        return self._backend.split_key(key, n)
 
     def vmap(self, f: Callable[P, R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[P, R]:
         """The function f, written for one example, mapped over a batch axis.

@@ -29,7 +29,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 
 if TYPE_CHECKING:
-    from gradtools.host_kernels import Spec
+    from gradtools.host_kernels import ArraySpec
     from gradtools.rule_contract import Contract
 
 Array = Any
@@ -117,9 +117,9 @@ class Rule:
             not None. None: a rule of gradtools' own, which is trusted.
         reaches: Which inputs reach which outputs by a differentiable path. "identity": the
             outputs are the inputs unchanged, and pictures say so. A function (for a function of
-            another framework, which pictures show opened): `reaches(*specs)` takes the Specs of
-            the inputs and gives `matrix[output][input]` of booleans. None, as the attribute or as
-            the function's result: every input may reach every output.
+            another framework, which pictures show opened): `reaches(*specs)` takes the ArraySpecs
+            of the inputs and gives `matrix[output][input]` of booleans. None, as the attribute or
+            as the function's result: every input may reach every output.
     """
 
     name: str
@@ -344,7 +344,7 @@ def batched(
         out = _mapped(example, backend, x_axes, x_axes, size)(xs, dxs)
         return out[: counts[0]], out[counts[0] :]
 
-    def reaches(*specs: Spec) -> Matrix | None:
+    def reaches(*specs: ArraySpec) -> Matrix | None:
         assert callable(rule.reaches)
         pairs = zip(specs, x_axes, strict=True)
         return rule.reaches(*[s if a is None else replace(s, shape=s.shape[1:]) for s, a in pairs])

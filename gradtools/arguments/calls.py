@@ -19,7 +19,7 @@ from gradtools.errors import GradtoolsError
 
 NOT_NAMED = "keep it in an argument that argnums does not name"
 _TREES = (tuple, list, dict)
-_WITH_AUX = ("grad", "value_and_grad", "minimax_value_and_grad", "microbatched")
+_WITH_AUX = ("grad", "value_and_grad", "minimax_value_and_grad", "microbatched_value_and_grad")
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 Attach = Callable[..., Any]
 

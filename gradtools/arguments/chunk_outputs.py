@@ -95,7 +95,7 @@ class Outputs:
     def _axes_of(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
         if leaves and kinds.count(None) == len(kinds):
             path = self.backend.leaf_paths(out)[0]
-            fix = f" To take what the loss needs of it: outputs=lambda out: out{path}.<name>"
+            fix = f" To take what the loss needs of it: select=lambda out: out{path}.<name>"
             raise GradtoolsError(
                 f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
                 "array with an entry for each example."
@@ -130,7 +130,7 @@ class Outputs:
         return GradtoolsError(
             f"{name} shape {shape}, which has no axis {axis} to join chunks on. f returns one "
             "entry for each example; for a loss that is a mean or a sum over examples use "
-            f"microbatched.{self._without(out, size)}"
+            f"microbatched_value_and_grad.{self._without(out, size)}"
         )
 
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
@@ -211,7 +211,9 @@ class Outputs:
         arrays = [i for i in range(len(follows) + len(self._constants)) if i not in self._constants]
         good = {arrays[i] for i, f in enumerate(follows) if f}
         paths = self.backend.leaf_paths(tree)
-        means = "" if good else " For a mean or a sum over examples use microbatched."
+        means = (
+            "" if good else " For a mean or a sum over examples use microbatched_value_and_grad."
+        )
         known_length, length = (c.shapes[k][axis] for c in (known, other))
         return GradtoolsError(
             f"chunked: f's output{paths[arrays[k]]} has length {known_length} on axis {axis} for "
@@ -227,7 +229,7 @@ class Outputs:
         return GradtoolsError(
             f"chunked: an output of f has shape {tuple(shape)} for {size} examples and "
             f"{tuple(first)} for {of_first}; they cannot be joined on axis {axis}. Only that axis "
-            "may depend on the size of a chunk; outputs=... leaves out what has another, such as "
+            "may depend on the size of a chunk; select=... leaves out what has another, such as "
             "a table of all pairs."
         )
 
@@ -301,7 +303,7 @@ def _without(paths: list[str], out: Any, good: set[int]) -> str:
         chosen = f"out[:{len(parts)}]"
     if len(parts) == 1:
         chosen = f"out{parts[0]}"
-    return f" To leave it out: outputs=lambda out: {chosen}." if parts and len(paths) > 1 else ""
+    return f" To leave it out: select=lambda out: {chosen}." if parts and len(paths) > 1 else ""
 
 
 def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:

@@ -28,7 +28,7 @@ class ChunkOptions:
 
     never_changes = True  # for a walk over what f holds: it is no state of the user's
 
-    retain: int = 1
+    keep_graphs: int = 1
     memory_budget: int | None = None
     verify: bool | None = None
     progress: bool = False
@@ -47,9 +47,9 @@ class ChunkOptions:
             )
         check_verify(caller, self.verify)
         size = whole_number(caller, "chunk_size", chunk_size, 1, "examples")
-        retain = whole_number(caller, "retain", self.retain, 0, "chunks")
+        keep_graphs = whole_number(caller, "keep_graphs", self.keep_graphs, 0, "chunks")
         budget = whole_or_none(caller, "memory_budget", self.memory_budget, 0, "bytes")
-        return replace(self, retain=retain, memory_budget=budget), size
+        return replace(self, keep_graphs=keep_graphs, memory_budget=budget), size
 
 
 def check_verify(caller: str, verify: Any) -> None:

@@ -181,13 +181,13 @@ def check_names(
     """Raises unless `given` is a dictionary with these names."""
     if not isinstance(given, Mapping):
         raise GradtoolsError(
-            f"apply: {what} must be a dictionary from {pairs}, as functionalize returned it; got a "
-            f"{type(given).__name__}."
+            f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "
+            f"a {type(given).__name__}."
         )
     missing = [name for name in names if name not in given]
     unexpected = [name for name in given if name not in names]
     if missing or unexpected:
         raise GradtoolsError(
-            f"apply: {what} must hold the names that functionalize returned; missing: "
+            f"apply: {what} must hold the names that make_functional returned; missing: "
             f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
         )

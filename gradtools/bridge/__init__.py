@@ -42,14 +42,15 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
             pytrees of tensors; or a `torch.nn.Module`. What is no array in its arguments is static
             and must be hashable.
         out: What f returns, where a traced program cannot tell by fake tensors, as of a shape that
-            depends on values: a pytree of `Spec(shape, dtype)`, or a function of f's arguments,
-            arrays replaced by their Specs, to one. For a module of the pair `(output, state)`.
+            depends on values: a pytree of `ArraySpec(shape, dtype)`, or a function of f's
+            arguments, arrays replaced by their ArraySpecs, to one. For a module of the pair
+            `(output, state)`.
         train: Of a module: whether it trains; None: as it stands.
 
     Returns:
         A function of JAX arrays. Of a module `(apply, params, state)`, with
         `apply(params, state, *args, key=None, **kwargs) -> (output, new_state)`, as of
-        `gradtools.torch.functionalize`: dicts of JAX arrays by the module's names, copies of its
+        `gradtools.torch.make_functional`: dicts of JAX arrays by the module's names, copies of its
         own; `key` is JAX's. Without x64 integers of the state come in 32 bits.
 
     Raises:
@@ -94,9 +95,9 @@ def to_torch(
             `equinox` module, a `flax.linen` one or what haiku transforms, with their `variables`.
             What is no tensor in its arguments is static and must be hashable.
         out: What f returns, where `jax.eval_shape` cannot tell it (with jit=False): a pytree of
-            `Spec(shape, dtype)`, or a function of the arguments, tensors replaced by their Specs,
-            to one.
-        variables: As in `gradtools.jax.functionalize`.
+            `ArraySpec(shape, dtype)`, or a function of the arguments, tensors replaced by their
+            ArraySpecs, to one.
+        variables: As in `gradtools.jax.make_functional`.
         jit: Whether f is compiled; False for an f that reads values (a Python if).
 
     Returns:

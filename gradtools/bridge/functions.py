@@ -29,7 +29,7 @@ from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Shaped
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import Kernel, Spec, carrier
+from gradtools.host_kernels import ArraySpec, Kernel, carrier
 from gradtools.rules import Entries, Rule, replaced_where, spread
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Foreign:
         name: What messages call it.
         run: The function, of the guest's arrays.
         base: The function of which it is a derivative; its arguments lead those of its derivatives.
-        outs: The Specs of what comes out, of those of what goes in.
+        outs: The ArraySpecs of what comes out, of those of what goes in.
         arity: Of a derivative, how many arguments `base` has.
     """
 
@@ -66,7 +66,9 @@ class Foreign:
         self.base = base or self
         self.arity = arity
         self.fun: Any = None  # of a function that is no derivative, what its author wrote
-        self.check: Callable[[Any, list[Spec]], None] | None = None  # of what he says comes out
+        self.check: Callable[[Any, list[ArraySpec]], None] | None = (
+            None  # of what he says comes out
+        )
         self.copies = set[int]()  # arguments that it writes or keeps, so that it gets copies
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
@@ -84,7 +86,7 @@ class Foreign:
             result = _kept(self._known, key, self.known_of(self.guest.specs_of(self.name, xs)))
         return result
 
-    def known_of(self, ins: tuple[Spec, ...]) -> KnownOfShapes:
+    def known_of(self, ins: tuple[ArraySpec, ...]) -> KnownOfShapes:
         """The same by what the arrays look like."""
         return self._known.get(ins) or _kept(self._known, ins, KnownOfShapes(self, ins))
 
@@ -120,7 +122,7 @@ class Foreign:
                 return [None] * len(xs)
             return spread(pull.applied(*xs, *_present(cts)), moving)
 
-        def reaches(*specs: Spec) -> Sequence[Mask] | None:
+        def reaches(*specs: ArraySpec) -> Sequence[Mask] | None:
             return self.known_of(specs).reach if self.base is self else None
 
         return Rule(self.name, self.value, tangent, cotangent, reaches=reaches)
@@ -139,7 +141,7 @@ class Foreign:
             at = [x for x, m in zip(xs, moving, strict=True) if m]
             return list(guest.backend.jvp(DerivativeOf(inexact, guest.operator), at, list(dxs))[2])
 
-        def outs(specs: Sequence[Spec]) -> list[Spec]:
+        def outs(specs: Sequence[ArraySpec]) -> list[ArraySpec]:
             return list(filter(_is_inexact, self.outs(specs[:n])))
 
         return self._of("jvp", (moving,), pushed, outs)
@@ -165,7 +167,7 @@ class Foreign:
             pairs = zip(at, pulled, strict=True)
             return [guest.backend.zeros_like(x) if p is None else p for x, p in pairs]
 
-        def outs(specs: Sequence[Spec]) -> list[Spec]:
+        def outs(specs: Sequence[ArraySpec]) -> list[ArraySpec]:
             return [s for s, m in zip(specs[:n], moving, strict=True) if m]
 
         return self._of("vjp", (moving, given), pulled, outs)
@@ -222,7 +224,7 @@ class KnownOfShapes:
     never_changes = True  # for who looks through what a function reaches: the function has its own
 
     of: Foreign
-    ins: tuple[Spec, ...]
+    ins: tuple[ArraySpec, ...]
     seen: bool = False
     written: tuple[int, ...] = ()
     held: dict[str, Any] = field(default_factory=dict)
@@ -236,7 +238,7 @@ class KnownOfShapes:
         return self if base is self.of else base.known_of(self.ins[: self.of.arity])
 
     @cached_property
-    def outs(self) -> list[Spec]:
+    def outs(self) -> list[ArraySpec]:
         """What comes out; of a traced program without running it."""
         return self.of.outs(self.ins)
 
@@ -245,7 +247,7 @@ class KnownOfShapes:
         """Whether what comes out need not be looked at: it was, and no author says it."""
         return "outs" in vars(self) and self.of.check is None
 
-    def tell(self, outs: list[Spec]) -> None:
+    def tell(self, outs: list[ArraySpec]) -> None:
         """What came out; raises where the author says that it is something else."""
         if self.of.check is not None:
             self.of.check(self.ins, outs)
@@ -335,7 +337,7 @@ class KnownOfShapes:
             return self.of.run(*arrays)
 
         with noting():  # its own calls are not the host's
-            return guest.gt.why_zero(fun, *map(guest.gt.asarray, xs), wrt=i).findings
+            return guest.gt.why_zero(fun, *map(guest.gt.asarray, xs), argnums=i).findings
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The same of NumPy arrays, with the axes of batches in front of each."""
@@ -375,7 +377,7 @@ def _present(xs: Entries) -> list[Array]:
     return [x for x in xs if x is not None]
 
 
-def _is_inexact(spec: Spec) -> bool:
+def _is_inexact(spec: ArraySpec) -> bool:
     return spec.dtype.startswith(("float", "bfloat", "complex"))
 
 
@@ -520,7 +522,7 @@ class FlatBridged:
             shapes = _shapes(ins)
         return self.structures[shapes]
 
-    def outs(self, specs: Sequence[Spec]) -> list[Spec]:
+    def outs(self, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """What comes out, by the guest's abstract evaluation or as `out` says."""
         out = self.of.out
         if out is None:
@@ -530,14 +532,14 @@ class FlatBridged:
             out = out(*args, **kwargs)
         result, self.structures[_shapes(specs)] = self.host.flatten(out)
         for spec in result:
-            if not isinstance(spec, Spec):
+            if not isinstance(spec, ArraySpec):
                 raise GradtoolsError(
                     f"{self.guest.operator}: out holds {spec!r}; it must be a pytree of "
-                    "Spec(shape, dtype), or a function of the arguments' Specs to one."
+                    "ArraySpec(shape, dtype), or a function of the arguments' ArraySpecs to one."
                 )
         return result
 
-    def _check(self, ins: Sequence[Spec], found: list[Spec]) -> None:
+    def _check(self, ins: Sequence[ArraySpec], found: list[ArraySpec]) -> None:
         """Raises if what came out of the latest call is not what `out` says."""
         came, told = self.newest[1], self.outs(ins)
         wanted, wrong = self.structures[_shapes(ins)], ""

@@ -27,7 +27,7 @@ from gradtools.bridge.memory import (
 )
 from gradtools.bridged_calls import Cost
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import Spec
+from gradtools.host_kernels import ArraySpec
 from gradtools.jax.jaxprs import live, open_jaxpr
 from gradtools.jax.reachability import reached_matrix
 from gradtools.torch import _upstream as upstream
@@ -70,11 +70,11 @@ class JaxGuest:
                 f"to_torch: {name} returned a {type(y).__name__}; expected a pytree of arrays."
             ) from None
 
-    def specs_of(self, name: str, xs: Sequence[Tensor]) -> tuple[Spec, ...]:
+    def specs_of(self, name: str, xs: Sequence[Tensor]) -> tuple[ArraySpec, ...]:
         """What tensors look like. torch.jit.trace has tensors for sizes, which are fixed here."""
         shapes = [tuple([int(n) if isinstance(n, Tensor) else n for n in x.shape]) for x in xs]
         dtypes = [str(x.dtype).removeprefix("torch.") for x in xs]
-        return tuple(map(Spec, shapes, dtypes))
+        return tuple(map(ArraySpec, shapes, dtypes))
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
         """Whether all are tensors with values, of which nothing keeps track."""
@@ -86,7 +86,7 @@ class JaxGuest:
                 return False
         return not is_followed()
 
-    def abstract(self, of: Foreign, specs: Sequence[Spec]) -> list[Spec]:
+    def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """What comes out, by `jax.eval_shape`."""
         self._hold_wide(of.name, specs)
         try:
@@ -94,24 +94,24 @@ class JaxGuest:
         except jax.errors.JAXTypeError as error:
             raise GradtoolsError(
                 f"to_torch: what {of.name} returns could not be told without running it. Say it: "
-                "to_torch(f, out=Spec(shape, dtype), jit=False), a pytree of Specs, or a function "
-                f"of the arguments' Specs. JAX says: {error}"
+                "to_torch(f, out=ArraySpec(shape, dtype), jit=False), a pytree of ArraySpecs, or a "
+                f"function of the arguments' ArraySpecs. JAX says: {error}"
             ) from error
-        return [Spec(y.shape, y.dtype.name) for y in ys]
+        return [ArraySpec(y.shape, y.dtype.name) for y in ys]
 
-    def reach(self, of: Foreign, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
+    def reach(self, of: Foreign, specs: Sequence[ArraySpec]) -> Sequence[Sequence[bool]] | None:
         """Which input reaches which output; None where f cannot be traced."""
         traced = self._traced(of.run, specs)
         return None if traced is None else reached_matrix(traced)
 
-    def graph(self, of: Foreign, specs: Sequence[Spec]) -> PlainGraph | None:
+    def graph(self, of: Foreign, specs: Sequence[ArraySpec]) -> PlainGraph | None:
         """The operations; None where f cannot be traced."""
         from gradtools.seeing.jax.graphs import graph_of
 
         traced = self._traced(of.run, specs)
         return None if traced is None else graph_of(traced, in_places=True)
 
-    def cost(self, of: Foreign, specs: Sequence[Spec]) -> Cost | None:
+    def cost(self, of: Foreign, specs: Sequence[ArraySpec]) -> Cost | None:
         """What a call costs as `jax.jit` compiles it; None where f cannot be traced."""
         from gradtools.seeing.jax.flops import Count
 
@@ -124,13 +124,13 @@ class JaxGuest:
         peak = memory.temp_size_in_bytes + memory.output_size_in_bytes if memory else 0
         return Cost(count.flops, peak, frozenset(count.unknown), frozenset(count.notes))
 
-    def _traced(self, run: Any, specs: Sequence[Spec]) -> Any:
+    def _traced(self, run: Any, specs: Sequence[ArraySpec]) -> Any:
         try:
             return jax.make_jaxpr(run)(*map(_struct, specs))
         except jax.errors.JAXTypeError:  # it reads values
             return None
 
-    def _hold_wide(self, name: str, specs: Sequence[Spec]) -> None:
+    def _hold_wide(self, name: str, specs: Sequence[ArraySpec]) -> None:
         for spec in specs:
             refuse_wide(spec.dtype, _argument(name))
 
@@ -171,7 +171,7 @@ class JaxGuest:
         for y in ys:
             y.block_until_ready()
         if run is known.of.entry and not known.is_told:
-            known.tell([Spec(y.shape, y.dtype.name) for y in ys])
+            known.tell([ArraySpec(y.shape, y.dtype.name) for y in ys])
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
@@ -179,7 +179,7 @@ class JaxGuest:
         return jax.vmap(run, dims)
 
 
-def _struct(spec: Spec) -> jax.ShapeDtypeStruct:
+def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype))
 
 

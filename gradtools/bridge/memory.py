@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from torch.utils.dlpack import to_dlpack as to_dlpack  # type: ignore[attr-defined]  # public
 
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import Spec
+from gradtools.host_kernels import ArraySpec
 from gradtools.jax._upstream import giving_capsules, taking_capsules
 from gradtools.jax.arrays import X64
 from gradtools.torch import _upstream as upstream
@@ -165,7 +165,7 @@ _HELD_ONCE = _held_once()
 # --- NumPy, in callbacks -----------------------------------------------------------------
 
 
-def tensor_of_numpy(x: np.ndarray, spec: Spec) -> Tensor:
+def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
     """The tensor in the memory of an array that may be read-only, which it must not write."""
     if spec.dtype == _BFLOAT16:  # which NumPy knows as raw bytes
         return from_dlpack(x.view(np.int16)).view(torch.bfloat16)
@@ -177,7 +177,7 @@ def numpy_of_tensor(t: Tensor) -> np.ndarray:
     return (t.float() if t.dtype is torch.bfloat16 else t).numpy(force=True)
 
 
-def array_of_numpy(x: np.ndarray, spec: Spec) -> jax.Array:
+def array_of_numpy(x: np.ndarray, spec: ArraySpec) -> jax.Array:
     """A JAX array of a copy."""
     return jnp.array(x, spec.dtype, copy=True)
 

@@ -1,9 +1,9 @@
 """Models of one framework in the other.
 
 A PyTorch module becomes `(apply, params, state)` of JAX arrays, a JAX model an `nn.Module` whose
-parameters and buffers are its arrays. Both are `functionalize` of the model's own framework, across
-the bridge: so batch statistics and keys are those of `gradtools.models`. Parameters and state are
-copies: an optimiser of the one framework may not write in what the other holds.
+parameters and buffers are its arrays. Both are `make_functional` of the model's own framework,
+across the bridge: so batch statistics and keys are those of `gradtools.models`. Parameters and
+state are copies: an optimiser of the one framework may not write in what the other holds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NARROW = {torch.int64: torch.int32, torch.uint64: torch.uint32}
 
 def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -> Any:
     """`(apply, params, state)` of a PyTorch module."""
-    run, params, state = gradtools.torch.functionalize(module, train=train)
+    run, params, state = gradtools.torch.make_functional(module, train=train)
     dtypes = {name: t.dtype for name, t in state.items()}
 
     def fun(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
@@ -89,11 +89,11 @@ def is_jax_model(x: Any) -> bool:
 
 def model_to_torch(guest: Any, model: Any, variables: Any, out: Any) -> nn.Module:
     """The `nn.Module` of a JAX model."""
-    run, params, state = gradtools.jax.functionalize(model, variables=variables)
+    run, params, state = gradtools.jax.make_functional(model, variables=variables)
     modes = {True: run, False: run}
     for train in modes:
         try:  # a model that knows no modes says so
-            modes[train] = gradtools.jax.functionalize(model, variables=variables, train=train)[0]
+            modes[train] = gradtools.jax.make_functional(model, variables=variables, train=train)[0]
         except GradtoolsError:
             break
     return BridgedModule(guest, type(model).__name__, modes, params, state, out)

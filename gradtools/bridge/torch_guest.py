@@ -36,7 +36,7 @@ from gradtools.bridge.memory import (
 from gradtools.bridged_calls import Cost
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import globals_of
-from gradtools.host_kernels import Spec
+from gradtools.host_kernels import ArraySpec
 from gradtools.jax.reachability import within_a_trace
 from gradtools.rules import held_by
 from gradtools.torch import _upstream as upstream
@@ -86,7 +86,7 @@ class TorchGuest:
             f"to_jax: {name} returned a {type(y).__name__}; expected a pytree of tensors."
         )
 
-    def specs_of(self, name: str, xs: Sequence[Any]) -> tuple[Spec, ...]:
+    def specs_of(self, name: str, xs: Sequence[Any]) -> tuple[ArraySpec, ...]:
         """What JAX's arrays look like."""
         for x in xs:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -94,7 +94,7 @@ class TorchGuest:
                     f"to_jax: an argument of {name} is a typed key, which PyTorch does not know. "
                     "Pass jax.random.key_data(key), or bridge a module, whose apply takes key=."
                 )
-        return tuple([Spec(x.shape, x.dtype.name) for x in xs])
+        return tuple([ArraySpec(x.shape, x.dtype.name) for x in xs])
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
         """Whether all have values on a device that PyTorch shares, and nothing is traced.
@@ -108,7 +108,7 @@ class TorchGuest:
                 return False
         return not within_a_trace()
 
-    def abstract(self, of: Foreign, specs: Sequence[Spec]) -> list[Spec]:
+    def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """What comes out, by fake tensors."""
         try:
             with self._faked(of, specs) as xs:
@@ -118,20 +118,20 @@ class TorchGuest:
         except Exception as error:
             raise GradtoolsError(
                 f"to_jax: what {of.name} returns could not be told without running it, which a "
-                "traced program (jit, vmap, scan) needs. Say it: to_jax(f, out=Spec(shape, "
-                "dtype)), a pytree of Specs, or a function of the arguments' Specs. PyTorch says: "
-                f"{error}"
+                "traced program (jit, vmap, scan) needs. Say it: to_jax(f, out=ArraySpec(shape, "
+                "dtype)), a pytree of ArraySpecs, or a function of the arguments' ArraySpecs. "
+                f"PyTorch says: {error}"
             ) from error
         return [_spec(y) for y in ys]
 
-    def reach(self, of: Foreign, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
+    def reach(self, of: Foreign, specs: Sequence[ArraySpec]) -> Sequence[Sequence[bool]] | None:
         """Which input reaches which output, by fake tensors; None where f does not take them."""
         with self._faked(of, specs) as xs:
             at = [x.requires_grad_() for x in xs if self.backend.is_inexact(x)]
             ys = _taken(of.run, [x.clone() for x in xs])
             return None if ys is None else [self._reaching(y, xs, at) for y in ys]
 
-    def graph(self, of: Foreign, specs: Sequence[Spec]) -> PlainGraph | None:
+    def graph(self, of: Foreign, specs: Sequence[ArraySpec]) -> PlainGraph | None:
         """The operations, recorded with fake tensors; None where f does not take them."""
         from gradtools.seeing.graphs.passes import FORWARD, Differentiated
         from gradtools.seeing.graphs.program import LeafProgram
@@ -144,7 +144,7 @@ class TorchGuest:
             graph: PlainGraph = gradient_graph(Differentiated(program, FORWARD))
             return graph
 
-    def cost(self, of: Foreign, specs: Sequence[Spec]) -> Cost | None:
+    def cost(self, of: Foreign, specs: Sequence[ArraySpec]) -> Cost | None:
         """What a call costs, counted with fake tensors; None where f does not take them."""
         from gradtools.seeing.torch.flops import Flops
 
@@ -164,7 +164,7 @@ class TorchGuest:
         return [id(x) in reached for x in xs]
 
     @contextmanager
-    def _faked(self, of: Foreign, specs: Sequence[Spec]) -> Iterator[list[Tensor]]:
+    def _faked(self, of: Foreign, specs: Sequence[ArraySpec]) -> Iterator[list[Tensor]]:
         """Inside, operations give shapes and no numbers; tensors of these shapes.
 
         What the function keeps then, as in a cache, is let go of: it has no numbers. Counters of
@@ -328,8 +328,8 @@ def _taken(run: Any, xs: Sequence[Tensor]) -> list[Tensor] | None:
         return None
 
 
-def _spec(y: Tensor) -> Spec:
-    return Spec(tuple(y.shape), str(y.dtype).removeprefix("torch."))
+def _spec(y: Tensor) -> ArraySpec:
+    return ArraySpec(tuple(y.shape), str(y.dtype).removeprefix("torch."))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -66,13 +66,13 @@ class Transformed(eqx.Module):
         return self is other
 
 
-def functionalize(
+def make_functional(
     module: Any, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
     """``(apply, params, state)``; params is the module with its inexact arrays alone."""
     if variables is not None and not isinstance(variables, eqx.nn.State):
         raise GradtoolsError(
-            "functionalize: for an equinox module variables is the eqx.nn.State of "
+            "make_functional: for an equinox module variables is the eqx.nn.State of "
             f"eqx.nn.make_with_state, or None; got a {type(variables).__name__}."
         )
     if train is not None:

@@ -15,22 +15,22 @@ from gradtools.jax.arrays import check_key
 from gradtools.jax.modules import Layout, check_layout, layout_of, mode_of, no_key
 
 
-def functionalize(
+def make_functional(
     module: Any, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
     """``(apply, params, state)`` of what `transform` or `transform_with_state` made."""
     stateful = isinstance(module, sys.modules["haiku"].TransformedWithState)
     if not callable(module.apply):
         raise GradtoolsError(
-            "functionalize: a haiku multi_transform has several apply functions; transform the one "
-            "that you mean by hk.transform or hk.transform_with_state."
+            "make_functional: a haiku multi_transform has several apply functions; transform the "
+            "one that you mean by hk.transform or hk.transform_with_state."
         )
     if variables is None:
         init = "params, state = f.init(key, *args)" if stateful else "params = f.init(key, *args)"
         given = "(params, state)" if stateful else "params"
         raise GradtoolsError(
-            f"functionalize: what haiku's transform gives holds no arrays; write {init}, and give "
-            f"variables={given}."
+            f"make_functional: what haiku's transform gives holds no arrays; write {init}, and "
+            f"give variables={given}."
         )
     params, state = variables if stateful else (variables, {})
     mode = mode_of("the transformed function", module.apply, train)
@@ -61,7 +61,7 @@ def _apply(
         if not takes_key:
             raise GradtoolsError(
                 "apply: the function was made by haiku's without_apply_rng, which takes no key. "
-                "Give none, or functionalize what transform gave."
+                "Give none, or make_functional what transform gave."
             )
     given = (params, state) if stateful else (params,)
     try:

@@ -27,10 +27,10 @@ def is_keras(module: Any) -> bool:
 
 
 def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
-    """A Keras model where a pytree is taken: its variables are given by `functionalize` alone."""
+    """A Keras model where a pytree is taken: its variables are given by `make_functional` alone."""
     return GradtoolsError(
         f"{caller}: {name} is a Keras model ({type(model).__name__}), whose variables are no "
-        "leaves of it. Differentiate params of apply, params, state = gt.functionalize(model, "
+        "leaves of it. Differentiate params of apply, params, state = gt.make_functional(model, "
         "train=True)."
     )
 
@@ -54,23 +54,23 @@ class KerasWing:
     drawing: Callable[[Any, Any], AbstractContextManager[Any]] = lambda key, arrays: nullcontext()
 
 
-def functionalize(module: Any, variables: Any, train: bool | None, wing: KerasWing) -> tuple:
+def make_functional(module: Any, variables: Any, train: bool | None, wing: KerasWing) -> tuple:
     """``(apply, params, state)``: params and state map the variables' paths to arrays."""
     keras = sys.modules["keras"]
     backend = keras.backend.backend()
     if backend != wing.name:
         raise GradtoolsError(
-            f"functionalize: this Keras model runs on {backend}, and this is gradtools."
+            f"make_functional: this Keras model runs on {backend}, and this is gradtools."
             f"{wing.name}. Set KERAS_BACKEND={wing.name} before Keras is imported, or use "
             f"gradtools.{backend}."
         )
     if variables is not None:
         raise GradtoolsError(
-            "functionalize: a Keras model holds its own variables; leave variables=None."
+            "make_functional: a Keras model holds its own variables; leave variables=None."
         )
     if not module.built:
         raise GradtoolsError(
-            f"functionalize: {type(module).__name__} has no variables yet. Call it once on an "
+            f"make_functional: {type(module).__name__} has no variables yet. Call it once on an "
             "example, or build(input_shape), first."
         )
     free, rest = _by_path(module.trainable_variables), _by_path(module.non_trainable_variables)

@@ -39,13 +39,13 @@ class GradientReversal(linen.Module):
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 
 
-def functionalize(
+def make_functional(
     module: linen.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
     """``(apply, params, state)``; state holds all collections but the parameters."""
     if variables is None:
         raise GradtoolsError(
-            "functionalize: a flax.linen module does not hold its arrays; give "
+            "make_functional: a flax.linen module does not hold its arrays; give "
             "variables=module.init(key, *args)."
         )
     params = variables.get("params", {})
@@ -83,5 +83,5 @@ def _call(module: Any, variables: dict, args: tuple, call: dict, rng_names: tupl
     except InvalidRngError as error:
         mend = "pass key= to apply"
         if call["rngs"] is not None:
-            mend = f"name the stream in functionalize's rng_names, which are {rng_names}"
+            mend = f"name the stream in make_functional's rng_names, which are {rng_names}"
         raise no_key(error, mend) from error

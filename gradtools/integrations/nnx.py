@@ -72,13 +72,13 @@ class Transformed(nnx.Module):
 # --- a module as a pure function
 
 
-def functionalize(
+def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
     """``(apply, params, state)``; the streams of a module go by their own names."""
     if variables is not None:
         raise GradtoolsError(
-            "functionalize: a flax.nnx module holds its own arrays; leave variables=None."
+            "make_functional: a flax.nnx module holds its own arrays; leave variables=None."
         )
     graph, params, *others = nnx.split(module, nnx.Param, nnx.RngState, ...)
     streams, rest = others

@@ -51,26 +51,28 @@ def to_numpy(x: Any) -> np.ndarray:
     return np.array(as_numpy(x, "JAX", "to_numpy"))
 
 
-def key(seed: Any) -> jax.Array:
+def random_key(seed: Any) -> jax.Array:
     """JAX's key of an integer seed. See ``gradtools.models``."""
     if isinstance(seed, jax.Array):
         if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
             came = f"an array of shape {seed.shape} and dtype {seed.dtype}"
-            raise GradtoolsError(f"key: a seed is an integer, got {came}. Of several, vmap key.")
+            raise GradtoolsError(
+                f"random_key: a seed is an integer, got {came}. Of several, vmap random_key."
+            )
         return jax.random.key(seed)
     seed = as_seed(seed)
     if not _x64() and not -(2**31) <= seed < 2**31:
         raise GradtoolsError(
-            f"key: without x64 JAX keeps only the low 32 bits of a seed, here of {seed}. Take a "
-            f"smaller seed, or switch x64 on: {X64}."
+            f"random_key: without x64 JAX keeps only the low 32 bits of a seed, here of {seed}. "
+            f"Take a smaller seed, or switch x64 on: {X64}."
         )
     return jax.random.key(seed)
 
 
-def split(key: jax.Array, n: int = 2) -> jax.Array:
+def split_key(key: jax.Array, n: int = 2) -> jax.Array:
     """Independent keys, an array of shape (n,). See ``gradtools.models``."""
-    check_key("split", key)
-    n = whole_number("split", "n", n, 1, "keys")
+    check_key("split_key", key)
+    n = whole_number("split_key", "n", n, 1, "keys")
     return jax.random.split(key, n)
 
 
@@ -88,7 +90,8 @@ def check_key(caller: str, key: Any) -> None:
             return
     result = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
     raise GradtoolsError(
-        f"{caller}: a key is made by key(seed) or is an entry of split(key, n); got {result}."
+        f"{caller}: a key is made by random_key(seed) or is an entry of split_key(key, n); got "
+        f"{result}."
     )
 
 

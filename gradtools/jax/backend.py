@@ -53,7 +53,8 @@ class JaxBackend(Wing):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    key, split = staticmethod(arrays.key), staticmethod(arrays.split)  # compiled code may call them
+    random_key = staticmethod(arrays.random_key)  # compiled code may call them
+    split_key = staticmethod(arrays.split_key)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
         """Weakly typed for a Python number; an integer stays what it is."""

@@ -587,7 +587,7 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
 def _how_many_kept(steps: _Steps, carry: list[Array]) -> int:
     options, count = steps.chunks.options, steps.chunks.cut.count
     if options.memory_budget is None:
-        return min(options.retain, count)
+        return min(options.keep_graphs, count)
     left, kept = options.memory_budget, 0
     for kind in reversed(steps.kinds):
         left -= steps.traced(kind, carry).graph_bytes

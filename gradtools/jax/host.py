@@ -63,7 +63,7 @@ def _check_held(call: KernelCall, expected: Results) -> None:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
                 f"it is to return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
-                f"it on: {X64}; or give out=Spec(shape, dtype) with 32 bits."
+                f"it on: {X64}; or give out=ArraySpec(shape, dtype) with 32 bits."
             )
 
 

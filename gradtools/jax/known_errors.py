@@ -38,7 +38,7 @@ def flax_explained(caller: str) -> Iterator[None]:
             f"{caller}: the function changes a flax.nnx module that belongs to another trace "
             f"(flax.errors.TraceContextError: {str(error).partition(' (')[0]}). Pass the module "
             "through flax's own transforms (nnx.jit, nnx.grad) or as an argument, or use "
-            "gt.functionalize and hand its state on."
+            "gt.make_functional and hand its state on."
         ) from error
 
 
@@ -88,7 +88,7 @@ _MENDS = {
     ),
     "forward-mode autodiff (jvp) to a custom_vjp": (
         "f holds a function that has a reverse rule only (clip_gradient, transform_gradient, "
-        "known_gradient, or a jax.custom_vjp), which forward mode cannot enter. Use vjp or grad, "
+        "replace_gradient, or a jax.custom_vjp), which forward mode cannot enter. Use vjp or grad, "
         "or for second derivatives mode='reverse_over_reverse'."
     ),
     "Differentiation rule for": (

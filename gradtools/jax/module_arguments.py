@@ -168,7 +168,7 @@ class Opened:
             raise GradtoolsError(
                 f"{self.caller}: f changes a module that it is given ({names[0]}{more}), which "
                 f"{self.caller} does not hand on here. Set the module to evaluation "
-                "(module.eval()), or use functionalize, and the state with has_aux=True."
+                "(module.eval()), or use make_functional, and the state with has_aux=True."
             )
 
     @property

@@ -34,7 +34,7 @@ MODES = {
 }  # what each is when training
 
 
-def functionalize(
+def make_functional(
     module: Any,
     *,
     variables: Any = None,
@@ -45,14 +45,14 @@ def functionalize(
     for library, kinds in _KINDS.items():
         loaded = sys.modules.get(library)
         if loaded is not None and isinstance(module, tuple([getattr(loaded, k) for k in kinds])):
-            made: tuple[Apply, Any, Any] = integration(library).functionalize(
+            made: tuple[Apply, Any, Any] = integration(library).make_functional(
                 module, variables, train, rng_names
             )
             return made
     if keras.is_keras(module):
-        return keras.functionalize(module, variables, train, _KERAS)
+        return keras.make_functional(module, variables, train, _KERAS)
     raise GradtoolsError(
-        f"functionalize: got a {type(module).__module__}.{type(module).__qualname__}; the JAX "
+        f"make_functional: got a {type(module).__module__}.{type(module).__qualname__}; the JAX "
         "backend accepts a flax.linen, flax.nnx or equinox Module, what haiku's transform gives, "
         "and a Keras model."
     )
@@ -76,7 +76,7 @@ def mode_of(name: str, call: Callable[..., Any], train: bool | None) -> dict[str
     mode = {name: train == sense for name, sense in MODES.items() if name in names}
     if not mode:
         raise GradtoolsError(
-            f"functionalize: {name} has none of the arguments "
+            f"make_functional: {name} has none of the arguments "
             f"{', '.join(MODES)}, so train={train} cannot be passed on. Leave train=None and "
             "give apply the keyword that your module knows."
         )
@@ -110,7 +110,7 @@ def check_layout(params: Any, expected: Layout) -> None:
     unexpected = [path for path in result if path not in expected]
     if missing or unexpected:
         raise GradtoolsError(
-            "apply: params must hold the leaves that functionalize returned; missing: "
+            "apply: params must hold the leaves that make_functional returned; missing: "
             f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
         )
     path = next(path for path in expected if result[path] != expected[path])

@@ -127,10 +127,10 @@ def reaches(eqn: Eqn) -> Sequence[Sequence[bool]] | None:
     """Which input of a rule of ours reaches which output, where the rule says so."""
     if eqn.primitive.name != "gradtools_primal" or not callable(eqn.params["rule"].reaches):
         return None
-    from gradtools.host_kernels import Spec
+    from gradtools.host_kernels import ArraySpec
 
     avals = [v.aval for v in eqn.invars]
-    return eqn.params["rule"].reaches(*[Spec(a.shape, str(a.dtype)) for a in avals])
+    return eqn.params["rule"].reaches(*[ArraySpec(a.shape, str(a.dtype)) for a in avals])
 
 
 @cache

@@ -18,7 +18,7 @@ from gradtools.seeing.measures import Measurement
 def print_why_zero(options: argparse.Namespace) -> int:
     """Prints where gradients are lost; 0 if nowhere, 1 if somewhere."""
     given = Given.by(options)
-    report = given.gt.why_zero(given.f, *given.args, wrt=tuple(options.wrt))
+    report = given.gt.why_zero(given.f, *given.args, argnums=tuple(options.argnums))
     print(report.to_json() if options.json else report.text(colour=in_colour()))
     return 1 if report else 0
 
@@ -26,8 +26,11 @@ def print_why_zero(options: argparse.Namespace) -> int:
 def print_graph(options: argparse.Namespace) -> int:
     """Prints or writes the graph of a function with its gradients."""
     _known(options.out or "graph.txt", tuple(FORMS))
-    given, wrt = Given.by(options), tuple(options.wrt)
-    _put(given.gt.gradient_graph(given.f, *given.args, order=options.order, wrt=wrt), options.out)
+    given, argnums = Given.by(options), tuple(options.argnums)
+    _put(
+        given.gt.gradient_graph(given.f, *given.args, order=options.order, argnums=argnums),
+        options.out,
+    )
     return 0
 
 
@@ -46,8 +49,8 @@ def _put(found: Graph | Formula, out: str | None) -> None:
 def print_formula(options: argparse.Namespace) -> int:
     """Prints or writes a function's formula."""
     _known(options.out or "formula.txt", tuple(files.FORMS))
-    given, wrt = Given.by(options), tuple(options.wrt)
-    result = given.gt.formula(given.f, *given.args, order=options.order, wrt=wrt)
+    given, argnums = Given.by(options), tuple(options.argnums)
+    result = given.gt.formula(given.f, *given.args, order=options.order, argnums=argnums)
     _put(result, options.out)
     return 0
 

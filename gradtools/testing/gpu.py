@@ -234,7 +234,7 @@ def _one_step(device: torch.device, rank: int) -> None:
     result = []
     for edit in (gt.checkpoint, lambda net: net):
         model = deepcopy(net)
-        features = gt.gather(edit(model)(mine))
+        features = gt.all_gather(edit(model)(mine))
         loss = (features @ features.T).logsumexp(1).mean()
         grads = torch.autograd.grad(loss, list(model.parameters()))
         for g in grads:

@@ -75,7 +75,7 @@ def _clipped(p: Problem, xs: Any) -> list[Any]:
 
 def _known(p: Problem, xs: Any) -> Any:
     given = [2 * g for g in p.grad(p.loss)(*xs)]
-    known = lambda *xs: map(p.gt.known_gradient, xs, given)
+    known = lambda *xs: map(p.gt.replace_gradient, xs, given)
     return p.grad(lambda *xs: p.loss(*known(*xs)))(*xs)
 
 
@@ -127,7 +127,9 @@ def _over_rows(p: Problem, xs: Any, grad: Callable[[Loss], Loss]) -> Any:
 def _microbatched(p: Problem, xs: Any) -> Any:
     def mean(loss: Loss) -> Loss:
         axes = (None, *[0] * (len(xs) + 1))
-        return p.gt.microbatched(lambda *args: p.gt.xp.mean(p.gt.vmap(loss, axes)(*args)), 2)  # type: ignore[no-any-return]
+        return p.gt.microbatched_value_and_grad(
+            lambda *args: p.gt.xp.mean(p.gt.vmap(loss, axes)(*args)), 2
+        )  # type: ignore[no-any-return]
 
     return _over_rows(p, xs, mean)[1]
 
@@ -216,7 +218,7 @@ OPERATORS: dict[str, Operator] = {
     "stop_gradient": _of(lambda p: lambda *xs: p.loss(*xs) + _edited(p, p.gt.stop_gradient)(*xs)),
     "clip_gradient": Operator(_clipped),
     "transform_gradient": _of(lambda p: _edited(p, _doubled(p)), 2.5),
-    "known_gradient": Operator(_known, 2.0),
+    "replace_gradient": Operator(_known, 2.0),
     "straight_through": _of(_straight, 1.5),
     "straight_through, twice": _twice(_straight, 1.5**2),
     **{
@@ -231,7 +233,7 @@ OPERATORS: dict[str, Operator] = {
     },
     "chunked": _of(_chunked, 6.0),
     "chunked, twice": _twice(_chunked, 6.0),
-    "microbatched": Operator(_microbatched, 2.0, number=True),
+    "microbatched_value_and_grad": Operator(_microbatched, 2.0, number=True),
     "GradientAccumulator": Operator(_accumulated, 1.25),
     "frozen": _of(_frozen),
     "frozen, twice": _twice(_frozen),

@@ -1,4 +1,4 @@
-"""Losses and attention over all pairs, on `tiled`: no matrix of logits is made.
+"""Losses and attention over all pairs, on `pairwise_reduce`: no matrix of logits is made.
 
     contrastive    (1/2n) sum_i (log sum_j e^s_ij - s_ii) + (log sum_j e^s_ji - s_ii)
     sigmoid        (1/n) sum_ij log(1 + e^s_ij) - (1/n) sum_i s_ii
@@ -69,11 +69,11 @@ class Pairs(Operators):
             symmetric: Whether columns count as well as rows.
             label_smoothing: The part of the label that is spread over all classes.
             gathered: Whether x and y are the local rows of a larger batch, whose other rows are
-                gathered (see `gather`); the loss is that of the local rows, to be averaged over
+                gathered (see `all_gather`); the loss is that of the local rows, to be averaged over
                 processes as gradients are. So too if axis_name or group is given.
             axis_name: JAX: the mapped axis of the batch.
             group: PyTorch: the process group; None is the default one.
-            tile_size: As in `tiled`, like what follows.
+            tile_size: As in `pairwise_reduce`, like what follows.
             memory_budget: Bytes for one tile.
             progress: Whether to show a progress bar.
 
@@ -121,7 +121,7 @@ class Pairs(Operators):
         spread = lambda z: z
         if apart:
             gathered = partial(
-                backend.compiler.uncompiled, backend.gather, axis_name=axis_name, group=group
+                backend.compiler.uncompiled, backend.all_gather, axis_name=axis_name, group=group
             )
             spread = lambda z: None if z is None else gathered(z)
         # The logits of pairs are taken from the sweep, whose cotangent is then the only one of x.
@@ -160,7 +160,7 @@ class Pairs(Operators):
             label_smoothing: The part of the label that is spread over all classes.
             reduction: "mean" over the rows that count, "sum", or "none" for one loss a row, 0 for
                 those that do not count.
-            tile_size: As in `tiled`, like what follows.
+            tile_size: As in `pairwise_reduce`, like what follows.
             memory_budget: Bytes for one tile.
             progress: Whether to show a progress bar.
 
@@ -257,7 +257,7 @@ class Pairs(Operators):
             scale: Of the scores; None is 1 / sqrt(d).
             layout: "heads_first" as in PyTorch or "heads_last" as in JAX; None is the
                 framework's own.
-            tile_size: As in `tiled`, for each head; None makes it smaller for many.
+            tile_size: As in `pairwise_reduce`, for each head; None makes it smaller for many.
 
         Returns:
             An array like query with value's last axis. A row without any column is 0.
@@ -318,7 +318,7 @@ def _check_shape(caller: str, name: str, x: Any, shape: tuple[int, ...], meaning
 
 def _tiled(backend: Backend, f: Any, reduce: Any, **options: Any) -> Callable[..., Any]:
     """Of a function that stands here, which is known to be the same again."""
-    return Tiling(backend).tiled(f, reduce, verify=False, **options)
+    return Tiling(backend).pairwise_reduce(f, reduce, verify=False, **options)
 
 
 # --- contrastive -------------------------------------------------------------------------

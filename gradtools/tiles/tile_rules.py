@@ -2,7 +2,7 @@
 
 A wing runs a `Sweep`. The sum over tiles and a reduction over tiles are rules of such sweeps.
 
-The mathematics stands in `tiled`.
+The mathematics stands in `pairwise_reduce`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class SumOverTiles:
     roles: tuple[str, ...]
     sides: Sequence[str] | str
     cut: TileGrid
-    name: str = "tiled"
+    name: str = "pairwise_reduce"
     dtypes: list[str] = field(default_factory=list)
     is_call: bool = False  # whether it is the call itself, and not one of its derivatives
 
@@ -170,7 +170,7 @@ class SumOverTiles:
 
         roles = (*self.roles, *(self.roles[i] for i in given))
         push = replace(
-            self, h=pushed, roles=roles, name="tiled (tangent)", dtypes=[], is_call=False
+            self, h=pushed, roles=roles, name="pairwise_reduce (tangent)", dtypes=[], is_call=False
         )
         return push.apply([*xs, *(dxs[i] for i in given)])
 
@@ -188,7 +188,7 @@ class SumOverTiles:
             h=pulled,
             roles=(*self.roles, *map(self._side, given)),
             sides=[self.roles[i] for i in moving],
-            name="tiled (cotangent)",
+            name="pairwise_reduce (cotangent)",
             dtypes=[],
             is_call=False,
         )
@@ -220,7 +220,7 @@ class Reduced:
     """The reductions of a call, of one sweep."""
 
     call: TiledCall
-    name: str = "tiled"
+    name: str = "pairwise_reduce"
     is_call = True  # as in `SumOverTiles`
 
     def primal(self, *xs: Array) -> Arrays:
@@ -280,7 +280,9 @@ class Reduced:
         roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
         pairs = zip(call.kinds, call.dtypes, strict=True)
         sizes = [len(dtypes) - kind.more for kind, dtypes in pairs]
-        total = SumOverTiles(call, pushed, roles, self._spread(sizes), call.cut, "tiled (tangent)")
+        total = SumOverTiles(
+            call, pushed, roles, self._spread(sizes), call.cut, "pairwise_reduce (tangent)"
+        )
         sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in given)])
         triples = zip(call.kinds, parted(sums, sizes), ys, strict=True)
         return [dy for kind, group, of in triples for dy in kind.pushed(group, of)]
@@ -318,7 +320,7 @@ class Reduced:
             return full
 
         roles, out = (*call.roles, *self._spread(counts)), [call.roles[i] for i in moving]
-        total = SumOverTiles(call, pulled, roles, out, call.cut, "tiled (cotangent)")
+        total = SumOverTiles(call, pulled, roles, out, call.cut, "pairwise_reduce (cotangent)")
         result = total.apply([*xs, *(x for g in known for x in g)])
         return replaced_at([None] * n, moving, _reaching(result, reached))
 

@@ -71,7 +71,7 @@ _TILE = (512, 512)  # rows and columns, where nothing else is said
 class Tiling(Operators):
     """The operator, and the two rules that it is made of."""
 
-    def tiled(
+    def pairwise_reduce(
         self,
         f: Callable[..., Any],
         reduce: Any = "sum",
@@ -136,7 +136,7 @@ class Tiling(Operators):
 
         Example:
             >>> score = lambda x, y: x[:, None] * y
-            >>> lse = gt.tiled(score, reduce="logsumexp", tile_size=2)
+            >>> lse = gt.pairwise_reduce(score, reduce="logsumexp", tile_size=2)
             >>> x, y = gt.asarray(np.float32([0.0, 1.0, 2.0])), gt.asarray(np.float32([0.0, 0.0]))
             >>> gt.to_numpy(gt.grad(lambda y: lse(x, y).sum())(y)).tolist()
             [1.5, 1.5]
@@ -146,12 +146,12 @@ class Tiling(Operators):
         """
         if not callable(f):
             raise GradtoolsError(
-                f"tiled: f is {with_article(type(f).__name__)}; expected a function of a tile of "
-                "rows and a tile of columns."
+                f"pairwise_reduce: f is {with_article(type(f).__name__)}; expected a function of a "
+                "tile of rows and a tile of columns."
             )
-        budget = whole_or_none("tiled", "memory_budget", memory_budget, 1, "bytes")
-        sizes = _sizes("tiled", tile_size)
-        options = TileOptions("tiled", reduce, over, sizes, budget, verify, progress)
+        budget = whole_or_none("pairwise_reduce", "memory_budget", memory_budget, 1, "bytes")
+        sizes = _sizes("pairwise_reduce", tile_size)
+        options = TileOptions("pairwise_reduce", reduce, over, sizes, budget, verify, progress)
         options.check()
         sides = _names("rows", rows), _names("columns", columns)
         return like_function("tiled_", f, partial(self._tiled, f, options, sides))
@@ -166,7 +166,7 @@ class Tiling(Operators):
 
 @dataclass(frozen=True)
 class TileOptions:
-    """What a user of `tiled` chose."""
+    """What a user of `pairwise_reduce` chose."""
 
     caller: str
     reduce: Any = "sum"
@@ -218,7 +218,8 @@ def _names(what: str, given: Any) -> tuple[int | str, ...]:
     result = (given,) if isinstance(given, int | str) else tuple(given)
     if not result or not all(isinstance(x, int | str) for x in result):
         raise GradtoolsError(
-            f"tiled: {what} is {given!r}; expected the position or name of an argument, or several."
+            f"pairwise_reduce: {what} is {given!r}; expected the position or name of an argument, "
+            "or several."
         )
     return result
 

@@ -176,7 +176,7 @@ def _check_parameter(caller: str, path: str, p: torch.Tensor) -> None:
             caller,
             f"target{path} has requires_grad=False",
             "a tensor that requires grad",
-            "Call requires_grad_() on the real parameter (functionalize hands out detached "
+            "Call requires_grad_() on the real parameter (make_functional hands out detached "
             "aliases, which are not it), or leave its name out of grads.",
         )
 

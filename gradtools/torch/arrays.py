@@ -62,21 +62,21 @@ def to_numpy(x: Any) -> np.ndarray:
         ) from error
 
 
-def key(seed: Any) -> torch.Tensor:
+def random_key(seed: Any) -> torch.Tensor:
     """The key of an integer seed: an int64 tensor of shape (2,). See ``gradtools.models``."""
     first = _mix(_seed(seed) + GOLDEN)
     return torch.stack([first, _mix(_mix(first) + ODD)])
 
 
-def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
+def split_key(key: torch.Tensor, n: int = 2) -> torch.Tensor:
     """Independent keys, an int64 tensor of shape (n, 2). See ``gradtools.models``."""
-    check_key("split", key)
-    n = whole_number("split", "n", n, 1, "keys")
+    check_key("split_key", key)
+    n = whole_number("split_key", "n", n, 1, "keys")
     return _children(key, torch.arange(n, dtype=torch.int64, device=key.device))
 
 
 def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:
-    """The child of a key that `split` would give at this index."""
+    """The child of a key that `split_key` would give at this index."""
     check_key("chunked", key)
     return _children(key, torch.tensor(index, dtype=torch.int64, device=key.device))
 
@@ -102,8 +102,8 @@ def check_key(caller: str, key: Any) -> None:
         else repr(key)
     )
     raise GradtoolsError(
-        f"{caller}: a key is an int64 tensor of shape (2,), made by key(seed) or a row of "
-        f"split(key, n); got {result}."
+        f"{caller}: a key is an int64 tensor of shape (2,), made by random_key(seed) or a row of "
+        f"split_key(key, n); got {result}."
     )
 
 

@@ -79,7 +79,8 @@ class TorchBackend(Wing):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    key, split = staticmethod(arrays.key), staticmethod(arrays.split)  # compiled code may call them
+    random_key = staticmethod(arrays.random_key)  # compiled code may call them
+    split_key = staticmethod(arrays.split_key)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
         # NumPy's float64 and complex128 are Python's numbers too, and weak as these.
@@ -211,7 +212,7 @@ class TorchBackend(Wing):
 
     # --- chunks
 
-    is_replaying = Lazily("replaying.guards", "asks_is_replaying")
+    is_recomputing = Lazily("replaying.guards", "asks_is_recomputing")
     frozen_uses = Lazily("freezing", "Uses")
 
 

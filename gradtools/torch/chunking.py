@@ -21,7 +21,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, unwrapped
 from gradtools.torch.replaying.another_size import Rerun
 from gradtools.torch.replaying.consistency import is_shown
-from gradtools.torch.replaying.guards import here, is_plain, is_replaying, marked
+from gradtools.torch.replaying.guards import here, is_plain, is_recomputing, marked
 from gradtools.torch.replaying.nodes import node_of
 from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
@@ -112,7 +112,7 @@ def _is_differentiated(leaves: list[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
     pushed = any(map(is_dual, leaves))  # forward mode alone keeps nothing
-    both = any(unwrapped(x).requires_grad for x in leaves) and not is_replaying()
+    both = any(unwrapped(x).requires_grad for x in leaves) and not is_recomputing()
     return not pushed or both
 
 

@@ -1,4 +1,4 @@
-"""`gather` in PyTorch: a differentiable all-gather over the processes of a group."""
+"""`all_gather` in PyTorch: a differentiable all-gather over the processes of a group."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Tensor = torch.Tensor
 left_to_python(__name__)
 
 
-def gather(x: Any, axis_name: Any, group: Any) -> Any:
+def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
     """All processes' rows. See `gradtools.chunking`."""
     if axis_name is not None:
         raise GradtoolsError(
-            "gather: axis_name belongs to JAX; in PyTorch give a process group, or nothing."
+            "all_gather: axis_name belongs to JAX; in PyTorch give a process group, or nothing."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise GradtoolsError(
-            "gather: there is no process group. Call torch.distributed.init_process_group first; "
-            "a single process has all rows already."
+            "all_gather: there is no process group. Call torch.distributed.init_process_group "
+            "first; a single process has all rows already."
         )
     leaves, treedef = trees.flatten(x)
     return trees.unflatten(treedef, [_gathered(leaf, group) for leaf in leaves])
@@ -37,16 +37,16 @@ def gather(x: Any, axis_name: Any, group: Any) -> Any:
 
 def _gathered(x: Any, group: Any) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim == 0:
-        raise GradtoolsError("gather: expected tensors with rows along axis 0.")
+        raise GradtoolsError("all_gather: expected tensors with rows along axis 0.")
     if x.layout is not torch.strided or x.is_nested:
         raise GradtoolsError(
-            "gather: a sparse or nested tensor has no rows that lie one after the other. Give its "
-            "dense form."
+            "all_gather: a sparse or nested tensor has no rows that lie one after the other. Give "
+            "its dense form."
         )
     shapes = _of_all((tuple(x.shape), str(x.dtype)), group)
     if len(set(shapes)) > 1:
         raise GradtoolsError(
-            f"gather: the processes hold different shapes or dtypes: {shapes}. Pad the rows to "
+            f"all_gather: the processes hold different shapes or dtypes: {shapes}. Pad the rows to "
             "one length, and leave the padding out of the loss."
         )
     return _all_rows_of(x, group)
@@ -84,13 +84,13 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
     def primal(x: Tensor) -> list[Tensor]:
         if batchings() > 0:
             raise GradtoolsError(
-                "gather: a batch of cotangents (is_grads_batched=True, vectorize=True) cannot be "
-                "sent to other processes. Use gt.jacobian, or torch.func's transforms."
+                "all_gather: a batch of cotangents (is_grads_batched=True, vectorize=True) cannot "
+                "be sent to other processes. Use gt.jacobian, or torch.func's transforms."
             )
         return [value(x, group)]
 
     rule = BatchedRule(
-        "gather",
+        "all_gather",
         primal,
         partial(along, forth),
         partial(along, back),

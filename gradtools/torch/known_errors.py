@@ -156,7 +156,7 @@ _MENDS = {
     ),
     "must implement the jvp function": (
         "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
-        "known_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
+        "replace_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
         "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
     ),
     "modified by an inplace operation": (
@@ -205,13 +205,13 @@ _MENDS = {
     "vmap: inplace arithmetic": (
         "f changes a tensor in place that is shared by all examples (such as batch "
         "normalisation's running statistics in training mode), which vmap cannot follow. Put "
-        "the module in evaluation mode, functionalize it, or give per_example_grad or jacobian "
+        "the module in evaluation mode, make_functional it, or give per_example_grad or jacobian "
         "chunk_size=1, a plain loop."
     ),
     "would mutate a captured Tensor": (
         "f changes a tensor in place that it captured (such as batch normalisation's running "
         "statistics in training mode), which torch.func's transforms cannot follow. Put the "
-        "module in evaluation mode or functionalize it; or take the derivative outside of the "
+        "module in evaluation mode or make_functional it; or take the derivative outside of the "
         "transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."
     ),
     "Nested forward mode AD is not supported": (

@@ -2,7 +2,7 @@
 
 The part of a `torch.nn.Module` that is differentiated is the dictionary of its parameters that
 require grad, by name; the rest is the module. f gets a structural copy with other parameters,
-as `functionalize` makes it, which shares all else with the caller's module: frozen parameters,
+as `make_functional` makes it, which shares all else with the caller's module: frozen parameters,
 buffers, hooks. What a call assigns anew is assigned to the caller's module, too. A module may
 stand anywhere in a tree: in a list, a dictionary, a dataclass.
 """
@@ -38,8 +38,8 @@ def opened(
         if is_compiling() and isinstance(args[i], nn.Module):
             raise GradtoolsError(
                 f"{caller}: argument {i} is a module, {type(args[i]).__name__}, which compiled "
-                "code cannot copy. Call gt.functionalize(module) outside, and differentiate apply "
-                "to params; or leave this derivative out of what is compiled."
+                "code cannot copy. Call gt.make_functional(module) outside, and differentiate "
+                "apply to params; or leave this derivative out of what is compiled."
             )
         if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):
             return Opened(caller, f, args, argnums)

@@ -1,7 +1,7 @@
 """A PyTorch module as a pure function of its parameters and buffers.
 
 ``torch.func.functional_call`` swaps tensors inside the shared module, so two threads corrupt
-each other and the module. Here nothing is swapped: ``functionalize`` reads the module tree once
+each other and the module. Here nothing is swapped: ``make_functional`` reads the module tree once
 into a plan, and each call builds a structural copy from it, every submodule with dictionaries of
 its own that hold the given parameters and clones of the given buffers. All else is shared,
 hooks included. What the tree refers to inside itself (tied tensors, shared submodules, bound
@@ -27,7 +27,7 @@ from gradtools.errors import GradtoolsError, warn
 from gradtools.function_variables import parts_of, with_parts
 from gradtools.integrations import keras
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.arrays import seed_of, split
+from gradtools.torch.arrays import seed_of, split_key
 from gradtools.torch.compiling import skipped_by_dynamo
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import contents_of
@@ -77,7 +77,7 @@ class ModulePlan:
         return _plan_again, (self.originals.objects[0][0], scalars)
 
 
-def functionalize(
+def make_functional(
     module: nn.Module,
     *,
     variables: Any = None,
@@ -90,8 +90,8 @@ def functionalize(
     frozen_too: Parameters that ask for no gradient are among params as well.
     """
     if keras.is_keras(module):
-        return keras.functionalize(module, variables, train, _KERAS)
-    check_module("functionalize", module, variables)
+        return keras.make_functional(module, variables, train, _KERAS)
+    check_module("make_functional", module, variables)
     all_params = {name: p.detach() for name, p in module.named_parameters()}
     free = {name for name, p in module.named_parameters() if p.requires_grad or frozen_too}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
@@ -238,14 +238,14 @@ def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
     for name, value in own.items():
         if _closes_over(value, places):
             raise GradtoolsError(
-                f"functionalize: attribute {name!r} of {kind} is or holds a function that closes "
+                f"make_functional: attribute {name!r} of {kind} is or holds a function that closes "
                 "over the module or its tensors, so it would not see the given parameters. Make it "
                 "a method, or pass what it needs as an argument."
             )
     hooks = upstream.forward_hooks_of(module)
     if any(_closes_over(hook, places) for hook in hooks):
         warn(
-            f"functionalize: a forward hook of {kind} closes over the module; it sees the "
+            f"make_functional: a forward hook of {kind} closes over the module; it sees the "
             "original module's tensors. Use the hook's first argument instead."
         )
 
@@ -335,7 +335,7 @@ def _in_mode(plan: ModulePlan, params: Tensors, state: Tensors, train: bool) -> 
     for name, value in scratch.items():
         if not torch.allclose(value, params[name], rtol=0, atol=0, equal_nan=True):
             raise GradtoolsError(
-                f"functionalize: train={train} makes the module's train() change parameter "
+                f"make_functional: train={train} makes the module's train() change parameter "
                 f"{name!r}. Call module.train({train}) yourself and pass train=None."
             )
     nodes = (_with_scalars(node, copy) for node, copy in zip(plan.nodes, copies, strict=True))
@@ -367,10 +367,10 @@ def check_module(caller: str, module: Any, variables: Any = None) -> None:
 
 def _check_part(caller: str, name: str, part: nn.Module) -> None:
     mends = {
-        "ScriptModule": "functionalize the Python module before scripting it",
-        "DistributedDataParallel": "functionalize its .module",
-        "FullyShardedDataParallel": "functionalize the module before it is wrapped",
-        "OptimizedModule": "functionalize its ._orig_mod and compile apply",
+        "ScriptModule": "make_functional the Python module before scripting it",
+        "DistributedDataParallel": "make_functional its .module",
+        "FullyShardedDataParallel": "make_functional the module before it is wrapped",
+        "OptimizedModule": "make_functional its ._orig_mod and compile apply",
     }
     for kind in type(part).__mro__:
         if kind.__name__ in mends and kind.__module__.startswith("torch."):
@@ -452,7 +452,7 @@ def _seeded(seed: int, devices: list[torch.device]) -> Iterator[None]:
 
 def _keras_seeds(key: Any, count: int) -> list[Tensor]:
     """A pair of integers of 31 bits for each random stream."""
-    return [k.abs() % (1 << 31) for k in split(key, count)] if count else []
+    return [k.abs() % (1 << 31) for k in split_key(key, count)] if count else []
 
 
 def _keras_drawing(key: Any, arrays: Any) -> Any:

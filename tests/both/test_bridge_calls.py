@@ -374,12 +374,14 @@ def test_a_shape_that_depends_on_values_is_said_by_out():
     f = lambda t: t[t > 0] * 2
     x = jnp.asarray([1.0, -1.0, 2.0])
     near(bridge.to_jax(f)(x), [2, 4])
-    with pytest.raises(GradtoolsError, match=r"to_jax: what <lambda> returns .* out=Spec\(shape"):
+    with pytest.raises(
+        GradtoolsError, match=r"to_jax: what <lambda> returns .* out=ArraySpec\(shape"
+    ):
         jax.jit(bridge.to_jax(f))(x)
-    told = jax.jit(bridge.to_jax(f, out=gj.Spec((2,), "float64")))
+    told = jax.jit(bridge.to_jax(f, out=gj.ArraySpec((2,), "float64")))
     near(told(x), [2, 4])
     near(jax.grad(lambda x: (told(x) ** 2).sum())(x), [8, 0, 16])
-    told = bridge.to_jax(f, out=lambda t: gj.Spec((t.shape[0] - 1,), t.dtype))
+    told = bridge.to_jax(f, out=lambda t: gj.ArraySpec((t.shape[0] - 1,), t.dtype))
     near(jax.jit(told)(x), [2, 4])
 
 
@@ -457,13 +459,13 @@ def test_a_buffer_that_is_written_in_a_later_call_alone_is_refused():
 
 OUTS = {
     "another shape": (
-        gj.Spec((4,), "float32"),
+        gj.ArraySpec((4,), "float32"),
         "result has shape (3,) and dtype float32; expected",
     ),
-    "another dtype": (gj.Spec((3,), "int32"), "expected shape (3,) and dtype int32"),
-    "two": ((gj.Spec((3,), "float32"),) * 2, "it returned 1 arrays, expected 2, those of out"),
-    "a list": ([gj.Spec((3,), "float32")], "it returned the structure"),
-    "a function": (lambda x: gj.Spec((*x.shape, 1), x.dtype), "expected shape (3, 1)"),
+    "another dtype": (gj.ArraySpec((3,), "int32"), "expected shape (3,) and dtype int32"),
+    "two": ((gj.ArraySpec((3,), "float32"),) * 2, "it returned 1 arrays, expected 2, those of out"),
+    "a list": ([gj.ArraySpec((3,), "float32")], "it returned the structure"),
+    "a function": (lambda x: gj.ArraySpec((*x.shape, 1), x.dtype), "expected shape (3, 1)"),
 }
 
 

@@ -240,7 +240,7 @@ def test_containers_that_the_host_does_not_know_become_tuples_or_are_refused():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_number_of_results_that_out_does_not_say_is_refused(count):
-    one, made = gj.Spec(3, "float32"), (lambda x: x) if count == 1 else (lambda x: (x, x))
+    one, made = gj.ArraySpec(3, "float32"), (lambda x: x) if count == 1 else (lambda x: (x, x))
     told = (one, one) if count == 1 else one
     words = f"it returned {count} arrays, expected {3 - count}, those of out"
     with pytest.raises(Exception, match=words):

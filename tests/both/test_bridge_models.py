@@ -101,7 +101,7 @@ def test_the_hessian_of_a_module_in_its_parameters_is_the_native_one():
     of = lambda p: (apply(p, state, jnp.asarray(X))[0] ** 3).sum()
     v = jax.tree.map(lambda p: 0.3 * p + 0.1, params)
     found = jax.jvp(jax.grad(of), (params,), (v,))[1]
-    run, own, buffers = gt.functionalize(model)
+    run, own, buffers = gt.make_functional(model)
     by_torch = lambda p: (run(p, buffers, torch.from_numpy(X))[0] ** 3).sum()
     own_v = {k: 0.3 * p + 0.1 for k, p in own.items()}
     (expected,) = gt.hvp(by_torch, (own,), (own_v,))[1]
@@ -167,7 +167,7 @@ def test_the_gradient_of_a_flax_model_with_a_key_is_flaxes_own():
     module = bridge.to_torch(model, variables=variables).train()
     key = torch.tensor([3, 4])
     (module(torch.from_numpy(X), key=key) ** 2).sum().backward()
-    apply, params, state = gj.functionalize(model, variables=variables, train=True)
+    apply, params, state = gj.make_functional(model, variables=variables, train=True)
     own_key = jax.random.fold_in(jax.random.key(3), 4)
     of = lambda p: (apply(p, state, jnp.asarray(X), key=own_key)[0] ** 2).sum()
     expected = jax.grad(of)(params)
@@ -195,7 +195,7 @@ def test_other_tensors_stand_in_for_the_parameters_of_a_jax_model():
     near(
         torch.func.grad(loss)({"weight": weight, "bias": module.bias.detach()})["weight"], expected
     )
-    apply, params, state = gt.functionalize(module)
+    apply, params, state = gt.make_functional(module)
     near(gt.grad(lambda ps: (apply(ps, state, x)[0] ** 2).sum())(params)["weight"], expected)
     torch.nn.utils.parametrizations.weight_norm(module)
     near(module(x).detach(), torch.nn.functional.linear(x, weight, module.bias).detach())

@@ -92,7 +92,7 @@ def test_why_zero_names_the_line_inside_of_a_compiled_program_of_pytorchs():
 def test_why_zero_looks_at_no_other_argument_of_a_bridged_function():
     f = bridge.to_torch(lambda a, b: jax.lax.stop_gradient(a).sum() + jnp.floor(b).sum())
     x = torch.ones(3)
-    report = gt.why_zero(lambda a, b: f(a, b), x, x, wrt=(0, 1))
+    report = gt.why_zero(lambda a, b: f(a, b), x, x, argnums=(0, 1))
     assert [(one.argument, one.kind) for one in report.findings] == [
         ("argument 0", "detached"),
         ("argument 1", "zero_derivative"),

@@ -112,4 +112,4 @@ def test_a_torch_program_with_its_own_threads_runs_inside_a_callback():
 def bridge_spec():
     import gradtools.jax as gj
 
-    return gj.Spec((), "float64")
+    return gj.ArraySpec((), "float64")

@@ -18,7 +18,7 @@ EDITS = {
     "clip_value": lambda gt, x: gt.clip_gradient(x, max_value=0.2),
     "clip_both": lambda gt, x: gt.clip_gradient(x, max_norm=0.3, max_value=0.2),
     "transform": lambda gt, x: gt.transform_gradient(x, lambda c: c**3 + c),
-    "known": lambda gt, x: gt.known_gradient(x, gt.asarray(np.arange(4.0))),
+    "known": lambda gt, x: gt.replace_gradient(x, gt.asarray(np.arange(4.0))),
     "straight_through": lambda gt, x: gt.straight_through(lambda x: gt.xp.round(x))(x),
     "surrogate": lambda gt, x: gt.straight_through(lambda x: x > 0.5, lambda x: gt.xp.tanh(3 * x))(
         x

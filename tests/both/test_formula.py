@@ -50,11 +50,11 @@ class Written:
 
     def formula(self, backend: str, order: int = 1) -> Any:
         gt = importlib.import_module(f"gradtools.{backend}")
-        wrt = tuple(k for k, x in enumerate(self.args) if x.dtype.kind in "fc")
+        argnums = tuple(k for k, x in enumerate(self.args) if x.dtype.kind in "fc")
         names = self.f.__code__.co_varnames[1 : self.f.__code__.co_argcount]
         scope: dict[str, Any] = {"f": self.f, "gt": gt}
         called = eval(f"lambda {', '.join(names)}: f(gt, {', '.join(names)})", scope)
-        return gt.formula(called, *map(gt.asarray, self.args), order=order, wrt=wrt)
+        return gt.formula(called, *map(gt.asarray, self.args), order=order, argnums=argnums)
 
 
 def softmax(gt, z):

@@ -72,7 +72,7 @@ def test_a_derivation_is_compared_with_the_vjp_of_what_has_no_algebra(gt):
 
 def test_a_derivation_is_not_said_to_agree_in_what_the_formula_does_not_have(gt):
     A, x = gt.asarray(np.diag([1.0, 2.0]).astype(np.float32)), array(gt, 1.0, 3.0)
-    found = gt.formula(lambda A, x: x @ (A @ x), A, x, wrt=1)
+    found = gt.formula(lambda A, x: x @ (A @ x), A, x, argnums=1)
     right = lambda A, x, ct: ct * (A @ x + A.T @ x)
     assert found.agrees_with(right)
     assert found.agrees_with(lambda A, x, ct: (None, right(A, x, ct)))

@@ -296,7 +296,7 @@ def test_what_is_no_target_is_still_told(gt, name):
 
 
 def test_a_report_on_no_leaf_does_not_say_that_nothing_is_lost(gt):
-    report = gt.why_zero(lambda x: gt.xp.round(x), gt.asarray(X), wrt=())
+    report = gt.why_zero(lambda x: gt.xp.round(x), gt.asarray(X), argnums=())
     assert "Nothing was looked at" in str(report) and "Nothing is lost" not in str(report)
 
 
@@ -400,7 +400,7 @@ def test_what_f_computes_and_does_not_return_is_unused(gt):
         (y**2).sum() if hasattr(y, "sum") else y
         return gt.xp.sum(x)
 
-    (finding,) = gt.why_zero(f, gt.asarray(X), gt.asarray(X), wrt=1)
+    (finding,) = gt.why_zero(f, gt.asarray(X), gt.asarray(X), argnums=1)
     assert finding.kind == "unused"
 
 

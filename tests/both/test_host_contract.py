@@ -39,7 +39,7 @@ def filled(x):
 RETURNS = {
     "float64": (lambda x: x.astype(np.float64), r"dtype float64; .* y.astype\('float32'\)"),
     "a float64 number": (lambda x: np.float64(1), r"shape \(\) and dtype float64; expected"),
-    "another shape": (lambda x: x[:1], r"shape \(1,\) .* out=Spec\(\(1,\), 'float32'\)"),
+    "another shape": (lambda x: x[:1], r"shape \(1,\) .* out=ArraySpec\(\(1,\), 'float32'\)"),
     "a list": (lambda x: [x], "it returned the structure"),
     "two": (lambda x: (x, x), "it returned the structure"),
     "None": (filled, "it returned None, expected .*; a routine that fills an array must return"),
@@ -77,7 +77,9 @@ def test_a_wrapped_kernel_is_found_too(gt, x):
     for kernel in (functools.partial(named, 2), Called(), Called().__call__):
         with pytest.raises(GradtoolsError, match=r"The kernel is at .*:\d+\.$"):
             gt.host_function(kernel)(x)
-    with pytest.raises(GradtoolsError, match=r"'float32'\)?, or say out=Spec\(\(2,\), 'bool'\)\.$"):
+    with pytest.raises(
+        GradtoolsError, match=r"'float32'\)?, or say out=ArraySpec\(\(2,\), 'bool'\)\.$"
+    ):
         gt.host_function(np.isnan)(x)
 
 
@@ -145,7 +147,7 @@ def test_out_is_asked_once_for_a_signature_and_again_for_another(gt):
 
     def out(x, *n):
         asked.append((x.shape, x.dtype))
-        return gt.Spec((x.shape[0] * sum(n, 1),), x.dtype)
+        return gt.ArraySpec((x.shape[0] * sum(n, 1),), x.dtype)
 
     f = gt.host_function(lambda x, *n: np.tile(x, sum(n, 1)), out=out)
     for n in (2, 3):
@@ -153,14 +155,14 @@ def test_out_is_asked_once_for_a_signature_and_again_for_another(gt):
             assert plain(f(gt.asarray(np.ones(n, np.float32)))).shape == (n,)
     assert asked == [((2,), "float32"), ((3,), "float32")]
     assert plain(f(gt.asarray(X), 2)).shape == (6,)  # a number belongs to the signature
-    g = gt.host_function(lambda x, n=2: np.tile(x, n), out=lambda x, n: gt.Spec((4,), x.dtype))
+    g = gt.host_function(lambda x, n=2: np.tile(x, n), out=lambda x, n: gt.ArraySpec((4,), x.dtype))
     assert plain(g(gt.asarray(X))).shape == plain(g(gt.asarray(X), n=2)).shape == (4,)
 
 
 def test_pytrees_and_arrays_mix_in_a_plain_call(gt, x):
     f = gt.host_function(
         lambda pair, y: {"sum": pair[0] + y, "all": (pair[0] * y).sum()},
-        out=lambda pair, y: {"sum": y, "all": gt.Spec((), y.dtype)},
+        out=lambda pair, y: {"sum": y, "all": gt.ArraySpec((), y.dtype)},
     )
     found = f((x, 3), X)
     assert plain(found["sum"]).tolist() == [2, 4] and float(found["all"]) == 5

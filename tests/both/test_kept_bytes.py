@@ -73,7 +73,7 @@ def weights(p, x):
 
 def told(gt, f, *args):
     """The bytes by the graph and by `measure`, both along all arguments."""
-    graph = gt.gradient_graph(f, *args, wrt=tuple(range(len(args))))
+    graph = gt.gradient_graph(f, *args, argnums=tuple(range(len(args))))
     return sum(graph.kept.values()), gt.measure(f, *args).saved_bytes
 
 

@@ -78,7 +78,7 @@ def check_microbatched(gt, f, args, kwargs, axes, wanted, sizes=SIZES):
     out, rows = wanted
     for size in sizes:
         mean = functools.wraps(f)(lambda *a, **k: f(*a, **k).mean())
-        ours = gt.microbatched(mean, size, in_axes=axes)
+        ours = gt.microbatched_value_and_grad(mean, size, in_axes=axes)
         value, grads = ours(*args, **kwargs)
         close(gt, value, out.mean())
         close(gt, grads, rows.mean(0))
@@ -95,7 +95,7 @@ def check_vmap(gt, f, args, kwargs, axes, wanted, sizes=SIZES):
 
 CHECKS = {
     "chunked": check_chunked,
-    "microbatched": check_microbatched,
+    "microbatched_value_and_grad": check_microbatched,
     "per_example_grad": check_per_example,
     "vmap": check_vmap,
 }
@@ -117,7 +117,7 @@ def sizes_of(gt):
 
 
 @pytest.mark.slow_at(
-    ("microbatched", "jax"),
+    ("microbatched_value_and_grad", "jax"),
     ("jax", "all by position"),
     ("per_example_grad", "jax", "one by keyword"),
     ("per_example_grad", "jax", "all but one by keyword"),
@@ -140,7 +140,9 @@ def test_examples_are_split_however_they_are_passed(gt, check, way):
 
 
 @pytest.mark.slow_at(
-    ("chunked", "jax"), ("microbatched", "jax", "True"), ("per_example_grad", "jax", "True")
+    ("chunked", "jax"),
+    ("microbatched_value_and_grad", "jax", "True"),
+    ("per_example_grad", "jax", "True"),
 )
 @pytest.mark.sweep_at(("chunked", "jax", "True"))
 @pytest.mark.parametrize("keyword", [True, False])
@@ -161,7 +163,7 @@ def test_a_dict_names_other_axes_and_what_is_shared(gt, check, keyword):
     run(gt, f, args, kwargs, axes, wanted, sizes_of(gt))
 
 
-@pytest.mark.slow_at(("microbatched", "jax"), ("per_example_grad", "jax"))
+@pytest.mark.slow_at(("microbatched_value_and_grad", "jax"), ("per_example_grad", "jax"))
 @pytest.mark.sweep_at(("chunked", "jax"))
 def test_arrays_without_axes_and_what_is_no_array_are_shared(gt, check):
     run, operator = check
@@ -230,12 +232,12 @@ def test_a_keyword_weight_is_given_to_the_function_of_weights(gt):
     n = np.array([3.0, 1.0, 0.0, 2.0, 4.0])
     out, rows = expected(X)
     for weights in (lambda w, x, n: n.sum(), lambda w, x, **more: more["n"].sum(), n):
-        value, grads = gt.microbatched(mean, 2, weights=weights)(
+        value, grads = gt.microbatched_value_and_grad(mean, 2, weights=weights)(
             gt.asarray(W), gt.asarray(X), n=gt.asarray(n)
         )
         close(gt, value, (out * n).sum() / n.sum())
         close(gt, grads, n @ rows / n.sum())
-    power = gt.microbatched(
+    power = gt.microbatched_value_and_grad(
         lambda w, x, power: (gt.xp.tanh(x @ w) ** power).mean(), 2, weights=lambda w, x: x.shape[0]
     )
     close(gt, power(gt.asarray(W), gt.asarray(X), power=2)[0], (out**2).mean())
@@ -260,7 +262,7 @@ WRONG = [
 def test_what_does_not_fit_is_refused_by_name(gt, check, kwargs, axes, words):
     operator = check[1]
     if operator in ("per_example_grad", "vmap") and "names" in kwargs:
-        pytest.skip("lists of examples are chunked's and microbatched's")
+        pytest.skip("lists of examples are chunked's and microbatched_value_and_grad's")
     f = lambda w, x, shift=None, mask=None, scale=None, names=None: (x @ w).sum()
     size = () if operator in ("per_example_grad", "vmap") else (2,)
     ours = getattr(gt, operator)(f, *size, in_axes={"w": None, **axes})
@@ -269,6 +271,6 @@ def test_what_does_not_fit_is_refused_by_name(gt, check, kwargs, axes, words):
 
 
 def test_a_differentiated_argument_that_is_split_by_name_is_refused(gt):
-    ours = gt.microbatched(lambda w, x: (x @ w).mean(), 2, in_axes={"w": 0})
+    ours = gt.microbatched_value_and_grad(lambda w, x: (x @ w).mean(), 2, in_axes={"w": 0})
     with pytest.raises(GradtoolsError, match="argument 0 is differentiated, so all chunks share"):
         ours(gt.asarray(W), gt.asarray(X))

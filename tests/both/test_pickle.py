@@ -55,7 +55,10 @@ RETURNED = {
         (28.0, (14.0, -4 * X)),
     ),
     "per_example_grad": (lambda gt: gt.per_example_grad(own.loss), X**2),
-    "microbatched": (lambda gt: gt.microbatched(own.loss, 2, reduction="sum"), (28.0, 14.0)),
+    "microbatched_value_and_grad": (
+        lambda gt: gt.microbatched_value_and_grad(own.loss, 2, reduction="sum"),
+        (28.0, 14.0),
+    ),
     "vmap": (lambda gt: gt.vmap(own.rows, in_axes={"w": None}), 2 * X),
     "chunked": (lambda gt: gt.chunked(own.rows, 2, in_axes={"w": None}), 2 * X),
     "frozen": (lambda gt: gt.frozen(own.rows), 2 * X),
@@ -108,7 +111,7 @@ def test_reports_say_the_same(gt, again, at):
         gt.why_zero(own.loss, *at),
         gt.dependence(own.loss, *at),
         gt.formula(own.loss, *at),
-        gt.Spec((2,), "float32"),
+        gt.ArraySpec((2,), "float32"),
     )
     for report in reports:
         assert str(again(report)) == str(report)
@@ -150,7 +153,7 @@ MODELS = {
     "chunked in a Sequential": lambda: torch.nn.Sequential(gt_torch.chunked(Adversarial(), 2)),
     "checkpoint": lambda: gt_torch.checkpoint(Adversarial()),
     "frozen": lambda: gt_torch.frozen(Adversarial()),
-    "functionalize": lambda: gt_torch.functionalize(Adversarial())[0],
+    "make_functional": lambda: gt_torch.make_functional(Adversarial())[0],
 }
 
 
@@ -166,11 +169,11 @@ def test_a_torch_model_is_saved_and_loaded(kind):
     x = torch.ones(5, 3, dtype=torch.float64, requires_grad=True)
     model = MODELS[kind]()
     given = (x,)
-    if kind == "functionalize":
-        given = (*gt_torch.functionalize(Adversarial())[1:], x)
+    if kind == "make_functional":
+        given = (*gt_torch.make_functional(Adversarial())[1:], x)
     for other in (saved(model), copy.deepcopy(model)):
         found, wanted = (m(*given) for m in (other, model))
-        if kind == "functionalize":
+        if kind == "make_functional":
             found, wanted = found[0], wanted[0]
         torch.testing.assert_close(found, wanted)
         a, b = (torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted))
@@ -196,7 +199,7 @@ def test_jax_models_are_pickled():
     for model in (linear, gj.chunked(linear, 2)):
         np.testing.assert_allclose(AGAIN["pickle"](model)(x), linear(x), rtol=1e-6)
     tree = eqx.nn.Linear(3, 2, key=jax.random.key(0))
-    applies = gj.functionalize(linear), gj.functionalize(tree)
+    applies = gj.make_functional(linear), gj.make_functional(tree)
     for (apply, params, state), given in zip(applies, (x, x[0]), strict=True):
         other = AGAIN["pickle"](apply)
         np.testing.assert_allclose(other(params, state, given)[0], apply(params, state, given)[0])

@@ -244,15 +244,15 @@ def test_a_stop_that_the_algorithm_needs_is_no_finding(gt, f, compiled):
     assert not report, str(report)
 
 
-@pytest.mark.parametrize("wrt", [0, 1, (0, 1)])
-def test_of_two_arguments_that_stop_each_other_none_is_lost(gt, wrt):
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+def test_of_two_arguments_that_stop_each_other_none_is_lost(gt, argnums):
     vq = lambda codes, z: (
         mse(gt, nearest(gt, codes, z), gt.stop_gradient(z))
         + 0.25 * mse(gt, z, gt.stop_gradient(nearest(gt, codes, z)))
     )
     symmetric = lambda a, b: symmetric_stops(gt, {"a": a, "b": b})
     for f, first in ((vq, (4, 3)), (symmetric, (6, 3))):
-        report = gt.why_zero(f, rows(gt, *first), rows(gt, 6, 3, seed=1), wrt=wrt)
+        report = gt.why_zero(f, rows(gt, *first), rows(gt, 6, 3, seed=1), argnums=argnums)
         assert not report, str(report)
         assert all("stops a term in which others are trained" in text for text, _ in report.notes)
         assert report.notes

@@ -55,7 +55,7 @@ def _edits(gt):
         "stop_gradient": lambda x: gt.stop_gradient(x) * x,
         "clip_gradient": lambda x: gt.clip_gradient(x, max_norm=0.5),
         "transform_gradient": lambda x: gt.transform_gradient(x, lambda c: c * c),
-        "known_gradient": lambda x: gt.known_gradient(x, x * x),
+        "replace_gradient": lambda x: gt.replace_gradient(x, x * x),
         "straight_through": gt.straight_through(lambda x: gt.xp.sign(x) * x, lambda x: x**2),
     }
     return {name: lambda x, f=f: (f(x) ** 2).sum() for name, f in edits.items()}
@@ -121,7 +121,9 @@ def _cases(gt):
         if "carry" not in name:
             found[f"{name}: hvp"] = lambda x, f=f: gt.hvp(f, (x,), (gt.asarray(X[::-1].copy()),))
     mean = lambda w, x: (w * x**2).sum() / len(x)
-    found["microbatched"] = lambda x: gt.microbatched(mean, 2)(x[:1], x)
+    found["microbatched_value_and_grad"] = lambda x: gt.microbatched_value_and_grad(mean, 2)(
+        x[:1], x
+    )
     return found
 
 
@@ -148,9 +150,9 @@ REFUSED = {
     "measure": lambda gt, x: gt.measure(lambda x: x.sum())(x),
     "vmap": lambda gt, x: gt.vmap(lambda x: x)(x),
     "compile": lambda gt, x: gt.compile(lambda x: x)(x),
-    "gather": lambda gt, x: gt.gather(x),
-    "key": lambda gt, x: gt.key(0),
-    "tiled": lambda gt, x: gt.contrastive_loss(x[:, None], x[:, None]),
+    "all_gather": lambda gt, x: gt.all_gather(x),
+    "random_key": lambda gt, x: gt.random_key(0),
+    "pairwise_reduce": lambda gt, x: gt.contrastive_loss(x[:, None], x[:, None]),
     "host_function": lambda gt, x: gt.host_function(lambda x: x)(x),
     "accumulate_gradients": lambda gt, x: gt.accumulate_gradients({"a": x}, {"a": x}),
 }
@@ -168,7 +170,7 @@ def test_what_a_chunk_closes_over_is_refused_where_it_would_be_lost():
         hips.grad(loss)(X[:1])
 
 
-@pytest.mark.parametrize("name", ["clip_gradient", "known_gradient"])
+@pytest.mark.parametrize("name", ["clip_gradient", "replace_gradient"])
 def test_forward_mode_of_what_is_not_linear_is_refused_and_no_number(name):
     f = _edits(hips)[name]
     with pytest.raises(GradtoolsError, match=r"jvp: f holds .*, which has a reverse rule only"):

@@ -130,11 +130,11 @@ def test_a_defect_of_an_edit_is_caught(monkeypatch):
     pytest.importorskip("torch")
     import gradtools.torch as gt
 
-    known = gt.known_gradient
+    known = gt.replace_gradient
     mutant = lambda x, dx: known(x, 2 * dx)
     limits = {"operators": ["gt.grad"], "order": 1, "depth": 1, "lines": 2}
-    assert "gt.known_gradient(" in caught(
-        "torch", monkeypatch, gt, "known_gradient", mutant, **limits
+    assert "gt.replace_gradient(" in caught(
+        "torch", monkeypatch, gt, "replace_gradient", mutant, **limits
     )
 
 
@@ -145,7 +145,7 @@ def test_a_number_where_forward_mode_has_none_is_caught(monkeypatch):
 
     linear = lambda x, dx: gt.scale_gradient(x, 1.0)
     said = caught(
-        "torch", monkeypatch, gt, "known_gradient", linear, operators=["gt.jvp"], complex=False
+        "torch", monkeypatch, gt, "replace_gradient", linear, operators=["gt.jvp"], complex=False
     )
     assert "is answered: forward mode meets an edit of the cotangent alone" in said
     with pytest.raises(AssertionError, match="which it must refuse"):
@@ -220,7 +220,7 @@ def test_a_frozen_function_that_edits_a_cotangent_refuses_a_second_derivative(gt
 def test_a_known_gradient_may_be_the_array_itself_under_native_transforms(gt, backend_name):
     """What torch.func unwraps is one tensor under two names, which PyTorch refuses to save."""
     x = array(gt, 3)
-    f = lambda y: gt.xp.sum(gt.known_gradient(y, x) ** 2)
+    f = lambda y: gt.xp.sum(gt.replace_gradient(y, x) ** 2)
     if backend_name == "torch":
         from torch import func as native
     else:

@@ -299,15 +299,15 @@ def norm_of_a_leaf(patch, gt):
     )
 
 
-@mutant("a known gradient is added, not put in place", "known_gradient", oracle=CLOSED)
+@mutant("a known gradient is added, not put in place", "replace_gradient", oracle=CLOSED)
 def known_added(patch, gt):
-    whole = gt.known_gradient
+    whole = gt.replace_gradient
 
     def added(x, dx):
         both = lambda a, b: a + b - gt.stop_gradient(b)
         return each_leaf(both, whole(x, dx), x)
 
-    patch.setattr(gt, "known_gradient", added)
+    patch.setattr(gt, "replace_gradient", added)
 
 
 @mutant("transform_gradient transforms twice", "transform_gradient", oracle=CLOSED)
@@ -367,7 +367,11 @@ def transposed_rule(patch, gt):
     patch.setattr(linearizing, "hoist", wrong)
 
 
-@mutant("microbatched counts the last chunk as a whole one", "microbatched", oracle=CALL)
+@mutant(
+    "microbatched_value_and_grad counts the last chunk as a whole one",
+    "microbatched_value_and_grad",
+    oracle=CALL,
+)
 def unweighted(patch, gt):
     whole = gradtools.chunking._Microbatches.weight
     patch.setattr(
@@ -451,14 +455,18 @@ def small_errors_are_seen(gt, backend):
 
 def chunks_draw_numbers_of_their_own(gt, backend):
     """Each chunk's key gives another number."""
-    words = lambda k: gt.xp.astype(gt.split(k, 2)[0], gt.xp.float32) if backend == "torch" else k
+    words = lambda k: (
+        gt.xp.astype(gt.split_key(k, 2)[0], gt.xp.float32) if backend == "torch" else k
+    )
     if backend == "torch":
         one = lambda x, k: x * 0 + gt.xp.sum(words(k))
     else:
         import jax
 
         one = lambda x, k: x * 0 + jax.random.uniform(k)
-    drawn = gt.to_numpy(gt.chunked(one, 2, key_argnums=1)(gt.asarray(np.zeros(4)), gt.key(3)))
+    drawn = gt.to_numpy(
+        gt.chunked(one, 2, key_argnums=1)(gt.asarray(np.zeros(4)), gt.random_key(3))
+    )
     return drawn[0] == drawn[1] and drawn[1] != drawn[2]
 
 

@@ -107,8 +107,8 @@ def programs(gt) -> dict[str, Program]:
             lambda x: 6 * x**2,
             lambda x: 24 * x,
         ),
-        "known_gradient": Program(
-            edited(lambda x: gt.known_gradient(x, steady)), np.ones_like, np.zeros_like
+        "replace_gradient": Program(
+            edited(lambda x: gt.replace_gradient(x, steady)), np.ones_like, np.zeros_like
         ),
     }
 

@@ -125,7 +125,7 @@ PRINTED = {
     "u11_several_losses": [
         r"weighted by letters, the chunks' gradient is off by \S+",
         r"with equal weights it would be off by \d",
-        r"microbatched, in chunks of 4, 4 and 2, is off by \S+",
+        r"microbatched_value_and_grad, in chunks of 4, 4 and 2, is off by \S+",
         r"one loss after the other differs from their sum by \S+",
     ],
     "u12_gradient_through_a_sampler": [

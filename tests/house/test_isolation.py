@@ -162,14 +162,14 @@ def test_a_wing_works_where_the_other_framework_does_not_exist(backend):
 
 
 @needs("jax")
-def test_functionalize_says_what_it_takes_where_no_library_of_modules_exists():
+def test_make_functional_says_what_it_takes_where_no_library_of_modules_exists():
     program = """
         import gradtools.jax as gt
         from gradtools import GradtoolsError
         try:
-            gt.functionalize(object())
+            gt.make_functional(object())
         except GradtoolsError as error:
-            print(str(error).startswith("functionalize"))
+            print(str(error).startswith("make_functional"))
     """
     assert run(program, ("torch", "flax", "optax", "equinox")) == "True"
 
@@ -319,10 +319,10 @@ MISSION = """
     for f in (gt.chunked(cube, 2), gt.frozen(cube), gt.checkpoint(cube)):
         g = lambda x: total(f(x) ** 2)
         gt.grad(lambda x: total(gt.grad(g)(x) ** 2))(x)
-    gt.microbatched(lambda w, x: total(w * x) / len(x), 2)(x[0], x)
-    gt.tiled(lambda x, y: x[:, None] * y, "logsumexp", 2)(x, x)
+    gt.microbatched_value_and_grad(lambda w, x: total(w * x) / len(x), 2)(x[0], x)
+    gt.pairwise_reduce(lambda x, y: x[:, None] * y, "logsumexp", 2)(x, x)
     edit = gt.straight_through(gt.xp.round)
-    edits = lambda x: gt.known_gradient(gt.clip_gradient(gt.reverse_gradient(x), 1.0), x)
+    edits = lambda x: gt.replace_gradient(gt.clip_gradient(gt.reverse_gradient(x), 1.0), x)
     gt.grad(lambda x: total(gt.scale_gradient(gt.stop_gradient(x) * edit(edits(x)), 2.0)))(x)
     rule = gt.custom_rule(lambda x: x * x)
     rule.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
@@ -346,7 +346,7 @@ OF_MODULES = """
     grads = gt.grad(lambda m, x: m(x).tanh().sum())(model, x)
     sum((g**2).sum() for g in grads.values()).backward()
     gt.checkpoint(model)(x).sum().backward()
-    gt.functionalize(model)
+    gt.make_functional(model)
     print(sorted(name for name in sys.modules if name.startswith("gradtools.seeing")))
 """
 

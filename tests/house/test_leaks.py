@@ -26,8 +26,25 @@ from leaks import alive, calls_of, grown, measured
 
 CALLS = {"torch": 12, "jax": 4}
 CHEAP = {  # less than a millisecond a call
-    "torch": ("vmap", "vjp", "grad", "custom_rule: value", "key", "split", "asarray", "to_numpy"),
-    "jax": ("custom_rule: value", "compile", "key", "split", "asarray", "to_numpy", "xp"),
+    "torch": (
+        "vmap",
+        "vjp",
+        "grad",
+        "custom_rule: value",
+        "random_key",
+        "split_key",
+        "asarray",
+        "to_numpy",
+    ),
+    "jax": (
+        "custom_rule: value",
+        "compile",
+        "random_key",
+        "split_key",
+        "asarray",
+        "to_numpy",
+        "xp",
+    ),
 }
 
 

@@ -26,15 +26,15 @@ NAMES = {
     ],
     "edits": [
         *("reverse_gradient", "scale_gradient", "stop_gradient", "clip_gradient"),
-        *("transform_gradient", "known_gradient", "straight_through"),
+        *("transform_gradient", "replace_gradient", "straight_through"),
     ],
-    "own rules": ["custom_rule", "host_function", "Spec"],
+    "own rules": ["custom_rule", "host_function", "ArraySpec"],
     "memory": [
-        *("frozen", "chunked", "microbatched", "gather", "is_replaying"),
-        *("tiled", "contrastive_loss", "linear_cross_entropy", "attention"),
+        *("frozen", "chunked", "microbatched_value_and_grad", "all_gather", "is_recomputing"),
+        *("pairwise_reduce", "contrastive_loss", "linear_cross_entropy", "attention"),
         *("GradientAccumulator", "accumulate_gradients", "assign_gradients"),
     ],
-    "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
+    "models": ["make_functional", "xp", "asarray", "to_numpy", "random_key", "split_key"],
     "seeing": [
         *("dependence", "why_zero", "guard_gradients", "measure"),
         *("gradient_graph", "formula"),

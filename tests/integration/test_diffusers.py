@@ -69,7 +69,7 @@ def by_backward(scale):
 def by_known_gradient(scale, encode=encode):
     def loss(scale):
         latents = encode(PICTURE * scale)
-        return gt.known_gradient(latents, guided(latents.detach())).sum()
+        return gt.replace_gradient(latents, guided(latents.detach())).sum()
 
     return gt.grad(loss)(scale)
 

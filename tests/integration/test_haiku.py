@@ -1,4 +1,4 @@
-"""haiku through functionalize, against haiku's own apply and plain JAX."""
+"""haiku through make_functional, against haiku's own apply and plain JAX."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def stateful():
 
 def test_gradients_and_state_are_those_of_haiku():
     net, (params, state) = stateful()
-    apply, p, s = gt.functionalize(net, variables=(params, state), train=True)
-    key = gt.key(1)
+    apply, p, s = gt.make_functional(net, variables=(params, state), train=True)
+    key = gt.random_key(1)
 
     def loss(p):
         out, after = apply(p, s, X, key=key)
@@ -59,7 +59,7 @@ def test_gradients_and_state_are_those_of_haiku():
 def test_a_transform_without_state_has_an_empty_one():
     net = hk.without_apply_rng(hk.transform(plain))
     params = net.init(jax.random.key(0), X)
-    apply, p, s = gt.functionalize(net, variables=params)
+    apply, p, s = gt.make_functional(net, variables=params)
     found = gt.hvp(lambda p: (apply(p, s, X)[0] ** 2).mean(), (p,), (p,))
     loss = lambda p: (net.apply(p, X) ** 2).mean()
     wanted = jax.grad(loss)(params), jax.jvp(jax.grad(loss), (params,), (params,))[1]
@@ -67,18 +67,20 @@ def test_a_transform_without_state_has_an_empty_one():
     assert s == {}
 
 
-@pytest.mark.parametrize("operator", ["chunked", "microbatched", "per_example_grad", "why_zero"])
+@pytest.mark.parametrize(
+    "operator", ["chunked", "microbatched_value_and_grad", "per_example_grad", "why_zero"]
+)
 def test_operators_take_what_functionalize_gives(operator):
     net = hk.transform(plain)
     params = net.init(jax.random.key(0), X)
-    apply, p, s = gt.functionalize(net, variables=params)
+    apply, p, s = gt.make_functional(net, variables=params)
     loss = lambda p, x: (apply(p, s, x)[0] ** 2).mean()
     wanted = jax.grad(lambda p: (net.apply(p, None, X) ** 2).mean())(params)
     if operator == "chunked":
         run = gt.chunked(lambda p, x: apply(p, s, x)[0], 2, in_axes=(None, 0))
         same(gt.grad(lambda p: (run(p, X) ** 2).mean())(p), wanted)
-    elif operator == "microbatched":
-        same(gt.microbatched(loss, 2)(p, X)[1], wanted)
+    elif operator == "microbatched_value_and_grad":
+        same(gt.microbatched_value_and_grad(loss, 2)(p, X)[1], wanted)
     elif operator == "per_example_grad":
         each = gt.per_example_grad(lambda p, x: loss(p, x[None]))(p, X)
         same(jax.tree.map(lambda g: g.mean(0), each), wanted)
@@ -89,10 +91,13 @@ def test_operators_take_what_functionalize_gives(operator):
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda net, v: gt.functionalize(net), "variables=.params, state."),
+        (lambda net, v: gt.make_functional(net), "variables=.params, state."),
         (lambda net, v: _run(net, v, train=True)(), "the module needs randomness; pass key="),
-        (lambda net, v: gt.functionalize(hk.multi_transform(_several)), "multi_transform"),
-        (lambda net, v: gt.functionalize(hk.transform(plain), variables={}, train=True), "train="),
+        (lambda net, v: gt.make_functional(hk.multi_transform(_several)), "multi_transform"),
+        (
+            lambda net, v: gt.make_functional(hk.transform(plain), variables={}, train=True),
+            "train=",
+        ),
     ],
 )
 def test_what_is_missing_is_said(ask, said):
@@ -101,7 +106,7 @@ def test_what_is_missing_is_said(ask, said):
 
 
 def _run(net, variables, **options):
-    apply, p, s = gt.functionalize(net, variables=variables, **options)
+    apply, p, s = gt.make_functional(net, variables=variables, **options)
     return lambda: apply(p, s, X)
 
 

@@ -1,4 +1,4 @@
-"""Keras 3 through functionalize on both of its backends, against Keras' own calls."""
+"""Keras 3 through make_functional on both of its backends, against Keras' own calls."""
 
 from __future__ import annotations
 

@@ -89,9 +89,9 @@ def test_microbatches_take_manual_steps(tmp_path):
             self.net, self.losses = torch.nn.Linear(8, 1), []
 
         def training_step(self, batch, index):
-            apply, params, state = gt.functionalize(self.net)
+            apply, params, state = gt.make_functional(self.net)
             loss = lambda params, x, y: (apply(params, state, x)[0][:, 0] - y).square().mean()
-            value, grads = gt.microbatched(loss, 4)(params, *batch)
+            value, grads = gt.microbatched_value_and_grad(loss, 4)(params, *batch)
             whole = gt.grad(loss)(params, *batch)
             agree(grads, whole)
             gt.assign_gradients(dict(self.net.named_parameters()), grads)

@@ -46,7 +46,7 @@ def test_a_sentence_encoder_in_chunks_has_the_gradients_of_the_loop(tmp_path):
 
     found = []
     outputs = lambda out: {"sentence_embedding": out["sentence_embedding"]}
-    for encode in (gt.chunked(model, 4, outputs=outputs), in_loop):
+    for encode in (gt.chunked(model, 4, select=outputs), in_loop):
         torch.manual_seed(2)
         model.zero_grad()
         loss = embedded(encode)

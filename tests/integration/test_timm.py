@@ -63,7 +63,7 @@ def test_in_chunks_it_has_the_loss_gradients_and_statistics_of_the_loop(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_one_gradient_for_each_image(name):
     net = model(name).eval()
-    apply, params, state = gt.functionalize(net)
+    apply, params, state = gt.make_functional(net)
     loss = lambda params, x, y: entropy(apply(params, state, x[None])[0], y[None])
     found = gt.per_example_grad(loss)(params, IMAGES, LABELS)
     for i in range(len(IMAGES)):

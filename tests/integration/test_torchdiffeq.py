@@ -73,7 +73,7 @@ def test_its_derivatives_in_every_mode_agree():
 
 
 def test_one_gradient_for_each_start():
-    apply, params, state = gt.functionalize(Field())
+    apply, params, state = gt.make_functional(Field())
 
     def loss(params, start):
         field = lambda t, y: apply(params, state, t, y)[0]

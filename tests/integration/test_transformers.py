@@ -119,7 +119,7 @@ def _columns():
 def test_one_gradient_for_each_example_of_a_padded_batch():
     """Of transformers' masks Python asks whether they are all ones, which vmap cannot say."""
     model = bert().eval()
-    apply, params, state = gt.functionalize(model)
+    apply, params, state = gt.make_functional(model)
 
     def loss(params, input_ids, attention_mask):
         out, _ = apply(params, state, input_ids[None], attention_mask=attention_mask[None])
@@ -146,7 +146,7 @@ def test_one_gradient_for_each_example_of_a_padded_batch():
 def test_a_hessian_product_of_a_bert_is_what_differences_of_its_gradient_say(implementation):
     model = bert().double().eval()
     model.set_attn_implementation(implementation)
-    apply, params, state = gt.functionalize(model)
+    apply, params, state = gt.make_functional(model)
     ids, mask = BATCH["input_ids"].clamp(min=4), BATCH["attention_mask"]  # 0 has no gradient
 
     def loss(params):

@@ -87,7 +87,7 @@ def full_batch():
 def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
     """Interleaved into 4, 4, 4 and 3: the second and the third are one run that is kept."""
     x = jnp.arange(15.0)
-    run = gt.chunked(jnp.sin, 4, interleaved=True, retain=3)
+    run = gt.chunked(jnp.sin, 4, interleaved=True, keep_graphs=3)
     same(run(x), jnp.sin(x))
     same(jax.grad(lambda x: (run(x) * x).sum())(x), jnp.cos(x) * x + jnp.sin(x))
 
@@ -98,9 +98,13 @@ def meeting(w, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chunk_size", "interleaved", "retain"), [(3, False, 2), (4, True, 1)])
-def test_where_examples_of_a_chunk_meet_it_is_the_loop(chunk_size, interleaved, retain):
-    run = gt.chunked(meeting, chunk_size, in_axes=(None, 0), interleaved=interleaved, retain=retain)
+@pytest.mark.parametrize(
+    ("chunk_size", "interleaved", "keep_graphs"), [(3, False, 2), (4, True, 1)]
+)
+def test_where_examples_of_a_chunk_meet_it_is_the_loop(chunk_size, interleaved, keep_graphs):
+    run = gt.chunked(
+        meeting, chunk_size, in_axes=(None, 0), interleaved=interleaved, keep_graphs=keep_graphs
+    )
     loop = lambda w, x: by_loop(lambda i, c: meeting(w, c), x, chunk_size, interleaved)
     same(*jax.jit(lambda w, x: (run(w, x), loop(w, x)))(W, X))
     both = lambda f: derivatives(lambda w, x: contrast(f(w, x)), W, X)
@@ -195,15 +199,15 @@ def test_gradients_of_narrow_arrays_that_chunks_share_are_summed_wide(dtype):
 
 
 @pytest.mark.sweep_at("False-0", "False-1")
-@pytest.mark.parametrize(("interleaved", "retain"), [(False, 0), (False, 1), (True, 2)])
-def test_a_list_of_equal_examples_is_scanned(interleaved, retain):
+@pytest.mark.parametrize(("interleaved", "keep_graphs"), [(False, 0), (False, 1), (True, 2)])
+def test_a_list_of_equal_examples_is_scanned(interleaved, keep_graphs):
     calls = []
 
     def f(w, xs):
         calls.append(len(xs))
         return jnp.stack([jnp.sin(x @ w) for x in xs])
 
-    run = gt.chunked(f, 4, in_axes=(None, 0), interleaved=interleaved, retain=retain)
+    run = gt.chunked(f, 4, in_axes=(None, 0), interleaved=interleaved, keep_graphs=keep_graphs)
     loss = lambda run: lambda w, xs: contrast(run(w, xs))
     ours = jax.jit(jax.grad(loss(run), (0, 1)))(W, list(X))
     same(ours, jax.jit(jax.grad(loss(f), (0, 1)))(W, list(X)), 1e-11)
@@ -224,9 +228,9 @@ def test_a_list_of_unequal_examples_may_give_a_list(interleaved):
 
 
 @pytest.mark.slow_at("2-1")
-@pytest.mark.parametrize(("chunk_size", "retain"), [(3, 1), (2, 1), (2, 0), (3, 2)])
-def test_a_list_of_equal_examples_may_give_a_list_of_what_was_scanned(chunk_size, retain):
-    run = gt.chunked(lambda xs: [x * 2 for x in xs], chunk_size, retain=retain)
+@pytest.mark.parametrize(("chunk_size", "keep_graphs"), [(3, 1), (2, 1), (2, 0), (3, 2)])
+def test_a_list_of_equal_examples_may_give_a_list_of_what_was_scanned(chunk_size, keep_graphs):
+    run = gt.chunked(lambda xs: [x * 2 for x in xs], chunk_size, keep_graphs=keep_graphs)
     same(run(list(X)), [x * 2 for x in X])
 
 
@@ -249,12 +253,17 @@ def dropped(key, w, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("interleaved", "raw", "retain"), [(False, False, 0), (False, True, 1), (True, False, 2)]
+    ("interleaved", "raw", "keep_graphs"), [(False, False, 0), (False, True, 1), (True, False, 2)]
 )
-def test_each_chunk_draws_its_own_mask_and_both_passes_the_same(interleaved, raw, retain):
-    key = jax.random.PRNGKey(3) if raw else gt.key(3)
+def test_each_chunk_draws_its_own_mask_and_both_passes_the_same(interleaved, raw, keep_graphs):
+    key = jax.random.PRNGKey(3) if raw else gt.random_key(3)
     run = gt.chunked(
-        dropped, 2, in_axes=(None, None, 0), key_argnums=0, interleaved=interleaved, retain=retain
+        dropped,
+        2,
+        in_axes=(None, None, 0),
+        key_argnums=0,
+        interleaved=interleaved,
+        keep_graphs=keep_graphs,
     )
     fold = jax.random.fold_in
     loop = lambda w, x: by_loop(lambda i, c: dropped(fold(key, i), w, c), x, 2, interleaved)
@@ -266,7 +275,7 @@ def test_each_chunk_draws_its_own_mask_and_both_passes_the_same(interleaved, raw
 
 
 def test_keys_of_examples_are_split_like_a_batch():
-    keys = gt.split(gt.key(0), 10)
+    keys = gt.split_key(gt.random_key(0), 10)
     f = jax.vmap(lambda key, x: x * jax.random.normal(key))
     for interleaved in (False, True):
         same(gt.chunked(f, 4, interleaved=interleaved)(keys, X), f(keys, X))
@@ -306,17 +315,17 @@ def threaded(w, x, chunk_size, interleaved, state=STATE):
 
 @pytest.mark.sweep_at("5-0-False", "3-1-False", "2-3-False", "4-0-True", "3-2-True")
 @pytest.mark.parametrize(
-    ("chunk_size", "retain", "interleaved"),
+    ("chunk_size", "keep_graphs", "interleaved"),
     [(5, 0, False), (3, 1, False), (2, 3, False), (20, 1, False), (4, 0, True), (3, 2, True)],
 )
-def test_a_carry_goes_through_the_chunks_once(chunk_size, retain, interleaved):
+def test_a_carry_goes_through_the_chunks_once(chunk_size, keep_graphs, interleaved):
     run = gt.chunked(
         normalised,
         chunk_size,
         in_axes=(None, 0, 0),
         carry_argnums=2,
         interleaved=interleaved,
-        retain=retain,
+        keep_graphs=keep_graphs,
     )
     plain = lambda w, x: threaded(w, x, chunk_size, interleaved)
     same(*jax.jit(lambda w, x: (run(w, x, STATE), plain(w, x)))(W, X))
@@ -355,8 +364,8 @@ def test_a_key_may_be_a_carry():
         now, key = jax.random.split(key)
         return x * jax.random.normal(now), key
 
-    out, last = gt.chunked(f, 4, carry_argnums=0)(gt.key(0), X)
-    key, expected = gt.key(0), []
+    out, last = gt.chunked(f, 4, carry_argnums=0)(gt.random_key(0), X)
+    key, expected = gt.random_key(0), []
     for r in rows_of(10, 4):
         part, key = f(key, X[r])
         expected.append(part)
@@ -460,7 +469,7 @@ def test_a_reverse_rule_inside_f_is_obeyed():
 
 @pytest.mark.slow
 def test_two_towers_and_a_tied_weight():
-    left, right = chunked(3), chunked(4, retain=0)
+    left, right = chunked(3), chunked(4, keep_graphs=0)
     loss = lambda f, g: lambda w, x: jnp.sum(jax.nn.logsumexp(f(w, x) @ g(w, x[::-1]).T, 0))
     ours = derivatives(loss(left, right), W, X)
     same(ours, derivatives(loss(embed, embed), W, X), 1e-10, 1e-10)
@@ -490,9 +499,9 @@ def counted(f):
 @pytest.mark.parametrize(
     ("chunk_size", "options", "traces"),
     [
-        (5, {"retain": 0}, 2),  # of equal chunks another size is looked at, abstractly
-        (5, {"retain": 1}, 2),
-        (2, {"retain": 2}, 2),
+        (5, {"keep_graphs": 0}, 2),  # of equal chunks another size is looked at, abstractly
+        (5, {"keep_graphs": 1}, 2),
+        (2, {"keep_graphs": 2}, 2),
         (2, {"memory_budget": 500}, 2),
         (4, {"memory_budget": 500}, 2),
         (4, {}, 2),  # the last chunk has a shape of its own
@@ -531,16 +540,16 @@ def test_a_batch_may_be_donated():
 
 
 def test_nothing_is_replayed_in_jax():
-    assert gt.is_replaying() is False
+    assert gt.is_recomputing() is False
     seen = []
-    run = gt.chunked(lambda x: seen.append(gt.is_replaying()) or x**2, 4)
+    run = gt.chunked(lambda x: seen.append(gt.is_recomputing()) or x**2, 4)
     jax.grad(lambda x: run(x).sum())(X)
     assert seen == [False, False]
 
 
 @pytest.mark.sweep_at("0")
-@pytest.mark.parametrize("retain", [0, 2])
-def test_a_progress_bar_moves_once_for_each_chunk(monkeypatch, retain):
+@pytest.mark.parametrize("keep_graphs", [0, 2])
+def test_a_progress_bar_moves_once_for_each_chunk(monkeypatch, keep_graphs):
     moves = []
 
     class Bar:
@@ -557,7 +566,7 @@ def test_a_progress_bar_moves_once_for_each_chunk(monkeypatch, retain):
             moves.append("close")
 
     monkeypatch.setattr("gradtools.jax.chunking.progress_bar", Bar)
-    run = chunked(4, progress=True, retain=retain)
+    run = chunked(4, progress=True, keep_graphs=keep_graphs)
     step = jax.jit(jax.grad(lambda w: contrast(run(w, X))))
     for _ in range(2):
         moves.clear()
@@ -578,7 +587,7 @@ def test_no_callback_is_in_the_program_unless_asked_for():
     assert "callback" not in text
 
 
-# --- microbatched --------------------------------------------------------------------------
+# --- microbatched_value_and_grad -----------------------------------------------------------
 
 
 def of_each(w, x):
@@ -593,7 +602,7 @@ TOKENS = jnp.asarray([3.0, 1.0, 0.0, 2.0, 5.0, 1.0, 1.0, 4.0, 2.0, 7.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_separable_loss_in_parts_is_the_full_one(chunk_size, reduction):
     loss = lambda w, x: getattr(jnp, reduction)(of_each(w, x))
-    run = gt.microbatched(loss, chunk_size, reduction=reduction)
+    run = gt.microbatched_value_and_grad(loss, chunk_size, reduction=reduction)
     same(jax.jit(run)(W, X), jax.value_and_grad(loss)(W, X))
 
 
@@ -602,9 +611,11 @@ def test_weights_are_one_for_each_example_or_a_function_of_the_chunk():
     expected = jax.value_and_grad(full)(W, X, TOKENS)
     of_chunk = lambda w, x, t: full(w, x, t)
     for weights in (TOKENS, np.asarray(TOKENS)):
-        run = gt.microbatched(lambda w, x: full(w, x[:, :3], x[:, 3]), 4, weights=weights)
+        run = gt.microbatched_value_and_grad(
+            lambda w, x: full(w, x[:, :3], x[:, 3]), 4, weights=weights
+        )
         same(run(W, jnp.concatenate([X, TOKENS[:, None]], 1)), expected)
-    run = gt.microbatched(of_chunk, 4, weights=lambda w, x, t: t.sum())
+    run = gt.microbatched_value_and_grad(of_chunk, 4, weights=lambda w, x, t: t.sum())
     same(jax.jit(run)(W, X, TOKENS), expected)
 
 
@@ -613,7 +624,7 @@ def test_weights_may_be_traced_and_differentiated():
 
     def parts(t):
         f = lambda w, x, t: jnp.sum(of_each(w, x) * t) / jnp.sum(t)
-        return gt.microbatched(f, 4, weights=lambda w, x, t: t.sum())(W, X, t)[0]
+        return gt.microbatched_value_and_grad(f, 4, weights=lambda w, x, t: t.sum())(W, X, t)[0]
 
     same(jax.jit(jax.grad(parts))(TOKENS + 1), jax.grad(full)(TOKENS + 1))
 
@@ -623,23 +634,25 @@ def test_trees_several_arguments_and_keywords():
         return jnp.mean(jnp.abs(jnp.sin(x @ p["w"]) * q) ** power) + 0 * p["n"]["b"]
 
     p, q = {"w": W, "n": {"b": jnp.asarray(2.0)}}, jnp.asarray([1.0, 2.0, 3.0, 4.0])
-    run = gt.microbatched(loss, 5, argnums=(0, 2))
+    run = gt.microbatched_value_and_grad(loss, 5, argnums=(0, 2))
     same(run(p, X, q, power=3), jax.value_and_grad(loss, (0, 2))(p, X, q, power=3))
-    over = gt.microbatched(lambda p, x, q: loss(p, x.T, q), 5, argnums=0, in_axes=(None, 1, None))
+    over = gt.microbatched_value_and_grad(
+        lambda p, x, q: loss(p, x.T, q), 5, argnums=0, in_axes=(None, 1, None)
+    )
     same(over(p, X.T, q), jax.value_and_grad(loss)(p, X, q))
 
 
 def test_complex_gradients_are_gradtools_own():
     loss = lambda w, x: jnp.mean(jnp.abs(jnp.sin(x @ w)) ** 2)
     value, gradient = jax.value_and_grad(loss)(Z, X)
-    same(gt.microbatched(loss, 4)(Z, X), (value, jnp.conj(gradient)))
+    same(gt.microbatched_value_and_grad(loss, 4)(Z, X), (value, jnp.conj(gradient)))
 
 
 @pytest.mark.slow_at("float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_gradients_are_summed_wide(dtype):
     w, x = jnp.ones(()).astype(dtype), jnp.ones(4096).astype(dtype)
-    run = gt.microbatched(lambda w, x: jnp.sum(w * x), 1, reduction="sum")
+    run = gt.microbatched_value_and_grad(lambda w, x: jnp.sum(w * x), 1, reduction="sum")
     value, gradient = jax.jit(run)(w, x)  # a sum of narrow ones ends at 2048, or at 256
     assert value.dtype == gradient.dtype == dtype
     assert value == gradient == 4096
@@ -650,7 +663,7 @@ def test_narrow_gradients_are_summed_wide(dtype):
 def test_microbatched_is_differentiable_again(chunk_size):
     loss = lambda w, x: jnp.mean(of_each(w, x))
     penalty = lambda g: lambda w, x: jnp.sum(g(w, x)[1] ** 2) + g(w, x)[0]
-    ours, plain = gt.microbatched(loss, chunk_size), jax.value_and_grad(loss)
+    ours, plain = gt.microbatched_value_and_grad(loss, chunk_size), jax.value_and_grad(loss)
     both = lambda g: jax.jit(jax.grad(penalty(g), (0, 1)))(W, X)
     same(both(ours), both(plain), 1e-11)
     push = lambda g: jax.jit(lambda w: jax.jvp(lambda w: g(w, X), (w,), (w,)))(W)
@@ -659,7 +672,7 @@ def test_microbatched_is_differentiable_again(chunk_size):
 
 def test_microbatched_under_vmap_and_scan():
     loss = lambda w, x: jnp.mean(of_each(w, x))
-    ours, plain = gt.microbatched(loss, 4), jax.value_and_grad(loss)
+    ours, plain = gt.microbatched_value_and_grad(loss, 4), jax.value_and_grad(loss)
     ws = jnp.stack([W, 2 * W])
     same(jax.vmap(ours, (0, None))(ws, X), jax.vmap(plain, (0, None))(ws, X))
     train = lambda g: jax.lax.scan(lambda w, _: (w - g(w, X)[1], g(w, X)[0]), W, None, length=3)
@@ -669,17 +682,17 @@ def test_microbatched_under_vmap_and_scan():
 def test_microbatched_takes_lists_of_examples():
     loss = lambda w, xs: sum(of_each(w, x).sum() for x in xs)
     xs = [X[:3], X[3:6], X[6:7], X[7:8], X[8:9]]
-    found = gt.microbatched(loss, 2, reduction="sum")(W, xs)
+    found = gt.microbatched_value_and_grad(loss, 2, reduction="sum")(W, xs)
     same(found, jax.value_and_grad(loss)(W, xs))
 
 
 def test_microbatched_traces_once_for_each_shape_and_recomputes_nothing():
     f = counted(lambda w, x: jnp.mean(of_each(w, x)))
-    step = jax.jit(gt.microbatched(f, 5))
+    step = jax.jit(gt.microbatched_value_and_grad(f, 5))
     step(W, X)
     step(2 * W, X)
     assert f.calls == 1
-    ours = flops(gt.microbatched(f, 5), W, X)
+    ours = flops(gt.microbatched_value_and_grad(f, 5), W, X)
     assert ours == flops(jax.value_and_grad(lambda w, x: jnp.mean(of_each(w, x))), W, X)
 
 
@@ -735,19 +748,19 @@ def total(f):
 
 
 @pytest.mark.slow_at("1", "2", "5")
-@pytest.mark.parametrize("retain", [0, 1, 2, 5, 8, 9])
+@pytest.mark.parametrize("keep_graphs", [0, 1, 2, 5, 8, 9])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_work_is_4F_less_what_is_kept(retain, interleaved):
-    run = gt.chunked(deep, 8, in_axes=(None, 0), retain=retain, interleaved=interleaved)
+def test_the_work_is_4F_less_what_is_kept(keep_graphs, interleaved):
+    run = gt.chunked(deep, 8, in_axes=(None, 0), keep_graphs=keep_graphs, interleaved=interleaved)
     assert flops(deep, WS, BIG) == FORWARD
     assert flops(total(deep), WS, BIG) == 3 * FORWARD
-    assert flops(total(run), WS, BIG) == 4 * FORWARD - FORWARD * min(retain, 8) // 8
+    assert flops(total(run), WS, BIG) == 4 * FORWARD - FORWARD * min(keep_graphs, 8) // 8
 
 
 @pytest.mark.sweep_at("1")
 @pytest.mark.parametrize("kept", [0, 1])
 def test_the_program_costs_what_a_hand_written_one_does(kept):
-    run = gt.chunked(deep, 8, in_axes=(None, 0), retain=kept)
+    run = gt.chunked(deep, 8, in_axes=(None, 0), keep_graphs=kept)
     ours, hand = total(run), total(functools.partial(by_hand, kept=kept))
     assert flops(ours, WS, BIG) == flops(hand, WS, BIG)
     cost = lambda f: jax.jit(f).lower(WS, BIG).compile().cost_analysis()
@@ -800,9 +813,9 @@ def temporary(f, count, argnums=0, size=64):
 @pytest.mark.quick_at
 @pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("argnums", [0, (0, 1)])
-@pytest.mark.parametrize(("interleaved", "retain"), [(False, 0), (False, 1), (True, 1)])
-def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, retain, argnums):
-    run = gt.chunked(wide, 64, in_axes=(None, 0), retain=retain, interleaved=interleaved)
+@pytest.mark.parametrize(("interleaved", "keep_graphs"), [(False, 0), (False, 1), (True, 1)])
+def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, keep_graphs, argnums):
+    run = gt.chunked(wide, 64, in_axes=(None, 0), keep_graphs=keep_graphs, interleaved=interleaved)
     few, many = (temporary(run, count, argnums) for count in (4, 32))
     outputs = 28 * 64 * 64 * 4
     assert many - few <= 3 * outputs  # themselves, their cotangents, and once to join them
@@ -810,7 +823,7 @@ def test_the_peak_is_flat_in_the_number_of_chunks(interleaved, retain, argnums):
 
 
 def test_the_peak_is_that_of_a_hand_written_scan():
-    run = gt.chunked(wide, 64, in_axes=(None, 0), retain=0)
+    run = gt.chunked(wide, 64, in_axes=(None, 0), keep_graphs=0)
 
     def hand(ws, x):
         once = jax.checkpoint(lambda _, x: (None, wide(ws, x)), prevent_cse=False)
@@ -820,13 +833,13 @@ def test_the_peak_is_that_of_a_hand_written_scan():
 
 
 @pytest.mark.sweep_at("1", "2")
-@pytest.mark.parametrize("retain", [1, 2, 4])
-def test_the_peak_is_the_kept_graphs_one_more_and_a_gradient(retain):
-    run = gt.chunked(wide, 64, in_axes=(None, 0), retain=retain)
+@pytest.mark.parametrize("keep_graphs", [1, 2, 4])
+def test_the_peak_is_the_kept_graphs_one_more_and_a_gradient(keep_graphs):
+    run = gt.chunked(wide, 64, in_axes=(None, 0), keep_graphs=keep_graphs)
     kept = jax.eval_shape(lambda *a: jax.vjp(wide, *a)[1], LAYERS, jnp.zeros((64, 64), "float32"))
     graph = sum(x.size * 4 for x in jax.tree.leaves(kept)) - GRADIENT
     outputs = 3 * 16 * 64 * 64 * 4
-    assert temporary(run, 16) <= (retain + 1) * graph + GRADIENT + outputs
+    assert temporary(run, 16) <= (keep_graphs + 1) * graph + GRADIENT + outputs
 
 
 def _arrays_for_a_further_chunk(chunked, depth, second):
@@ -852,8 +865,8 @@ def _arrays_for_a_further_chunk(chunked, depth, second):
 def test_second_derivatives_keep_no_graph_for_a_further_chunk():
     twice = lambda slope: jax.grad(lambda x: jnp.sum(slope(x) ** 2))
     forward_over_reverse = lambda slope: lambda x: jax.jvp(slope, (x,), (x,))[1]
-    chunked = lambda f: gt.chunked(f, 8, retain=0)
-    inside = lambda f: gt.chunked(gt.checkpoint(f), 8, retain=0)
+    chunked = lambda f: gt.chunked(f, 8, keep_graphs=0)
+    inside = lambda f: gt.chunked(gt.checkpoint(f), 8, keep_graphs=0)
     assert _arrays_for_a_further_chunk(chunked, 12, forward_over_reverse) < 4
     assert _arrays_for_a_further_chunk(inside, 12, twice) < 8
     assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20  # as with jax.checkpoint by hand
@@ -864,9 +877,9 @@ def test_a_carry_that_the_output_does_not_need_is_not_stacked():
         return wide(ws, x), bank + x.mean()
 
     bank = jnp.zeros(2**18, "float32")
-    run = gt.chunked(f, 64, in_axes=(None, 0, None), carry_argnums=2, retain=0)
+    run = gt.chunked(f, 64, in_axes=(None, 0, None), carry_argnums=2, keep_graphs=0)
     with_bank = lambda ws, x: run(ws, x, bank)[0]
-    plain = gt.chunked(wide, 64, in_axes=(None, 0), retain=0)
+    plain = gt.chunked(wide, 64, in_axes=(None, 0), keep_graphs=0)
     assert temporary(with_bank, 16) - temporary(plain, 16) < 4 * bank.nbytes
 
 
@@ -892,8 +905,8 @@ SHARDED = """
 put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
 w, X = put(w, P()), put(X, P("b"))
 moves = r"(\\S+) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)[-a-z]*\\("
-for retain in (0, 1, 2):
-    run = gt.chunked(f, 16, in_axes=(None, 0), interleaved=True, retain=retain)
+for keep_graphs in (0, 1, 2):
+    run = gt.chunked(f, 16, in_axes=(None, 0), interleaved=True, keep_graphs=keep_graphs)
     outputs = jax.jit(run).lower(w, X).compile()
     assert not re.findall(moves, outputs.as_text())
     assert re.findall(r"f64\\[2,7\\]\\S* (?:dot|custom-call|fusion)\\(", outputs.as_text())
@@ -910,12 +923,12 @@ GATHERED = """
 run = gt.chunked(f, 3, in_axes=(None, 0))
 
 def everything(w, x):  # every device computes the whole loss
-    rows = gt.gather({"z": run(w, x)}, "b")["z"]
+    rows = gt.all_gather({"z": run(w, x)}, "b")["z"]
     return whole(rows, rows)
 
 def own(w, x):  # or its part, the loss being the mean of them
     z = run(w, x)
-    return whole(z, gt.gather(z, "b"))
+    return whole(z, gt.all_gather(z, "b"))
 
 mean = lambda tree: jax.lax.pmean(tree, "b")
 for loss in (everything, own):
@@ -944,7 +957,7 @@ for check in (False, True):
         g, mesh=mesh, in_specs=(P(), P("b")), out_specs=P(), check_vma=check
     )
     vary = lambda w: jax.lax.pcast(w, "b", to="varying") if check else w
-    small = gt.microbatched(lambda w, x: jnp.mean(f(w, x) ** 2), 3)
+    small = gt.microbatched_value_and_grad(lambda w, x: jnp.mean(f(w, x) ** 2), 3)
     found = jax.jit(on_mesh(lambda w, x: mean(small(vary(w), x))))(w, X)
     near(found, jax.value_and_grad(lambda w: jnp.mean(f(w, X) ** 2))(w))
     stateful = lambda w, x, s: (f(w, x) * s, s + x.mean())
@@ -982,7 +995,8 @@ whole = lambda z: jnp.sum(jnp.sin(z @ z.T)) / len(z)
 run = gt.chunked(f, 8, in_axes=(None, 0), interleaved=True)
 found = jax.jit(jax.grad(lambda w, x: whole(run(w, x))))(w, X)
 small = gt.chunked(f, 3, in_axes=(None, 0))
-part = lambda w, x: jax.lax.pmean(jax.grad(lambda w: whole(gt.gather(small(w, x), "b")))(w), "b")
+at_once = lambda w, x: whole(gt.all_gather(small(w, x), "b"))
+part = lambda w, x: jax.lax.pmean(jax.grad(at_once)(w, x), "b")
 sharded = jax.shard_map(part, mesh=mesh, in_specs=(P(), P("b")), out_specs=P(), check_vma=False)
 again = jax.jit(sharded)(w, X)
 expected = jax.grad(lambda w: whole(f(w, jnp.asarray(X0))))(jnp.asarray(w0))
@@ -1037,9 +1051,9 @@ def test_the_same_program_in_two_processes():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gt.gather(X, "nowhere"), "no axis is named 'nowhere' here"),
+        (lambda: gt.all_gather(X, "nowhere"), "no axis is named 'nowhere' here"),
         (
-            lambda: jax.vmap(lambda x: gt.gather({"a": x}, "b"), axis_name="b")(jnp.ones(3)),
+            lambda: jax.vmap(lambda x: gt.all_gather({"a": x}, "b"), axis_name="b")(jnp.ones(3)),
             r"x\['a'\] is a single number",
         ),
     ],
@@ -1051,11 +1065,11 @@ def test_a_gather_that_cannot_be_is_refused_in_words(call, message):
 
 def test_a_gather_holds_all_rows_in_order_and_its_derivative_sums():
     x = jnp.arange(12.0).reshape(3, 2, 2)
-    rows = jax.vmap(lambda x: gt.gather((x, x.astype(int)), "b"), axis_name="b")(x)
+    rows = jax.vmap(lambda x: gt.all_gather((x, x.astype(int)), "b"), axis_name="b")(x)
     same(rows[0], jnp.stack([x.reshape(6, 2)] * 3))
     assert rows[1].dtype == int and rows[1].shape == (3, 6, 2)
     cotangent = jnp.asarray(RNG.normal(size=(3, 6, 2)))
-    pullback = jax.vjp(jax.vmap(lambda x: gt.gather(x, "b"), axis_name="b"), x)[1]
+    pullback = jax.vjp(jax.vmap(lambda x: gt.all_gather(x, "b"), axis_name="b"), x)[1]
     same(pullback(cotangent)[0], cotangent.sum(0).reshape(3, 2, 2))
 
 
@@ -1079,7 +1093,9 @@ def linen_model():
             return nn.Dropout(0.5, deterministic=not train)(jnp.tanh(x))
 
     net = Net()
-    return wide_state(gt.functionalize(net, variables=net.init(gt.key(0), X, False), train=True))
+    return wide_state(
+        gt.make_functional(net, variables=net.init(gt.random_key(0), X, False), train=True)
+    )
 
 
 def nnx_model():
@@ -1094,7 +1110,7 @@ def nnx_model():
         def __call__(self, x):
             return self.drop(jnp.tanh(self.norm(self.dense(x))))
 
-    return wide_state(gt.functionalize(Net(nnx.Rngs(0)), train=True))
+    return wide_state(gt.make_functional(Net(nnx.Rngs(0)), train=True))
 
 
 def equinox_model():
@@ -1120,7 +1136,7 @@ def equinox_model():
             return jax.vmap(one, *axes, axis_name="batch")(xs, state, keys)
 
     net, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
-    return gt.functionalize(net, variables=state, train=True)
+    return gt.make_functional(net, variables=state, train=True)
 
 
 @pytest.mark.slow
@@ -1132,7 +1148,7 @@ def test_a_model_is_that_of_the_loop_in_values_gradients_and_statistics(model):
     def f(key, params, state, x):
         return apply(params, state, x, key=key)
 
-    key, w = gt.key(5), jnp.asarray(RNG.normal(size=(10, 4)))
+    key, w = gt.random_key(5), jnp.asarray(RNG.normal(size=(10, 4)))
     axes, options = (None, None, None, 0), {"key_argnums": 0, "carry_argnums": 2}
     run = gt.chunked(f, 4, axes, **options)
 
@@ -1169,7 +1185,7 @@ def test_a_batch_norm_in_training_is_told_of_once_by_name(model):
 
     f.__name__ = f"f_of_{model.__name__}"
     options = {"key_argnums": 0, "carry_argnums": 2}
-    args = gt.key(0), params, state, X
+    args = gt.random_key(0), params, state, X
     run = gt.chunked(f, 2, (None, None, None, 0), **options)
     with pytest.warns(GradtoolsWarning, match=f"{f.__name__} holds a batch normalisation"):
         jax.eval_shape(run, *args)

@@ -50,17 +50,17 @@ BODIES = {
 }
 OPERATORS = {
     "chunked": lambda body: gt.chunked(body, 2),
-    "chunked, all computed again": lambda body: gt.chunked(body, 2, retain=0),
+    "chunked, all computed again": lambda body: gt.chunked(body, 2, keep_graphs=0),
     "checkpoint": gt.checkpoint,
-    "tiled": lambda body: (
-        lambda x: gt.tiled(lambda a, b: body(a) @ body(b).T, "logsumexp", 3)(x, x)
+    "pairwise_reduce": lambda body: (
+        lambda x: gt.pairwise_reduce(lambda a, b: body(a) @ body(b).T, "logsumexp", 3)(x, x)
     ),
 }
 
 
 # A rule that is linearized anew within a tile's derivative is another object at each call.
 SEEN = [(name, operator) for name in BODIES for operator in OPERATORS]
-SEEN.remove(("a rule", "tiled"))
+SEEN.remove(("a rule", "pairwise_reduce"))
 
 
 @pytest.mark.parametrize(("name", "operator"), SEEN)
@@ -75,7 +75,7 @@ def test_a_function_that_was_seen_compiles_nothing(name, operator):
 
 
 def test_microbatched_compiles_nothing_the_second_time():
-    step = gt.microbatched(lambda w, x: jnp.tanh(jax.nn.relu(x @ w)).mean(), 2)
+    step = gt.microbatched_value_and_grad(lambda w, x: jnp.tanh(jax.nn.relu(x @ w)).mean(), 2)
     for _ in range(2):
         step(jnp.ones(2), X)
     w, x = jnp.array([3.0, 2.0]), X + 1
@@ -144,7 +144,7 @@ def test_what_a_function_reads_may_change(name, operator):
     f = OPERATORS[operator](body)
     for value in (1.0, 3.0, 3.0, -2.0):
         put(value)
-        plain = {"tiled": lambda x: jax.nn.logsumexp(body(x) @ body(x).T, axis=1)}.get(
+        plain = {"pairwise_reduce": lambda x: jax.nn.logsumexp(body(x) @ body(x).T, axis=1)}.get(
             operator, body
         )
         np.testing.assert_allclose(f(X), plain(X), rtol=1e-6)

@@ -122,7 +122,7 @@ EDITS = {
         lambda x: gt.transform_gradient(x, lambda c: 3.0 * c),
         hand_written(lambda c: 3.0 * c),
     ),
-    "known": (lambda x: gt.known_gradient(x, V), hand_written(lambda c: V)),
+    "known": (lambda x: gt.replace_gradient(x, V), hand_written(lambda c: V)),
     "clip_norm": (
         lambda x: gt.clip_gradient(x, max_norm=0.1),
         hand_written(clipped_by_norm),

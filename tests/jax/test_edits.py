@@ -19,7 +19,7 @@ def test_a_known_gradient_arrives_through_a_branch_that_is_not_taken(taken):
     """Data flow counts both branches, so dx is delivered either way."""
 
     def f(p, x):
-        y = gt.known_gradient(x, jnp.array([5.0, 7.0]))
+        y = gt.replace_gradient(x, jnp.array([5.0, 7.0]))
         return jax.lax.cond(p, lambda y: y.sum() ** 2, lambda y: 3.0, y)
 
     for transform in (lambda f: f, jax.jit):
@@ -32,7 +32,7 @@ def test_jax_jvp_of_a_reverse_only_edit_raises_jaxs_own_type_error(edit):
     f = {
         "clip": lambda x: gt.clip_gradient(x, max_norm=1.0),
         "transform": lambda x: gt.transform_gradient(x, lambda c: c),
-        "known": lambda x: gt.known_gradient(x, X),
+        "known": lambda x: gt.replace_gradient(x, X),
     }[edit]
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jvp(f, (X,), (X,))
@@ -102,7 +102,7 @@ def test_a_factor_that_is_traced_scheduled_and_mapped_is_no_concern():
 
 EDITED_BY = {
     "clip_gradient": lambda x, s: gt.clip_gradient(x, max_norm=s),
-    "known_gradient": lambda x, s: gt.known_gradient(x, s * jnp.ones(2)),
+    "replace_gradient": lambda x, s: gt.replace_gradient(x, s * jnp.ones(2)),
     "transform_gradient": lambda x, s: gt.transform_gradient(x, lambda c: s * c),
 }
 

@@ -60,22 +60,24 @@ def hosted(w, x):
 
 PROGRAMS = {
     "host": hosted,
-    "chunked": chunked(4), "uneven": chunked(5, retain=0),
+    "chunked": chunked(4), "uneven": chunked(5, keep_graphs=0),
     "interleaved": chunked(4, interleaved=True),
     "uneven and interleaved": chunked(5, interleaved=True), "one chunk": chunked(16),
     "budget": chunked(4, memory_budget=1000),
-    "layer": lambda w, x: gt.chunked(layer, 8, (None, 0), retain=0)(w, x),
+    "layer": lambda w, x: gt.chunked(layer, 8, (None, 0), keep_graphs=0)(w, x),
     "uneven layer": lambda w, x: gt.chunked(layer, 5, (None, 0))(w, x),
     "interleaved layer": lambda w, x: gt.chunked(layer, 8, (None, 0), interleaved=True)(w, x),
-    "microbatched layer": lambda w, x: gt.microbatched(
+    "microbatched_value_and_grad layer": lambda w, x: gt.microbatched_value_and_grad(
         lambda w, x: (layer(w, x) ** 2).mean(), 8)(w, x),
     "layer by example": lambda w, x: gt.per_example_grad(
         lambda w, x: (layer(w, x) ** 2).sum(), chunk_size=8)(w, x),
     "checkpointed layer": gt.checkpoint(layer),
     "columns": lambda w, x: gt.chunked(f, 4, (None, 1), 1)(w, x),
     "carry": lambda w, x: gt.chunked(counted, 4, (None, 0, None), carry_argnums=2)(w, x, 0.0),
-    "microbatched": lambda w, x: gt.microbatched(mean, 4)(w, x),
-    "uneven microbatched": lambda w, x: gt.microbatched(mean, 5, weights=np.arange(16.0))(w, x),
+    "microbatched_value_and_grad": lambda w, x: gt.microbatched_value_and_grad(mean, 4)(w, x),
+    "uneven microbatched": lambda w, x: (
+        gt.microbatched_value_and_grad(mean, 5, weights=np.arange(16.0))(w, x)
+    ),
     "per example": lambda w, x: gt.per_example_grad(one, chunk_size=4)(w, x),
     "per example uneven": lambda w, x: gt.per_example_grad(one, chunk_size=5)(w, x),
     "per example, one by one": lambda w, x: gt.per_example_grad(one, chunk_size=1)(w, x),
@@ -158,7 +160,7 @@ def test_rows_that_are_left_over_have_their_gradients_over_an_explicit_axis(size
 def test_a_gradient_that_is_put_in_is_laid_out_as_what_it_is_of(edit) -> None:
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
     edited = {
-        "known": lambda x: gt.known_gradient(x, jnp.ones((7, 2))),
+        "known": lambda x: gt.replace_gradient(x, jnp.ones((7, 2))),
         "transform": lambda x: gt.transform_gradient(x, lambda c: jnp.ones((7, 2))),
     }[edit]
     with jax.set_mesh(mesh):

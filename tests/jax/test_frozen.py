@@ -140,7 +140,7 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize("model", [Transformer(), Decoder()])
 def test_models_through_functionalize(model):
     variables = model.init(jax.random.key(0), ZS[0])
-    apply, params, state = gt.functionalize(model, variables=variables)
+    apply, params, state = gt.make_functional(model, variables=variables)
     G = lambda z: apply(params, state, z)[0]
     second = lambda G: jax.grad(lambda y, z: (by_z(G)(y, z) ** 2).sum(), (0, 1))
     same(jax.jit(second(gt.frozen(G)))(Y, ZS[0]), jax.jit(second(G))(Y, ZS[0]), 1e-10)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-from gradtools.host_kernels import Kernel, Spec
+from gradtools.host_kernels import ArraySpec, Kernel
 
 BACKEND = gt.grad.__self__._backend
 X = np.linspace(-1, 1, 6).reshape(2, 3)
@@ -76,7 +76,7 @@ def test_a_kernels_own_runtime_error_stays_what_it_is():
 @pytest.mark.parametrize("dtype", ["float64", "complex128", "int64", "uint64"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_without_x64_a_wide_spec_is_refused(default_precision, wrap, dtype):
-    f = wrap(host(lambda x: x.astype(dtype), lambda x: Spec(x.shape, dtype)))
+    f = wrap(host(lambda x: x.astype(dtype), lambda x: ArraySpec(x.shape, dtype)))
     with pytest.raises(GradtoolsError, match=f"'<lambda>': .*{dtype}.*jax_enable_x64"):
         f(jnp.ones(3))
 

@@ -17,7 +17,11 @@ PLATFORMS = ("tpu", "cuda")
 
 
 @pytest.mark.slow_at(
-    "tiled", "contrastive_loss", "linear_cross_entropy", ("grad", "tpu"), ("attention", "tpu")
+    "pairwise_reduce",
+    "contrastive_loss",
+    "linear_cross_entropy",
+    ("grad", "tpu"),
+    ("attention", "tpu"),
 )
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("use", JITTED, ids=str)

@@ -61,7 +61,7 @@ def test_the_second_derivative_through_a_frozen_while_loop(budget: int | None) -
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_a_progress_bar_is_lowered_for_every_platform(platform: str) -> None:
-    f = gt.chunked(jnp.sin, 2, progress=True, retain=0)
+    f = gt.chunked(jnp.sin, 2, progress=True, keep_graphs=0)
     program = jax.jit(jax.grad(lambda x: f(x).sum() ** 2)).trace(jnp.arange(6.0))
     text = program.lower(lowering_platforms=(platform,)).as_text()
     assert ("callback" in text) == (platform == "cpu")
@@ -112,8 +112,8 @@ def test_a_module_that_changes_in_per_example_grad_is_refused_in_words(chunk_siz
 
 def test_a_module_that_changes_in_microbatched_is_refused_in_words() -> None:
     net = Counting()
-    run = gt.microbatched(lambda w, x: net(x * w).mean(), 2)
-    with pytest.raises(GradtoolsError, match=r"microbatched.*flax\.nnx module"):
+    run = gt.microbatched_value_and_grad(lambda w, x: net(x * w).mean(), 2)
+    with pytest.raises(GradtoolsError, match=r"microbatched_value_and_grad.*flax\.nnx module"):
         run(jnp.float64(2), jnp.ones(4))
 
 
@@ -121,7 +121,7 @@ def test_a_chunk_of_weight_zero_adds_nothing_to_a_traced_mean() -> None:
     mean = lambda w, x, m: (w * x * m).sum() / m.sum()
     x, m = jnp.arange(1.0, 7.0), jnp.array([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
     for weights in (np.asarray(m), lambda w, x, m: m.sum()):
-        run = gt.microbatched(mean, 2, in_axes=(None, 0, 0), weights=weights)
+        run = gt.microbatched_value_and_grad(mean, 2, in_axes=(None, 0, 0), weights=weights)
         for way in (lambda f: f, jax.jit):
             value, slope = way(run)(jnp.float64(2), x, m)
             np.testing.assert_allclose((value, slope), (16 / 3, 8 / 3))

@@ -29,7 +29,7 @@ EDITS = {
     "stop": lambda x: x * gt.stop_gradient(x),
     "clip": lambda x: gt.clip_gradient(x, max_norm=1.0, max_value=0.5),
     "transform": lambda x: gt.transform_gradient(x, lambda c: c * 2),
-    "known": lambda x: gt.known_gradient(x, gt.stop_gradient(x)),
+    "known": lambda x: gt.replace_gradient(x, gt.stop_gradient(x)),
     "straight_through": lambda x: gt.straight_through(jnp.round, jnp.sin)(x),
     **{f"rule {name}": lambda x, rule=rule: apply_rule(rule, x)[0] for name, rule in RULES.items()},
 }

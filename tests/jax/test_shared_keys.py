@@ -40,10 +40,14 @@ HEALTHY = {
 def test_a_key_that_all_chunks_share_is_refused(name, size, wrap):
     with pytest.raises(GradtoolsError, match=r"chunked: .* name it in key_argnums"):
         wrap(gt.chunked(SHARED[name], size))(X)
-    with pytest.raises(GradtoolsError, match=r"microbatched: .* name it in key_argnums"):
-        wrap(gt.microbatched(lambda w, x: (w * SHARED[name](x)).sum(), size, reduction="sum"))(
-            1.0, X
-        )
+    with pytest.raises(
+        GradtoolsError, match=r"microbatched_value_and_grad: .* name it in key_argnums"
+    ):
+        wrap(
+            gt.microbatched_value_and_grad(
+                lambda w, x: (w * SHARED[name](x)).sum(), size, reduction="sum"
+            )
+        )(1.0, X)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -54,7 +54,7 @@ def _frozen_over_a_tracer(v: Any) -> Any:
 
 def _microbatched(v: Any, **options: Any) -> Any:
     mean = lambda w, x: ((w**3).sum() * x).mean()
-    return gt.microbatched(mean, 2, **options)(v, jnp.arange(5.0))[1]
+    return gt.microbatched_value_and_grad(mean, 2, **options)(v, jnp.arange(5.0))[1]
 
 
 OPERATORS: dict[str, Callable[[Any], Any]] = {
@@ -63,16 +63,18 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
     "frozen over a tracer": _frozen_over_a_tracer,
     "the gradient of frozen": gt.grad(_frozen),
     "chunked": gt.chunked(jnp.sin, 2),
-    "chunked without kept chunks": gt.chunked(jnp.sin, 2, retain=0),
+    "chunked without kept chunks": gt.chunked(jnp.sin, 2, keep_graphs=0),
     "chunked with a budget": gt.chunked(jnp.sin, 2, memory_budget=100),
-    "microbatched": _microbatched,
-    "microbatched with weights": lambda v: _microbatched(v, weights=lambda w, x: x.sum()),
+    "microbatched_value_and_grad": _microbatched,
+    "microbatched_value_and_grad with weights": lambda v: _microbatched(
+        v, weights=lambda w, x: x.sum()
+    ),
     "checkpoint": gt.checkpoint(jnp.sin),
     "reverse_gradient": lambda v: gt.reverse_gradient(v) ** 2,
     "scale_gradient": lambda v: gt.scale_gradient(v, 2.0) ** 2,
     "clip_gradient": lambda v: gt.clip_gradient(v, max_norm=1.0) ** 2,
     "transform_gradient": lambda v: gt.transform_gradient(v, lambda c: 2 * c) ** 2,
-    "known_gradient": lambda v: gt.known_gradient(v**2, v) ** 2,
+    "replace_gradient": lambda v: gt.replace_gradient(v**2, v) ** 2,
     "straight_through": gt.straight_through(jnp.round, jnp.sin),
     "custom_rule forward": _with_a_forward_rule,
     "custom_rule reverse": _with_a_reverse_rule,
@@ -86,11 +88,13 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
     "jacobian": gt.jacobian(jnp.sin),
     "minimax": lambda v: gt.minimax_value_and_grad(lambda a, b: (a**2 * b).sum(), 0, 1)(v, v)[1][0],
     "linearize": lambda v: gt.linearize(jnp.sin, v)[1](v),
-    "tiled": lambda v: gt.tiled(lambda x, y: x[:, None] * y, "logsumexp", 2)(v, v),
+    "pairwise_reduce": lambda v: gt.pairwise_reduce(lambda x, y: x[:, None] * y, "logsumexp", 2)(
+        v, v
+    ),
     "tiled, mapped": lambda v: gt.attention(*(v[None, :, None, None] * s for s in (1.0, 2.0, 3.0))),
     "accumulate_gradients": lambda v: gt.accumulate_gradients(None, v**2),
 }
-REVERSE_ONLY = ("clip_gradient", "transform_gradient", "known_gradient")
+REVERSE_ONLY = ("clip_gradient", "transform_gradient", "replace_gradient")
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "grad": lambda f: gt.grad(f)(V),

@@ -73,8 +73,8 @@ def checked(f, *args, order=1, tolerance=1e-8):
         any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(arg)) for arg in args
     ]
     given = [jax.tree.map(jnp.asarray, arg) for arg in args]
-    wrt = tuple(k for k, m in enumerate(moving) if m)
-    found = gt.formula(f, *given, order=order, wrt=wrt)
+    argnums = tuple(k for k, m in enumerate(moving) if m)
+    found = gt.formula(f, *given, order=order, argnums=argnums)
     assert found.check.error <= tolerance
     return found
 
@@ -592,7 +592,7 @@ def test_only_operands_that_are_asked_for_are_differentiated(order):
     a, x = jnp.array([1.5, 2.0]), jnp.array([0.3, 0.6])
     found = gt.formula(lambda x: jax.lax.betainc(a, a, x), x, order=order)
     assert found.lines(1) == ["x̄ = vjp₃[regularized_incomplete_beta](a, a, x; ȳ)"]
-    gt.formula(jax.lax.betainc, a, a, x, wrt=2, order=order)
+    gt.formula(jax.lax.betainc, a, a, x, argnums=2, order=order)
 
 
 # --- how it reads ------------------------------------------------------------------------
@@ -604,12 +604,12 @@ def lines(f, *args, section=1, **options):
 
 
 def test_a_linear_layer_reads_as_in_a_book():
-    found = lines(lambda W, x, b: W @ x + b, real(3, 4), real(4), real(3), wrt=(0, 1, 2))
+    found = lines(lambda W, x, b: W @ x + b, real(3, 4), real(4), real(3), argnums=(0, 1, 2))
     assert found == ["W̄ = ȳ xᵀ", "x̄ = Wᵀ ȳ", "b̄ = ȳ"]
 
 
 def test_a_complex_affine_layer_has_the_conjugate_transpose():
-    found = lines(lambda W, I, b: W @ I + b, cplx(3, 4), cplx(4), cplx(3), wrt=(0, 1, 2))
+    found = lines(lambda W, I, b: W @ I + b, cplx(3, 4), cplx(4), cplx(3), argnums=(0, 1, 2))
     assert found == ["W̄ = ȳ Iᴴ", "Ī = Wᴴ ȳ", "b̄ = ȳ"]
 
 
@@ -618,7 +618,7 @@ def test_the_same_from_real_and_imaginary_parts():
         return W_re @ I_re - W_im @ I_im, W_re @ I_im + W_im @ I_re
 
     args = (real(3, 4), real(3, 4), real(4), real(4))
-    assert lines(affine, *args, section=2, wrt=(0, 1, 2, 3)) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō"]
+    assert lines(affine, *args, section=2, argnums=(0, 1, 2, 3)) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō"]
 
 
 def test_softmax_cross_entropy_has_p_minus_y():
@@ -752,7 +752,7 @@ RULES = {
     "scale_gradient by an array": lambda x: gt.scale_gradient(x, jnp.arange(3.0)) ** 2,
     "straight_through": lambda x: gt.straight_through(jnp.round, jnp.tanh)(x) ** 2,
     "clip_gradient": lambda x: gt.clip_gradient(x, max_value=0.3) ** 2,
-    "known_gradient": lambda x: gt.known_gradient(x**2, jnp.arange(3.0)) * x,
+    "replace_gradient": lambda x: gt.replace_gradient(x**2, jnp.arange(3.0)) * x,
     "transform_gradient": lambda x: gt.transform_gradient(x**2, lambda ct: ct * 3),
     "frozen": lambda x: gt.frozen(jnp.tanh)(x) ** 2,
     "chunked": lambda x: gt.chunked(jnp.tanh, 2)(x) ** 2,
@@ -810,7 +810,7 @@ def test_writing_beyond_the_end_is_marked_for_it_is_dropped():
 def test_of_what_is_written_twice_to_one_place_the_last_stays(update):
     at, u = jnp.asarray([0, 0, 2]), jnp.arange(1.0, 1 + np.prod(update)).reshape(update)
     x = jnp.ones((4, *update[1:]))
-    found = gt.formula(lambda x, u: x.at[at].set(u), x, u, wrt=(0, 1))
+    found = gt.formula(lambda x, u: x.at[at].set(u), x, u, argnums=(0, 1))
     assert found.check is not None
 
 

@@ -322,7 +322,7 @@ def by_per_example(kind, m):
 def by_microbatched(kind, m):
     leaves, loss = kind.flat_loss(m)
     wanted = jax.value_and_grad(loss)(leaves)
-    return gt.microbatched(kind.loss, 4)(m, X), wanted
+    return gt.microbatched_value_and_grad(kind.loss, 4)(m, X), wanted
 
 
 def by_chunked(kind, m):
@@ -367,7 +367,7 @@ def by_hessian(kind, m):
 
 def by_functionalize(kind, m):
     leaves, loss = kind.flat_loss(m)
-    apply, params, state = gt.functionalize(m)
+    apply, params, state = gt.make_functional(m)
     run = lambda p, x: apply(p, state, x)[0]
     f = lambda p: (run(p, X) if kind.batched else jax.vmap(run, (None, 0))(p, X)) ** 2
     return gt.grad(lambda p: f(p).mean())(params), jax.grad(loss)(leaves)
@@ -463,7 +463,7 @@ def test_microbatches_change_an_nnx_module_as_a_loop_does():
     ours, plain = kind.make(), kind.make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GradtoolsWarning)  # each chunk by its own statistics
-        gt.microbatched(kind.loss, 2)(ours, X)
+        gt.microbatched_value_and_grad(kind.loss, 2)(ours, X)
     for x in (X[:2], X[2:4], X[4:]):
         kind.loss(plain, x)
     assert int(ours.calls[...]) == 3

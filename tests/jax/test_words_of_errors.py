@@ -81,9 +81,9 @@ def test_an_equinox_modules_own_error_about_a_key_is_its_own():
         def __call__(self, x, *, key=None):
             raise own
 
-    apply, params, state = gt.functionalize(Raises(X))
+    apply, params, state = gt.make_functional(Raises(X))
     assert _raised(lambda f: apply(params, state, X), None) is own
-    drops = gt.functionalize(eqx.nn.Dropout(0.5))
+    drops = gt.make_functional(eqx.nn.Dropout(0.5))
     error = _raised(lambda f: drops[0](*drops[1:], X), None)
     assert "pass key= to apply" in str(error)
 

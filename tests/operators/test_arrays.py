@@ -172,15 +172,17 @@ def test_to_numpy_inside_a_torch_transform_says_what_to_do(torch_arrays):
 
 
 def test_a_key_is_a_function_of_its_seed(arrays):
-    words = {seed: tuple(arrays.to_numpy(arrays.key(seed))) for seed in (0, 1, -1, 2**31 - 1)}
-    assert words[0] == tuple(arrays.to_numpy(arrays.key(0)))
+    words = {
+        seed: tuple(arrays.to_numpy(arrays.random_key(seed))) for seed in (0, 1, -1, 2**31 - 1)
+    }
+    assert words[0] == tuple(arrays.to_numpy(arrays.random_key(0)))
     assert len(set(words.values())) == 4
 
 
 @pytest.mark.parametrize("seed", [1.5, "0", True, None, 2**63])
 def test_a_seed_that_is_no_integer_of_64_bits_is_refused(arrays, seed):
     with pytest.raises(GradtoolsError, match="seed"):
-        arrays.key(seed)
+        arrays.random_key(seed)
 
 
 def test_jax_without_x64_refuses_a_seed_that_it_would_cut(jax_arrays):
@@ -188,30 +190,30 @@ def test_jax_without_x64_refuses_a_seed_that_it_would_cut(jax_arrays):
 
     for seed in (2**31, 2**32, -(2**31) - 1):
         with pytest.raises(GradtoolsError, match="32 bits"):
-            jax_arrays.key(seed)
+            jax_arrays.random_key(seed)
     with jax.enable_x64(True):
-        big, zero = (jax_arrays.to_numpy(jax_arrays.key(s)) for s in (2**32, 0))
+        big, zero = (jax_arrays.to_numpy(jax_arrays.random_key(s)) for s in (2**32, 0))
     assert big.tolist() != zero.tolist()
 
 
 @pytest.mark.slow_at("jax")
 def test_children_of_keys_never_collide(arrays):
-    children = arrays.split(arrays.key(7), 100_000)
+    children = arrays.split_key(arrays.random_key(7), 100_000)
     assert len(np.unique(arrays.to_numpy(children), axis=0)) == 100_000
 
 
 def test_grandchildren_never_collide_with_each_other_or_with_children(torch_arrays):
     import torch
 
-    children = torch_arrays.split(torch_arrays.key(7), 50_000)
-    grandchildren = torch.func.vmap(torch_arrays.split)(children).reshape(-1, 2)
+    children = torch_arrays.split_key(torch_arrays.random_key(7), 50_000)
+    grandchildren = torch.func.vmap(torch_arrays.split_key)(children).reshape(-1, 2)
     assert len(torch.unique(torch.cat([children, grandchildren]), dim=0)) == 150_000
 
 
 def test_every_bit_of_torch_keys_is_balanced_and_neighbours_do_not_correlate(torch_arrays):
     import torch
 
-    children = torch_arrays.split(torch_arrays.key(0), 20_000)
+    children = torch_arrays.split_key(torch_arrays.random_key(0), 20_000)
     bits = ((children[:, :, None] >> torch.arange(64)) & 1).double().reshape(20_000, 128) - 0.5
     assert bits.mean(0).abs().max() < 0.02
     assert (bits[1:] * bits[:-1]).mean(0).abs().max() < 0.01
@@ -221,30 +223,30 @@ def test_every_bit_of_torch_keys_is_balanced_and_neighbours_do_not_correlate(tor
 def test_splitting_under_vmap_is_splitting_one_by_one(torch_arrays):
     import torch
 
-    keys = torch_arrays.split(torch_arrays.key(0), 5)
-    mapped = torch.func.vmap(lambda k: torch_arrays.split(k, 3))(keys)
-    assert torch.equal(mapped, torch.stack([torch_arrays.split(k, 3) for k in keys]))
+    keys = torch_arrays.split_key(torch_arrays.random_key(0), 5)
+    mapped = torch.func.vmap(lambda k: torch_arrays.split_key(k, 3))(keys)
+    assert torch.equal(mapped, torch.stack([torch_arrays.split_key(k, 3) for k in keys]))
 
 
 def test_a_torch_child_alone_is_the_one_among_its_siblings(torch_arrays):
     from gradtools.torch.arrays import fold_in
 
-    key = torch_arrays.key(7)
-    assert [fold_in(key, i).tolist() for i in range(3)] == torch_arrays.split(key, 3).tolist()
+    key = torch_arrays.random_key(7)
+    assert [fold_in(key, i).tolist() for i in range(3)] == torch_arrays.split_key(key, 3).tolist()
 
 
 def test_a_torch_child_does_not_depend_on_the_number_of_siblings(torch_arrays):
-    key = torch_arrays.key(0)
-    assert torch_arrays.split(key, 2).tolist() == torch_arrays.split(key, 9)[:2].tolist()
+    key = torch_arrays.random_key(0)
+    assert torch_arrays.split_key(key, 2).tolist() == torch_arrays.split_key(key, 9)[:2].tolist()
 
 
 def test_split_refuses_what_is_not_one_key(arrays):
-    for bad in (3, arrays.asarray(1.0), arrays.split(arrays.key(0), 4)):
-        with pytest.raises(GradtoolsError, match="split: a key"):
-            arrays.split(bad)
+    for bad in (3, arrays.asarray(1.0), arrays.split_key(arrays.random_key(0), 4)):
+        with pytest.raises(GradtoolsError, match="split_key: a key"):
+            arrays.split_key(bad)
     for n in (0, -1, 1.0, True):
         with pytest.raises(GradtoolsError, match="whole number of keys"):
-            arrays.split(arrays.key(0), n)
+            arrays.split_key(arrays.random_key(0), n)
 
 
 def test_one_function_is_written_once_through_xp(arrays):

@@ -132,7 +132,7 @@ def test_carries_go_from_chunk_to_chunk_once(gt):
 @pytest.mark.sweep_at("jax")
 def test_each_chunk_has_a_key_of_its_own(gt):
     seen = gt.chunked(lambda x, k: x * 0 + gt.xp.sum(_words(gt, k)), 2, key_argnums=1)
-    found = gt.to_numpy(seen(gt.asarray(np.ones(6)), gt.key(0)))
+    found = gt.to_numpy(seen(gt.asarray(np.ones(6)), gt.random_key(0)))
     assert found[0] == found[1] != found[2] == found[3] != found[4] == found[5]
     assert len(set(found.tolist())) == 3
 
@@ -150,9 +150,11 @@ def test_a_microbatched_mean_is_the_full_mean(gt):
     x = gt.asarray(np.arange(1.0, 11.0))
     w = {"a": gt.asarray(np.array(2.0))}
     f = lambda w, x: (w["a"] ** 2 * x).mean()
-    value, grads = gt.microbatched(f, 4)(w, x)
+    value, grads = gt.microbatched_value_and_grad(f, 4)(w, x)
     assert float(value) == 22 and float(grads["a"]) == 22
-    value, grads = gt.microbatched(lambda w, x: (w["a"] ** 2 * x).sum(), 4, reduction="sum")(w, x)
+    value, grads = gt.microbatched_value_and_grad(
+        lambda w, x: (w["a"] ** 2 * x).sum(), 4, reduction="sum"
+    )(w, x)
     assert float(value) == 220 and float(grads["a"]) == 220
 
 
@@ -165,8 +167,8 @@ def test_token_counts_weigh(gt, rng):
     f = lambda w, x, m: (gt.xp.tanh(w * x) * m).sum() / m.sum()
     expected = gt.value_and_grad(f)(w, x, m)
     for weights in (gt.asarray(tokens.astype(float)), lambda w, x, m: m.sum()):
-        close(gt, gt.microbatched(f, 4, weights=weights)(w, x, m), expected)
-    wrong = gt.microbatched(f, 4)(w, x, m)
+        close(gt, gt.microbatched_value_and_grad(f, 4, weights=weights)(w, x, m), expected)
+    wrong = gt.microbatched_value_and_grad(f, 4)(w, x, m)
     assert abs(float(wrong[0]) - float(expected[0])) > 1e-4  # examples weigh alike without them
 
 
@@ -179,7 +181,7 @@ def test_a_chunk_of_weight_zero_adds_nothing_even_if_its_mean_is_no_number(gt, g
     m = np.array([1.0, 1, 0, 0, 1, 0])
     x, w = gt.asarray(np.arange(1.0, 7.0)), gt.asarray(np.float64(2))
     weights = m if given == "an array" else lambda w, x, m: m.sum()
-    run = gt.microbatched(mean, 2, in_axes=(None, 0, 0), weights=weights)
+    run = gt.microbatched_value_and_grad(mean, 2, in_axes=(None, 0, 0), weights=weights)
     value, slope = run(w, x, gt.asarray(m))
     np.testing.assert_allclose((float(value), float(slope)), (16 / 3, 8 / 3))
 
@@ -190,4 +192,4 @@ def test_weights_that_sum_to_zero_are_refused_in_microbatched(gt):
     x, w = gt.asarray(np.arange(6.0)), gt.asarray(np.float64(2))
     for weights in (np.zeros(6), np.array([1.0, -1, 2, -2, 0, 0]), lambda w, x: x.sum() * 0):
         with pytest.raises(GradtoolsError, match="the weights sum to 0, so there is no mean"):
-            gt.microbatched(mean, 2, weights=weights)(w, x)
+            gt.microbatched_value_and_grad(mean, 2, weights=weights)(w, x)

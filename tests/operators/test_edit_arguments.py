@@ -18,7 +18,9 @@ CUT = {
     "scale_gradient": lambda gt, x, s: gt.scale_gradient(x, s),
     "clip_gradient, max_norm": lambda gt, x, s: gt.clip_gradient(x, max_norm=s),
     "clip_gradient, max_value": lambda gt, x, s: gt.clip_gradient(x, max_value=s),
-    "known_gradient": lambda gt, x, s: gt.known_gradient(x, s * gt.asarray(np.array([1.0, 2.0]))),
+    "replace_gradient": lambda gt, x, s: gt.replace_gradient(
+        x, s * gt.asarray(np.array([1.0, 2.0]))
+    ),
     "transform_gradient": lambda gt, x, s: gt.transform_gradient(x, lambda c: s * c),
     "straight_through": lambda gt, x, s: gt.straight_through(lambda x: s * x)(x),
     "stop_gradient": lambda gt, x, s: x * gt.stop_gradient(s),
@@ -81,7 +83,7 @@ def test_an_edited_gradient_is_differentiated_by_what_it_depends_on(gt, edit):
 @pytest.mark.parametrize("edit", CUT)
 def test_an_argument_that_is_only_handed_on_is_no_concern(gt, edit):
     x, s = at(gt)
-    if edit == "known_gradient":
+    if edit == "replace_gradient":
         expected = s * gt.asarray(np.array([1.0, 2.0]))
     else:
         expected = gt.grad(lambda x: loss(gt, edit)(x, 0.5 if "straight" in edit else s))(x)

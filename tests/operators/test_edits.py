@@ -34,7 +34,7 @@ EDITS = {
     "clip_norm": lambda gt, x: gt.clip_gradient(x, max_norm=1.0),
     "clip_value": lambda gt, x: gt.clip_gradient(x, max_value=0.5),
     "transform": lambda gt, x: gt.transform_gradient(x, lambda c: c),
-    "known": lambda gt, x: gt.known_gradient(x, gt.stop_gradient(x)),
+    "known": lambda gt, x: gt.replace_gradient(x, gt.stop_gradient(x)),
     "straight_through": lambda gt, x: gt.straight_through(lambda x: x)(x),
 }
 LINEAR = ("reverse", "scale", "straight_through")
@@ -641,43 +641,43 @@ def test_the_same_function_may_be_transformed_with_other_closures(gt):
 def test_known_gradient_is_what_was_given_whatever_comes_in(gt):
     x, dx = gt.asarray(np.array([1.0, 2.0])), gt.asarray(np.array([5.0, -7.0]))
     for after in (lambda y: (y**2).sum(), lambda y: (0 * y).sum(), lambda y: -y.sum() * 1e9):
-        found = gt.grad(lambda x, after=after: after(gt.known_gradient(x, dx)))(x)
+        found = gt.grad(lambda x, after=after: after(gt.replace_gradient(x, dx)))(x)
         assert gt.to_numpy(found).tolist() == [5.0, -7.0]
 
 
 def test_known_gradient_comes_where_a_cotangent_of_zeros_comes(gt):
     """y reaches the output by data flow through a product with zero: dx still arrives."""
     x, dx = gt.asarray(2.0), gt.asarray(5.0)
-    assert number(gt.grad(lambda x: gt.known_gradient(x, dx) * 0.0 + x)(x)) == 6.0
+    assert number(gt.grad(lambda x: gt.replace_gradient(x, dx) * 0.0 + x)(x)) == 6.0
 
 
 def test_known_gradient_of_what_does_not_reach_the_output_is_not_delivered(gt):
     x, dx = gt.asarray(2.0), gt.asarray(5.0)
 
     def f(x):
-        gt.known_gradient(x, dx)
+        gt.replace_gradient(x, dx)
         return x * 3
 
     assert number(gt.grad(f)(x)) == 3.0
     with pytest.raises(DisconnectedInputError):
-        gt.grad(lambda x: gt.stop_gradient(gt.known_gradient(x, dx)))(x)
+        gt.grad(lambda x: gt.stop_gradient(gt.replace_gradient(x, dx)))(x)
 
 
 def test_known_gradient_goes_on_through_the_chain_rule(gt):
     x, dx = gt.asarray(2.0), gt.asarray(5.0)
-    assert number(gt.grad(lambda x: gt.known_gradient(x**3, dx) * 100)(x)) == 5 * 12
+    assert number(gt.grad(lambda x: gt.replace_gradient(x**3, dx) * 100)(x)) == 5 * 12
 
 
 def test_known_gradient_is_differentiated_with_respect_to_what_was_given(gt):
     x, dx = gt.asarray(2.0), gt.asarray(5.0)
-    gradient = lambda dx: gt.grad(lambda x: gt.known_gradient(x**2, dx**2) ** 3)(x)
+    gradient = lambda dx: gt.grad(lambda x: gt.replace_gradient(x**2, dx**2) ** 3)(x)
     assert number(gradient(dx)) == 100.0
     assert number(gt.grad(gradient)(dx)) == 40.0
 
 
 def test_what_is_edited_may_be_its_own_scale_or_its_own_known_gradient(gt):
     x = gt.asarray(3.0)
-    assert number(gt.grad(lambda x: gt.known_gradient(x, x) * 7)(x)) == 3.0
+    assert number(gt.grad(lambda x: gt.replace_gradient(x, x) * 7)(x)) == 3.0
     assert number(gt.grad(lambda x: gt.scale_gradient(x, x) * 7)(x)) == 21.0
     assert number(gt.grad(gt.grad(lambda x: gt.scale_gradient(x, x) * 7))(x)) == 7.0
 
@@ -685,14 +685,14 @@ def test_what_is_edited_may_be_its_own_scale_or_its_own_known_gradient(gt):
 def test_known_gradient_has_no_first_derivative_with_respect_to_what_was_given(gt):
     x, dx = gt.asarray(2.0), gt.asarray(5.0)
     with pytest.raises(DisconnectedInputError):
-        gt.grad(lambda dx: gt.known_gradient(x, dx) ** 2)(dx)
-    found = gt.grad(lambda dx: gt.known_gradient(x, dx) * dx)(dx)
+        gt.grad(lambda dx: gt.replace_gradient(x, dx) ** 2)(dx)
+    found = gt.grad(lambda dx: gt.replace_gradient(x, dx) * dx)(dx)
     assert number(found) == 2.0
 
 
 def test_known_gradient_of_complex_arrays_is_in_the_convention_of_gradtools(gt, native):
     z, dz = native.array(1 + 2j), native.array(3 - 4j)
-    f = lambda z: abs(gt.known_gradient(z, dz)) ** 2
+    f = lambda z: abs(gt.replace_gradient(z, dz)) ** 2
     assert complex(gt.grad(f)(z)) == 3 - 4j
 
 
@@ -706,8 +706,8 @@ def test_known_gradient_of_complex_arrays_is_in_the_convention_of_gradtools(gt, 
 )
 def test_known_gradient_refuses_what_does_not_look_like_its_argument(gt, dx, text):
     dx = {"a": gt.asarray(dx["a"])} if isinstance(dx, dict) else gt.asarray(dx)
-    with pytest.raises(GradtoolsError, match=f"known_gradient: dx.*{text}"):
-        gt.known_gradient(gt.asarray(np.ones(2)), dx)
+    with pytest.raises(GradtoolsError, match=f"replace_gradient: dx.*{text}"):
+        gt.replace_gradient(gt.asarray(np.ones(2)), dx)
 
 
 # --- what has a reverse rule only --------------------------------------------------------------
@@ -788,7 +788,7 @@ def test_a_transform_is_met_again_at_second_order(gt):
 
 def test_the_second_derivative_of_a_known_gradient_is_zero(gt):
     x, dx = gt.asarray(2.0), gt.asarray(5.0)
-    f = lambda x: gt.known_gradient(x, dx) ** 3
+    f = lambda x: gt.replace_gradient(x, dx) ** 3
     assert number(gt.grad(gt.grad(f))(x)) == 0.0
     (g,), (h,) = gt.hvp(f, (x,), (x,))
     assert (number(g), number(h)) == (5.0, 0.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError, host_functions
-from gradtools.host_kernels import Kernel, Spec
+from gradtools.host_kernels import ArraySpec, Kernel
 from tests.support.native import NATIVE
 
 
@@ -38,7 +38,7 @@ def as_function(backend, kernel):
     def call(*args):
         bound, xs = kernel.bind(backend, args)
         keep.append(bound)  # as a rule does
-        specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
+        specs = [ArraySpec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
         ys = backend.call_kernel(bound, xs)
         return backend.unflatten(bound.results(specs).treedef, ys)
 
@@ -71,7 +71,7 @@ def normalised_rows(rows):
     return rows / np.abs(rows).sum(-1, keepdims=True)
 
 
-# --- Spec --------------------------------------------------------------------------------
+# --- ArraySpec --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,27 +86,27 @@ def normalised_rows(rows):
     ],
 )
 def test_a_spec_normalises_what_it_is_given(shape, dtype, expected):
-    spec = Spec(shape, dtype)
+    spec = ArraySpec(shape, dtype)
     assert (spec.shape, spec.dtype) == expected
-    assert spec == Spec(*expected) and hash(spec) == hash(Spec(*expected))
+    assert spec == ArraySpec(*expected) and hash(spec) == hash(ArraySpec(*expected))
 
 
 @pytest.mark.slow_at("jax")
 def test_a_spec_takes_the_frameworks_dtypes(native):
-    assert Spec((1,), native.array(X, "float32").dtype) == Spec((1,), "float32")
-    assert Spec((1,), native.array(X, "bfloat16").dtype) == Spec((1,), "bfloat16")
+    assert ArraySpec((1,), native.array(X, "float32").dtype) == ArraySpec((1,), "float32")
+    assert ArraySpec((1,), native.array(X, "bfloat16").dtype) == ArraySpec((1,), "bfloat16")
 
 
 @pytest.mark.parametrize("shape", [None, "3", (2.5,), (-1,), (None,), (True,), True])
 def test_a_shape_that_is_none_is_refused(shape):
-    with pytest.raises(GradtoolsError, match="Spec: shape is"):
-        Spec(shape, "float32")
+    with pytest.raises(GradtoolsError, match="ArraySpec: shape is"):
+        ArraySpec(shape, "float32")
 
 
 @pytest.mark.parametrize("dtype", [None, "float33", "longdouble", object, "S3", 4])
 def test_a_dtype_that_is_none_is_refused(dtype):
-    with pytest.raises(GradtoolsError, match="Spec: dtype is"):
-        Spec((3,), dtype)
+    with pytest.raises(GradtoolsError, match="ArraySpec: dtype is"):
+        ArraySpec((3,), dtype)
 
 
 # --- what a kernel gets ------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_arguments_stand_in_c_order(host, native):
         return np.bool_(x.flags.c_contiguous and x.flags.aligned)
 
     x = native.array(X)
-    f = host(flags, Spec((), bool))
+    f = host(flags, ArraySpec((), bool))
     assert f(x.T) and native.vmap(f)(x.T).all()
 
 
@@ -209,8 +209,8 @@ def test_pytrees_go_in_and_come_out(host, native):
 
     def out(tree, factor, nothing, label):
         assert (factor, nothing, label) == (2.0, None, "a")
-        assert tree["a"][0] == Spec((3,), "float64")
-        return {"count": Spec((), "int64"), "sum": tree["b"]}
+        assert tree["a"][0] == ArraySpec((3,), "float64")
+        return {"count": ArraySpec((), "int64"), "sum": tree["b"]}
 
     f = host(kernel, out)
     call = lambda a, b: f({"b": b, "a": [a]}, 2.0, None, "a")
@@ -229,7 +229,7 @@ def test_numpy_arguments_are_arrays(host, native):
 
 
 def test_a_kernel_without_arrays_needs_a_spec_and_then_works(host):
-    same(host(lambda n: np.arange(n), Spec(3, "int64"))(3), np.arange(3))
+    same(host(lambda n: np.arange(n), ArraySpec(3, "int64"))(3), np.arange(3))
     with pytest.raises(GradtoolsError, match="host function '<lambda>': without an array argument"):
         host(lambda n: np.arange(n))(3)
 
@@ -239,14 +239,30 @@ def test_a_kernel_without_arrays_needs_a_spec_and_then_works(host):
 WRONG = {
     "shape": (lambda x: x[:, :2], None, r"'<lambda>': result has shape \(2, 2\) and dtype float64"),
     "dtype": (lambda x: x.astype("f4"), None, r"result has shape \(2, 3\) and dtype float32"),
-    "wider dtype": (lambda x: x, Spec((2, 3), "float32"), r"expected shape \(2, 3\) and dtype flo"),
-    "scalar's dtype": (lambda x: np.float64(1), Spec((), "float32"), "dtype float64; expected"),
+    "wider dtype": (
+        lambda x: x,
+        ArraySpec((2, 3), "float32"),
+        r"expected shape \(2, 3\) and dtype flo",
+    ),
+    "scalar's dtype": (
+        lambda x: np.float64(1),
+        ArraySpec((), "float32"),
+        "dtype float64; expected",
+    ),
     "broadcast": (lambda x: 1.0, None, r"result is the Python float 1.0; expected shape \(2, 3\)"),
-    "int for float": (lambda x: 1, Spec((), "float64"), "the Python int 1; expected shape"),
-    "float for int": (lambda x: 1.0, Spec((), "int64"), "the Python float 1.0; expected shape"),
-    "bool for int": (lambda x: True, Spec((), "int64"), "the Python bool True; expected shape"),
-    "too large": (lambda x: 300, Spec((), "uint8"), "the Python int 300; expected shape"),
-    "float for complex": (lambda x: 1.0, Spec((), "complex128"), "the Python float 1.0"),
+    "int for float": (lambda x: 1, ArraySpec((), "float64"), "the Python int 1; expected shape"),
+    "float for int": (
+        lambda x: 1.0,
+        ArraySpec((), "int64"),
+        "the Python float 1.0; expected shape",
+    ),
+    "bool for int": (
+        lambda x: True,
+        ArraySpec((), "int64"),
+        "the Python bool True; expected shape",
+    ),
+    "too large": (lambda x: 300, ArraySpec((), "uint8"), "the Python int 300; expected shape"),
+    "float for complex": (lambda x: 1.0, ArraySpec((), "complex128"), "the Python float 1.0"),
     "nothing": (lambda x: None, None, "it returned None, expected"),
     "too many": (lambda x: (x, x), None, "it returned the structure"),
     "too few": (lambda x: (x,), lambda x: (x, x), "it returned the structure"),
@@ -271,7 +287,9 @@ def test_a_wrong_result_is_refused_in_words(host, native, which, how):
 
 
 def test_an_out_without_specs_is_refused(host, native):
-    with pytest.raises(GradtoolsError, match=r"'<lambda>': out\[0\]\[0\] is 2; it must be a Spec"):
+    with pytest.raises(
+        GradtoolsError, match=r"'<lambda>': out\[0\]\[0\] is 2; it must be an ArraySpec"
+    ):
         host(lambda x: x, [(2, 3)])(native.array(X))
 
 
@@ -287,7 +305,7 @@ def test_an_out_without_specs_is_refused(host, native):
     ],
 )
 def test_a_number_is_accepted_where_its_kind_fits(host, native, value, dtype):
-    y = host(lambda x: value, Spec((), dtype))(native.array(X))
+    y = host(lambda x: value, ArraySpec((), dtype))(native.array(X))
     assert native.dtype(y) == dtype
     assert y == value
 
@@ -304,7 +322,7 @@ def test_a_frameworks_array_is_refused_by_name(host, native, how):
 
 
 def test_a_vectorized_kernel_is_told_of_the_batch(host, native):
-    f = host(lambda x: x.sum(), lambda x: Spec((), x.dtype), vectorized=True)
+    f = host(lambda x: x.sum(), lambda x: ArraySpec((), x.dtype), vectorized=True)
     with pytest.raises(GradtoolsError, match=r"expected shape \(2,\) .* the batch \(2,\) in front"):
         native.vmap(f)(native.array(X))
 

@@ -53,7 +53,7 @@ def formula(*options, function="linear", shapes="3x4,4,3"):
 
 
 def test_the_formula_is_printed_with_its_comparison(program, capsys):
-    assert formula("--wrt", "0,1,2") == 0
+    assert formula("--argnums", "0,1,2") == 0
     out = capsys.readouterr().out
     for line in ("  y = W x + b", "  W̄ = ȳ xᵀ", "  x̄ = Wᵀ ȳ", "  b̄ = ȳ"):
         assert line in out.splitlines()
@@ -75,7 +75,7 @@ def test_order_two_has_the_double_backward(program, capsys):
 
 def test_inputs_come_from_a_file_in_their_order(program, capsys):
     np.savez("inputs.npz", first=np.ones((2, 3)), second=np.ones(3), third=np.ones(2))
-    assert main(["formula", "written:linear", "--args", "inputs.npz", "--wrt", "1"]) == 0
+    assert main(["formula", "written:linear", "--args", "inputs.npz", "--argnums", "1"]) == 0
     out = capsys.readouterr().out
     assert "x̄ = Wᵀ ȳ" in out and "i = 2, j = 3" in out
 
@@ -121,7 +121,7 @@ def test_a_function_that_raises_ends_with_2(program, capsys):
 
 
 def test_an_integer_argument_cannot_be_asked_about(program, capsys):
-    assert formula("--wrt", "0", function="cubes", shapes="3:int64") == 2
+    assert formula("--argnums", "0", function="cubes", shapes="3:int64") == 2
     assert "gradtools formula: formula: argument 0" in capsys.readouterr().err
 
 

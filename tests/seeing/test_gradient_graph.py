@@ -67,10 +67,10 @@ def test_inputs_outputs_and_cotangents_are_named_by_their_paths(gt, x, w):
 
 
 def test_wrt_chooses_the_arguments(gt, x):
-    graph = gt.gradient_graph(lambda a, b: a * b, x, x, wrt=(0, 1))
+    graph = gt.gradient_graph(lambda a, b: a * b, x, x, argnums=(0, 1))
     gradients = ["gradient of argument 0", "gradient of argument 1"]
     assert names(graph, graph.outputs) == ["output", *gradients]
-    one = gt.gradient_graph(lambda a, b: a * b, x, x, wrt=1)
+    one = gt.gradient_graph(lambda a, b: a * b, x, x, argnums=1)
     assert names(one, one.outputs) == ["output", gradients[1]]
 
 
@@ -161,14 +161,14 @@ def test_square_keeps_no_more_than_one_array_of_its_arguments_size(gt, x):
 
 def test_a_matrix_product_keeps_the_factor_that_its_gradient_needs(gt, x, w):
     matrix = gt.asarray(np.ones((5, 3), np.float32))
-    both = gt.gradient_graph(gt.xp.matmul, matrix, w, wrt=(0, 1))
+    both = gt.gradient_graph(gt.xp.matmul, matrix, w, argnums=(0, 1))
     assert sum(kept(both).values()) == 4 * (15 + 6)
-    right = gt.gradient_graph(gt.xp.matmul, matrix, w, wrt=1)
+    right = gt.gradient_graph(gt.xp.matmul, matrix, w, argnums=1)
     assert sum(kept(right).values()) == 4 * 15
 
 
 def test_addition_keeps_nothing(gt, x):
-    assert not kept(gt.gradient_graph(lambda a, b: a + b, x, x, wrt=(0, 1)))
+    assert not kept(gt.gradient_graph(lambda a, b: a + b, x, x, argnums=(0, 1)))
 
 
 # --- marks -------------------------------------------------------------------------------

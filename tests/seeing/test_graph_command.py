@@ -68,7 +68,7 @@ def test_one_order_is_the_default_along_the_first_argument(program, capsys):
 
 
 def test_wrt_chooses_the_arguments(program, capsys):
-    assert graph("--wrt", "0,1") == 0
+    assert graph("--argnums", "0,1") == 0
     assert "gradient of x" in capsys.readouterr().out
 
 

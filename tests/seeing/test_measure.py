@@ -264,8 +264,8 @@ def network(gt, layers=6, width=16):
 
 
 @pytest.mark.sweep_at("torch", "1", "3")
-@pytest.mark.parametrize("retain", [0, 1, 3])
-def test_chunked_costs_four_forwards_less_what_it_retains(gt, retain):
+@pytest.mark.parametrize("keep_graphs", [0, 1, 3])
+def test_chunked_costs_four_forwards_less_what_it_retains(gt, keep_graphs):
     """Counted in products; the elementwise work is left out by measuring with and without it."""
     ws = arrays(gt, *[(64, 64)] * 3)
     (x,) = arrays(gt, (32, 64))
@@ -275,13 +275,15 @@ def test_chunked_costs_four_forwards_less_what_it_retains(gt, retain):
             x = x @ w
         return x
 
-    chunked = gt.chunked(net, 8, in_axes=(0, None, None, None), retain=retain, verify=False)
+    chunked = gt.chunked(
+        net, 8, in_axes=(0, None, None, None), keep_graphs=keep_graphs, verify=False
+    )
     loss = lambda *all: (chunked(*all) ** 2).sum()
     forward = flops(gt, net, x, *ws)
     assert forward == 3 * 2 * 32 * 64 * 64
     found = flops(gt, gt.value_and_grad(loss, argnums=(0, 1, 2, 3)), x, *ws)
     extra = 4 * 3 * 64 * 64 + 4 * 32 * 64  # chunks' gradients are added up; the loss
-    least = 4 * forward - retain * forward // 4
+    least = 4 * forward - keep_graphs * forward // 4
     if gt.__name__ == "gradtools.jax":  # there the compiler decides: never more than two passes
         least, extra = 3 * forward, extra + forward
     assert least <= found <= least + extra

@@ -104,7 +104,7 @@ def test_each_leaf_has_its_own_findings(gt, x):
 
 
 def test_several_arguments_may_be_asked_about(gt, x):
-    report = gt.why_zero(lambda x, y, z: (x * gt.stop_gradient(y)).sum(), x, x, x, wrt=(1, 2))
+    report = gt.why_zero(lambda x, y, z: (x * gt.stop_gradient(y)).sum(), x, x, x, argnums=(1, 2))
     assert [(f.argument, f.kind) for f in report] == [
         ("argument 1", "detached"),
         ("argument 2", "unused"),
@@ -190,7 +190,7 @@ def test_many_leaves_that_do_not_move_the_output_cost_a_few_runs(gt, x):
 
 def test_a_leaf_that_moves_is_told_from_those_that_do_not(gt, x):
     stop = gt.stop_gradient
-    report = gt.why_zero(lambda x, y: (stop(x) + stop(y * 0)).sum(), x, x, wrt=(0, 1))
+    report = gt.why_zero(lambda x, y: (stop(x) + stop(y * 0)).sum(), x, x, argnums=(0, 1))
     assert report.depends == {"argument 0": True, "argument 1": False}
 
 

@@ -63,7 +63,7 @@ def test_what_is_lost_is_named_with_status_1(program, capsys):
 
 
 def test_several_arguments(program, capsys):
-    assert run("looked_at:lost", "--shapes", "3,3", "--wrt", "0,1", "--json") == 1
+    assert run("looked_at:lost", "--shapes", "3,3", "--argnums", "0,1", "--json") == 1
     found = json.loads(capsys.readouterr().out)["findings"]
     assert [(f["argument"], f["kind"]) for f in found] == [
         ("argument 0", "zero_derivative"),
@@ -78,7 +78,7 @@ def test_nothing_lost_is_status_0(program, capsys):
 
 def test_inputs_from_a_file(program, capsys):
     np.savez("inputs.npz", x=np.ones(3, np.float32), y=np.ones(3, np.float32))
-    assert run("looked_at:lost", "--args", "inputs.npz", "--wrt", "1") == 1
+    assert run("looked_at:lost", "--args", "inputs.npz", "--argnums", "1") == 1
     assert "detached" in capsys.readouterr().out
 
 
@@ -94,7 +94,7 @@ def test_on_a_terminal_it_is_in_colour(program, capsys, monkeypatch):
     [
         (("looked_at:broken", "--shapes", "3"), "f raised RuntimeError: on purpose"),
         (("looked_at:whole", "--shapes", "3:int32"), "argument 0 is an array of dtype int32"),
-        (("looked_at:whole", "--shapes", "3", "--wrt", "4"), "wrt holds 4"),
+        (("looked_at:whole", "--shapes", "3", "--argnums", "4"), "argnums holds 4"),
         (("looked_at:absent", "--shapes", "3"), "looked_at has no absent"),
         (("looked_at:whole", "--shapes", "3y"), "'3y' is no shape"),
     ],
@@ -106,6 +106,6 @@ def test_what_cannot_be_told_is_status_2(program, capsys, options, text):
 
 def test_positions_are_numbers(program, capsys):
     with pytest.raises(SystemExit) as left:
-        run("looked_at:whole", "--shapes", "3", "--wrt", "x")
+        run("looked_at:whole", "--shapes", "3", "--argnums", "x")
     assert left.value.code == 2
     assert "such as 0 or 0,2; got 'x'" in capsys.readouterr().err

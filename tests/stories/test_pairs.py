@@ -51,7 +51,7 @@ def test_an_argument_that_f_stops_or_compares_is_disconnected(gt, cut, reduce):
         lambda a, b: a + b,
         lambda state: state,
     )
-    run = gt.tiled(cut(gt), own if reduce == "own" else reduce, 2)
+    run = gt.pairwise_reduce(cut(gt), own if reduce == "own" else reduce, 2)
     x, y = _numbers(gt, 5), _numbers(gt, 3, seed=1)
 
     def loss(x, y):

@@ -47,7 +47,13 @@ def _bank(options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"retain": 0}, {}, {"retain": 2}, {"retain": 3}, {"retain": 3, "verify": True}],
+    [
+        {"keep_graphs": 0},
+        {},
+        {"keep_graphs": 2},
+        {"keep_graphs": 3},
+        {"keep_graphs": 3, "verify": True},
+    ],
     ids=str,
 )
 def test_a_batch_that_f_writes_by_another_name_is_refused(options):

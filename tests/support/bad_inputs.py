@@ -53,7 +53,7 @@ def doubled(gt: Any) -> Any:
 
 
 def known(gt: Any) -> Any:
-    return lambda x: gt.known_gradient(x, gt.asarray(V)) ** 2
+    return lambda x: gt.replace_gradient(x, gt.asarray(V)) ** 2
 
 
 def pushed(gt: Any, f: Any) -> Any:
@@ -87,7 +87,7 @@ def target(gt: Any, a: Any) -> Any:
 
 
 def other_gather(gt: Any) -> dict[str, Any]:
-    """The argument of `gather` that means something in the other framework."""
+    """The argument of `all_gather` that means something in the other framework."""
     return {"axis_name": "i"} if gt.__name__.endswith("torch") else {"group": object()}
 
 
@@ -230,41 +230,51 @@ BAD: dict[str, Call] = {
     "vmap of a number": lambda gt, a: gt.vmap(3.0)(a(V)),
     "checkpoint, verified always": lambda gt, a: gt.checkpoint(total(gt), verify="always"),
     "arguments in the place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
-    "arguments of microbatched in the place of argnums": lambda gt, a: gt.microbatched(
-        mean, 2, (a(V), a(ROWS))
+    "arguments of microbatched_value_and_grad in the place of argnums": lambda gt, a: (
+        gt.microbatched_value_and_grad(mean, 2, (a(V), a(ROWS)))
     ),
     "a number of floats as argnums": lambda gt, a: gt.grad(total(gt), a(S))(a(V)),
     "checkpoint of a number": lambda gt, a: gt.checkpoint(3.0)(a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
     "chunked of a number": lambda gt, a: gt.chunked(3.0, 2),
-    "microbatched of a number": lambda gt, a: gt.microbatched(3.0, 2),
-    "tiled of a number": lambda gt, a: gt.tiled(3.0),
-    "tiled in tiles of nothing": lambda gt, a: gt.tiled(total(gt), tile_size=0),
-    "tiled over an unknown argument": lambda gt, a: gt.tiled(lambda x, y: x, columns="z")(
+    "microbatched_value_and_grad of a number": lambda gt, a: gt.microbatched_value_and_grad(3.0, 2),
+    "tiled of a number": lambda gt, a: gt.pairwise_reduce(3.0),
+    "tiled in tiles of nothing": lambda gt, a: gt.pairwise_reduce(total(gt), tile_size=0),
+    "tiled over an unknown argument": lambda gt, a: gt.pairwise_reduce(lambda x, y: x, columns="z")(
         a(V), a(V)
     ),
-    "tiled within no budget": lambda gt, a: gt.tiled(total(gt), memory_budget=0),
-    "tiled over no rows": lambda gt, a: gt.tiled(total(gt), rows=()),
-    "tiled by an unknown reduction": lambda gt, a: gt.tiled(scores, "product")(a(ROWS), a(ROWS)),
-    "tiled over an unknown side": lambda gt, a: gt.tiled(scores, "sum", over="all")(
+    "tiled within no budget": lambda gt, a: gt.pairwise_reduce(total(gt), memory_budget=0),
+    "tiled over no rows": lambda gt, a: gt.pairwise_reduce(total(gt), rows=()),
+    "tiled by an unknown reduction": lambda gt, a: gt.pairwise_reduce(scores, "product")(
         a(ROWS), a(ROWS)
     ),
-    "tiled of a sum": lambda gt, a: gt.tiled(lambda x, y: x.sum())(a(ROWS), a(ROWS)),
-    "tiled of nothing": lambda gt, a: gt.tiled(lambda x, y: None)(a(ROWS), a(ROWS)),
-    "tiled of a Python number": lambda gt, a: gt.tiled(lambda x, y: 3.0)(a(ROWS), a(ROWS)),
-    "tiled over columns that differ in number": lambda gt, a: gt.tiled(
+    "tiled over an unknown side": lambda gt, a: gt.pairwise_reduce(scores, "sum", over="all")(
+        a(ROWS), a(ROWS)
+    ),
+    "tiled of a sum": lambda gt, a: gt.pairwise_reduce(lambda x, y: x.sum())(a(ROWS), a(ROWS)),
+    "tiled of nothing": lambda gt, a: gt.pairwise_reduce(lambda x, y: None)(a(ROWS), a(ROWS)),
+    "tiled of a Python number": lambda gt, a: gt.pairwise_reduce(lambda x, y: 3.0)(
+        a(ROWS), a(ROWS)
+    ),
+    "tiled over columns that differ in number": lambda gt, a: gt.pairwise_reduce(
         lambda x, y, z: x, columns=(1, 2)
     )(a(ROWS), a(ROWS), a(V)),
-    "tiled over an empty batch": lambda gt, a: gt.tiled(scores)(a(ROWS[:0]), a(ROWS)),
-    "tiled, a softmax of scores alone": lambda gt, a: gt.tiled(scores, "softmax")(a(ROWS), a(ROWS)),
-    "tiled, a take of scores alone": lambda gt, a: gt.tiled(scores, "take")(a(ROWS), a(ROWS)),
-    "tiled, a take by floats": lambda gt, a: gt.tiled(lambda x, y: (scores(x, y), x[:, 0]), "take")(
+    "tiled over an empty batch": lambda gt, a: gt.pairwise_reduce(scores)(a(ROWS[:0]), a(ROWS)),
+    "tiled, a softmax of scores alone": lambda gt, a: gt.pairwise_reduce(scores, "softmax")(
         a(ROWS), a(ROWS)
     ),
-    "tiled, a take of three": lambda gt, a: gt.tiled(lambda x, y: (scores(x, y),) * 3, "take")(
+    "tiled, a take of scores alone": lambda gt, a: gt.pairwise_reduce(scores, "take")(
         a(ROWS), a(ROWS)
     ),
-    "tiled by two functions": lambda gt, a: gt.tiled(scores, (abs, abs))(a(ROWS), a(ROWS)),
+    "tiled, a take by floats": lambda gt, a: gt.pairwise_reduce(
+        lambda x, y: (scores(x, y), x[:, 0]), "take"
+    )(a(ROWS), a(ROWS)),
+    "tiled, a take of three": lambda gt, a: gt.pairwise_reduce(
+        lambda x, y: (scores(x, y),) * 3, "take"
+    )(a(ROWS), a(ROWS)),
+    "tiled by two functions": lambda gt, a: gt.pairwise_reduce(scores, (abs, abs))(
+        a(ROWS), a(ROWS)
+    ),
     "contrastive_loss of rows that differ": lambda gt, a: gt.contrastive_loss(a(V), a(np.ones(3))),
     "contrastive_loss, smoothed labels of a sigmoid": lambda gt, a: gt.contrastive_loss(
         a(ROWS), a(ROWS), sigmoid=True, label_smoothing=0.1
@@ -314,7 +324,7 @@ BAD: dict[str, Call] = {
     "reverse_gradient of a function": lambda gt, a: gt.reverse_gradient(total(gt)),
     "stop_gradient of the values of a dict": lambda gt, a: gt.stop_gradient({"x": a(V)}.values()),
     "clip_gradient of a function": lambda gt, a: gt.clip_gradient(total(gt), 1.0),
-    "known_gradient of a function": lambda gt, a: gt.known_gradient(total(gt), a(V)),
+    "replace_gradient of a function": lambda gt, a: gt.replace_gradient(total(gt), a(V)),
     "transform_gradient by a number": lambda gt, a: gt.transform_gradient(a(V), 3.0),
     # --- tangents and cotangents
     "tangents without a tuple": lambda gt, a: gt.jvp(total(gt), (a(V),), a(V)),
@@ -378,7 +388,7 @@ BAD: dict[str, Call] = {
     "chunked by a negative size": lambda gt, a: gt.chunked(lambda x: x, -3),
     "chunked by a boolean size": lambda gt, a: gt.chunked(lambda x: x, True),
     "chunked of an array": lambda gt, a: gt.chunked(a(V), 2),
-    "chunked, retain None": lambda gt, a: gt.chunked(lambda x: x, 1, retain=None),
+    "chunked, keep_graphs None": lambda gt, a: gt.chunked(lambda x: x, 1, keep_graphs=None),
     "chunked, a budget of a float": lambda gt, a: gt.chunked(lambda x: x, 1, memory_budget=1e3),
     "chunked, in_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=None)(a(V)),
     "chunked, in_axes a string": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes="rows")(a(V)),
@@ -411,7 +421,7 @@ BAD: dict[str, Call] = {
     "chunked over an empty list": lambda gt, a: gt.chunked(lambda x: x, 1)([]),
     "chunked over no argument": lambda gt, a: gt.chunked(lambda: 1.0, 1)(),
     "chunked over a Python number": lambda gt, a: gt.chunked(lambda x: x, 1)(3.0),
-    "chunked, retain negative": lambda gt, a: gt.chunked(lambda x: x, 1, retain=-1),
+    "chunked, keep_graphs negative": lambda gt, a: gt.chunked(lambda x: x, 1, keep_graphs=-1),
     "chunked, budget negative": lambda gt, a: gt.chunked(lambda x: x, 1, memory_budget=-1),
     "chunked over a number": lambda gt, a: gt.chunked(lambda x: x, 1)(a(S)),
     "chunked over nothing": lambda gt, a: gt.chunked(lambda x: x, 1)(a(np.ones(0))),
@@ -456,36 +466,42 @@ BAD: dict[str, Call] = {
         lambda x: x.sum(0), 2, interleaved=True
     )(a(ROWS)),
     "chunked, a string returned": lambda gt, a: gt.chunked(lambda x: "done", 1)(a(V)),
-    "microbatched by no size": lambda gt, a: gt.microbatched(total(gt), 0),
-    "microbatched, an unknown reduction": lambda gt, a: gt.microbatched(
-        total(gt), 1, reduction="max"
+    "microbatched_value_and_grad by no size": lambda gt, a: gt.microbatched_value_and_grad(
+        total(gt), 0
     ),
-    "microbatched, weights of a sum": lambda gt, a: gt.microbatched(
+    "microbatched_value_and_grad, an unknown reduction": lambda gt, a: (
+        gt.microbatched_value_and_grad(total(gt), 1, reduction="max")
+    ),
+    "microbatched_value_and_grad, weights of a sum": lambda gt, a: gt.microbatched_value_and_grad(
         total(gt), 1, reduction="sum", weights=a(V)
     ),
-    "microbatched, weights of another length": lambda gt, a: gt.microbatched(
-        lambda w, x: gt.xp.mean(w * x), 1, weights=a(np.ones(3))
+    "microbatched_value_and_grad, weights of another length": lambda gt, a: (
+        gt.microbatched_value_and_grad(lambda w, x: gt.xp.mean(w * x), 1, weights=a(np.ones(3)))(
+            a(S), a(V)
+        )
+    ),
+    "microbatched_value_and_grad, weights of another shape": lambda gt, a: (
+        gt.microbatched_value_and_grad(mean, 1, weights=a(ROWS))(a(V), a(ROWS))
+    ),
+    "microbatched_value_and_grad, one number for weights": lambda gt, a: (
+        gt.microbatched_value_and_grad(mean, 1, weights=2.0)(a(V), a(ROWS))
+    ),
+    "microbatched_value_and_grad, a function of weights that returns a vector": lambda gt, a: (
+        gt.microbatched_value_and_grad(mean, 1, weights=lambda w, x: x)(a(V), a(ROWS))
+    ),
+    "microbatched_value_and_grad, the batch differentiated": lambda gt, a: (
+        gt.microbatched_value_and_grad(mean, 1, argnums=(0, 1))(a(V), a(ROWS))
+    ),
+    "microbatched_value_and_grad, the batch differentiated and split": lambda gt, a: (
+        gt.microbatched_value_and_grad(mean, 1, argnums=(0, 1), in_axes=(None, 0))(a(V), a(ROWS))
+    ),
+    "microbatched_value_and_grad of a vector": lambda gt, a: gt.microbatched_value_and_grad(
+        lambda w, x: w * x, 1
     )(a(S), a(V)),
-    "microbatched, weights of another shape": lambda gt, a: gt.microbatched(
-        mean, 1, weights=a(ROWS)
-    )(a(V), a(ROWS)),
-    "microbatched, one number for weights": lambda gt, a: gt.microbatched(mean, 1, weights=2.0)(
-        a(V), a(ROWS)
-    ),
-    "microbatched, a function of weights that returns a vector": lambda gt, a: gt.microbatched(
-        mean, 1, weights=lambda w, x: x
-    )(a(V), a(ROWS)),
-    "microbatched, the batch differentiated": lambda gt, a: gt.microbatched(
-        mean, 1, argnums=(0, 1)
-    )(a(V), a(ROWS)),
-    "microbatched, the batch differentiated and split": lambda gt, a: gt.microbatched(
-        mean, 1, argnums=(0, 1), in_axes=(None, 0)
-    )(a(V), a(ROWS)),
-    "microbatched of a vector": lambda gt, a: gt.microbatched(lambda w, x: w * x, 1)(a(S), a(V)),
-    "microbatched over nothing": lambda gt, a: gt.microbatched(lambda w, x: gt.xp.mean(w * x), 1)(
-        a(S), a(np.ones(0))
-    ),
-    "microbatched, a split parameter": lambda gt, a: gt.microbatched(
+    "microbatched_value_and_grad over nothing": lambda gt, a: gt.microbatched_value_and_grad(
+        lambda w, x: gt.xp.mean(w * x), 1
+    )(a(S), a(np.ones(0))),
+    "microbatched_value_and_grad, a split parameter": lambda gt, a: gt.microbatched_value_and_grad(
         lambda w, x: gt.xp.mean(w * x), 1, in_axes=(0, 0)
     )(a(V), a(V)),
     "frozen, budget negative": lambda gt, a: gt.frozen(lambda z: z, memory_budget=-1),
@@ -498,9 +514,11 @@ BAD: dict[str, Call] = {
     "clip_gradient by a negative norm": lambda gt, a: gt.clip_gradient(a(V), max_norm=-1.0),
     "clip_gradient by a string": lambda gt, a: gt.clip_gradient(a(V), max_norm="one"),
     "clip_gradient by a complex number": lambda gt, a: gt.clip_gradient(a(V), max_value=1j),
-    "known_gradient of another tree": lambda gt, a: gt.known_gradient({"x": a(V)}, {"y": a(V)}),
-    "known_gradient of another shape": lambda gt, a: gt.known_gradient({"x": a(V)}, {"x": a(S)}),
-    "known_gradient of another dtype": lambda gt, a: gt.known_gradient(a(V), a(F32)),
+    "replace_gradient of another tree": lambda gt, a: gt.replace_gradient({"x": a(V)}, {"y": a(V)}),
+    "replace_gradient of another shape": lambda gt, a: gt.replace_gradient(
+        {"x": a(V)}, {"x": a(S)}
+    ),
+    "replace_gradient of another dtype": lambda gt, a: gt.replace_gradient(a(V), a(F32)),
     "transform_gradient to another tree": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: (c, c)))
     )(a(V)),
@@ -561,15 +579,15 @@ BAD: dict[str, Call] = {
     "forward jacobian through transform_gradient": lambda gt, a: gt.jacobian(
         doubled(gt), mode="forward"
     )(a(V)),
-    "jvp through known_gradient": lambda gt, a: pushed(gt, known(gt))(a(V)),
-    "linearize through known_gradient": lambda gt, a: gt.linearize(known(gt), a(V))[1](a(V)),
-    "forward hvp through known_gradient": lambda gt, a: gt.hvp(
+    "jvp through replace_gradient": lambda gt, a: pushed(gt, known(gt))(a(V)),
+    "linearize through replace_gradient": lambda gt, a: gt.linearize(known(gt), a(V))[1](a(V)),
+    "forward hvp through replace_gradient": lambda gt, a: gt.hvp(
         lambda x: gt.xp.sum(known(gt)(x)), (a(V),), (a(V),), "forward_over_reverse"
     ),
-    "nested jvp through known_gradient": lambda gt, a: pushed(gt, pushed(gt, known(gt)))(a(V)),
-    "forward jacobian through known_gradient": lambda gt, a: gt.jacobian(known(gt), mode="forward")(
-        a(V)
-    ),
+    "nested jvp through replace_gradient": lambda gt, a: pushed(gt, pushed(gt, known(gt)))(a(V)),
+    "forward jacobian through replace_gradient": lambda gt, a: gt.jacobian(
+        known(gt), mode="forward"
+    )(a(V)),
     # --- rules and host functions
     "a rule without fwd": lambda gt, a: gt.custom_rule(lambda x: x).defvjp(None, lambda r, c: (c,)),
     "a rule without bwd": lambda gt, a: gt.custom_rule(lambda x: x).defvjp(lambda x: (x, x), None),
@@ -607,9 +625,9 @@ BAD: dict[str, Call] = {
     "a kernel that writes its argument": lambda gt, a: gt.host_function(
         lambda x: np.multiply(x, 2, out=x)
     )(a(V)),
-    "out that is no Spec": lambda gt, a: gt.host_function(np.sin, out=3.0)(a(V)),
-    "a Spec of an unknown dtype": lambda gt, a: gt.Spec((2,), "float7"),
-    "a Spec of a negative shape": lambda gt, a: gt.Spec((-1,), "float32"),
+    "out that is no ArraySpec": lambda gt, a: gt.host_function(np.sin, out=3.0)(a(V)),
+    "an ArraySpec of an unknown dtype": lambda gt, a: gt.ArraySpec((2,), "float7"),
+    "an ArraySpec of a negative shape": lambda gt, a: gt.ArraySpec((-1,), "float32"),
     # --- arrays and keys
     "asarray of a string": lambda gt, a: gt.asarray("x"),
     "asarray of None": lambda gt, a: gt.asarray(None),
@@ -618,12 +636,12 @@ BAD: dict[str, Call] = {
     "asarray of objects": lambda gt, a: gt.asarray(np.array([None])),
     "to_numpy of a string": lambda gt, a: gt.to_numpy("x"),
     "to_numpy under a transform": lambda gt, a: gt.vmap(lambda x: gt.to_numpy(x))(a(V)),
-    "a key from a float": lambda gt, a: gt.key(1.5),
-    "a key from a string": lambda gt, a: gt.key("seed"),
-    "a key beyond 64 bits": lambda gt, a: gt.key(2**64),
-    "split of no key": lambda gt, a: gt.split(a(V)),
-    "split into none": lambda gt, a: gt.split(gt.key(0), 0),
-    "split into a float": lambda gt, a: gt.split(gt.key(0), 2.0),
+    "a key from a float": lambda gt, a: gt.random_key(1.5),
+    "a key from a string": lambda gt, a: gt.random_key("seed"),
+    "a key beyond 64 bits": lambda gt, a: gt.random_key(2**64),
+    "split of no key": lambda gt, a: gt.split_key(a(V)),
+    "split into none": lambda gt, a: gt.split_key(gt.random_key(0), 0),
+    "split into a float": lambda gt, a: gt.split_key(gt.random_key(0), 2.0),
     # --- accumulating
     "accumulating in an unknown dtype": lambda gt, a: gt.GradientAccumulator(dtype="int32"),
     "a sum of nothing": lambda gt, a: gt.GradientAccumulator().sum(),
@@ -657,16 +675,16 @@ BAD: dict[str, Call] = {
     ),
     "assign_gradients into integers": lambda gt, a: gt.assign_gradients([a(N)], [a(V)]),
     # --- models
-    "functionalize of a number": lambda gt, a: gt.functionalize(3),
-    "functionalize of a function": lambda gt, a: gt.functionalize(lambda x: x),
-    "gather without anything": lambda gt, a: gt.gather(a(V)),
-    "gather of the other framework": lambda gt, a: gt.gather(a(V), **other_gather(gt)),
+    "make_functional of a number": lambda gt, a: gt.make_functional(3),
+    "make_functional of a function": lambda gt, a: gt.make_functional(lambda x: x),
+    "gather without anything": lambda gt, a: gt.all_gather(a(V)),
+    "gather of the other framework": lambda gt, a: gt.all_gather(a(V), **other_gather(gt)),
     # --- seeing
     "why_zero along an argument that is not there": lambda gt, a: gt.why_zero(
-        total(gt), a(V), wrt=1
+        total(gt), a(V), argnums=1
     ),
     "why_zero along integers": lambda gt, a: gt.why_zero(total(gt), a(N)),
-    "why_zero along a name": lambda gt, a: gt.why_zero(total(gt), a(V), wrt="x"),
+    "why_zero along a name": lambda gt, a: gt.why_zero(total(gt), a(V), argnums="x"),
     "why_zero of a function that raises an error of its own": lambda gt, a: gt.why_zero(
         raising, a(V)
     ),
@@ -682,23 +700,29 @@ BAD: dict[str, Call] = {
     "gradient_graph of nothing": lambda gt, a: gt.gradient_graph(lambda x: None, a(V)),
     "formula of order 3": lambda gt, a: gt.formula(total(gt), a(V), order=3),
     "formula of order True": lambda gt, a: gt.formula(total(gt), a(V), order=True),
-    "formula along an argument that is not there": lambda gt, a: gt.formula(total(gt), a(V), wrt=1),
+    "formula along an argument that is not there": lambda gt, a: gt.formula(
+        total(gt), a(V), argnums=1
+    ),
     "formula of a function that raises": lambda gt, a: gt.formula(raising, a(V)),
     "formula of nothing": lambda gt, a: gt.formula(lambda x: None, a(V)),
     "formula along integers": lambda gt, a: gt.formula(total(gt), a(N)),
-    "microbatched with complex weights": lambda gt, a: gt.microbatched(
-        lambda w, x: w @ x[0], 1, weights=[1j, 1.0]
-    )(a(V), a([V, V])),
-    "microbatched with a function of weights that returns nothing": lambda gt, a: gt.microbatched(
-        lambda w, x: w @ x[0], 1, weights=lambda w, x: None
-    )(a(V), a([V, V])),
-    "microbatched with a function of weights that returns a complex number": lambda gt, a: (
-        gt.microbatched(lambda w, x: w @ x[0], 1, weights=lambda w, x: 1j)(a(V), a([V, V]))
+    "microbatched_value_and_grad with complex weights": lambda gt, a: (
+        gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=[1j, 1.0])(a(V), a([V, V]))
     ),
-    "microbatched with a string for weights": lambda gt, a: gt.microbatched(
-        lambda w, x: w @ x[0], 1, weights="x"
-    )(a(V), a([V, V])),
-    "known_gradient of a string": lambda gt, a: gt.known_gradient(a(V), "x"),
+    "microbatched_value_and_grad with a function of weights that returns nothing": lambda gt, a: (
+        gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=lambda w, x: None)(
+            a(V), a([V, V])
+        )
+    ),
+    "microbatched_value_and_grad with a complex function of weights": lambda gt, a: (
+        gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=lambda w, x: 1j)(
+            a(V), a([V, V])
+        )
+    ),
+    "microbatched_value_and_grad with a string for weights": lambda gt, a: (
+        gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights="x")(a(V), a([V, V]))
+    ),
+    "replace_gradient of a string": lambda gt, a: gt.replace_gradient(a(V), "x"),
     "chunked with a key that is not there": lambda gt, a: gt.chunked(total(gt), 1, key_argnums=5)(
         a(V)
     ),
@@ -708,7 +732,7 @@ BAD: dict[str, Call] = {
     "custom_rule with a number for names": lambda gt, a: gt.custom_rule(
         total(gt), static_argnames=3
     ),
-    "a key of floats": lambda gt, a: gt.key(a(V)),
+    "a key of floats": lambda gt, a: gt.random_key(a(V)),
     "measure of a function that raises": lambda gt, a: gt.measure(lambda x: x["w"], a(V)),
 }
 

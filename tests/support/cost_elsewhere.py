@@ -7,8 +7,16 @@ from typing import Any
 # These have costs of their own in other tests, or none.
 ELSEWHERE = {
     *("vmap", "compile"),  # the framework's own under one name
-    "gather",  # needs several processes or devices
-    *("xp", "asarray", "to_numpy", "key", "split", "Spec", "is_replaying"),  # no derivative
+    "all_gather",  # needs several processes or devices
+    *(
+        "xp",
+        "asarray",
+        "to_numpy",
+        "random_key",
+        "split_key",
+        "ArraySpec",
+        "is_recomputing",
+    ),  # no derivative
     *("dependence", "why_zero", "guard_gradients"),  # looked at, not run in a program
     *("gradient_graph", "formula", "measure"),
 }

@@ -118,7 +118,7 @@ def _host(w: World, where: str) -> Any:
 
 
 def _functionalized(w: World) -> Any:
-    apply, params, state = w.gt.functionalize(_module(w))
+    apply, params, state = w.gt.make_functional(_module(w))
     gradient = w.gt.grad(lambda params, x: w.gt.xp.sum(apply(params, state, x)[0]))
     return lambda x: gradient(params, x)
 
@@ -177,7 +177,7 @@ def _accumulated(w: World) -> Any:
 def _gathered(w: World) -> Any:
     import jax
 
-    gradient = w.gt.grad(lambda x: w.gt.gather(w.twice(x), axis_name="i").sum())
+    gradient = w.gt.grad(lambda x: w.gt.all_gather(w.twice(x), axis_name="i").sum())
     rows = jax.vmap(gradient, axis_name="i")
     return lambda x: rows(x[:, None])[:, 0]
 
@@ -212,7 +212,7 @@ def _gradient(w: World, f: Callable[[Any], Any]) -> Any:
 
 def _pairs(w: World) -> Any:
     """The logarithm of the sum of exponentials over all pairs."""
-    run = w.gt.tiled(lambda x, y: w.part(x)[:, None] * y, "logsumexp", 2)
+    run = w.gt.pairwise_reduce(lambda x, y: w.part(x)[:, None] * y, "logsumexp", 2)
     return lambda x: run(x, x)
 
 
@@ -252,7 +252,7 @@ def _straight(w: World) -> Any:
 
 
 def _microbatched(w: World) -> Any:
-    loss = w.gt.microbatched(lambda a, x: w.gt.xp.mean(w.twice(a * x)), 3)
+    loss = w.gt.microbatched_value_and_grad(lambda a, x: w.gt.xp.mean(w.twice(a * x)), 3)
     return lambda x: loss(w.one, x)
 
 
@@ -294,7 +294,7 @@ USES = (
     Use("vmap: of grad", lambda w: w.gt.vmap(w.gt.grad(w.loss)), rows=True),
     Use("grad: of vmap", lambda w: _gradient(w, w.gt.vmap(w.twice)), rows=True),
     Use("grad: of grad", lambda w: _gradient(w, w.gt.grad(w.loss)), rows=True),
-    Use("tiled", lambda w: _gradient(w, _pairs(w))),
+    Use("pairwise_reduce", lambda w: _gradient(w, _pairs(w))),
     Use(
         "contrastive_loss",
         lambda w: _gradient(w, lambda x: w.gt.contrastive_loss(w.part(x)[:, None], x[:, None])),
@@ -336,7 +336,11 @@ USES = (
         lambda w: _through(w, lambda x: w.gt.transform_gradient(x, w.part)),
         rows=True,
     ),
-    Use("known_gradient", lambda w: _through(w, lambda x: w.gt.known_gradient(x, w.t)), rows=True),
+    Use(
+        "replace_gradient",
+        lambda w: _through(w, lambda x: w.gt.replace_gradient(x, w.t)),
+        rows=True,
+    ),
     Use("straight_through", _straight, rows=True),
     Use(
         "straight_through: the surrogate",
@@ -356,15 +360,15 @@ USES = (
     Use("chunked", lambda w: _gradient(w, w.gt.chunked(w.twice, 2)), rows=True),
     Use(
         "chunked: none retained",
-        lambda w: _gradient(w, w.gt.chunked(w.twice, 3, retain=0, verify=True)),
+        lambda w: _gradient(w, w.gt.chunked(w.twice, 3, keep_graphs=0, verify=True)),
         rows=True,
     ),
-    Use("microbatched", _microbatched),
-    Use("functionalize", _functionalized),
+    Use("microbatched_value_and_grad", _microbatched),
+    Use("make_functional", _functionalized),
     Use("GradientAccumulator", _accumulated, rows=True),
     Use("accumulate_gradients", lambda w: _written(w, "accumulate_gradients"), rows=True),
     Use("assign_gradients", lambda w: _written(w, "assign_gradients"), rows=True),
-    Use("gather", _gathered, rows=True, backends=("jax",)),  # in PyTorch it needs processes
+    Use("all_gather", _gathered, rows=True, backends=("jax",)),  # in PyTorch it needs processes
     Use("dependence", lambda w: lambda x: str(w.gt.dependence(w.twice, x))),
     Use("why_zero", lambda w: lambda x: bool(w.gt.why_zero(w.loss, x))),
     Use("guard_gradients", _guarded),
@@ -377,10 +381,10 @@ USES = (
     Use("measure", _measured),
     Use("asarray", lambda w: lambda x: w.gt.asarray(w.gt.to_numpy(x)), rows=True, planted=False),
     Use("to_numpy", lambda w: w.gt.to_numpy, rows=True, planted=False),
-    Use("key", lambda w: lambda x: w.gt.key(3), planted=False),
-    Use("split", lambda w: lambda x: w.gt.split(w.gt.key(3), 3), planted=False),
-    Use("Spec", lambda w: lambda x: w.gt.Spec((2,), "float32"), planted=False),
-    Use("is_replaying", lambda w: lambda x: w.gt.is_replaying(), planted=False),
+    Use("random_key", lambda w: lambda x: w.gt.random_key(3), planted=False),
+    Use("split_key", lambda w: lambda x: w.gt.split_key(w.gt.random_key(3), 3), planted=False),
+    Use("ArraySpec", lambda w: lambda x: w.gt.ArraySpec((2,), "float32"), planted=False),
+    Use("is_recomputing", lambda w: lambda x: w.gt.is_recomputing(), planted=False),
     Use("xp", lambda w: w.gt.xp.sum, planted=False),
 )
 COMPILED = Use("compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True)
@@ -394,13 +398,13 @@ def leaves(gt: Any, tree: Any) -> list[np.ndarray]:
         return [leaf for item in tree for leaf in leaves(gt, item)]
     if hasattr(tree, "a"):  # the one parameter of the equinox module
         return leaves(gt, tree.a)
-    plain = isinstance(tree, str | bool | int) or type(tree).__name__ == "Spec"
+    plain = isinstance(tree, str | bool | int) or type(tree).__name__ == "ArraySpec"
     return [np.array(str(tree))] if plain else [gt.to_numpy(tree)]
 
 
 # What is looked at and not run in a program, and what is no array.
 NOT_JITTED = {
     *("why_zero", "formula", "measure", "asarray", "to_numpy", "guard_gradients", "dependence"),
-    *("gradient_graph", "Spec", "is_replaying"),
+    *("gradient_graph", "ArraySpec", "is_recomputing"),
 }
 JITTED = [use for use in USES if "jax" in use.backends and use.public not in NOT_JITTED]

@@ -45,8 +45,8 @@ class Picture:
 
     def graph(self) -> Any:
         """What PyTorch runs."""
-        wrt = tuple(range(len(self.args)))
-        return gt.gradient_graph(self.f, *self.args, order=self.order, wrt=wrt)
+        argnums = tuple(range(len(self.args)))
+        return gt.gradient_graph(self.f, *self.args, order=self.order, argnums=argnums)
 
     @property
     def parameters(self) -> dict[str, Tensor]:

@@ -52,8 +52,8 @@ class Picture:
 
     def graph(self) -> Any:
         """What JAX traces."""
-        wrt = tuple(range(len(self.args)))
-        return gt.gradient_graph(self.f, *self.args, order=self.order, wrt=wrt)
+        argnums = tuple(range(len(self.args)))
+        return gt.gradient_graph(self.f, *self.args, order=self.order, argnums=argnums)
 
 
 _even = partial(jnp.linspace, dtype=jnp.float32)

@@ -873,7 +873,7 @@ ONE_LINERS = {
     "a_custom_vjp": lambda x: on_the_host(x).sum(),
     "a_custom_rule": lambda x: ruled(x).sum(),
     "a_host_function": lambda x: cube(x).sum(),
-    "a_known_gradient": lambda x: gt.known_gradient(x, POSITIVE).sum(),
+    "a_known_gradient": lambda x: gt.replace_gradient(x, POSITIVE).sum(),
     "checkpointed": lambda x: jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)))(x).sum(),
     "frozen": lambda x: gt.frozen(jnp.sin)(x).sum(),
     "a_gradient_inside": lambda x: (gt.grad(lambda y: (y**3).sum())(x) ** 2).sum(),
@@ -1016,7 +1016,7 @@ class NnxNet(nnx.Module):
         return self.out(self.drop(jax.nn.gelu(self.norm(self.linear(x)))))
 
 
-_apply, _nnx_params, _nnx_state = gt.functionalize(NnxNet(), train=True)
+_apply, _nnx_params, _nnx_state = gt.make_functional(NnxNet(), train=True)
 
 
 @healthy(_nnx_params)

@@ -1,4 +1,4 @@
-"""Keras models through functionalize, on the backend that KERAS_BACKEND names.
+"""Keras models through make_functional, on the backend that KERAS_BACKEND names.
 
 Run as a program by `tests/integration/test_keras.py`, since Keras has one backend a process. It
 prints the name of each check with what went wrong, nothing where it went well.
@@ -79,7 +79,7 @@ def loss_of(apply, state):
 
 def gradients_and_state_in_training():
     net = model()
-    apply, params, state = gt.functionalize(net, train=True)
+    apply, params, state = gt.make_functional(net, train=True)
     (value, after), grads = gt.value_and_grad(loss_of(apply, state), has_aux=True)(params)
     before = numbers([v.value for v in net.non_trainable_variables])
     assert all(map(np.array_equal, before, numbers(state.values()))), "the model was changed"
@@ -92,17 +92,17 @@ def gradients_and_state_in_training():
 
 def evaluation_mode():
     net = model(dropout=0.5)
-    apply, params, state = gt.functionalize(net, train=False)
+    apply, params, state = gt.make_functional(net, train=False)
     grads = gt.grad(loss_of(apply, state), has_aux=True)(params)[0]
     same(listed(grads, params), theirs(net, False)[1])
 
 
 def a_key_says_what_is_drawn():
-    apply, params, state = gt.functionalize(model(dropout=0.5), train=True)
+    apply, params, state = gt.make_functional(model(dropout=0.5), train=True)
     run = lambda key: gt.to_numpy(apply(params, state, asarray(X), key=key)[0])
-    one, again, other = run(gt.key(1)), run(gt.key(1)), run(gt.key(2))
+    one, again, other = run(gt.random_key(1)), run(gt.random_key(1)), run(gt.random_key(2))
     assert np.array_equal(one, again) and not np.array_equal(one, other)
-    _, after = apply(params, state, asarray(X), key=gt.key(1))
+    _, after = apply(params, state, asarray(X), key=gt.random_key(1))
     (seed,) = [path for path in state if "seed" in path]
     assert np.array_equal(gt.to_numpy(after[seed]), gt.to_numpy(state[seed]))
     _, counted = apply(params, state, asarray(X))
@@ -114,14 +114,14 @@ def a_key_says_what_is_drawn():
 def frozen_layers_are_state():
     net = model()
     net.layers[0].trainable = False
-    apply, params, state = gt.functionalize(net, train=False)
+    apply, params, state = gt.make_functional(net, train=False)
     assert not any("dense/" in path for path in params), list(params)
     grads = gt.grad(loss_of(apply, state), has_aux=True)(params)[0]
     same(listed(grads, params), theirs(net, False)[1])
 
 
 def second_order():
-    apply, params, state = gt.functionalize(model(), train=False)
+    apply, params, state = gt.make_functional(model(), train=False)
     loss = lambda p: loss_of(apply, state)(p)[0]
     ones = {path: x * 0 + 1 for path, x in params.items()}
     _, (found,) = gt.hvp(loss, (params,), (ones,))
@@ -137,10 +137,10 @@ def second_order():
 
 
 def memory_operators():
-    apply, params, state = gt.functionalize(model(), train=False)
+    apply, params, state = gt.make_functional(model(), train=False)
     loss = lambda p, x: (apply(p, state, x)[0] ** 2).mean()
     wanted = listed(gt.grad(loss)(params, asarray(X)), params)
-    found = gt.microbatched(loss, 2)(params, asarray(X))[1]
+    found = gt.microbatched_value_and_grad(loss, 2)(params, asarray(X))[1]
     same(listed(found, params), wanted)
     run = gt.chunked(lambda p, x: apply(p, state, x)[0], 2, in_axes=(None, 0))
     found = gt.grad(lambda p: (run(p, asarray(X)) ** 2).mean())(params)
@@ -150,7 +150,7 @@ def memory_operators():
 
 
 def a_lost_layer_is_named():
-    apply, params, state = gt.functionalize(model(), train=False)
+    apply, params, state = gt.make_functional(model(), train=False)
     loss = lambda p: (gt.stop_gradient(apply(p, state, asarray(X))[0]) ** 2).mean()
     report = gt.why_zero(loss, params)
     assert {f.kind for f in report} == {"detached"} and len(report) == len(params)
@@ -158,8 +158,8 @@ def a_lost_layer_is_named():
 
 def errors_say_what_to_do():
     asked = [
-        (lambda: gt.functionalize(keras.layers.Dense(3)), "has no variables yet"),
-        (lambda: gt.functionalize(model(), variables={}), "leave variables=None"),
+        (lambda: gt.make_functional(keras.layers.Dense(3)), "has no variables yet"),
+        (lambda: gt.make_functional(model(), variables={}), "leave variables=None"),
         (lambda: _apply_with({}), "apply: params must hold the names"),
         (
             lambda: gt.grad(lambda m: m(asarray(X)).sum())(model()),
@@ -214,7 +214,7 @@ def chunks_inside_fit_have_the_weights_of_a_plain_fit():
 
 
 def _apply_with(params):
-    apply, _, state = gt.functionalize(model())
+    apply, _, state = gt.make_functional(model())
     apply(params, state, asarray(X))
 
 

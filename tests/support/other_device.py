@@ -146,8 +146,8 @@ def _in_a_module(w: World) -> Any:
         torch.nn.Linear(1, 3, dtype=torch.float64), torch.nn.BatchNorm1d(3, dtype=torch.float64),
         torch.nn.RReLU(), torch.nn.Linear(3, 2, dtype=torch.float64),
     ).to(w.x.device)  # fmt: skip
-    apply, params, state = gt.functionalize(net)
-    loss = lambda params, x: apply(params, state, x[:, None], key=gt.key(5))[0].sin().sum()
+    apply, params, state = gt.make_functional(net)
+    loss = lambda params, x: apply(params, state, x[:, None], key=gt.random_key(5))[0].sin().sum()
     gradient = gt.grad(loss)
     return lambda x: list(gradient(params, x).values())
 
@@ -175,7 +175,7 @@ def _sine_of_jax(x: torch.Tensor) -> torch.Tensor:
 
 MORE = (
     Use("noise in chunked", _summed(gt.chunked(_dropped, 2))),
-    Use("noise in chunked: none retained", _summed(gt.chunked(_dropped, 2, retain=0))),
+    Use("noise in chunked: none retained", _summed(gt.chunked(_dropped, 2, keep_graphs=0))),
     Use("noise in checkpoint", _summed(gt.checkpoint(_dropped))),
     Use("noise in frozen", _summed(gt.frozen(_dropped))),
     Use("a module by a key", _in_a_module),

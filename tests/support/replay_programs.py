@@ -1640,7 +1640,7 @@ def _sharing_memory() -> Any:
 
 counter("a tensor that shares memory with an array", RIGHT)(_sharing_memory)
 
-_NOT_REPLAYED = ("retain=3", "by four")
+_NOT_REPLAYED = ("keep_graphs=3", "by four")
 _NEVER_RIGHT = ("the clock", "the system's randomness", "a uuid")
 for _name, (_make, _expect) in COUNTERS.items():
     if _name in _NEVER_RIGHT:
@@ -2438,13 +2438,13 @@ def _() -> World:
 @program("gt.chunked inside of f")
 def _() -> World:
     net = mlp(nn.Dropout(0.5))
-    return simple(gt.chunked(net, 1, retain=0), module=net)
+    return simple(gt.chunked(net, 1, keep_graphs=0), module=net)
 
 
 @program("gt.chunked inside of f, with state", expect=EITHER)
 def _() -> World:
     net = Keeps(lambda y: y.mean().detach())
-    return simple(gt.chunked(net, 1, retain=0), module=net, state=lambda: net.last)
+    return simple(gt.chunked(net, 1, keep_graphs=0), module=net, state=lambda: net.last)
 
 
 @program("a gradient is taken inside of f")
@@ -2498,7 +2498,9 @@ def _weighted(weights: Any, loss: Any) -> Callable[[], World]:
                 w.requires_grad_()
                 value = ((w * x - 1) ** 2 * n).sum() / n.sum()
                 return {"value": value, "grad": torch.autograd.grad(value, w)[0]}
-            found = gt.microbatched(loss, 2, weights=lambda w, x, n: n.sum())(w, x, n)
+            found = gt.microbatched_value_and_grad(loss, 2, weights=lambda w, x, n: n.sum())(
+                w, x, n
+            )
             return {"value": found[0], "grad": found[1]}
 
         return World(step)
@@ -3225,12 +3227,12 @@ def _() -> World:
     return simple(lambda x: x[x[:, 0] > 0.5] @ w, leaves=[w])
 
 
-@program("f keeps a log of the first pass alone, by is_replaying")
+@program("f keeps a log of the first pass alone, by is_recomputing")
 def _() -> World:
     w, log = weight(), []
 
     def f(x: Any) -> Any:
-        if not gt.is_replaying():
+        if not gt.is_recomputing():
             log.append(float(x.sum()))
         return x @ w
 

@@ -177,12 +177,12 @@ def a_callback_that_counts_under_jit(chunked: Any) -> Any:
 
 @program()
 def a_callback_that_counts_without_kept_chunks(chunked: Any) -> Any:
-    return _counted(chunked, jit=True, retain=0)
+    return _counted(chunked, jit=True, keep_graphs=0)
 
 
 @program()
 def a_callback_that_counts_with_all_chunks_kept(chunked: Any) -> Any:
-    return _counted(chunked, jit=True, retain=9)
+    return _counted(chunked, jit=True, keep_graphs=9)
 
 
 @program()
@@ -191,7 +191,7 @@ def a_callback_that_draws_random_numbers(chunked: Any) -> Any:
     draw = lambda x: rng.normal(size=np.shape(x))
     noise = lambda x: jax.pure_callback(draw, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     f = lambda w, x: encode(w, x) * noise(jax.lax.stop_gradient(x))
-    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X[:3]), W)
+    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X[:3]), W)
     return out, pull(out), rng.normal()
 
 
@@ -222,7 +222,7 @@ def an_ordered_io_callback(chunked: Any) -> Any:
 
 @program()
 def an_io_callback_with_all_chunks_kept(chunked: Any) -> Any:
-    return _io(chunked, ordered=False, retain=3)
+    return _io(chunked, ordered=False, keep_graphs=3)
 
 
 @program()
@@ -252,7 +252,7 @@ def python_state_that_f_reads_while_it_is_traced(chunked: Any) -> Any:
 def python_state_that_changes_between_forward_and_backward(chunked: Any) -> Any:
     scale = [2.0]
     f = lambda w, x: encode(w, x) * scale[0]
-    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X), W)
+    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X), W)
     scale[0] = 5.0
     return out, pull(out)
 
@@ -261,7 +261,7 @@ def python_state_that_changes_between_forward_and_backward(chunked: Any) -> Any:
 def an_array_of_numpy_written_between_forward_and_backward(chunked: Any) -> Any:
     scale = np.ones(3)
     f = lambda w, x: encode(w, x) * jnp.array(scale)
-    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X), W)
+    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X), W)
     scale[:] = 5.0
     return out, pull(out)
 
@@ -269,7 +269,7 @@ def an_array_of_numpy_written_between_forward_and_backward(chunked: Any) -> Any:
 @program()
 def a_numpy_argument_written_between_forward_and_backward(chunked: Any) -> Any:
     x = np.array(X)
-    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, x.copy()), W)
+    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), keep_graphs=0)(w, x.copy()), W)
     x[:] = 0
     return out, pull(out)
 
@@ -316,7 +316,7 @@ def an_old_key(chunked: Any) -> Any:
 
 @program()
 def a_key_of_another_kind(chunked: Any) -> Any:
-    return _keys(chunked, jax.random.key(0, impl="rbg"), retain=0)
+    return _keys(chunked, jax.random.key(0, impl="rbg"), keep_graphs=0)
 
 
 @program()
@@ -331,7 +331,7 @@ def a_key_that_is_carried(chunked: Any) -> Any:
         key, now = jax.random.split(key)
         return _noisy(w, x, now), key
 
-    g = chunked(f, 3, (None, 0, None), carry_argnums=2, retain=0)
+    g = chunked(f, 3, (None, 0, None), carry_argnums=2, keep_graphs=0)
     return both(lambda w: g(w, X, jax.random.key(4))[0], W)
 
 
@@ -340,7 +340,7 @@ def keys_as_examples(chunked: Any) -> Any:
     keys = jax.random.split(jax.random.key(0), 7)
     one = lambda x, k: x * jax.random.normal(k, x.shape)
     f = lambda w, x, k: jax.vmap(one)(encode(w, x), k)
-    return both(lambda w: chunked(f, 3, (None, 0, 0), retain=0)(w, X, keys), W)
+    return both(lambda w: chunked(f, 3, (None, 0, 0), keep_graphs=0)(w, X, keys), W)
 
 
 @program()
@@ -354,7 +354,7 @@ def a_carry_that_scales(chunked: Any) -> Any:
 @program()
 def two_carries(chunked: Any) -> Any:
     f = lambda w, x, c, d: (encode(w, x) * c, (c + 1, {"n": d["n"] + len(x)}))
-    g = chunked(f, 2, (None, 0, None, None), carry_argnums=(2, 3), retain=0)
+    g = chunked(f, 2, (None, 0, None, None), carry_argnums=(2, 3), keep_graphs=0)
     args = (X, jnp.float64(1), {"n": jnp.int32(0)})
     return both(lambda w: g(w, *args)[0], W), g(W, *args)[1]
 
@@ -416,7 +416,7 @@ def a_module_of_nnx(chunked: Any) -> Any:
 
 @program()
 def a_module_of_nnx_without_kept_chunks(chunked: Any) -> Any:
-    return _trained(lambda net, x: chunked(net, 3, retain=0)(x))
+    return _trained(lambda net, x: chunked(net, 3, keep_graphs=0)(x))
 
 
 @program()
@@ -473,7 +473,7 @@ def a_module_of_nnx_under_its_own_jit(chunked: Any) -> Any:
 def a_stream_of_nnx_that_is_captured(chunked: Any) -> Any:
     rngs = nnx.Rngs(noise=3)
     f = lambda w, x: encode(w, x) * jax.random.normal(rngs.noise(), x.shape)
-    found = both(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X), W)
+    found = both(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X), W)
     return found, _numbers(rngs)
 
 
@@ -481,7 +481,7 @@ def a_stream_of_nnx_that_is_captured(chunked: Any) -> Any:
 def a_stream_of_nnx_that_f_draws_from(chunked: Any) -> Any:
     rngs = nnx.Rngs(noise=3)
     f = lambda x: x * jax.random.normal(rngs.noise(), x.shape)
-    return chunked(f, 3, retain=0)(X), chunked(f, 3, retain=0)(X), _numbers(rngs)
+    return chunked(f, 3, keep_graphs=0)(X), chunked(f, 3, keep_graphs=0)(X), _numbers(rngs)
 
 
 @program(operator="checkpoint")
@@ -523,7 +523,7 @@ def a_module_of_linen(chunked: Any) -> Any:
         given = {"params": params, **stats}
         return net.apply(given, x, rngs={"dropout": key}, mutable=["batch_stats"])
 
-    options = {"key_argnums": 2, "carry_argnums": 3, "retain": 0}
+    options = {"key_argnums": 2, "carry_argnums": 3, "keep_graphs": 0}
     g = chunked(f, 3, (None, 0, None, None), **options)
     double = jax.tree.map(lambda a: a.astype(jnp.float64), variables["batch_stats"])
     stats = {"batch_stats": double}
@@ -552,7 +552,7 @@ def a_module_of_equinox_with_its_state(chunked: Any) -> Any:
     net, state = eqx.nn.make_with_state(Plain)()
     params, static = eqx.partition(net, eqx.is_inexact_array)
     whole = lambda p, x, s: f(eqx.combine(p, static), x, s)
-    g = chunked(whole, 3, (None, 0, None), carry_argnums=2, retain=0)
+    g = chunked(whole, 3, (None, 0, None), carry_argnums=2, keep_graphs=0)
     loss = lambda p: jnp.sum(g(p, X, jax.tree.map(lambda a: a, state))[0]) ** 2
     found = g(params, X, jax.tree.map(lambda a: a, state))[1]
     return jax.tree.leaves(jax.grad(loss)(params)), jax.tree.leaves(found)
@@ -628,11 +628,11 @@ def _by_size(w: Any, x: Any) -> Any:
 
 
 _plainly("a scan in f", _scan)
-_plainly("a scan in f without kept chunks", _scan, retain=0)
+_plainly("a scan in f without kept chunks", _scan, keep_graphs=0)
 _plainly("a branch on values in f", _cond)
 _plainly("a while loop that carries no derivative", _while)
 _plainly("a mutable array that f makes", _with_ref, "f makes a mutable array")
-_plainly("a mutable array in kept chunks", _with_ref, "f makes a mutable array", retain=9)
+_plainly("a mutable array in kept chunks", _with_ref, "f makes a mutable array", keep_graphs=9)
 _plainly("a checkpoint in f", jax.checkpoint(encode))
 _plainly("a rule of JAX's own in f", lambda w, x: _ruled(x @ w))
 _refused = "the fwd or bwd of a jax.custom_vjp in f closes over it"
@@ -649,7 +649,7 @@ _plainly("a constant output", lambda w, x: jnp.ones((len(x), 2)) + 0 * w[0, 0])
 _plainly("a captured array of numpy", lambda w, x: encode(w, x) * np.arange(3.0))
 _plainly("a named and offloadable value", lambda w, x: jnp.sin(encode(w, x)))
 _plainly("interleaved chunks", encode, interleaved=True)
-_plainly("interleaved chunks without kept ones", encode, interleaved=True, retain=0)
+_plainly("interleaved chunks without kept ones", encode, interleaved=True, keep_graphs=0)
 _plainly("a memory budget", encode, memory_budget=100)
 
 
@@ -689,12 +689,12 @@ def an_output_whose_other_axes_depend_on_the_chunk(chunked: Any) -> Any:
 
 @program()
 def one_chunk(chunked: Any) -> Any:
-    return both(lambda w: chunked(encode, 99, (None, 0), retain=0)(w, X), W)
+    return both(lambda w: chunked(encode, 99, (None, 0), keep_graphs=0)(w, X), W)
 
 
 @program()
 def chunks_of_one(chunked: Any) -> Any:
-    return both(lambda w: chunked(encode, 1, (None, 0), retain=0)(w, X), W)
+    return both(lambda w: chunked(encode, 1, (None, 0), keep_graphs=0)(w, X), W)
 
 
 @program()
@@ -706,13 +706,13 @@ def narrow_numbers(chunked: Any) -> Any:
 @program()
 def complex_numbers(chunked: Any) -> Any:
     f = lambda w, x: jnp.abs((x + 1j * x) @ (w + 2j * w)) ** 2
-    return both(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X), W)
+    return both(lambda w: chunked(f, 3, (None, 0), keep_graphs=0)(w, X), W)
 
 
 @program()
 def x64_that_is_switched_off_before_the_backward_pass(chunked: Any) -> Any:
     x, w = X.astype(jnp.float32), W.astype(jnp.float32)
-    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, x), w)
+    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), keep_graphs=0)(w, x), w)
     with jax.enable_x64(False):
         return out, pull(jnp.ones_like(out))
 
@@ -720,7 +720,7 @@ def x64_that_is_switched_off_before_the_backward_pass(chunked: Any) -> Any:
 @program()
 def a_matmul_precision_that_changes_before_the_backward_pass(chunked: Any) -> Any:
     with jax.default_matmul_precision("highest"):
-        out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, X), W)
+        out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), keep_graphs=0)(w, X), W)
     return out, pull(out)
 
 
@@ -812,7 +812,7 @@ def _of_a_loop(frozen: Any) -> Any:
 
 @program()
 def a_pullback_that_is_called_twice(chunked: Any) -> Any:
-    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, X), W)
+    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), keep_graphs=0)(w, X), W)
     return pull(out), pull(2 * out)
 
 
@@ -844,14 +844,14 @@ def forward_mode(chunked: Any) -> Any:
 
 @program()
 def forward_over_reverse(chunked: Any) -> Any:
-    grad = lambda w: both(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, X), w)[1][0]
+    grad = lambda w: both(lambda w: chunked(encode, 3, (None, 0), keep_graphs=0)(w, X), w)[1][0]
     return jax.jvp(grad, (W,), (W + 1,))
 
 
 @program()
 def chunks_in_chunks(chunked: Any) -> Any:
-    inner = lambda w, x: chunked(encode, 2, (None, 0), retain=0)(w, x)
-    return both(lambda w: chunked(inner, 4, (None, 0), retain=0)(w, X), W)
+    inner = lambda w, x: chunked(encode, 2, (None, 0), keep_graphs=0)(w, x)
+    return both(lambda w: chunked(inner, 4, (None, 0), keep_graphs=0)(w, X), W)
 
 
 @program()

@@ -634,7 +634,7 @@ def _() -> World:
 @program("f is checkpointed, and in it a part is chunked", (CHECKPOINT,))
 def _() -> World:
     net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
-    part = gt.chunked(net, 2, retain=0)
+    part = gt.chunked(net, 2, keep_graphs=0)
     return simple(lambda x: part(x.tanh()), module=net)
 
 

@@ -22,7 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 import gradtools.torch as gt
 
 D = torch.float64
-CHUNKED, CHECKPOINT, FROZEN, MICROBATCHED = "chunked", "checkpoint", "frozen", "microbatched"
+CHUNKED, CHECKPOINT, FROZEN, MICROBATCHED = (
+    "chunked",
+    "checkpoint",
+    "frozen",
+    "microbatched_value_and_grad",
+)
 ALL = (CHUNKED, CHECKPOINT, FROZEN, MICROBATCHED)
 REPLAYED = (CHUNKED, CHECKPOINT, FROZEN)
 TRAINED = (CHUNKED, CHECKPOINT)
@@ -45,14 +50,14 @@ class Way:
 
 
 WAYS = (
-    Way("retain=0", CHUNKED, (("retain", 0),)),
-    Way("retain=1", CHUNKED),
-    Way("retain=3", CHUNKED, (("retain", 3),)),
-    Way("verify", CHUNKED, (("retain", 0), ("verify", True))),
+    Way("keep_graphs=0", CHUNKED, (("keep_graphs", 0),)),
+    Way("keep_graphs=1", CHUNKED),
+    Way("keep_graphs=3", CHUNKED, (("keep_graphs", 3),)),
+    Way("verify", CHUNKED, (("keep_graphs", 0), ("verify", True))),
     Way("by four", CHUNKED, (), 4),
     Way("checkpoint", CHECKPOINT),
     Way("frozen", FROZEN),
-    Way("microbatched", MICROBATCHED),
+    Way("microbatched_value_and_grad", MICROBATCHED),
 )
 
 
@@ -293,9 +298,9 @@ def simple(
         with around():
             before()
             if not run.plain:
-                value, grad = gt.microbatched(mean, run.way.size, in_axes=(None, *axes))(
-                    scale, data, *shared
-                )
+                value, grad = gt.microbatched_value_and_grad(
+                    mean, run.way.size, in_axes=(None, *axes)
+                )(scale, data, *shared)
                 return {"value": value, "grad": grad}
             found = []
             for part in data.split(run.way.size):

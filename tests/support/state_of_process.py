@@ -124,7 +124,7 @@ def _rest_of_torch() -> dict[str, Any]:
         "views in forward mode": torch._C._is_fwd_grad_enabled(),
         "hooks on all modules": _module_hooks(torch),
         "gradtools: derivatives under way": len(engines._open_derivatives()),
-        "gradtools: replaying": guards.is_replaying(),
+        "gradtools: replaying": guards.is_recomputing(),
     }
 
 

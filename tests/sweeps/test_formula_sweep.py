@@ -31,7 +31,7 @@ GROUPS = 12
 def _outcome(gt, f, xs):
     """What is said of f: "agrees", or why there is no formula."""
     try:
-        found = gt.formula(f, *xs, wrt=tuple(range(len(xs))))
+        found = gt.formula(f, *xs, argnums=tuple(range(len(xs))))
     except GradtoolsError as error:
         return str(error)
     assert str(found) and found.latex()

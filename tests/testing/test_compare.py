@@ -580,9 +580,9 @@ def test_an_equinox_module_of_the_same_names_needs_no_mapping():
     assert report and paths(report, "gradient")[:2] == ["parameter weight", "parameter bias"]
 
 
-def test_functionalized_triples_are_compared():
+def test_make_functionald_triples_are_compared():
     module = torch.nn.Linear(3, 3)
-    triple = gradtools.torch.functionalize(module)
+    triple = gradtools.torch.make_functional(module)
     assert cross_check(
         order=1, torch=triple, jax=module_in_jax(module), args=(ROWS.astype("float32"),)
     )

@@ -27,7 +27,7 @@ ODD = {
     "minus zero": -0.0,
 }
 ROWS = [use for use in USES if use.rows]
-BATCHED = ("per_example_grad", "chunked", "microbatched", "vmap", "gather")
+BATCHED = ("per_example_grad", "chunked", "microbatched_value_and_grad", "vmap", "all_gather")
 
 
 def used(use: Use, gt: Any, x: Any) -> list[np.ndarray]:
@@ -66,8 +66,8 @@ EMPTY = {"(0,)": np.zeros(0), "(0, 3)": np.zeros((0, 3)), "()": np.array(0.3)}
     ("jax", "hvp: reverse over reverse", "(0, 3)"),
     ("jax", "GradientAccumulator", "(0,)"),
     ("jax", "GradientAccumulator", "()"),
-    ("jax", "gather", "(0,)"),
-    ("jax", "gather", "(0, 3)"),
+    ("jax", "all_gather", "(0,)"),
+    ("jax", "all_gather", "(0, 3)"),
 )
 @pytest.mark.parametrize("shape", EMPTY)
 @pytest.mark.parametrize("use", ROWS, ids=str)
@@ -85,7 +85,7 @@ def test_empty_and_zero_dimensional_arrays_give_their_own_shape(use, shape, gt, 
 def refused_batches(use: Use, shape: str, gt: Any) -> None:
     """What splits a batch says that there is none; vmap and gather are the framework's own."""
     found = outcome(use, World(gt, healthy(gt), gt.asarray(EMPTY[shape])))
-    if "vmap" in use.name or use.public == "gather":
+    if "vmap" in use.name or use.public == "all_gather":
         known = (ValueError, IndexError, ZeroDivisionError)
         assert isinstance(found, known) or tuple(found.shape) == EMPTY[shape].shape
         return

@@ -70,7 +70,7 @@ import gradtools.{backend} as gt
 if "{backend}" == "jax":
     import jax
     jax.config.update("jax_enable_x64", True)
-NAMES = ("grad", "jvp", "hvp", "clip_gradient", "custom_rule: bwd", "chunked", "key")
+NAMES = ("grad", "jvp", "hvp", "clip_gradient", "custom_rule: bwd", "chunked", "random_key")
 
 def found():
     world = lambda: World(gt, healthy(gt), gt.asarray(POINT))

@@ -96,8 +96,8 @@ def test_state_is_refused_beneath_functorch_where_chunks_differ():
         torch.func.grad(lambda x: f(x)[0].sum())(X)
 
 
-def test_functionalize_s_state_is_refused():
-    apply, params, state = gt.functionalize(torch.nn.BatchNorm1d(8).double())
+def test_make_functional_s_state_is_refused():
+    apply, params, state = gt.make_functional(torch.nn.BatchNorm1d(8).double())
     with pytest.raises(GradtoolsError, match=r"lambda out: out\[0\]"):
         gt.chunked(apply, 4, in_axes=(None, None, 0))(params, state, X)
     out, new = gt.chunked(apply, 4, in_axes=(None, None, 0), carry_argnums=1)(params, state, X)

@@ -88,12 +88,12 @@ class Conditional(nn.Module):
         return self.parts[int(x[0, 0] > 0)](x)
 
 
-@pytest.mark.parametrize("retain", [0, 1, 3])
-def test_parameters_that_only_some_chunks_use(retain):
+@pytest.mark.parametrize("keep_graphs", [0, 1, 3])
+def test_parameters_that_only_some_chunks_use(keep_graphs):
     model = Conditional().double()
     assert len({bool(c[0, 0] > 0) for c in X.split(CHUNK)}) == 2
-    assert agrees(model, model.parameters(), retain=retain)
-    contrast(gt.chunked(model, CHUNK, retain=retain)(X)).backward()
+    assert agrees(model, model.parameters(), keep_graphs=keep_graphs)
+    contrast(gt.chunked(model, CHUNK, keep_graphs=keep_graphs)(X)).backward()
     assert model.parts[2].weight.grad is None
 
 
@@ -195,7 +195,7 @@ def test_tied_weights_and_one_model_in_two_towers():
     def loss(tower, other):
         return torch.logsumexp(tower(query) @ other(passage).T, 1).sum()
 
-    ours = gt.chunked(model, 2, retain=2)
+    ours = gt.chunked(model, 2, keep_graphs=2)
     found = gradients(loss(ours, gt.chunked(model, 5)), model.parameters())
     expected = gradients(loss(model, model), model.parameters())
     assert all_same(found, expected)
@@ -225,8 +225,8 @@ def test_chunked_in_chunked_with_dropout_and_state():
 
     loop = lambda f, n: lambda x: plain(f, x, n)
     expected, stood = run(loop, loop)
-    for retain in (0, 1):
-        ours = functools.partial(gt.chunked, retain=retain)
+    for keep_graphs in (0, 1):
+        ours = functools.partial(gt.chunked, keep_graphs=keep_graphs)
         for inner, outer in ((ours, ours), (ours, loop), (loop, ours)):
             found, stands = run(inner, outer)
             assert all_same(found, expected) and stands == stood
@@ -308,13 +308,13 @@ def test_integer_nested_and_untracked_outputs():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 10, 11, 12, 1000])
-@pytest.mark.parametrize("retain", [0, 1])
-def test_chunks_of_any_size(chunk_size, retain):
+@pytest.mark.parametrize("keep_graphs", [0, 1])
+def test_chunks_of_any_size(chunk_size, keep_graphs):
     model = network(nn.Dropout(0.5))
     torch.manual_seed(1)
     expected = plain(model, X, chunk_size)
     torch.manual_seed(1)
-    out = gt.chunked(model, chunk_size, retain=retain)(X)
+    out = gt.chunked(model, chunk_size, keep_graphs=keep_graphs)(X)
     assert torch.equal(out, expected)
     parameters = list(model.parameters())
     found = gradients(contrast(out), parameters)
@@ -345,7 +345,7 @@ def test_complex_models():
     x = torch.complex(X, X.flip(0)).requires_grad_()
     f = lambda c: (c @ w).tanh() * c.conj()
     loss = lambda y: (y @ y.mH).abs().sin().sum() + (y**2).sum().real
-    out, expected = gt.chunked(f, CHUNK, retain=0)(x), plain(f, x)
+    out, expected = gt.chunked(f, CHUNK, keep_graphs=0)(x), plain(f, x)
     found, wanted = gradients(loss(out), [w, x]), gradients(loss(expected), [w, x])
     assert torch.equal(out, expected) and all_same(found, wanted)
     check = lambda w, x: gt.chunked(lambda c, w: (c @ w).tanh(), 2, in_axes=(0, None))(x, w)
@@ -361,7 +361,7 @@ def test_gradients_of_narrow_parameters_are_summed_in_float32(dtype):
     x[0] = x[-1] = 2048.0
     plain(lambda c: c * w, x, 1).float().sum().backward()
     naive, w.grad = w.grad, None
-    gt.chunked(lambda c: c * w, 1, retain=0)(x).float().sum().backward()
+    gt.chunked(lambda c: c * w, 1, keep_graphs=0)(x).float().sum().backward()
     assert w.grad.dtype is dtype
     assert abs(w.grad.item() - 5094) <= 16 < abs(naive.item() - 5094)
 
@@ -424,7 +424,7 @@ def test_modes_and_flags_are_those_of_the_first_pass():
     ):
         log.clear()
         with inside():
-            out = gt.chunked(f, CHUNK, retain=0)(X)
+            out = gt.chunked(f, CHUNK, keep_graphs=0)(X)
         with outside():
             before = flags()
             out.sum().backward()
@@ -441,14 +441,14 @@ def test_a_default_device_of_the_first_pass():
         log.note(torch.empty(1).device.type)
         return model(c)
 
-    out = gt.chunked(f, CHUNK, retain=0)(X)
+    out = gt.chunked(f, CHUNK, keep_graphs=0)(X)
     with torch.device("meta"):
         contrast_grad = torch.autograd.grad(
             out, list(model.parameters()), torch.ones_like(out, device="cpu")
         )
     assert log.items == ["cpu"] * 8
     with torch.device("meta"):
-        out = gt.chunked(f, CHUNK, retain=0)(X)
+        out = gt.chunked(f, CHUNK, keep_graphs=0)(X)
     found = torch.autograd.grad(out.sum(), list(model.parameters()))
     assert log.items == ["cpu"] * 8 + ["meta"] * 8 and all_same(found, contrast_grad)
 
@@ -460,7 +460,7 @@ def test_grad_mode_inside_f_is_that_of_the_caller():
         return inner
 
     assert agrees(f, [W])
-    assert agrees(f, [W], retain=0)
+    assert agrees(f, [W], keep_graphs=0)
     model = network()
 
     def half(c):
@@ -468,7 +468,7 @@ def test_grad_mode_inside_f_is_that_of_the_caller():
             scale = model(c).exp()
         return model(c) * scale
 
-    assert agrees(half, model.parameters(), retain=0)
+    assert agrees(half, model.parameters(), keep_graphs=0)
 
 
 def test_no_grad_and_inference_mode():
@@ -510,8 +510,8 @@ def test_an_eval_transformer_with_padding_takes_its_fast_path_in_neither_pass():
     pairs = lambda call: torch.cat(
         [call(c, p) for c, p in zip(x.split(2), padded.split(2), strict=True)]
     )
-    for retain in (0, 1):
-        out, expected = gt.chunked(f, 2, retain=retain)(x, padded), pairs(f)
+    for keep_graphs in (0, 1):
+        out, expected = gt.chunked(f, 2, keep_graphs=keep_graphs)(x, padded), pairs(f)
         assert torch.equal(out, expected)
         found = gradients(out.sin().sum(), model.parameters())
         assert all_same(found, gradients(expected.sin().sum(), model.parameters()))
@@ -554,7 +554,7 @@ def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
     def run(call):
         torch.manual_seed(1)
         model.scale, log = torch.ones((), dtype=torch.float64), Log()
-        model.register_forward_hook(lambda m, a, y: log.note(True) if gt.is_replaying() else None)
+        model.register_forward_hook(lambda m, a, y: log.note(True) if gt.is_recomputing() else None)
         outs = call(f)
         used = list(model[:1].parameters())
         found = [*outs, model.scale, *gradients((outs[4] * outs[5]).sum(), used)]
@@ -563,7 +563,7 @@ def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
 
     examples = list(X[:8])
     expected, _ = run(lambda f: [y for i in range(0, 8, 2) for y in f(examples[i : i + 2])])
-    found, replayed = run(lambda f: gt.chunked(f, 2, retain=0)(examples))
+    found, replayed = run(lambda f: gt.chunked(f, 2, keep_graphs=0)(examples))
     assert all_same(found, expected) and replayed == [True] * 6
 
 
@@ -581,15 +581,15 @@ def test_variables_of_a_closure_are_replayed():
         return [out, *gradients(contrast(out), model.parameters()), shift], count
 
     expected, count = run(plain)
-    for retain in (0, 1):
-        found, ours = run(lambda f, k=retain: gt.chunked(f, CHUNK, retain=k)(X))
+    for keep_graphs in (0, 1):
+        found, ours = run(lambda f, k=keep_graphs: gt.chunked(f, CHUNK, keep_graphs=k)(X))
         assert all_same(found, expected) and ours == count == 4
 
 
 def test_what_f_no_longer_reaches_is_left_as_it_stands():
     model = network(nn.BatchNorm1d(4))
     held = [model]
-    out = gt.chunked(lambda c: held[0](c), CHUNK, retain=0)(X)
+    out = gt.chunked(lambda c: held[0](c), CHUNK, keep_graphs=0)(X)
     held[0] = None
     model[2].running_mean.fill_(7)
     model[2].eval()
@@ -614,11 +614,11 @@ class Drawing(torch.autograd.Function):
 def test_what_a_backward_pass_draws_leaves_the_next_chunk_as_it_was():
     model = network(nn.Dropout(0.5))
     f = lambda c: Drawing.apply(model(c))
-    for retain in (0, 1):
+    for keep_graphs in (0, 1):
         torch.manual_seed(1)
         expected = plain(f)
         torch.manual_seed(1)
-        out = gt.chunked(f, CHUNK, retain=retain)(X)
+        out = gt.chunked(f, CHUNK, keep_graphs=keep_graphs)(X)
         parameters = list(model.parameters())
         found = gradients(contrast(out), parameters)
         assert all_same(found, gradients(contrast(expected), parameters))
@@ -639,12 +639,12 @@ def test_an_existing_grad_is_added_to():
     assert all_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
-@pytest.mark.parametrize("retain", [0, 2])
-def test_two_backwards_and_steps_between(retain):
+@pytest.mark.parametrize("keep_graphs", [0, 2])
+def test_two_backwards_and_steps_between(keep_graphs):
     """As in gradient accumulation, then an optimiser's step in place."""
     models = network(nn.Dropout(0.5)), network(nn.Dropout(0.5))
     calls = (
-        functools.partial(gt.chunked, chunk_size=CHUNK, retain=retain),
+        functools.partial(gt.chunked, chunk_size=CHUNK, keep_graphs=keep_graphs),
         lambda m: lambda x: plain(m, x),
     )
     losses = []
@@ -667,7 +667,7 @@ def test_hooks_and_gradients_of_the_batch():
     model[0].weight.register_hook(lambda g: g * 2)
     model[0].weight.register_hook(lambda g: g + 1)
     handle = model[0].bias.register_hook(lambda g: g * 0)
-    contrast(gt.chunked(model, CHUNK, retain=2)(x)).backward()
+    contrast(gt.chunked(model, CHUNK, keep_graphs=2)(x)).backward()
     found = [x.grad, *(p.grad for p in model.parameters())]
     x.grad = None
     model.zero_grad()
@@ -676,7 +676,7 @@ def test_hooks_and_gradients_of_the_batch():
     assert len(seen) == 2 and same(seen[0], seen[1], 1e-12)
     handle.remove()
     model.zero_grad()
-    contrast(gt.chunked(model, CHUNK, retain=2)(x)).backward()
+    contrast(gt.chunked(model, CHUNK, keep_graphs=2)(x)).backward()
     assert model[0].bias.grad.abs().sum() > 0
 
 
@@ -685,8 +685,8 @@ def test_full_backward_hooks_of_modules_run_and_may_change_gradients():
     model[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
     model[0].register_forward_hook(lambda m, a, y: y * 2)
     model[0].register_forward_pre_hook(lambda m, a: (a[0] + 1,))
-    assert agrees(model, model.parameters(), retain=0)
-    assert agrees(model, model.parameters(), retain=2)
+    assert agrees(model, model.parameters(), keep_graphs=0)
+    assert agrees(model, model.parameters(), keep_graphs=2)
 
 
 def test_is_replaying_is_this_threads():
@@ -694,10 +694,10 @@ def test_is_replaying_is_this_threads():
 
     def hook(module, args, out):
         other = []
-        thread = threading.Thread(target=lambda: other.append(gt.is_replaying()))
+        thread = threading.Thread(target=lambda: other.append(gt.is_recomputing()))
         thread.start()
         thread.join()
-        log.note((gt.is_replaying(), *other))
+        log.note((gt.is_recomputing(), *other))
 
     model.register_forward_hook(hook)
     contrast(gt.chunked(model, CHUNK)(X)).backward()
@@ -736,7 +736,7 @@ def test_an_exception_in_a_chunks_backward_leaves_no_gradient(at):
     assert all(same(v, before[0][k]) for k, v in state_of(model).items())
     assert (streams(), flags()) == before[1:]
     assert all((p.grad == 0.25).all() for p in model.parameters()) and x.grad is None
-    assert not gt.is_replaying() and all(not p._backward_hooks for p in model.parameters())
+    assert not gt.is_recomputing() and all(not p._backward_hooks for p in model.parameters())
     contrast(out).backward()  # and it may be tried again
     assert x.grad is not None
 
@@ -751,21 +751,21 @@ def test_hooks_come_back_after_an_exception():
     assert len(model[0].weight._backward_hooks) == 1
 
 
-# --- retain --------------------------------------------------------------------------------
+# --- keep_graphs --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("retain", [0, 1, 2, 4, 9])
+@pytest.mark.parametrize("keep_graphs", [0, 1, 2, 4, 9])
 @pytest.mark.parametrize("count_only", [True, False])
-def test_retained_graphs_are_not_computed_again(retain, count_only):
+def test_retained_graphs_are_not_computed_again(keep_graphs, count_only):
     model, log = network(nn.Dropout(0.5)), Log()
-    model.register_forward_hook(lambda m, a, y: log.note(gt.is_replaying()))
+    model.register_forward_hook(lambda m, a, y: log.note(gt.is_recomputing()))
     torch.manual_seed(1)
-    out = gt.chunked(model, CHUNK, retain=retain)(X)
+    out = gt.chunked(model, CHUNK, keep_graphs=keep_graphs)(X)
     stands = streams()
     parameters = list(model.parameters())
     loss = contrast(out)
     first = torch.autograd.grad(loss, parameters, retain_graph=not count_only)
-    replayed = max(0, 4 - retain)
+    replayed = max(0, 4 - keep_graphs)
     assert log.items == [False] * 4 + [True] * replayed
     if not count_only:
         second = torch.autograd.grad(loss, parameters)
@@ -800,7 +800,7 @@ def test_a_retained_graph_is_freed_by_the_backward_pass():
         return y
 
     alive_before = alive
-    out = gt.chunked(f, CHUNK, retain=2)(X)
+    out = gt.chunked(f, CHUNK, keep_graphs=2)(X)
     gc.collect()
     assert len(alive_before) == 4
     assert [r() is not None for r in alive_before] == [False, False, True, True]
@@ -811,14 +811,14 @@ def test_a_retained_graph_is_freed_by_the_backward_pass():
 
 def test_a_memory_budget_chooses_how_many_graphs_are_kept():
     model, log = network(nn.Tanh()), Log()
-    model.register_forward_hook(lambda m, a, y: log.note(gt.is_replaying()))
+    model.register_forward_hook(lambda m, a, y: log.note(gt.is_recomputing()))
     # A chunk of three saves three results of tanh and the input of each linear layer: with the
     # batch and the parameters left out, 2 results of 3 x 4 float64.
     chunk = 2 * 3 * 4 * 8
     replays = []
     for budget in (0, chunk - 1, chunk, 2 * chunk, 10**9):
         log.clear()
-        out = gt.chunked(model, CHUNK, retain=3, memory_budget=budget)(X)
+        out = gt.chunked(model, CHUNK, keep_graphs=3, memory_budget=budget)(X)
         contrast(out).backward()
         replays.append(sum(log.items))
     assert replays[0] == replays[1] == 4 and replays[2] == 3 and replays[3] == 2
@@ -839,11 +839,11 @@ def test_an_argument_changed_between_the_passes_is_refused():
             contrast(out).backward()
 
 
-@pytest.mark.parametrize("retain", [0, 1])
-def test_what_requires_a_gradient_and_is_changed_after_the_forward_pass_is_told(retain):
+@pytest.mark.parametrize("keep_graphs", [0, 1])
+def test_what_requires_a_gradient_and_is_changed_after_the_forward_pass_is_told(keep_graphs):
     x, w = torch.ones(4, 2, requires_grad=True), torch.ones(2, requires_grad=True)
     for changed in (x, w):
-        out = gt.chunked(lambda x: x**2 * w, 2, retain=retain)(x)
+        out = gt.chunked(lambda x: x**2 * w, 2, keep_graphs=keep_graphs)(x)
         with torch.no_grad():
             changed.add_(1)
         with pytest.raises(GradtoolsError, match="chunked: an argument or a parameter was changed"):
@@ -853,7 +853,7 @@ def test_what_requires_a_gradient_and_is_changed_after_the_forward_pass_is_told(
 
 def test_a_parameter_changed_between_the_passes_is_refused():
     model = network()
-    out = gt.chunked(model, CHUNK, retain=0)(X)
+    out = gt.chunked(model, CHUNK, keep_graphs=0)(X)
     with torch.no_grad():
         model[0].weight.mul_(2)
     with pytest.raises(GradtoolsError, match="an argument or a parameter was changed"):
@@ -868,7 +868,7 @@ def test_a_small_captured_tensor_that_f_changes_is_replayed():
         running.add_(c.mean(0))
         return model(c + running.clone())
 
-    out = gt.chunked(lambda c: f(model, running, c), CHUNK, retain=0)(X)
+    out = gt.chunked(lambda c: f(model, running, c), CHUNK, keep_graphs=0)(X)
     expected = torch.cat([f(plain, other, c) for c in X.split(CHUNK)])
     contrast(out).backward()
     contrast(expected).backward()
@@ -880,7 +880,7 @@ def test_a_small_captured_tensor_that_f_changes_is_replayed():
 def test_a_small_captured_constant_changed_between_the_passes_is_put_back():
     model, scale = network(), torch.ones(3, dtype=torch.float64)
     plain = copy.deepcopy(model)
-    out = gt.chunked(lambda c: model(c * scale), CHUNK, retain=0)(X)
+    out = gt.chunked(lambda c: model(c * scale), CHUNK, keep_graphs=0)(X)
     scale.mul_(3)
     contrast(out).backward()
     contrast(torch.cat([plain(c) for c in X.split(CHUNK)])).backward()
@@ -902,7 +902,7 @@ def test_a_large_captured_tensor_that_f_changes_is_refused():
 
 def test_a_large_captured_constant_changed_between_the_passes_is_refused():
     model, scale = network(), torch.ones(200_000, dtype=torch.float64)
-    out = gt.chunked(lambda c: model(c * scale[:3]), CHUNK, retain=0)(X)
+    out = gt.chunked(lambda c: model(c * scale[:3]), CHUNK, keep_graphs=0)(X)
     scale.mul_(3)
     with pytest.raises(GradtoolsError, match="scale was changed in place after the forward pass"):
         contrast(out).backward()
@@ -917,8 +917,8 @@ def test_a_tracked_argument_that_f_changes_is_refused():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("retain", [0, 1])
-def test_lists_and_batches_that_f_changes_in_place(interleaved, retain):
+@pytest.mark.parametrize("keep_graphs", [0, 1])
+def test_lists_and_batches_that_f_changes_in_place(interleaved, keep_graphs):
     model = network()
 
     def f(c, batch):
@@ -932,7 +932,7 @@ def test_lists_and_batches_that_f_changes_in_place(interleaved, retain):
         out = call(x, examples)
         return [out, *gradients(contrast(out), model.parameters()), x, *(e["x"] for e in examples)]
 
-    ours = run(gt.chunked(f, 3, interleaved=interleaved, retain=retain))
+    ours = run(gt.chunked(f, 3, interleaved=interleaved, keep_graphs=keep_graphs))
     rows = [slice(0, None, 2), slice(1, None, 2)] if interleaved else [slice(0, 3), slice(3, 6)]
 
     def looped(x, examples):
@@ -973,11 +973,11 @@ def first_to_third(call, model, x, order):
 
 
 @pytest.mark.slow_at("3-PlainBatchNorm")
-@pytest.mark.parametrize("retain", [0, 1, 4])
+@pytest.mark.parametrize("keep_graphs", [0, 1, 4])
 @pytest.mark.parametrize(("order", "norm"), [(2, nn.BatchNorm1d), (3, PlainBatchNorm)])
-def test_double_and_third_backward_through_dropout_and_batch_norm(retain, order, norm):
+def test_double_and_third_backward_through_dropout_and_batch_norm(keep_graphs, order, norm):
     found = []
-    for call in (plain, lambda f, x: gt.chunked(f, CHUNK, retain=retain)(x)):
+    for call in (plain, lambda f, x: gt.chunked(f, CHUNK, keep_graphs=keep_graphs)(x)):
         model, x = stateful(norm), X.clone().requires_grad_()
         torch.manual_seed(1)
         grads = first_to_third(lambda x, m=model, c=call: c(m, x), model, x, order)
@@ -986,14 +986,14 @@ def test_double_and_third_backward_through_dropout_and_batch_norm(retain, order,
     assert all_same(found[1][0], found[0][0], 1e-11) and found[1][1] == found[0][1]
 
 
-@pytest.mark.parametrize("retain", [0, 1])
-def test_a_third_derivative_of_batch_norm_is_right(retain):
+@pytest.mark.parametrize("keep_graphs", [0, 1])
+def test_a_third_derivative_of_batch_norm_is_right(keep_graphs):
     """PyTorch's own lacks a term, torch#186256."""
     found = []
     for norm in (nn.BatchNorm1d, PlainBatchNorm):
         torch.manual_seed(1)
         model, x = stateful(norm), X.clone().requires_grad_()
-        found.append(first_to_third(gt.chunked(model, CHUNK, retain=retain), model, x, 3))
+        found.append(first_to_third(gt.chunked(model, CHUNK, keep_graphs=keep_graphs), model, x, 3))
     assert all_same(*found, 1e-11)
 
 
@@ -1001,8 +1001,8 @@ def test_gradgradcheck():
     torch.manual_seed(0)
     f = lambda c, w: (c @ w).tanh() * c.sum(1, keepdim=True).exp()
     w, x = numbers(2, 2).requires_grad_(), numbers(3, 2, seed=1).requires_grad_()
-    for retain in (0, 1):
-        call = lambda x, w, k=retain: gt.chunked(f, 2, in_axes=(0, None), retain=k)(x, w)
+    for keep_graphs in (0, 1):
+        call = lambda x, w, k=keep_graphs: gt.chunked(f, 2, in_axes=(0, None), keep_graphs=k)(x, w)
         assert torch.autograd.gradcheck(
             call, (x, w), check_forward_ad=True, check_batched_grad=True
         )
@@ -1016,7 +1016,7 @@ def test_second_derivatives_of_a_frozen_model_to_its_batch():
         (first,) = torch.autograd.grad(contrast(call(x)), x, create_graph=True)
         return [first, *torch.autograd.grad(first.sin().sum(), x)]
 
-    ours = both(gt.chunked(model, CHUNK, retain=0))
+    ours = both(gt.chunked(model, CHUNK, keep_graphs=0))
     assert all_same(ours, both(lambda x: plain(model, x)))
 
 
@@ -1080,11 +1080,11 @@ TRANSFORMS = {
 
 
 @pytest.mark.sweep_at("torch.func.linearize")
-@pytest.mark.parametrize("retain", [0, 1])
+@pytest.mark.parametrize("keep_graphs", [0, 1])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms(name, retain):
+def test_transforms(name, keep_graphs):
     w = W.detach()
-    found = TRANSFORMS[name](functools.partial(ours_of, retain=retain))(w, X)
+    found = TRANSFORMS[name](functools.partial(ours_of, keep_graphs=keep_graphs))(w, X)
     expected = TRANSFORMS[name](plain_of)(w, X)
     flat = torch.utils._pytree.tree_leaves
     assert all(x.abs().max() > 1e-6 for x in flat(expected))
@@ -1155,18 +1155,18 @@ def test_jacobians_through_dropout_have_one_mask():
     f = lambda c, w: drop(c @ w).tanh()
     w = W.detach()
 
-    def ours(retain):
-        return lambda w: gt.chunked(f, CHUNK, in_axes=(0, None), retain=retain)(X, w)
+    def ours(keep_graphs):
+        return lambda w: gt.chunked(f, CHUNK, in_axes=(0, None), keep_graphs=keep_graphs)(X, w)
 
     looped = lambda w: plain(lambda c: f(c, w))
     for jacobian in (torch.func.jacrev, functools.partial(torch.func.jacfwd, randomness="same")):
         torch.manual_seed(1)
         expected = jacobian(looped)(w)
-        for retain in (0, 1):
+        for keep_graphs in (0, 1):
             torch.manual_seed(1)
-            assert same(jacobian(ours(retain))(w), expected, 1e-12)
+            assert same(jacobian(ours(keep_graphs))(w), expected, 1e-12)
             torch.manual_seed(1)
-            assert same(gt.jacobian(ours(retain), mode="reverse")(w), expected, 1e-12)
+            assert same(gt.jacobian(ours(keep_graphs), mode="reverse")(w), expected, 1e-12)
     torch.manual_seed(1)
     expected = torch.autograd.functional.hessian(lambda w: (looped(w) ** 2).sum(), w)
     torch.manual_seed(1)
@@ -1174,9 +1174,12 @@ def test_jacobians_through_dropout_have_one_mask():
     # Many cotangents at once, to captured parameters too, and batch norm that is replayed.
     model.append(nn.BatchNorm1d(2, dtype=torch.float64))
     vectors, parameters = numbers(5, 11, 2), list(model.parameters())
-    for retain in (0, 1, 9):
+    for keep_graphs in (0, 1, 9):
         found = []
-        for call in (lambda: plain(model), lambda: gt.chunked(model, CHUNK, retain=retain)(X)):
+        for call in (
+            lambda: plain(model),
+            lambda: gt.chunked(model, CHUNK, keep_graphs=keep_graphs)(X),
+        ):
             torch.manual_seed(1)
             found.append(torch.autograd.grad(call(), parameters, vectors, is_grads_batched=True))
         assert all_same(*found)
@@ -1223,9 +1226,9 @@ def test_parameters_that_are_captured_beneath_a_transform():
     assert same(f(gt.chunked(model, CHUNK)), f(lambda x: plain(model, x)), 1e-12)
 
 
-def test_functionalize_and_chunked():
+def test_make_functional_and_chunked():
     model = network()
-    apply, params, state = gt.functionalize(model)
+    apply, params, state = gt.make_functional(model)
 
     def loss(params, x, call):
         return contrast(call(lambda c, p: apply(p, state, c)[0])(x, params))
@@ -1243,13 +1246,15 @@ def test_a_transformed_part_of_a_functionalized_model_has_the_tensors_it_is_give
     part = network(nn.BatchNorm1d(4))
     model, counted = nn.Sequential(transform(part)).eval(), dict(part.named_buffers())
     for train in (False, True):
-        apply, params, state = gt.functionalize(model, train=train)
+        apply, params, state = gt.make_functional(model, train=train)
         zeros = {name: torch.zeros_like(p) for name, p in params.items()}
-        out, after = apply(zeros, state, X[:CHUNK], key=gt.key(0))
+        out, after = apply(zeros, state, X[:CHUNK], key=gt.random_key(0))
         assert out.abs().max() == 0
         assert any(not same(after[name], state[name], 1e-12) for name in state) is train
     assert not part.training and all(b is counted[k] for k, b in part.named_buffers())
-    found = gt.grad(lambda params: contrast(apply(params, state, X, key=gt.key(0))[0]))(params)
+    found = gt.grad(lambda params: contrast(apply(params, state, X, key=gt.random_key(0))[0]))(
+        params
+    )
     assert all(g.abs().max() > 0 for name, g in found.items() if not name.endswith("0.bias"))
 
 
@@ -1268,7 +1273,7 @@ def test_checkpoint_inside_and_around(reentrant):
             out = plain(f, x)
         else:
             verify = False if inside else None  # buffers that count twice are refused otherwise
-            chunked = gt.chunked(f, CHUNK, retain=2 if around else 1, verify=verify)
+            chunked = gt.chunked(f, CHUNK, keep_graphs=2 if around else 1, verify=verify)
             out = again(chunked, x) if around else chunked(x)
         contrast(out).backward()
         return [out, x.grad, *(p.grad for p in model.parameters())], streams()
@@ -1307,7 +1312,7 @@ def test_saved_tensors_hooks_around(offload):
         loss.backward()
         return [out, *(p.grad for p in model.parameters())]
 
-    ours = run(lambda m: gt.chunked(m, CHUNK, retain=2)(X))
+    ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=2)(X))
     assert all_same(ours, run(plain))
 
 
@@ -1369,8 +1374,8 @@ def test_scripted_models_with_state(how):
         return [out, *(p.grad for p in model.parameters()), *left], kept, streams()
 
     looped = run(lambda m: plain(m, X.float()))
-    for retain in (0, 2):
-        ours = run(lambda m: gt.chunked(m, CHUNK, retain=retain)(X.float()))
+    for keep_graphs in (0, 2):
+        ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=keep_graphs)(X.float()))
         assert all_same(ours[0], looped[0], 1e-5) and ours[1:] == looped[1:]
     assert looped[1] == (4, [0, 1, 2, 3, 4])
 
@@ -1386,8 +1391,8 @@ def test_cached_parametrizations():
         with parametrize.cached():
             return model(c) + model(-c)
 
-    assert agrees(inside, model.parameters(), retain=0)
-    assert agrees(model, model.parameters(), retain=2)
+    assert agrees(inside, model.parameters(), keep_graphs=0)
+    assert agrees(model, model.parameters(), keep_graphs=2)
 
 
 def test_cached_parametrizations_around():
@@ -1402,8 +1407,8 @@ def test_cached_parametrizations_around():
         loss.backward()
         return [out, *(p.grad for p in model.parameters())]
 
-    for retain in (0, 1, 2):
-        ours = run(lambda m: gt.chunked(m, CHUNK, retain=retain)(X))
+    for keep_graphs in (0, 1, 2):
+        ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=keep_graphs)(X))
         assert all_same(ours, run(plain))
 
 
@@ -1412,8 +1417,8 @@ def test_old_weight_norm_writes_an_attribute():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nn.utils.weight_norm(model[0])
-    for retain in (0, 2):
-        assert agrees(model, model.parameters(), retain=retain)
+    for keep_graphs in (0, 2):
+        assert agrees(model, model.parameters(), keep_graphs=keep_graphs)
 
 
 class Lazily(nn.Module):
@@ -1447,8 +1452,8 @@ def test_two_towers_with_state_before_one_backward():
         model.train()
         return [*(p.grad for p in model.parameters()), *state_of(model).values()]
 
-    for retain in (0, 1):
-        ours = run(lambda m: gt.chunked(m, CHUNK, retain=retain))
+    for keep_graphs in (0, 1):
+        ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=keep_graphs))
         assert all_same(ours, run(lambda m: lambda x: plain(m, x)))
 
 
@@ -1462,7 +1467,7 @@ def test_two_threads_on_models_of_their_own():
     def work(k):
         ready.wait()
         for _ in range(15):
-            out = gt.chunked(models[k], CHUNK, retain=0)(X * (k + 1))
+            out = gt.chunked(models[k], CHUNK, keep_graphs=0)(X * (k + 1))
             if not all_same(gradients(contrast(out), models[k].parameters()), expected[k]):
                 wrong.append(k)
 
@@ -1507,8 +1512,8 @@ def test_a_compiled_gradient_of_chunks_meets_no_cached_function(monkeypatch):
 
 @pytest.mark.sweep_at("0", "aot_eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("retain", [0, 2])
-def test_compiled_f(backend, retain):
+@pytest.mark.parametrize("keep_graphs", [0, 2])
+def test_compiled_f(backend, keep_graphs):
     model = network(nn.BatchNorm1d(4))
     torch._dynamo.reset()
     expected = plain(copy.deepcopy(model))
@@ -1519,7 +1524,7 @@ def test_compiled_f(backend, retain):
         torch.compile(lambda c: model(c), backend=backend),
     ):
         model.load_state_dict(copy.deepcopy(network(nn.BatchNorm1d(4)).state_dict()))
-        out = gt.chunked(compiled, CHUNK, retain=retain)(X)
+        out = gt.chunked(compiled, CHUNK, keep_graphs=keep_graphs)(X)
         assert same(out, expected, 1e-14)
         assert all_same(gradients(contrast(out), model.parameters()), wanted)
         assert model[2].num_batches_tracked == 4
@@ -1580,21 +1585,22 @@ def test_verify_tells_of_what_is_outside_of_modules():
         loss.backward()
 
 
-@pytest.mark.parametrize("retain", [0, 2])
-def test_verify_passes_what_is_right(retain):
+@pytest.mark.parametrize("keep_graphs", [0, 2])
+def test_verify_passes_what_is_right(keep_graphs):
     model = stateful()
-    assert len(agreeing_with_verify(model, retain)) == 6
-    f = lambda w: ours_of(w, X, verify=True, retain=retain)
+    assert len(agreeing_with_verify(model, keep_graphs)) == 6
+    f = lambda w: ours_of(w, X, verify=True, keep_graphs=keep_graphs)
     assert same(
         torch.func.grad(f)(W.detach()), torch.func.grad(lambda w: plain_of(w, X))(W.detach()), 1e-12
     )
     assert same(gt.hessian(f)(W.detach()), gt.hessian(lambda w: plain_of(w, X))(W.detach()), 1e-11)
 
 
-def agreeing_with_verify(model, retain):
+def agreeing_with_verify(model, keep_graphs):
     torch.manual_seed(1)
     found = gradients(
-        contrast(gt.chunked(model, CHUNK, verify=True, retain=retain)(X)), model.parameters()
+        contrast(gt.chunked(model, CHUNK, verify=True, keep_graphs=keep_graphs)(X)),
+        model.parameters(),
     )
     torch.manual_seed(1)
     expected = gradients(contrast(plain(model)), model.parameters())
@@ -1604,7 +1610,7 @@ def agreeing_with_verify(model, retain):
 
 def test_a_progress_bar_is_shown_when_asked_and_only_then(capfd):
     for progress in (False, True):
-        out = gt.chunked(network(), 2, progress=progress, retain=0)(X)
+        out = gt.chunked(network(), 2, progress=progress, keep_graphs=0)(X)
         forward = capfd.readouterr()
         contrast(out).backward()
         backward = capfd.readouterr()
@@ -1670,15 +1676,15 @@ def test_wrapping_the_module_that_calls_chunked_is_not_refused():
 # --- keys and carries ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("retain", [0, 1])
+@pytest.mark.parametrize("keep_graphs", [0, 1])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_keys_are_folded_with_the_chunks_index(retain, interleaved):
+def test_keys_are_folded_with_the_chunks_index(keep_graphs, interleaved):
     model = network(nn.Dropout(0.5))
-    apply, params, state = gt.functionalize(model)
-    key, rows = gt.key(3), [X[i::4] for i in range(4)] if interleaved else X.split(CHUNK)
+    apply, params, state = gt.make_functional(model)
+    key, rows = gt.random_key(3), [X[i::4] for i in range(4)] if interleaved else X.split(CHUNK)
     f = lambda c, p, k: apply(p, state, c, key=k)[0]
     chunked = gt.chunked(
-        f, CHUNK, (0, None, None), key_argnums=2, interleaved=interleaved, retain=retain
+        f, CHUNK, (0, None, None), key_argnums=2, interleaved=interleaved, keep_graphs=keep_graphs
     )
 
     def loss(params, call):
@@ -1706,8 +1712,8 @@ def chunk_key(key, i):
     return seen[i]
 
 
-@pytest.mark.parametrize("retain", [0, 2])
-def test_carries_go_from_chunk_to_chunk(retain):
+@pytest.mark.parametrize("keep_graphs", [0, 2])
+def test_carries_go_from_chunk_to_chunk(keep_graphs):
     model, x = network(nn.Dropout(0.3)), X.clone().requires_grad_()
 
     def f(c, mean, count):
@@ -1725,7 +1731,7 @@ def test_carries_go_from_chunk_to_chunk(retain):
         return torch.cat(outs), carry
 
     def ours(x):
-        call = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=(1, 2), retain=retain)
+        call = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=(1, 2), keep_graphs=keep_graphs)
         (y, _), carry = call(x, mean, count)
         return y, carry
 
@@ -1763,7 +1769,7 @@ def test_a_carry_beneath_transforms_and_one_alone():
     assert same(chunked(X, h, W.detach())[1], looped(X, h, W.detach())[1], 1e-15)
 
 
-# --- microbatched --------------------------------------------------------------------------
+# --- microbatched_value_and_grad -----------------------------------------------------------
 
 
 def squared(w, x, *, power=2):
@@ -1774,14 +1780,14 @@ def squared(w, x, *, power=2):
 def test_microbatched_means_and_sums(chunk_size):
     w = {"w": W[0].detach(), "b": torch.tensor(0.5).double()}
     x = {"x": X}
-    value, grads = gt.microbatched(squared, chunk_size)(w, x)
+    value, grads = gt.microbatched_value_and_grad(squared, chunk_size)(w, x)
     full, expected = gt.value_and_grad(squared)(w, x)
     assert same(value, full, 1e-15)
     assert all_same(list(grads.values()), list(expected.values()), 1e-15)
     total = lambda w, x: squared(w, x) * len(x["x"])
-    found, grads = gt.microbatched(total, chunk_size, reduction="sum")(w, x)
+    found, grads = gt.microbatched_value_and_grad(total, chunk_size, reduction="sum")(w, x)
     assert same(found, full * 11, 1e-15) and same(grads["w"], expected["w"] * 11, 1e-14)
-    cubic = gt.microbatched(squared, chunk_size)(w, x, power=3)
+    cubic = gt.microbatched_value_and_grad(squared, chunk_size)(w, x, power=3)
     assert same(cubic[0], squared(w, x, power=3), 1e-15)
 
 
@@ -1796,22 +1802,24 @@ def test_microbatched_weights_as_array_and_as_function():
     assert counts.min() < counts.max() and all(c.sum() > 0 for c in counts.split(CHUNK))
     full = gt.value_and_grad(token_mean)(w, X, mask)
     for weights in (counts, counts.numpy(), lambda w, x, mask: mask.sum()):
-        found = gt.microbatched(token_mean, CHUNK, weights=weights)(w, X, mask)
+        found = gt.microbatched_value_and_grad(token_mean, CHUNK, weights=weights)(w, X, mask)
         assert same(found[0], full[0], 1e-14) and same(found[1], full[1], 1e-14)
-    unweighted = gt.microbatched(token_mean, CHUNK)(w, X, mask)
+    unweighted = gt.microbatched_value_and_grad(token_mean, CHUNK)(w, X, mask)
     assert not same(unweighted[0], full[0], 1e-6)
 
 
 def test_microbatched_argnums_axes_and_no_graph():
     f = lambda x, a, b: ((x.T @ a) * b).tanh().mean()
     a, b = W.detach()[0], W.detach()[1, 0].requires_grad_()
-    call = gt.microbatched(f, CHUNK, argnums=(1, 2), in_axes=(1, None, None))
+    call = gt.microbatched_value_and_grad(f, CHUNK, argnums=(1, 2), in_axes=(1, None, None))
     value, grads = call(X.T, a, b.detach())
     expected = gt.value_and_grad(f, argnums=(1, 2))(X.T, a, b.detach())
     assert same(value, expected[0], 1e-14) and all_same(list(grads), list(expected[1]), 1e-14)
     assert b.grad is None
     examples = [numbers(n, seed=n) for n in (1, 2, 3)]
-    listed = gt.microbatched(lambda w, xs: sum((w * x).sum() for x in xs), 2, reduction="sum")
+    listed = gt.microbatched_value_and_grad(
+        lambda w, xs: sum((w * x).sum() for x in xs), 2, reduction="sum"
+    )
     total = sum(x.sum() for x in examples)
     assert same(listed(b.detach(), examples)[1], total, 1e-14)
 
@@ -1821,7 +1829,9 @@ def test_microbatched_argnums_axes_and_no_graph():
 def test_microbatched_sums_narrow_numbers_in_float32(dtype):
     w, x = torch.ones((), dtype=dtype), torch.ones(1000, dtype=dtype)
     x[0] = x[-1] = 2048.0
-    value, grad = gt.microbatched(lambda w, x: (w * x).sum(), 1, reduction="sum")(w, x)
+    value, grad = gt.microbatched_value_and_grad(lambda w, x: (w * x).sum(), 1, reduction="sum")(
+        w, x
+    )
     assert value.dtype is dtype and grad.dtype is dtype
     assert abs(grad.item() - 5094) <= 16 and abs(value.item() - 5094) <= 16
 
@@ -1835,8 +1845,8 @@ def test_per_example_gradients_of_chunked_and_in_chunks():
 
 
 def test_the_key_of_a_late_chunk_is_made_without_those_before_it():
-    key = gt.key(5)
-    assert all(torch.equal(fold_in(key, i), row) for i, row in enumerate(gt.split(key, 20)))
+    key = gt.random_key(5)
+    assert all(torch.equal(fold_in(key, i), row) for i, row in enumerate(gt.split_key(key, 20)))
     late = fold_in(key, 2**40)  # of a split into as many keys: 16 TB
     assert late.shape == (2,) and not torch.equal(late, fold_in(key, 2**40 - 1))
 
@@ -1844,7 +1854,7 @@ def test_the_key_of_a_late_chunk_is_made_without_those_before_it():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_microbatched_loss_has_the_dtype_of_its_chunks(dtype):
     w, x = torch.ones((), dtype=dtype), torch.ones(6, dtype=dtype)
-    value, grad = gt.microbatched(lambda w, x: (w * x).mean(), 2)(w, x)
+    value, grad = gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), 2)(w, x)
     assert value.dtype == grad.dtype == dtype
     assert value == 1
 

@@ -79,11 +79,11 @@ class Ours(Plain):
 
 
 class Keeping(Ours):
-    options: ClassVar = {"retain": 2, "verify": True}
+    options: ClassVar = {"keep_graphs": 2, "verify": True}
 
 
 class Twice(Ours):
-    options: ClassVar = {"retain": 0}
+    options: ClassVar = {"keep_graphs": 0}
 
     def backward(self, loss):
         torch.autograd.backward(loss / 2, retain_graph=True)
@@ -606,7 +606,7 @@ def test_the_mean_of_unequal_chunks_means_is_not_the_mean():
     full = gt.value_and_grad(loss)(w, X)
     naive = torch.stack([loss(w, c) for c in X.split(CHUNK)]).mean()
     assert abs(naive - full[0]) > 1e-3
-    value, grad = gt.microbatched(loss, CHUNK)(w, X)
+    value, grad = gt.microbatched_value_and_grad(loss, CHUNK)(w, X)
     assert same(value, full[0], 1e-14) and same(grad, full[1], 1e-14)
 
 
@@ -694,7 +694,7 @@ def test_hooks_of_modules_can_tell_the_second_time():
 
     def hook(module, args, out):
         next(tally)
-        counted["once"] += not gt.is_replaying()
+        counted["once"] += not gt.is_recomputing()
 
     model.register_forward_hook(hook)
     cache = Cache(model)
@@ -703,9 +703,9 @@ def test_hooks_of_modules_can_tell_the_second_time():
     tally = itertools.count()
     counted["once"] = 0
     out = gt.chunked(model, CHUNK)(X)
-    assert not gt.is_replaying()
+    assert not gt.is_recomputing()
     contrast(out).backward()
-    assert not gt.is_replaying()
+    assert not gt.is_recomputing()
     assert next(tally) == 4 + 3 and counted["once"] == 4
 
 
@@ -726,9 +726,9 @@ class Failing(nn.Module):
         return y * random.random()
 
 
-@pytest.mark.parametrize("retain", [0, 1, 2])
+@pytest.mark.parametrize("keep_graphs", [0, 1, 2])
 @pytest.mark.parametrize("at", range(8))
-def test_an_exception_leaves_everything_as_it_stood(at, retain):
+def test_an_exception_leaves_everything_as_it_stood(at, keep_graphs):
     torch.manual_seed(0)
     model = Failing(at).double()
     for p in model.parameters():
@@ -737,14 +737,14 @@ def test_an_exception_leaves_everything_as_it_stood(at, retain):
     versions = [p._version for p in model.parameters()]
     before = state_of(model), streams()
     try:
-        out = gt.chunked(model, CHUNK, retain=retain)(X)
+        out = gt.chunked(model, CHUNK, keep_graphs=keep_graphs)(X)
         before = state_of(model), streams()
         assert model.done == 4
         loss = contrast(out)
         loss.backward()
-        assert at >= 4 + max(0, 4 - retain)
+        assert at >= 4 + max(0, 4 - keep_graphs)
     except ZeroDivisionError:
-        assert at < 4 + max(0, 4 - retain)
+        assert at < 4 + max(0, 4 - keep_graphs)
         assert torch.get_default_dtype() == (torch.float16 if at < 4 else torch.float32)
         torch.set_default_dtype(torch.float32)
         for p, grad in zip(model.parameters(), grads, strict=True):
@@ -752,7 +752,7 @@ def test_an_exception_leaves_everything_as_it_stood(at, retain):
     now = state_of(model), streams()
     assert all(same(now[0][k], v) for k, v in before[0].items()) and now[1] == before[1]
     assert [p._version for p in model.parameters()] == versions
-    assert not gt.is_replaying()
+    assert not gt.is_recomputing()
 
 
 def test_the_usual_way_leaves_half_the_gradient_after_an_exception():
@@ -788,12 +788,12 @@ def test_interleaved_chunks_come_out_in_the_order_of_the_batch(size):
         assert not torch.equal(y, plain)
 
 
-@pytest.mark.parametrize("retain", [0, 1])
-def test_a_last_chunk_of_one_image_keeps_the_layout_of_its_channels(retain):
+@pytest.mark.parametrize("keep_graphs", [0, 1])
+def test_a_last_chunk_of_one_image_keeps_the_layout_of_its_channels(keep_graphs):
     """view_as gives axes of length one other strides, by which PyTorch chooses kernels."""
     x = torch.randn(7, 3, 4, 4).to(memory_format=torch.channels_last)
     found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
     pool = torch.nn.AdaptiveAvgPool2d(1)
-    gt.chunked(pool, 3, retain=retain)(found).pow(2).sum().backward()
+    gt.chunked(pool, 3, keep_graphs=keep_graphs)(found).pow(2).sum().backward()
     pool(expected).pow(2).sum().backward()
     torch.testing.assert_close(found.grad, expected.grad)

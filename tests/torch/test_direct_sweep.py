@@ -257,7 +257,7 @@ def _product(one=False):
 
 def _pair(integer=False):
     pair = lambda x: (np.sin(x), np.argsort(x) if integer else np.cos(x))
-    f = gt.host_function(pair, lambda x: (x, gt.Spec(x.shape, "int64") if integer else x))
+    f = gt.host_function(pair, lambda x: (x, gt.ArraySpec(x.shape, "int64") if integer else x))
     f.defvjp(
         lambda x: (f(x), x),
         lambda x, c: (cos(x) * c[0] - (0 if integer else sin(x) * c[1]),),
@@ -317,7 +317,7 @@ HOST = {
     "host, its workspace": lambda: _sine(kernel=lambda x: np.sin(x, out=WORKSPACE[: len(x)])),
     "host, in another order": lambda: _sine(kernel=lambda x: np.asfortranarray(np.sin(x))),
     "host, in a subclass": lambda: _sine(kernel=lambda x: np.sin(x).view(np.matrix)),
-    "host, numbers": lambda: _sine(kernel=np.sum, out=lambda x: gt.Spec((), x.dtype)),
+    "host, numbers": lambda: _sine(kernel=np.sum, out=lambda x: gt.ArraySpec((), x.dtype)),
     "host, another dtype": lambda: _sine(kernel=lambda x: np.sin(x).astype(np.float32)),
     "host, another shape": lambda: _sine(kernel=lambda x: np.sin(x)[:1]),
     "host, a list": lambda: _sine(kernel=lambda x: [np.sin(x)]),

@@ -1,4 +1,4 @@
-"""Chunked functions and `gather` in several processes, against one process that has all rows.
+"""Chunked functions and `all_gather` in several processes, against one process that has all rows.
 
 Each number of processes is started once; every check runs in all of them, and what they found is
 compared here. A process that hangs is ended, and fails.
@@ -85,14 +85,14 @@ def grads(model):
 
 def whole_loss(rank, world):
     def loss(y):
-        everything = gt.gather(y)
+        everything = gt.all_gather(y)
         return contrast(everything, everything)
 
     return loss
 
 
 def loss_of_own_rows(rank, world):
-    return lambda y: contrast(y, gt.gather(y), rank * len(y))
+    return lambda y: contrast(y, gt.all_gather(y), rank * len(y))
 
 
 def one_process(world):
@@ -122,12 +122,12 @@ def own(rank, world):
 
 @check
 def own_without_graphs(rank, world):
-    return through_ddp(rank, world, loss_of_own_rows, retain=0, verify=True)
+    return through_ddp(rank, world, loss_of_own_rows, keep_graphs=0, verify=True)
 
 
 @check
 def own_with_all_graphs(rank, world):
-    return through_ddp(rank, world, loss_of_own_rows, retain=9)
+    return through_ddp(rank, world, loss_of_own_rows, keep_graphs=9)
 
 
 @check
@@ -181,7 +181,7 @@ def looped(rank, world):
     x = batch(world)[rank * ROWS : rank * ROWS + 4]
     for encode in (
         lambda f, x: torch.cat([f(c) for c in x.split(2)]),
-        lambda f, x: gt.chunked(f, 2, retain=0)(x),
+        lambda f, x: gt.chunked(f, 2, keep_graphs=0)(x),
     ):
         model = encoder(nn.Dropout(0.5), nn.BatchNorm1d(4))
         torch.manual_seed(rank)
@@ -206,7 +206,7 @@ def orders_of_gather(rank, world):
     x = batch(world)
     mine = x[rank * ROWS : (rank + 1) * ROWS].clone().requires_grad_()
     loss = lambda y: torch.logsumexp(y @ y.T, 1).sum()
-    (first,) = torch.autograd.grad(loss(gt.gather(mine)), mine, create_graph=True)
+    (first,) = torch.autograd.grad(loss(gt.all_gather(mine)), mine, create_graph=True)
     (second,) = torch.autograd.grad(first.pow(3).sum(), mine)
     full = x.clone().requires_grad_()
     (once,) = torch.autograd.grad(loss(full) * world, full, create_graph=True)
@@ -214,7 +214,7 @@ def orders_of_gather(rank, world):
     rows = slice(rank * ROWS, (rank + 1) * ROWS)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(mine.detach(), mine.detach().sin())
-        tangent = forward_ad.unpack_dual(gt.gather(dual)).tangent
+        tangent = forward_ad.unpack_dual(gt.all_gather(dual)).tangent
     found = [first.detach(), second, tangent.detach()]
     return found, [once[rows].detach(), twice[rows], x.sin()]
 
@@ -225,7 +225,7 @@ def transforms_of_gather(rank, world):
     x = batch(world)
     rows = slice(rank * ROWS, (rank + 1) * ROWS)
     mine = x[rows]
-    cubes = lambda y: gt.gather(y) ** 3
+    cubes = lambda y: gt.all_gather(y) ** 3
     total = lambda y: cubes(y).sum()
     both = torch.stack([mine, 2 * mine])
     twice = torch.stack([x, 2 * x])
@@ -266,10 +266,10 @@ def transforms_of_gather(rank, world):
 @check
 def trees_and_groups(rank, world):
     mine = {"a": torch.full((2, 1), float(rank)), "b": [torch.arange(3) + 10 * rank]}
-    everything = gt.gather(mine)
+    everything = gt.all_gather(mine)
     half = [dist.new_group(list(range(k, k + world // 2))) for k in (0, world // 2)]
     group = half[rank // (world // 2)]
-    part = gt.gather(torch.full((1,), rank, dtype=torch.float64), group=group)
+    part = gt.all_gather(torch.full((1,), rank, dtype=torch.float64), group=group)
     return everything, part
 
 
@@ -283,10 +283,10 @@ def refused(rank, world):
         except GradtoolsError as error:
             said.append(str(error))
 
-    attempt(lambda: gt.gather(torch.ones(1 + rank, 2)))
-    attempt(lambda: gt.gather(torch.ones(2, dtype=torch.float64 if rank else torch.float32)))
-    attempt(lambda: gt.gather(torch.ones(())))
-    attempt(lambda: gt.gather(torch.ones(2), axis_name="i"))
+    attempt(lambda: gt.all_gather(torch.ones(1 + rank, 2)))
+    attempt(lambda: gt.all_gather(torch.ones(2, dtype=torch.float64 if rank else torch.float32)))
+    attempt(lambda: gt.all_gather(torch.ones(())))
+    attempt(lambda: gt.all_gather(torch.ones(2), axis_name="i"))
     ddp = DistributedDataParallel(encoder())
     attempt(lambda: gt.chunked(ddp, 2)(batch(world)))
     attempt(lambda: gt.chunked(lambda c: [ddp][0](c), 2)(batch(world)))
@@ -406,7 +406,7 @@ def one_process_alone():
 @pytest.mark.slow
 def test_gather_in_compiled_code(one_process_alone):
     x = torch.randn(3, 2, dtype=torch.float64)
-    total = lambda x: (gt.gather(x) ** 3).sum()
+    total = lambda x: (gt.all_gather(x) ** 3).sum()
     for take in (gt.grad, torch.func.grad):
         found = torch.compile(lambda x, take=take: take(total)(x), backend="aot_eager")(x)
         torch.testing.assert_close(found, 3 * x**2)
@@ -417,8 +417,8 @@ def test_gather_in_compiled_code(one_process_alone):
 
 def test_a_batch_of_cotangents_is_not_sent(one_process_alone):
     x = torch.ones(2, requires_grad=True, dtype=torch.float64)
-    y = gt.gather(x)
-    with pytest.raises(GradtoolsError, match="gather: a batch of cotangents"):
+    y = gt.all_gather(x)
+    with pytest.raises(GradtoolsError, match="all_gather: a batch of cotangents"):
         torch.autograd.grad(y, x, torch.eye(2, dtype=torch.float64), is_grads_batched=True)
 
 
@@ -433,7 +433,7 @@ def test_gather_takes_trees_and_groups(processes):
 
 def test_what_is_refused_in_every_process(processes):
     for shapes, dtypes, scalar, axis, ddp, held, sharded in found_by(processes, "refused"):
-        assert "gather: the processes hold different shapes" in shapes and "(2, 2)" in shapes
+        assert "all_gather: the processes hold different shapes" in shapes and "(2, 2)" in shapes
         assert "different shapes or dtypes" in dtypes and "torch.float64" in dtypes
         assert "expected tensors with rows along axis 0" in scalar
         assert "axis_name belongs to JAX" in axis
@@ -445,5 +445,5 @@ def test_what_is_refused_in_every_process(processes):
 
 
 def test_gather_without_a_process_group_is_refused():
-    with pytest.raises(GradtoolsError, match=r"gather: there is no process group\. Call torch"):
-        gt.gather(torch.ones(2))
+    with pytest.raises(GradtoolsError, match=r"all_gather: there is no process group\. Call torch"):
+        gt.all_gather(torch.ones(2))

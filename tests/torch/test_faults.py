@@ -80,8 +80,11 @@ def test_a_view_gives_what_a_copy_of_it_gives_and_is_left_alone(use):
 
 # A captured tensor, and a dual number's primal, are PyTorch's own to refuse.
 REFUSED = {
-    ("microbatched", "made in inference mode"): "Inference tensors cannot be saved for backward",
-    ("functionalize", "made in inference mode"): "Inference tensors cannot be saved for backward",
+    (
+        "microbatched_value_and_grad",
+        "made in inference mode",
+    ): "Inference tensors cannot be saved for backward",
+    ("make_functional", "made in inference mode"): "Inference tensors cannot be saved for backward",
 }
 
 
@@ -97,7 +100,7 @@ def test_on_the_meta_device_a_use_gives_shapes_or_says_that_there_are_no_values(
     if use.name in NO_VALUES:
         assert isinstance(found, GradtoolsError)
         assert NO_VALUES[use.name] in str(found)
-    elif isinstance(wanted, torch.Tensor) and use.public not in ("key", "split"):
+    elif isinstance(wanted, torch.Tensor) and use.public not in ("random_key", "split_key"):
         assert (found.device.type, found.shape, found.dtype) == ("meta", wanted.shape, wanted.dtype)
     else:
         assert not isinstance(found, BaseException)
@@ -126,7 +129,7 @@ def alone():
 
 
 def gathered(w: World) -> Any:
-    return w.gt.grad(lambda x: torch.sum(w.part(w.gt.gather(w.part(x) * 0.5)).real))
+    return w.gt.grad(lambda x: torch.sum(w.part(w.gt.all_gather(w.part(x) * 0.5)).real))
 
 
 def compiled(w: World) -> Any:
@@ -138,7 +141,7 @@ def derived(w: World) -> Any:
     return w.gt.grad(w.gt.compile(w.loss, backend="aot_eager"))
 
 
-APART = {"gather": gathered, "compile": compiled, "grad: of compile": derived}
+APART = {"all_gather": gathered, "compile": compiled, "grad: of compile": derived}
 
 
 @pytest.mark.sweep_at("compile", "grad: of compile")
@@ -254,7 +257,7 @@ STEPS = {
     "vjp": lambda net, x: gt.vjp(net, x)[1](x),
     "chunked": lambda net, x: (gt.chunked(net, 3)(x) ** 2).sum().backward(),
     "chunked: none retained": lambda net, x: (
-        (gt.chunked(net, 3, retain=0)(x) ** 2).sum().backward()
+        (gt.chunked(net, 3, keep_graphs=0)(x) ** 2).sum().backward()
     ),
 }
 
@@ -314,7 +317,7 @@ class Flag:
 
 
 ELSEWHERE = "a default device elsewhere"
-MADE_THERE = ("asarray", "key", "split")  # these make arrays where the default says
+MADE_THERE = ("asarray", "random_key", "split_key")  # these make arrays where the default says
 AROUND = {
     "no_grad": torch.no_grad,
     "inference mode": torch.inference_mode,
@@ -351,8 +354,11 @@ def test_inside_any_mode_a_use_gives_the_same_and_the_mode_stays(use):
 
 # What f captures was made in inference mode, and is PyTorch's own to refuse.
 INSIDE = {
-    ("microbatched", "inference mode"): "Inference tensors cannot be saved for backward",
-    ("functionalize", "inference mode"): "Inference tensors cannot be saved for backward",
+    (
+        "microbatched_value_and_grad",
+        "inference mode",
+    ): "Inference tensors cannot be saved for backward",
+    ("make_functional", "inference mode"): "Inference tensors cannot be saved for backward",
 }
 
 
@@ -360,7 +366,7 @@ def test_a_backward_pass_inside_inference_mode_computes_its_chunks_again_with_a_
     """It gave zeros in silence for what was computed again there."""
     x = P.clone().requires_grad_()
     f = lambda x: torch.sin(x) + x * x
-    for again in (gt.chunked(f, 2, retain=0), gt.chunked(f, 2), gt.frozen(f)):
+    for again in (gt.chunked(f, 2, keep_graphs=0), gt.chunked(f, 2), gt.frozen(f)):
         value = again(x).sum()
         with torch.inference_mode():
             (found,) = torch.autograd.grad(value, x)

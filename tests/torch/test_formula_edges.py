@@ -232,9 +232,9 @@ def test_only_operands_that_are_asked_for_are_differentiated(order):
 
 def test_of_operands_by_number_those_are_left_out_that_have_no_cotangent():
     a, b = torch.randn(3, 3), torch.randn(3, 2)
-    both = gt.formula(torch.linalg.solve, a, b, wrt=(0, 1)).lines(1)
+    both = gt.formula(torch.linalg.solve, a, b, argnums=(0, 1)).lines(1)
     assert both[1].endswith("= vjp₂[solve](x₀, x₁; Ȳ)")
-    assert gt.formula(torch.linalg.solve, a, b, wrt=1).lines(1) == both[1:]
+    assert gt.formula(torch.linalg.solve, a, b, argnums=1).lines(1) == both[1:]
 
 
 def test_slopes_that_are_drawn_below_zero_are_draws():

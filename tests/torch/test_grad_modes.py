@@ -65,7 +65,7 @@ PROGRAMS: dict[str, Program] = {
         lambda f: lambda x: gt.minimax_value_and_grad(lambda x, y: f(x) * f(y), 0, 1)(x, 2 * x)
     ),
     "jvp of microbatches": along(
-        lambda f: lambda x: gt.microbatched(lambda x, b: f(x) * b.sum(), 1)(x, T)
+        lambda f: lambda x: gt.microbatched_value_and_grad(lambda x, b: f(x) * b.sum(), 1)(x, T)
     ),
     "jvp of per_example_grad": along(
         lambda f: lambda x: gt.per_example_grad(lambda s, x: f(x) * s)(x.sum(), torch.stack([x, x]))

@@ -41,7 +41,7 @@ X = torch.ones(5, 3)
 
 
 def test_parameters_of_a_module_are_captured_by_name_and_differentiated(network):
-    graph = gt.gradient_graph(network, X, wrt=())
+    graph = gt.gradient_graph(network, X, argnums=())
     assert {"first.weight", "first.bias", "last.weight"} <= set(names(graph, graph.captured))
     assert names(graph, graph.outputs) == [
         "output",
@@ -98,7 +98,7 @@ def test_a_weight_that_a_module_changes_is_put_back(network):
 
 def test_a_frozen_parameter_has_no_gradient(network):
     network.last.weight.requires_grad_(False)
-    graph = gt.gradient_graph(network, X, wrt=())
+    graph = gt.gradient_graph(network, X, argnums=())
     assert "gradient of last.weight" not in names(graph, graph.outputs)
 
 
@@ -202,7 +202,7 @@ def test_gradients_switched_off_are_a_cut():
 
 
 def test_the_gradient_of_an_output_that_is_unused_is_left_out(network):
-    graph = gt.gradient_graph(lambda a, b: a * 2, torch.ones(3), torch.ones(3), wrt=(0, 1))
+    graph = gt.gradient_graph(lambda a, b: a * 2, torch.ones(3), torch.ones(3), argnums=(0, 1))
     assert names(graph, graph.outputs) == ["output", "gradient of argument 0"]
 
 
@@ -220,7 +220,7 @@ def test_convolutions_and_attention_have_neutral_names():
         y = torch.nn.functional.conv2d(x, w)
         return torch.nn.functional.scaled_dot_product_attention(y, y, y)
 
-    graph = gt.gradient_graph(f, torch.ones(1, 2, 8, 8), torch.ones(3, 2, 3, 3), wrt=(0, 1))
+    graph = gt.gradient_graph(f, torch.ones(1, 2, 8, 8), torch.ones(3, 2, 3, 3), argnums=(0, 1))
     found = [n.operation for n in graph.nodes if not n.phase]
     assert "convolution" in found and "attention" in found
 

@@ -51,7 +51,7 @@ def test_parameters_of_a_module_that_is_an_argument():
 
 
 def test_parameters_of_a_functionalized_module():
-    apply, params, state = gt.functionalize(Net())
+    apply, params, state = gt.make_functional(Net())
     loss = gt.guard_gradients(lambda p: apply(p, state, X)[0].sum())
     lines = told(lambda: gt.grad(loss, disconnected_inputs="zeros")(params))
     assert sorted(line.partition(":")[0] for line in lines) == [f"argument 0['{n}']" for n in LOST]

@@ -10,7 +10,7 @@ import torch
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.host_kernels import Kernel, Spec
+from gradtools.host_kernels import ArraySpec, Kernel
 
 BACKEND = gt.grad.__self__._backend
 X = np.linspace(-1, 1, 6).reshape(2, 3)
@@ -83,7 +83,7 @@ def test_make_fx_records_one_node_that_runs_later(mode):
 
 @pytest.mark.slow
 def test_compiled_with_changing_sizes_asks_for_the_specs_of_each():
-    f = host(lambda x: x[:2].sum(0), lambda x: Spec(x.shape[1:], x.dtype))
+    f = host(lambda x: x[:2].sum(0), lambda x: ArraySpec(x.shape[1:], x.dtype))
     g = torch._dynamo.nonstrict_trace(f)
     compiled = torch.compile(lambda x: g(x) + 1, fullgraph=True, dynamic=True)
     for n in (3, 4, 7):

@@ -18,7 +18,7 @@ from tests.support.every_operator import USES
 
 ROOT = Path(__file__).parents[2]
 NAMES = [use.name for use in (*USES, *other_device.MORE) if "torch" in use.backends]
-OF_THE_HOST = {"asarray", "key", "split"}  # which are asked for no device
+OF_THE_HOST = {"asarray", "random_key", "split_key"}  # which are asked for no device
 WAITS = {  # of a call that is not the first
     "asarray": 1,  # of what `to_numpy` gave
     "to_numpy": 1,

@@ -1,4 +1,4 @@
-"""A PyTorch player of which some layers are frozen, in minimax, assign_gradients, functionalize."""
+"""A PyTorch player of which some layers are frozen, in minimax and make_functional."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nodes(x):
 
 def test_frozen_parameters_are_state():
     net = player()
-    apply, params, state = gt.functionalize(net)
+    apply, params, state = gt.make_functional(net)
     assert list(params) == ["4.weight", "4.bias"]
     assert list(state) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert all(x.data_ptr() == net.get_parameter(k).data_ptr() for k, x in state.items())
@@ -43,8 +43,8 @@ def test_frozen_parameters_are_state():
 
 def test_a_partly_frozen_player_descends_as_in_a_plain_loop():
     a, b = player(1), player(2)
-    apply_a, params_a, state_a = gt.functionalize(a)
-    apply_b, params_b, state_b = gt.functionalize(b)
+    apply_a, params_a, state_a = gt.make_functional(a)
+    apply_b, params_b, state_b = gt.make_functional(b)
 
     def cost(p, q):
         return (apply_a(p, state_a, X)[0] * apply_b(q, state_b, X)[0].square()).mean()
@@ -67,7 +67,7 @@ def test_a_partly_frozen_player_descends_as_in_a_plain_loop():
 
 def test_frozen_layers_cost_no_gradient_work():
     def flops(net):
-        apply, params, state = gt.functionalize(net)
+        apply, params, state = gt.make_functional(net)
         loss = lambda p, q: (apply(p, state, X)[0] * q).mean()
         with FlopCounterMode(display=False) as counter:
             gt.minimax_value_and_grad(loss, 0, 1)(params, torch.tensor(2.0, dtype=X.dtype))
@@ -80,13 +80,13 @@ def test_frozen_layers_cost_no_gradient_work():
 
 
 def test_no_graph_is_kept_of_frozen_layers():
-    apply, params, state = gt.functionalize(player())
+    apply, params, state = gt.make_functional(player())
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
     assert len(nodes(apply(leaves, state, X)[0])) == 4  # addmm, transpose, and two leaves
 
 
 def test_a_module_that_is_frozen_altogether_has_no_params():
-    apply, params, state = gt.functionalize(player().requires_grad_(False))
+    apply, params, state = gt.make_functional(player().requires_grad_(False))
     assert params == {} and len(state) == 6
     gradient = gt.grad(lambda x: apply(params, state, x)[0].sum())(X)
     x = X.clone().requires_grad_()
@@ -98,8 +98,8 @@ def test_a_module_that_is_frozen_altogether_has_no_params():
 def test_buffers_and_keys_work_beside_frozen_parameters(with_key):
     net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
     net[0].requires_grad_(False)
-    apply, params, state = gt.functionalize(net, train=True)
-    key = gt.key(3) if with_key else None
+    apply, params, state = gt.make_functional(net, train=True)
+    key = gt.random_key(3) if with_key else None
     torch.manual_seed(0)
     _, after = apply(params, state, X, key=key)
     assert list(params) == ["1.weight", "1.bias"] and int(after["1.num_batches_tracked"]) == 1

@@ -318,7 +318,7 @@ COMPILED = {
         .square()
         .sum()
     ),
-    "tiled": lambda x: gt.contrastive_loss(x, 2 * x + 1, tile_size=2),
+    "pairwise_reduce": lambda x: gt.contrastive_loss(x, 2 * x + 1, tile_size=2),
 }
 
 

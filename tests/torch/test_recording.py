@@ -654,7 +654,7 @@ def test_every_recording_knows_alike_what_is_written_through_shared_memory(f):
     assert reached == SHARED[f]
     program = LeafProgram(BACKEND, "test", f, (X, z), {}, (0, 1))
     calls = record(program.run, program.leaves, program.names).graph
-    graph = gt.gradient_graph(f, X, z, wrt=(0, 1), order=0)
+    graph = gt.gradient_graph(f, X, z, argnums=(0, 1), order=0)
     for recording in (calls, graph):
         assert _reached_in(recording) == [not reached, reached], recording
     formula = programs.formula_graph(program)

@@ -193,8 +193,8 @@ def test_a_captured_graph_is_let_go_of_with_the_call():
     assert captured() is None
 
 
-@pytest.mark.parametrize("retain", [0, 1, 2])
-def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(retain):
+@pytest.mark.parametrize("keep_graphs", [0, 1, 2])
+def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(keep_graphs):
     kept = []
 
     def f(x):
@@ -202,8 +202,8 @@ def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(retain):
         return x.sin()
 
     x = _numbers(4, 3).requires_grad_()
-    loss = gt.chunked(f, 2, retain=retain)(x).sum() + sum(kept)
-    if retain:
+    loss = gt.chunked(f, 2, keep_graphs=keep_graphs)(x).sum() + sum(kept)
+    if keep_graphs:
         with pytest.raises(GradtoolsError, match=r"kept aside .* Return it from f"):
             loss.backward()
         return
@@ -236,9 +236,9 @@ def test_a_replay_under_another_vmap_is_no_verification(monkeypatch):
             self, i, outs, modules, ((4, ""),)
         )
         patched.setattr(Verification, "keep", in_a_batch)
-        gt.chunked(f, 2, retain=0)(x).sum().backward()  # nothing can be compared
+        gt.chunked(f, 2, keep_graphs=0)(x).sum().backward()  # nothing can be compared
     with pytest.raises(GradtoolsError, match="chunk 0 gives other numbers"):
-        gt.chunked(f, 2, retain=0)(x).sum().backward()
+        gt.chunked(f, 2, keep_graphs=0)(x).sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:chunked. norm is a batch norm")
@@ -248,11 +248,11 @@ def test_who_asks_whether_f_is_replayed_may_count_by_that():
     norm.register_buffer("seen", seen)
 
     def f(x):
-        if not gt.is_replaying():
+        if not gt.is_recomputing():
             norm.seen += 1
         return norm(x)
 
-    gt.chunked(f, 2, retain=0)(_numbers(6, 3)).sum().backward()
+    gt.chunked(f, 2, keep_graphs=0)(_numbers(6, 3)).sum().backward()
     assert seen.tolist() == [3, 3, 3]
     assert norm.num_batches_tracked == 3
 
@@ -268,7 +268,7 @@ def test_a_graph_that_reaches_less_is_refused_though_its_numbers_are_the_same(pa
         return x * (part * w if part else 1) * (w.detach() if again else w)
 
     with pytest.raises(GradtoolsError, match=said):
-        gt.chunked(f, 2, retain=0)(_numbers(4, 3)).sum().backward()
+        gt.chunked(f, 2, keep_graphs=0)(_numbers(4, 3)).sum().backward()
     assert w.grad is None
 
 
@@ -353,7 +353,7 @@ def test_an_argument_whose_data_is_replaced_before_the_backward_pass_is_refused(
     w, x, s = torch.ones(3, requires_grad=True), torch.ones(4, 3), torch.ones(3)
     s.requires_grad_(kind == "a shared leaf")
     x.requires_grad_(kind == "the batch")
-    f = gt.chunked(lambda x, s: x * w * s, 2, in_axes=(0, None), retain=0, verify=False)
+    f = gt.chunked(lambda x, s: x * w * s, 2, in_axes=(0, None), keep_graphs=0, verify=False)
     z, moved = f(x, s), x if kind == "the batch" else s
     moved.data = torch.zeros_like(moved)
     with pytest.raises(GradtoolsError, match="the data of an argument was replaced after"):

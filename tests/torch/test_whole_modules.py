@@ -146,7 +146,7 @@ def test_microbatches_and_examples_are_a_loop(make):
     same_up_to = lambda found: [
         torch.testing.assert_close(found[k], g, rtol=1e-11, atol=1e-13) for k, g in wanted.items()
     ]
-    same_up_to(gt.microbatched(loss, 2)(net, X)[1])
+    same_up_to(gt.microbatched_value_and_grad(loss, 2)(net, X)[1])
     each = gt.per_example_grad(lambda net, x: loss(net, x[None]), chunk_size=1)(net, X)
     same_up_to({name: g.mean(0) for name, g in each.items()})
 
@@ -258,7 +258,7 @@ def test_modules_inside_of_a_tree_are_differentiated_each_by_its_parameters(form
     tangent = gt.jvp(lambda tree: joint(tree, X), (tree,), (grads,))[1]
     total = sum(g.square().sum() for n in ("enc", "dec") for g in taken(grads, n).values())
     torch.testing.assert_close(tangent, total)
-    torch.testing.assert_close(gt.microbatched(joint, 2)(tree, X)[0], value)
+    torch.testing.assert_close(gt.microbatched_value_and_grad(joint, 2)(tree, X)[0], value)
 
 
 def test_a_parameter_in_two_modules_of_a_tree_is_refused_by_name():
@@ -304,7 +304,9 @@ AT_A_MODULE = {
     "minimax": lambda net, of: gt.minimax_value_and_grad(
         of(lambda n, a: (n(X) * a).square().mean()), 0, 1
     )(net, torch.ones((), dtype=X.dtype)),
-    "microbatched": lambda net, of: gt.microbatched(of(loss), 2)(net, X),
+    "microbatched_value_and_grad": lambda net, of: gt.microbatched_value_and_grad(of(loss), 2)(
+        net, X
+    ),
 }
 
 

@@ -186,8 +186,8 @@ def test_an_array_in_the_place_of_verify_is_told_of_the_arguments():
 
 @pytest.mark.parametrize(
     "operator",
-    [lambda f: gt.microbatched(f, 2), gt.per_example_grad],
-    ids=["microbatched", "per_example_grad"],
+    [lambda f: gt.microbatched_value_and_grad(f, 2), gt.per_example_grad],
+    ids=["microbatched_value_and_grad", "per_example_grad"],
 )
 def test_examples_in_the_place_of_parameters_are_told_that_they_are_shared(operator):
     model, x, y = torch.nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])

@@ -107,11 +107,12 @@ WAYS = {
         gt.grad(lambda x: gt.chunked(lambda c: f(c[0])[None], 1)(x[None]).sum())(x), t
     ),
     "chunked, computed again": lambda f, x, t: _along(
-        gt.grad(lambda x: gt.chunked(lambda c: f(c[0])[None], 1, retain=0)(x[None]).sum())(x), t
+        gt.grad(lambda x: gt.chunked(lambda c: f(c[0])[None], 1, keep_graphs=0)(x[None]).sum())(x),
+        t,
     ),
     "frozen": lambda f, x, t: _along(gt.hvp(gt.frozen(f), (x,), (t,))[1][0], t),
-    "microbatched": lambda f, x, t: _along(
-        gt.microbatched(lambda x, k: f(x) * k.mean(), 1)(x, ONES)[1], t
+    "microbatched_value_and_grad": lambda f, x, t: _along(
+        gt.microbatched_value_and_grad(lambda x, k: f(x) * k.mean(), 1)(x, ONES)[1], t
     ),
     "minimax": lambda f, x, t: _along(
         gt.minimax_value_and_grad(lambda a, b: f(a) + b, 0, 1)(x, ONES[0])[1][0], t

@@ -79,7 +79,7 @@ class SeeingOperators(Operators):
         self,
         f: Any,
         *args: Any,
-        wrt: int | tuple[int, ...] = 0,
+        argnums: int | tuple[int, ...] = 0,
         model: Any = None,
         optimizer: Any = None,
         **kwargs: Any,
@@ -110,7 +110,8 @@ class SeeingOperators(Operators):
             f: Takes and returns pytrees of arrays; a module, or a closure without arguments. With
                 `model`, in PyTorch, also a loss that was computed already.
             *args: Arguments of f, at which it is looked at.
-            wrt: The position of the argument, or of several. Its leaves are floating or complex.
+            argnums: The position of the argument, or of several. Its leaves are floating or
+                complex.
             model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
                 one that f reads from outside, or a pytree of parameters.
             optimizer: What steps it. PyTorch: an optimiser or a list of them. JAX: a
@@ -122,8 +123,9 @@ class SeeingOperators(Operators):
             each, ``str()`` to read, ``.to_json()`` to keep.
 
         Raises:
-            GradtoolsError: wrt is out of range or names an integer argument; f raises for reasons
-                of its own, or returns nothing; a model holds no arrays; an optimizer is none.
+            GradtoolsError: argnums is out of range or names an integer argument; f raises for
+                reasons of its own, or returns nothing; a model holds no arrays; an optimizer
+                is none.
 
         Example:
             >>> f = lambda x: (gt.stop_gradient(x) ** 2).sum()
@@ -139,7 +141,9 @@ class SeeingOperators(Operators):
         in_training = model is not None or optimizer is not None or is_model or not args
         of_arguments = not in_training or (is_model and model is None and self._has_floats(args))
         result = (
-            self._of_arguments(f, args, kwargs, wrt) if of_arguments else GradientReport((), (), {})
+            self._of_arguments(f, args, kwargs, argnums)
+            if of_arguments
+            else GradientReport((), (), {})
         )
         if not in_training:
             return result
@@ -153,8 +157,8 @@ class SeeingOperators(Operators):
             (*result.notes, *_noted(more.notes)),
         )
 
-    def _of_arguments(self, f: Any, args: Any, kwargs: Any, wrt: Any) -> GradientReport:
-        program = LeafProgram(self._backend, "why_zero", f, args, kwargs, wrt)
+    def _of_arguments(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> GradientReport:
+        program = LeafProgram(self._backend, "why_zero", f, args, kwargs, argnums)
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
         findings, notes = apart(findings, program.asked_by_argument())

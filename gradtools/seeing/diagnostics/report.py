@@ -93,7 +93,7 @@ class GradientReport:
         """The report as text, with a terminal's colours if asked for."""
         paint = _painted if colour else _plain
         if not self.findings and not self.arguments:
-            said = "Nothing was looked at: wrt names no argument, and f holds no parameter."
+            said = "Nothing was looked at: argnums names no argument, and f holds no parameter."
             return "\n\n".join([said, *self._noted(paint)])
         if not self.findings:
             names = _listed(self.arguments)

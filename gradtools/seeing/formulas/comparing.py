@@ -197,6 +197,6 @@ def returned(given: Any, names: Sequence[str], expected: Group, call: str) -> li
         raise GradtoolsError(
             f"formula.agrees_with: the derivation returned {', '.join(more)}, which is not "
             "differentiated, so that it cannot be compared. Return None there, or make the "
-            "formula with wrt= naming that argument"
+            "formula with argnums= naming that argument"
         )
     return result

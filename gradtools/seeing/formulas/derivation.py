@@ -217,7 +217,7 @@ class Formula:
 
         Raises:
             GradtoolsError: `derivation` is no function, returns another number of cotangents
-                than there are inputs, or one of an argument that ``wrt`` does not name. What it
+                than there are inputs, or one of an argument that ``argnums`` does not name. What it
                 raises itself comes through.
         """
         if not callable(derivation):

@@ -42,7 +42,7 @@ class Formulating(Operators):
         f: Callable[P, Any],
         *args: Any,
         order: int = 1,
-        wrt: int | tuple[int, ...] = 0,
+        argnums: int | tuple[int, ...] = 0,
         **kwargs: Any,
     ) -> Formula:
         """The adjoint program of f as mathematics, compared with automatic differentiation.
@@ -65,9 +65,9 @@ class Formulating(Operators):
                 its parameters.
             *args: Arguments of f; arrays of any shape and dtype.
             order: 1, or 2 with the double backward.
-            wrt: The position of the argument to which it is differentiated, or of several; its
+            argnums: The position of the argument to which it is differentiated, or of several; its
                 leaves are floating or complex. In PyTorch parameters that f holds and that require
-                grad are differentiated as well, and ``wrt=()`` means these alone.
+                grad are differentiated as well, and ``argnums=()`` means these alone.
             **kwargs: Keyword arguments of f.
 
         Returns:
@@ -77,14 +77,14 @@ class Formulating(Operators):
             derivation by hand with the framework's vjp.
 
         Raises:
-            GradtoolsError: order is not 1 or 2; wrt is out of range or names an integer argument;
-                f raises, returns no array, or what it computes cannot be differentiated by the
-                framework; the formula and automatic differentiation differ (which would be a
+            GradtoolsError: order is not 1 or 2; argnums is out of range or names an integer
+                argument; f raises, returns no array, or what it computes cannot be differentiated
+                by the framework; the formula and automatic differentiation differ (which would be a
                 fault of gradtools, and is told with both values).
 
         Example:
             >>> w, x = gt.asarray(np.ones((2, 3), "f")), gt.asarray(np.ones(3, "f"))
-            >>> found = gt.formula(lambda W, x: W @ x, w, x, wrt=(0, 1))
+            >>> found = gt.formula(lambda W, x: W @ x, w, x, argnums=(0, 1))
             >>> found.lines(1)
             ['W̄ = ȳ xᵀ', 'x̄ = Wᵀ ȳ']
             >>> bool(found.agrees_with(lambda W, x, ct: (gt.xp.linalg.outer(ct, x), W.T @ ct)))
@@ -99,7 +99,7 @@ class Formulating(Operators):
                 "formula: f is looked at with numbers, in plain eager code only, not inside of a "
                 "transform (vmap, grad, jit) or in compiled code. Call formula outside."
             )
-        program = LeafProgram(self._backend, "formula", f, args, kwargs, wrt)
+        program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums)
         program.names = _leaf_names(f, program.names)
         leaves = list(program.leaves)
         try:

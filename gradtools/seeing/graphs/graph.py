@@ -93,7 +93,7 @@ class Graphing(Operators):
         f: Callable[P, Any] | None = None,
         *args: Any,
         order: int = 1,
-        wrt: int | tuple[int, ...] = 0,
+        argnums: int | tuple[int, ...] = 0,
         outputs: Any = None,
         **kwargs: Any,
     ) -> Graph:
@@ -117,9 +117,9 @@ class Graphing(Operators):
             f: Takes and returns pytrees of arrays; a module, too.
             *args: Arguments of f; arrays of any shape and dtype.
             order: 0 forward alone, 1 with backward, 2 with backward of the backward.
-            wrt: The position of the argument along which it is differentiated, or of several; its
-                leaves are floating or complex. In PyTorch parameters that f holds and that require
-                grad are differentiated as well, and ``wrt=()`` means these alone.
+            argnums: The position of the argument along which it is differentiated, or of several;
+                its leaves are floating or complex. In PyTorch parameters that f holds and that
+                require grad are differentiated as well, and ``argnums=()`` means these alone.
             outputs: In place of f: results that exist already, a pytree of PyTorch's tensors. What
                 autograd holds for them is drawn; nothing runs.
             **kwargs: Keyword arguments of f.
@@ -133,7 +133,7 @@ class Graphing(Operators):
 
         Raises:
             GradtoolsError: neither f nor outputs is given, or both, or outputs have no graph, as
-                in JAX; order is not 0, 1 or 2; wrt is out of range or names an integer
+                in JAX; order is not 0, 1 or 2; argnums is out of range or names an integer
                 argument; f raises, returns no array, or leaves the framework where it may not.
 
         Example:
@@ -158,7 +158,7 @@ class Graphing(Operators):
         passes = Framework(self._backend, "gradient_graph").passes
         if f is None:
             return Graph(**vars(passes.gradient_graph(Live(outputs))))
-        program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, wrt)
+        program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, argnums)
         try:
             graph = passes.gradient_graph(Differentiated(program, order))
             return Graph(**vars(with_spoken_names(graph, program.spoken)))

@@ -44,14 +44,14 @@ class LeafProgram:
         f: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        wrt: Any = (),
-        name: str = "wrt",
+        argnums: Any = (),
+        name: str = "argnums",
         strict: bool = True,
     ) -> None:
         if not callable(f):
             raise GradtoolsError(f"{caller}: f is {f!r}; expected a function.")
         self.backend, self.caller, self.f = backend, caller, f
-        self.argnums = normalized_argnums(caller, wrt, len(args), name) if wrt != () else ()
+        self.argnums = normalized_argnums(caller, argnums, len(args), name) if argnums != () else ()
         self.framework = Framework(backend, caller)
         runs = self.framework.recorded_run
         self._strict, self._called = strict, runs.repeatable(caller, f)
@@ -76,7 +76,7 @@ class LeafProgram:
         places: list[tuple[int | None, Any]] = []
         for leaf, path in zip(result, paths, strict=True):
             if active:
-                elsewhere = "keep it in an argument that wrt does not name"
+                elsewhere = "keep it in an argument that argnums does not name"
                 leaf = differentiable_leaf(self.backend, self.caller, leaf, name + path, elsewhere)
             elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
                 leaf = self.backend.asarray(leaf)

@@ -54,9 +54,9 @@ def cross_check(
 
     Args:
         torch: A function of torch tensors, a ``torch.nn.Module``, or the triple
-            ``(apply, params, state)`` of ``gradtools.torch.functionalize``.
+            ``(apply, params, state)`` of ``gradtools.torch.make_functional``.
         jax: A function of jax arrays, a pair ``(flax.linen module, variables)``, a ``flax.nnx`` or
-            ``equinox`` module, or the triple of ``gradtools.jax.functionalize``.
+            ``equinox`` module, or the triple of ``gradtools.jax.make_functional``.
         args: The positional arguments of both: pytrees (tuples, lists, dicts) of NumPy arrays of
             any shape. Floating and complex leaves are differentiated, integers and booleans are
             passed on; a Python float counts as float64; other leaves are settings.

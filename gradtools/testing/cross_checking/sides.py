@@ -220,10 +220,10 @@ def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, 
     if isinstance(subject, tuple) and len(subject) == 2 and library(subject[0]):
         module, variables = subject
     if library(module) == "torch.nn":  # with what is frozen: the other side has it too
-        functionalize = import_module("gradtools.torch.modules").functionalize
-        return functionalize(module, variables=variables, frozen_too=True)
+        make_functional = import_module("gradtools.torch.modules").make_functional
+        return make_functional(module, variables=variables, frozen_too=True)
     if library(module):
-        return gt.functionalize(module, variables=variables)
+        return gt.make_functional(module, variables=variables)
     if isinstance(subject, tuple) and len(subject) == 3 and callable(subject[0]):
         apply, params, state = subject
         return apply, {} if params is None else params, state
@@ -231,7 +231,7 @@ def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, 
         return subject, None, None
     raise GradtoolsError(
         f"cross_check: {name} is {_kind(subject)}; expected a function, a module, for flax.linen "
-        "the pair (module, variables), or the triple (apply, params, state) of functionalize."
+        "the pair (module, variables), or the triple (apply, params, state) of make_functional."
     )
 
 

@@ -135,7 +135,7 @@ def check_end(forward: Forward, count: int) -> None:
             "or another thread draws from it meanwhile, whose numbers would come twice: give "
             "that thread a generator of its own."
         )
-    # What f leaves out when it is computed again, by `is_replaying`, is its own affair.
+    # What f leaves out when it is computed again, by `is_recomputing`, is its own affair.
     off = operator.gt if has_asked() else operator.ne
     moved_too = [k for k, pair in enumerate(zip(now, versions, strict=True)) if off(*pair)]
     if forward.compares_bits and moved_too:

@@ -303,7 +303,7 @@ def refuse_others(reading: list[bool], *xs: Any) -> None:
             raise GradtoolsError(
                 "chunked: what f kept aside (in an attribute, a list, a hook) is differentiated, "
                 "and of its gradient the part of an argument would be lost. Return it from f, "
-                "detach it, or use retain=0."
+                "detach it, or use keep_graphs=0."
             )
 
     for x in xs:

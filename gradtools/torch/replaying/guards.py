@@ -51,7 +51,7 @@ class _Noted(threading.local):
 
 
 here = _Noted()
-is_replaying: Callable[[], bool] = partial(getattr, here, "replaying")
+is_recomputing: Callable[[], bool] = partial(getattr, here, "replaying")
 """Whether this thread computes a chunk again."""
 has_asked: Callable[[], bool] = partial(getattr, here, "wanted")
 """Whether the user's code has asked that since this thread began to."""
@@ -61,10 +61,10 @@ is_recorded: Callable[[], bool] = partial(getattr, here, "recorded")
 is_plain: Callable[[], bool] = partial(getattr, here, "plain")
 
 
-def asks_is_replaying() -> bool:
-    """As `is_replaying`, where the user's code asks, which then may do something else."""
+def asks_is_recomputing() -> bool:
+    """As `is_recomputing`, where the user's code asks, which then may do something else."""
     here.wanted = True
-    return is_replaying()
+    return is_recomputing()
 
 
 class marked:

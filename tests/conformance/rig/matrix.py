@@ -68,7 +68,7 @@ OPERATORS = (
     Operator("stop_gradient", "scaled"),
     Operator("clip_gradient", "edited cotangent"),
     Operator("transform_gradient", "edited cotangent"),
-    Operator("known_gradient", "edited cotangent"),
+    Operator("replace_gradient", "edited cotangent"),
     Operator("straight_through", "straight through"),
     Operator("straight_through, twice", "straight through", 2),
     Operator("custom_rule", "own rule"),
@@ -80,14 +80,14 @@ OPERATORS = (
     Operator("host_function, forward", "host function"),
     Operator("chunked", "chunked", batched=True),
     Operator("chunked, twice", "chunked", 2, batched=True),
-    Operator("microbatched", "accumulated", batched=True),
+    Operator("microbatched_value_and_grad", "accumulated", batched=True),
     Operator("GradientAccumulator", "accumulated"),
     Operator("frozen", "frozen"),
     Operator("frozen, twice", "frozen", 2),
     Operator("checkpoint", "checkpoint"),
     Operator("checkpoint, twice", "checkpoint", 2),
 )
-GATHER = Operator("gather", "gather")
+GATHER = Operator("all_gather", "gather")
 
 
 def families() -> dict[str, tuple[Operator, ...]]:
@@ -228,7 +228,7 @@ def _reason(cell: Cell, backend: str) -> str:
     """Why a cell cannot be, or an empty string."""
     operator, program = cell.operator, cell.program
     if operator == GATHER:
-        return "gather needs several processes or devices; its tests start them"
+        return "all_gather needs several processes or devices; its tests start them"
     is_complex = cell.dtype.startswith("complex")
     if operator.real and is_complex:
         return _COMPLEX

@@ -284,17 +284,17 @@ def _chunked(p: BatchProblem, name: str) -> Ask:
     return _gradient_of(p, p.loss_of(p.chunked()), p.slopes)
 
 
-@_asks("per_example_grad", "microbatched")
+@_asks("per_example_grad", "microbatched_value_and_grad")
 def _of_rows(p: BatchProblem, name: str) -> Ask:
     one, gt = p.array(np.asarray(1.0)), p.gt
     each = gt.per_example_grad(p.scaled_loss)
     mean = lambda s, batch: gt.xp.mean(gt.vmap(p.scaled_loss, in_axes=(None, 0))(s, batch))
-    micro = gt.microbatched(mean, 2)
+    micro = gt.microbatched_value_and_grad(mean, 2)
     operator = each if name == "per_example_grad" else micro
 
     def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         rows = p.ref.slopes_of_rows()
-        if name == "microbatched":
+        if name == "microbatched_value_and_grad":
             yield p.value(found[0], p.ref.loss(p.ref.leaves) / len(rows))
             rows = rows.mean()
         yield p.near(DIFFERENCES, found[-1], rows, rows)
@@ -393,7 +393,7 @@ def _forward(p: Problem, name: str) -> Ask:
     return Ask(along(loss), lambda found: iter([p.slope(found[0], t, through=_cubes)]))
 
 
-@_asks("clip_gradient", "transform_gradient", "known_gradient")
+@_asks("clip_gradient", "transform_gradient", "replace_gradient")
 def _reverse_only(p: Problem, name: str) -> Ask:
     """Held against the closed form of the edit, of a gradient that differences confirm."""
     plain = p.gt.grad(p.loss, p.positions, disconnected_inputs="zeros")
@@ -411,7 +411,9 @@ def _reverse_only(p: Problem, name: str) -> Ask:
 
 def _known(p: Problem) -> Callable[..., Any]:
     given = p.along(p.ref.draw(6))
-    return lambda *xs: p.loss(*(p.gt.known_gradient(x, d) for x, d in zip(xs, given, strict=True)))
+    return lambda *xs: p.loss(
+        *(p.gt.replace_gradient(x, d) for x, d in zip(xs, given, strict=True))
+    )
 
 
 EDITS: dict[str, Callable[[Problem], Callable[..., Any]]] = {
@@ -421,7 +423,7 @@ EDITS: dict[str, Callable[[Problem], Callable[..., Any]]] = {
     "transform_gradient": lambda p: p.edited(
         lambda x: p.gt.transform_gradient(x, lambda ct: each_leaf(lambda c: 2.5 * c, ct))
     ),
-    "known_gradient": _known,
+    "replace_gradient": _known,
 }
 
 

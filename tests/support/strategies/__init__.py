@@ -54,7 +54,7 @@ _LARGEST = 12  # entries of an array
 _ORDERS = {
     **dict.fromkeys(CALLS, 1),
     **dict.fromkeys(("gt.vmap", "native.vmap", "gt.chunked", "gt.checkpoint"), 0),
-    **dict.fromkeys(("gt.frozen", "compiled", "loop", "gt.functionalize"), 0),
+    **dict.fromkeys(("gt.frozen", "compiled", "loop", "gt.make_functional"), 0),
     **dict.fromkeys(("gt.hvp", "gt.hessian", "gt.mixed_partial"), 2),
 }
 _NUMBERS_OF = {
@@ -270,7 +270,7 @@ class _OperandDraw:
 
     def of_several(self, x: tuple[str, ArrayKind]) -> DrawnLine:
         """Values and gradients of a function of one or two arrays."""
-        same = self.op in ("gt.checkpoint", "gt.frozen", "gt.functionalize", "compiled")
+        same = self.op in ("gt.checkpoint", "gt.frozen", "gt.make_functional", "compiled")
         plain = self.op.startswith(("native", "gt.jacobian"))
         xs = [x, *self.others(self.real() if plain else self.seen)]
         f = self.function([kind for _, kind in xs], sealed=self.op == "gt.frozen")
@@ -332,7 +332,7 @@ class _OperandDraw:
         return self.line(x[1], [x], f, 2 + self.drawing.below(2))
 
 
-_OF_EXAMPLES = ("gt.per_example_grad", "gt.microbatched", "gt.GradientAccumulator")
+_OF_EXAMPLES = ("gt.per_example_grad", "gt.microbatched_value_and_grad", "gt.GradientAccumulator")
 _MAKERS: dict[str, Callable[[_OperandDraw, Any], DrawnLine | None]] = {
     **dict.fromkeys(("gt.jvp", "gt.linearize", "native.jvp"), _OperandDraw.of_directions),
     **dict.fromkeys(("gt.vjp", "native.vjp"), _OperandDraw.of_cotangents),

@@ -247,7 +247,7 @@ HELPERS: dict[str, dict[str, str]] = {
     "torch": {
         **_RULES,
         "gt.GradientAccumulator": _ACCUMULATED,
-        "gt.functionalize": """
+        "gt.make_functional": """
 class Layer(torch.nn.Module):
     def __init__(self, f, w):
         super().__init__()
@@ -257,7 +257,7 @@ class Layer(torch.nn.Module):
         return self.f(self.w, *xs)
 
 def functionalized(f, w, *xs):
-    apply, params, state = gt.functionalize(Layer(f, w))
+    apply, params, state = gt.make_functional(Layer(f, w))
     return apply({**params, "w": w}, state, *xs)[0]
 """,
         "loop": """
@@ -271,7 +271,7 @@ def loop(f, x, trips):
     "jax": {
         **_RULES,
         "gt.GradientAccumulator": _ACCUMULATED,
-        "gt.functionalize": """
+        "gt.make_functional": """
 import equinox
 
 class Layer(equinox.Module):
@@ -282,7 +282,7 @@ class Layer(equinox.Module):
         return self.f(self.w, *xs)
 
 def functionalized(f, w, *xs):
-    apply, params, state = gt.functionalize(Layer(xp.zeros(w.shape, w.dtype), f))
+    apply, params, state = gt.make_functional(Layer(xp.zeros(w.shape, w.dtype), f))
     return apply(native.tree.map(lambda _: w, params), state, *xs)[0]
 """,
         "loop": """
@@ -341,7 +341,7 @@ SIMPLE = {
     "clip norm": "gt.clip_gradient({0}, max_norm={option})",
     "clip value": "gt.clip_gradient({0}, max_value={option})",
     "clip pair": "xp.multiply(*gt.clip_gradient(({0}, {1}), max_norm={option}, max_value=1.1))",
-    "known": "gt.known_gradient({0}, {1})",
+    "known": "gt.replace_gradient({0}, {1})",
     "constant": "gt.asarray(np.array({values}))",
 }
 # Edits of the cotangent alone, which have no forward mode.
@@ -370,12 +370,12 @@ CALLS = {
     "gt.jacobian, forward": "gt.jacobian({f}, {option}, mode='forward')({xs}){over_out}",
     "gt.hessian": "gt.hessian({loss})({0}){over_x}",
     "gt.per_example_grad": "gt.per_example_grad({touched})({xs})",
-    "gt.microbatched": (
-        "gt.microbatched(lambda w, x: xp.mean(gt.vmap({touched}, in_axes=(None, 0))(w, x)), "
-        "{option})({xs})[1]"
+    "gt.microbatched_value_and_grad": (
+        "gt.microbatched_value_and_grad(lambda w, x: xp.mean(gt.vmap({touched}, in_axes=(None, "
+        "0))(w, x)), {option})({xs})[1]"
     ),
     "gt.GradientAccumulator": "accumulated(gt.grad({touched}), {xs})",
-    "gt.functionalize": "functionalized({f}, {xs})",
+    "gt.make_functional": "functionalized({f}, {xs})",
     "gt.minimax_value_and_grad": "gt.minimax_value_and_grad({both}, 0, 1)({xs})[1][{option}]",
     "gt.mixed_partial": ("gt.mixed_partial({loss}, lambda z: xp.sin(z) * z, {0}, {1}, {2})"),
     "native.grad": "native.grad({loss}, {option})({xs})",

@@ -483,7 +483,7 @@ class ProgramTrial:
         if not all(np.all(x) for x in self.numbers["pullback"]):
             return self._outcome("why_zero", AGREES, "", "nothing is expected")
         try:
-            report = gt.why_zero(point.g, *point.xs, wrt=tuple(range(len(point.xs))))
+            report = gt.why_zero(point.g, *point.xs, argnums=tuple(range(len(point.xs))))
         except Exception as error:
             return self._outcome("why_zero", RAISED, "", said(error))
         if report:

@@ -50,7 +50,7 @@ class TableProgram:
         primals: Detached tensors.
         random: Whether f draws random numbers (from a seed of its own).
         alone: Whether f acts on every entry by itself, all tensors of one shape.
-        module: For `functionalize`: the module, and its call on the primals that are no
+        module: For `make_functional`: the module, and its call on the primals that are no
             parameters.
     """
 

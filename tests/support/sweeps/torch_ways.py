@@ -184,14 +184,14 @@ _way("straight_through of itself, vjp")(
 )
 
 
-@_way("functionalize, vjp")
+@_way("make_functional, vjp")
 def _functionalize(gt: Any, o: Oracles) -> Found:
     from gradtools.torch._upstream import pytree
 
     if o.program.module is None:
         return None
     module, names, own, moved, spec = o.program.module
-    apply, params, state = gt.functionalize(module)
+    apply, params, state = gt.make_functional(module)
     if list(params) != names:
         return Judgement(DIFFERS, "the module", f"parameters {list(params)}, not {names}")
 
@@ -347,7 +347,7 @@ def _why_zero(gt: Any, o: Oracles) -> Found:
     moving = tuple(i for i, x in enumerate(o.pulled) if bool((x != 0).any()))
     if not moving:
         return None
-    report = gt.why_zero(o.loss, *o.x, wrt=moving)
+    report = gt.why_zero(o.loss, *o.x, argnums=moving)
     if any(finding.kind == "cut" for finding in report.findings):
         return Judgement(DIFFERS, "reverse mode", str(report.findings[0])[:160])
     return Judgement(AGREES, "reverse mode")

@@ -46,7 +46,7 @@ def captured_by(args: Any) -> list[Tensor]:
     return list({id(x): x for x in held_by(rule.user_functions, wanted, Tensor)}.values())
 
 
-_EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "known_gradient")
+_EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "replace_gradient")
 _AGAIN = ("chunked", "frozen", "checkpoint")  # what computes a part of f again
 _MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(_EDITS, "edited gradient")}
 

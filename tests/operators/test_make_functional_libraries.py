@@ -1,4 +1,4 @@
-"""functionalize for flax.linen, flax.nnx and equinox, and against torch.nn from one set of weights.
+"""make_functional for flax.linen, flax.nnx and equinox, and against torch.nn.
 
 The network is dense, batch normalisation, tanh, dense. Conventions differ in two places, named
 here once: the new running value is (1 - m) old + m batch in PyTorch, and m old + (1 - m) batch in
@@ -16,7 +16,7 @@ nnx = pytest.importorskip("flax.nnx")
 eqx = pytest.importorskip("equinox")
 import jax.numpy as jnp  # noqa: E402  only where jax is installed
 
-from gradtools.jax.modules import functionalize  # noqa: E402
+from gradtools.jax.modules import make_functional  # noqa: E402
 
 IN, HIDDEN, OUT, BATCH = 4, 8, 3, 6
 MOMENTUM = 0.9
@@ -79,13 +79,13 @@ def inputs():
 
 def run_torch(train):
     torch = pytest.importorskip("torch")
-    from gradtools.torch.modules import functionalize
+    from gradtools.torch.modules import make_functional
 
     norm = torch.nn.BatchNorm1d(HIDDEN, momentum=1 - MOMENTUM)
     net = torch.nn.Sequential(
         torch.nn.Linear(IN, HIDDEN), norm, torch.nn.Tanh(), torch.nn.Linear(HIDDEN, OUT)
     )
-    apply, params, state = functionalize(net.double(), train=train)
+    apply, params, state = make_functional(net.double(), train=train)
     names = {"w1": "0.weight", "b1": "0.bias", "g": "1.weight", "w2": "3.weight", "b2": "3.bias"}
     given = {names[n]: torch.tensor(w).requires_grad_() for n, w in weights().items()}
     out, new = apply({**params, **given}, state, torch.tensor(inputs()))
@@ -108,7 +108,7 @@ def in_jax(apply, params, state, read, place):
 def run_linen(train):
     w = weights()
     variables = Linen().init(KEY, jnp.asarray(inputs()), train=False)
-    apply, params, state = functionalize(Linen(), variables=variables, train=train)
+    apply, params, state = make_functional(Linen(), variables=variables, train=train)
     params = {
         "Dense_0": {"kernel": w["w1"].T, "bias": w["b1"]},
         "BatchNorm_0": {"scale": w["g"], "bias": np.zeros(HIDDEN)},
@@ -132,7 +132,7 @@ def run_nnx(train):
     net.first.kernel[...], net.first.bias[...] = w["w1"].T, w["b1"]
     net.last.kernel[...], net.last.bias[...] = w["w2"].T, w["b2"]
     net.norm.scale[...] = w["g"]
-    apply, params, state = functionalize(net, train=train)
+    apply, params, state = make_functional(net, train=train)
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), state["variables"])
     state = {**state, "variables": wide}
 
@@ -158,7 +158,7 @@ def run_equinox(train):
 
     arrays = [jnp.asarray(w[name]) for name in ("w1", "b1", "g", "w2", "b2")]
     net = eqx.tree_at(slots, net, arrays)
-    apply, params, state = functionalize(net, variables=memory, train=train)
+    apply, params, state = make_functional(net, variables=memory, train=train)
 
     def batched(params, state, x):
         one = jax.vmap(lambda row: apply(params, state, row), axis_name="batch", out_axes=(0, None))
@@ -199,16 +199,16 @@ def test_equinox_gives_the_numbers_of_linen_in_training(x64):
 
 def small_linen(rate=0.5, train=True):
     variables = Linen(rate).init(KEY, jnp.ones((BATCH, IN)), train=False)
-    return functionalize(Linen(rate), variables=variables, train=train)
+    return make_functional(Linen(rate), variables=variables, train=train)
 
 
 def small_nnx(rate=0.5, train=True):
-    return functionalize(Nnx(rate), train=train)
+    return make_functional(Nnx(rate), train=train)
 
 
 def small_equinox(rate=0.5, train=True):
     net, memory = eqx.nn.make_with_state(Equinox)(rate)
-    apply, params, state = functionalize(net, variables=memory, train=train)
+    apply, params, state = make_functional(net, variables=memory, train=train)
 
     def batched(params, state, x, key=None):
         keys = None if key is None else jax.random.split(key, len(x))
@@ -324,14 +324,14 @@ def test_two_nnx_dropouts_of_one_stream_name_get_masks_of_their_own():
         def __call__(self, x):
             return self.a(x), self.b(x)
 
-    apply, params, state = functionalize(Two())
+    apply, params, state = make_functional(Two())
     (a, b), _ = apply(params, state, jnp.ones(200), key=KEY)
     assert not np.array_equal(a, b)
 
 
 def test_the_nnx_module_is_left_as_it_was():
     net = Nnx(0.5)
-    apply, params, state = functionalize(net, train=True)
+    apply, params, state = make_functional(net, train=True)
     before = values(nnx.state(net))
     apply(params, state, jnp.asarray(inputs(), jnp.float32))
     assert equal(before, values(nnx.state(net)))
@@ -339,7 +339,7 @@ def test_the_nnx_module_is_left_as_it_was():
 
 def test_linen_streams_are_those_of_rng_names():
     variables = Linen(0.5).init(KEY, jnp.ones((BATCH, IN)), train=False)
-    apply, params, state = functionalize(Linen(0.5), variables=variables, rng_names=("noise",))
+    apply, params, state = make_functional(Linen(0.5), variables=variables, rng_names=("noise",))
     with pytest.raises(GradtoolsError, match=r"rng_names, which are \('noise',\)"):
         apply(params, state, jnp.ones((BATCH, IN)), True, key=KEY)
 
@@ -357,7 +357,7 @@ class Deterministic(linen.Module):
 
 
 def test_train_reaches_a_linen_module_that_knows_deterministic():
-    apply, params, state = functionalize(Deterministic(), variables={}, train=True)
+    apply, params, state = make_functional(Deterministic(), variables={}, train=True)
     assert (apply(params, state, jnp.ones(200), key=KEY)[0] == 0).any()
 
 
@@ -365,7 +365,7 @@ def test_train_is_refused_where_the_linen_module_has_no_word_for_it():
     net = linen.Dense(2)
     variables = net.init(KEY, jnp.ones(3))
     with pytest.raises(GradtoolsError, match="train=True cannot be passed on"):
-        functionalize(net, variables=variables, train=True)
+        make_functional(net, variables=variables, train=True)
 
 
 def test_an_equinox_module_that_takes_no_key_is_called_without_one():
@@ -375,7 +375,7 @@ def test_an_equinox_module_that_takes_no_key_is_called_without_one():
         def __call__(self, x):
             return self.w * x
 
-    apply, params, state = functionalize(Plain(jnp.ones(2)))
+    apply, params, state = make_functional(Plain(jnp.ones(2)))
     assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], [1, 1])
 
 
@@ -386,7 +386,7 @@ def test_an_equinox_module_that_takes_any_keyword_gets_the_key():
         def __call__(self, x, **kwargs):
             return self.w * x + jax.random.normal(kwargs["key"], x.shape)
 
-    apply, params, state = functionalize(Noisy(jnp.ones(2)))
+    apply, params, state = make_functional(Noisy(jnp.ones(2)))
     wanted = 1 + jax.random.normal(KEY, (2,))
     assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], wanted)
 
@@ -403,13 +403,13 @@ def test_wrong_params_are_named(make):
 
 def test_what_is_no_module_or_has_the_wrong_variables_is_refused():
     with pytest.raises(GradtoolsError, match=r"builtins.int; .*flax.linen, flax.nnx or equinox"):
-        functionalize(3)
+        make_functional(3)
     with pytest.raises(GradtoolsError, match=r"variables=module\.init"):
-        functionalize(linen.Dense(2))
+        make_functional(linen.Dense(2))
     with pytest.raises(GradtoolsError, match="variables=None"):
-        functionalize(Nnx(), variables={})
+        make_functional(Nnx(), variables={})
     with pytest.raises(GradtoolsError, match=r"eqx.nn.State"):
-        functionalize(eqx.nn.Identity(), variables={})
+        make_functional(eqx.nn.Identity(), variables={})
 
 
 @pytest.mark.parametrize("make", [small_linen, small_nnx])

@@ -1,4 +1,4 @@
-"""What `gather` sends, in one process: several have tests of their own."""
+"""What `all_gather` sends, in one process: several have tests of their own."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def _a_group():
 
 @pytest.mark.parametrize("x", [Z.conj(), Z.conj().imag, Z.mT.conj(), Z.mH[1:]])
 def test_a_conjugate_that_is_yet_to_be_taken_is_sent_as_what_it_is(x):
-    assert torch.equal(gt.gather(x), x.resolve_conj().resolve_neg())
+    assert torch.equal(gt.all_gather(x), x.resolve_conj().resolve_neg())
 
 
 def test_a_cotangent_that_is_such_a_conjugate_comes_back_as_what_it_is():
     x = Z.clone().requires_grad_()
-    (g,) = torch.autograd.grad(gt.gather(x), x, Z.conj())
+    (g,) = torch.autograd.grad(gt.all_gather(x), x, Z.conj())
     assert torch.equal(g, Z.conj().resolve_conj())
 
 
 @pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()])
 def test_what_has_no_rows_in_memory_is_refused(x):
-    with pytest.raises(GradtoolsError, match="gather: a sparse or nested tensor"):
-        gt.gather(x)
+    with pytest.raises(GradtoolsError, match="all_gather: a sparse or nested tensor"):
+        gt.all_gather(x)

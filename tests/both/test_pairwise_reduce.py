@@ -1,4 +1,4 @@
-"""`tiled` is the dense program: its value and every derivative to third order, tile by tile."""
+"""`pairwise_reduce` equals the dense program, in value and in derivatives to third order."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def programs(gt, reduce, tile=TILE):
         "own": (OWN(xp), "columns"),
         "both sides": (("logsumexp", "sum"), ("columns", "rows")),
     }.get(reduce, (reduce, "columns"))
-    run = gt.tiled(f, asked, tile, columns=(1, 2), over=over)
+    run = gt.pairwise_reduce(f, asked, tile, columns=(1, 2), over=over)
     if reduce == "both sides":
         return (lambda *args: xp.concat(list(run(*args)))), dense
     return run, dense
@@ -222,7 +222,7 @@ def frameworks_own(gt, backend_name, reduce, s):
 def test_hard_rows_have_the_values_and_derivatives_of_the_framework(reduce, gt, backend_name):
     s = gt.asarray(HARD)
     j = gt.asarray(np.arange(5))
-    take = gt.tiled(lambda s, j: gt.xp.take(s, j, axis=1), reduce, TILE)
+    take = gt.pairwise_reduce(lambda s, j: gt.xp.take(s, j, axis=1), reduce, TILE)
     own = partial(frameworks_own, gt, backend_name, reduce)
     for f, g in [(lambda s: take(s, j), own), (lambda s: take(s, j) * 2, lambda s: own(s) * 2)]:
         value, pull = gt.vjp(f, s)
@@ -244,7 +244,7 @@ def test_rows_whose_scores_are_all_negative(most, reduce, gt, backend_name):
     j, (v,) = gt.asarray(np.arange(5)), arrays(gt, (5, 2))
     pair = lambda s, j, v: (gt.xp.take(s, j, axis=1), v[None])
     f = pair if reduce == "softmax" else lambda *xs: pair(*xs)[0]
-    run = gt.tiled(f, reduce, TILE, columns=(1, 2))
+    run = gt.pairwise_reduce(f, reduce, TILE, columns=(1, 2))
     own = softmax(gt.xp, gt.asarray(table)) @ v if reduce == "softmax" else None
     if reduce != "softmax":
         own = frameworks_own(gt, backend_name, reduce, gt.asarray(table))
@@ -257,8 +257,8 @@ def test_rows_whose_scores_are_all_negative(most, reduce, gt, backend_name):
 def test_a_row_without_any_column_is_minus_infinity_or_zero_and_has_no_derivative(gt):
     s, v, j = gt.asarray(np.full((2, 5), -np.inf)), *arrays(gt, (5, 2)), gt.asarray(np.arange(5))
     take = lambda s, j, v: (gt.xp.take(s, j, axis=1), v[None])
-    mean = lambda s, v: gt.tiled(take, "softmax", TILE, columns=(1, 2))(s, j, v)
-    lse = gt.tiled(lambda s, j: gt.xp.take(s, j, axis=1), "logsumexp", TILE)
+    mean = lambda s, v: gt.pairwise_reduce(take, "softmax", TILE, columns=(1, 2))(s, j, v)
+    lse = gt.pairwise_reduce(lambda s, j: gt.xp.take(s, j, axis=1), "logsumexp", TILE)
     assert gt.to_numpy(lse(s, j)).tolist() == [-np.inf] * 2
     assert not gt.to_numpy(mean(s, v)).any()
     for g in gt.grad(lambda s, v: gt.xp.sum(mean(s, v)), argnums=(0, 1))(s, v):
@@ -273,7 +273,9 @@ def test_a_row_without_any_column_is_minus_infinity_or_zero_and_has_no_derivativ
 def test_arguments_are_named_by_position_from_either_end_or_by_name(gt, named):
     x, y, w = arrays(gt, (5, 4), (4, 4), ())
     f = partial(scores, gt.xp)
-    run = gt.tiled(lambda x, y, w: f(x, y, w), "sum", TILE, rows=named[0], columns=named[1])
+    run = gt.pairwise_reduce(
+        lambda x, y, w: f(x, y, w), "sum", TILE, rows=named[0], columns=named[1]
+    )
     close(gt, run(x, y, w), gt.xp.sum(f(x, y, w), axis=1))
 
 
@@ -282,7 +284,7 @@ def test_masks_by_index_are_arguments(gt):
     q, k = arrays(gt, (7, 3), (7, 3))
     i = gt.asarray(np.arange(7))
     causal = lambda q, k, i, j: gt.xp.where(i[:, None] >= j, q @ k.T, -np.inf)
-    found = gt.tiled(causal, "logsumexp", TILE, rows=("q", "i"), columns=("k", "j"))
+    found = gt.pairwise_reduce(causal, "logsumexp", TILE, rows=("q", "i"), columns=("k", "j"))
     for n in (1, 4, 7):
         close(gt, found(q, k, i, i)[n - 1], logsumexp(gt.xp, q[n - 1 : n] @ k[:n].T, 1)[0])
     close(gt, found(q, k=k, j=i, i=i), found(q, k, i, i))
@@ -295,7 +297,7 @@ def test_trees_of_rows_and_of_results(gt):
         "a": {"s": rows["x"] @ y.T},
         "b": (rows["x"][:, None] * y, w * rows["x"] @ y.T),
     }
-    found = gt.tiled(f, {"a": "max", "b": "mean"}, TILE)({"x": x}, y, w)
+    found = gt.pairwise_reduce(f, {"a": "max", "b": "mean"}, TILE)({"x": x}, y, w)
     close(gt, found["a"]["s"], gt.xp.max(x @ y.T, axis=1))
     close(gt, found["b"][0], gt.xp.mean(x[:, None] * y, axis=1))
     close(gt, found["b"][1], gt.xp.mean(w * x @ y.T, axis=1))
@@ -323,14 +325,16 @@ def test_complex_scores_are_summed(gt):
     rng = np.random.default_rng(0)
     x, y = (gt.asarray(rng.normal(size=(n, 3)) + 1j * rng.normal(size=(n, 3))) for n in (7, 5))
     f = lambda x, y: (x @ y.T) ** 2
-    pairs = [gt.tiled(f, "mean", TILE), lambda x, y: gt.xp.mean(f(x, y), axis=1)]
+    pairs = [gt.pairwise_reduce(f, "mean", TILE), lambda x, y: gt.xp.mean(f(x, y), axis=1)]
     grads = [
         gt.grad(lambda x, y: gt.xp.sum(abs(g(x, y)) ** 2), argnums=(0, 1))(x, y) for g in pairs
     ]
     for g, h in zip(*grads, strict=True):
         close(gt, g, h)
-    with pytest.raises(GradtoolsError, match="tiled: f's scores are complex, which have no order"):
-        gt.tiled(f, "logsumexp")(x, y)
+    with pytest.raises(
+        GradtoolsError, match="pairwise_reduce: f's scores are complex, which have no order"
+    ):
+        gt.pairwise_reduce(f, "logsumexp")(x, y)
 
 
 @pytest.mark.sweep_at("jax")
@@ -342,12 +346,12 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(gt, backend_name):
     )
     x, y = half(x), half(y)
     f = lambda x, y: x @ y.T
-    found = gt.tiled(f, "sum", 16)(x, y)
+    found = gt.pairwise_reduce(f, "sum", 16)(x, y)
     assert str(found.dtype).endswith("bfloat16")
     wide = lambda z: np.asarray(gt.to_numpy(z), np.float64)
     exact = wide(f(x, y)).sum(1)
     assert np.abs(wide(found) - exact).max() <= 2**-8 * np.abs(exact).max()
-    g = gt.grad(lambda x, y: gt.xp.sum(gt.tiled(f, "logsumexp", 16)(x, y)))(x, y)
+    g = gt.grad(lambda x, y: gt.xp.sum(gt.pairwise_reduce(f, "logsumexp", 16)(x, y)))(x, y)
     assert str(g.dtype).endswith("bfloat16")
 
 
@@ -398,7 +402,7 @@ def test_f_closes_over_an_array_of_a_running_trace(mix, gt, backend_name):
         return jitted(backend_name, of)
 
     dense = lambda f: lambda x, y: logsumexp(gt.xp, f(x, y), 1)
-    close(gt, at(lambda f: gt.tiled(f, "logsumexp", TILE))(x, y, w), at(dense)(x, y, w))
+    close(gt, at(lambda f: gt.pairwise_reduce(f, "logsumexp", TILE))(x, y, w), at(dense)(x, y, w))
 
 
 @pytest.mark.sweep_at("fr", "rr", "rfr")
@@ -424,7 +428,7 @@ def test_f_closes_over_an_array_of_a_trace_that_has_ended(mix):
         return f(x)
 
     dense = lambda f: lambda x, y: logsumexp(gt.xp, f(x, y), 1)
-    close(gt, at(lambda f: gt.tiled(f, "logsumexp", TILE)), at(dense))
+    close(gt, at(lambda f: gt.pairwise_reduce(f, "logsumexp", TILE)), at(dense))
 
 
 def test_a_reduction_that_closes_over_an_array_of_a_running_trace_is_refused():
@@ -436,7 +440,7 @@ def test_a_reduction_that_closes_over_an_array_of_a_running_trace_is_refused():
 
     def run(x, y, w):
         own = init, combine, lambda state: w * finish(state)
-        return gt.tiled(lambda x, y: x @ y.T, own, TILE)(x, y)
+        return gt.pairwise_reduce(lambda x, y: x @ y.T, own, TILE)(x, y)
 
     with pytest.raises(GradtoolsError, match="a function of reduce closes over an array"):
         jax.jit(run)(*arrays(gt, (7, 3), (5, 3), ()))
@@ -444,17 +448,19 @@ def test_a_reduction_that_closes_over_an_array_of_a_running_trace_is_refused():
 
 def test_an_array_that_f_closes_over_is_not_differentiated_in_silence(gt):
     x, y, w = arrays(gt, (7, 3), (5, 3), ())
-    with pytest.raises(GradtoolsError, match="'tiled' closes over"):
-        gt.grad(lambda w: gt.xp.sum(gt.tiled(lambda x, y: w * (x @ y.T), "max", TILE)(x, y)))(w)
+    with pytest.raises(GradtoolsError, match="'pairwise_reduce' closes over"):
+        gt.grad(
+            lambda w: gt.xp.sum(gt.pairwise_reduce(lambda x, y: w * (x @ y.T), "max", TILE)(x, y))
+        )(w)
 
 
 @pytest.mark.slow_at("jax")
 def test_a_memory_budget_chooses_the_tile(gt):
     x, y = arrays(gt, (7, 3), (5, 3))
     f = lambda x, y: x @ y.T
-    close(gt, gt.tiled(f, memory_budget=10**6)(x, y), gt.xp.sum(x @ y.T, axis=1))
+    close(gt, gt.pairwise_reduce(f, memory_budget=10**6)(x, y), gt.xp.sum(x @ y.T, axis=1))
     with pytest.raises(GradtoolsError, match="the derivative of a single pair takes about"):
-        gt.tiled(f, memory_budget=1)(x, y)
+        gt.pairwise_reduce(f, memory_budget=1)(x, y)
 
 
 def test_a_call_leaves_no_cycle_that_would_keep_what_f_holds():
@@ -468,7 +474,7 @@ def test_a_call_leaves_no_cycle_that_would_keep_what_f_holds():
     gc.collect()
     gc.disable()
     try:
-        gt.tiled(lambda x, y, held=held: x @ y.T, "logsumexp", 2)(x, y)
+        gt.pairwise_reduce(lambda x, y, held=held: x @ y.T, "logsumexp", 2)(x, y)
         del held
         assert gone() is None
     finally:
@@ -485,7 +491,7 @@ def test_values_may_be_complex_or_of_another_width_than_scores(dtype, shared, gt
     cast = lambda v: gt.asarray((gt.to_numpy(v) * number).astype(dtype))
     primals, tangents = (x, y, cast(v)), (*along[:2], cast(along[2]))
     value = lambda x, v: v[None] if shared else v[None] * gt.xp.cos(x.sum(1))[:, None, None]
-    f = gt.tiled(lambda x, y, v: (x @ y.T, value(x, v)), "softmax", TILE, columns=(1, 2))
+    f = gt.pairwise_reduce(lambda x, y, v: (x @ y.T, value(x, v)), "softmax", TILE, columns=(1, 2))
     dense = lambda x, y, v: (softmax(gt.xp, x @ y.T)[:, :, None] * value(x, v)).sum(1)
     square = lambda f: lambda *xs: (gt.xp.abs(f(*xs)) ** 2).sum()
     tolerance = 1e-10 if dtype == "complex128" else 1e-5
@@ -530,7 +536,9 @@ def test_a_tile_that_is_another_when_it_is_computed_again_is_refused(kind, own):
     factor, change = another(kind)
     reduce = (lambda s: s.sum(1), lambda a, b: a + b, lambda s: s) if own else "sum"
     x = torch.ones(4, 3, requires_grad=True)
-    found = gt.tiled(lambda x, y: x @ y.T * factor(), reduce, 2)(x, torch.ones(5, 3)).sum()
+    found = gt.pairwise_reduce(lambda x, y: x @ y.T * factor(), reduce, 2)(
+        x, torch.ones(5, 3)
+    ).sum()
     change()
     said = "changed in place" if kind == "a tensor that is written later" else "gives other numbers"
     with pytest.raises(GradtoolsError, match=f"{said}.* a tile .* computed again"):
@@ -544,20 +552,24 @@ def test_an_argument_that_f_writes_is_refused_and_stays():
     x, y = torch.ones(4, 3), torch.ones(5, 3)
     for write in (lambda x, y: x.mul_(2), lambda x, y: y.add_(1)):
         with torch.no_grad(), pytest.raises(GradtoolsError, match="f changes an argument in place"):
-            gt.tiled(lambda x, y: (write(x, y), x @ y.T)[1], "sum", 2)(x, y)
+            gt.pairwise_reduce(lambda x, y: (write(x, y), x @ y.T)[1], "sum", 2)(x, y)
     assert x.sum() == 12 and y.sum() == 15
     with torch.inference_mode():
-        assert gt.tiled(lambda x, y: x @ y.T, "sum", 2)(x, y).sum() == 60
+        assert gt.pairwise_reduce(lambda x, y: x @ y.T, "sum", 2)(x, y).sum() == 60
 
 
 @pytest.mark.slow_at("jax")
 def test_the_size_of_a_tile_is_a_whole_number_of_any_kind(gt):
     x, y = arrays(gt, (4, 3), (5, 3))
     f = lambda x, y: x @ y.T
-    close(gt, gt.tiled(f, "sum", np.int64(2))(x, y), gt.tiled(f, "sum", [2, 3])(x, y))
+    close(
+        gt,
+        gt.pairwise_reduce(f, "sum", np.int64(2))(x, y),
+        gt.pairwise_reduce(f, "sum", [2, 3])(x, y),
+    )
     for size in (True, np.True_, 2.0, "2", (2,), (2, 0)):
         with pytest.raises(GradtoolsError, match="tile_size is"):
-            gt.tiled(f, "sum", size)
+            gt.pairwise_reduce(f, "sum", size)
 
 
 @pytest.mark.slow_at("keys", "numbers for a row")
@@ -574,7 +586,7 @@ def test_random_numbers_that_each_tile_would_get_are_refused_in_jax(many):
         "numbers for a row": lambda x, y: jax.random.uniform(key, (len(y),)),
     }[many]
     x, y = arrays(gt, (7, 3), (5, 3))
-    run = gt.tiled(lambda x, y: x @ y.T + draw(x, y), "sum", TILE)
+    run = gt.pairwise_reduce(lambda x, y: x @ y.T + draw(x, y), "sum", TILE)
     for call in (run, jax.jit(run), jax.grad(lambda x, y: run(x, y).sum())):
         with pytest.raises(GradtoolsError, match="f draws random numbers for a whole tile"):
             call(x, y)
@@ -595,23 +607,27 @@ def test_random_numbers_of_a_pair_or_of_all_pairs_are_those_of_the_dense_program
 
     x, y = arrays(gt, (7, 3), (5, 3))
     i, j = (gt.asarray(np.arange(n)) for n in (7, 5))
-    run = gt.tiled(f, "logsumexp", TILE, rows=(0, 1), columns=(2, 3))
+    run = gt.pairwise_reduce(f, "logsumexp", TILE, rows=(0, 1), columns=(2, 3))
     close(gt, run(x, i, y, j), logsumexp(gt.xp, f(x, i, y, j), 1))
 
 
 COUNTS = {
-    "chunked": lambda gt, n: gt.chunked(lambda x: x**2, n, retain=n, memory_budget=n),
-    "microbatched": lambda gt, n: lambda x: gt.microbatched(lambda w, x: (w * x).sum(), n)(x[0], x),
+    "chunked": lambda gt, n: gt.chunked(lambda x: x**2, n, keep_graphs=n, memory_budget=n),
+    "microbatched_value_and_grad": lambda gt, n: (
+        lambda x: gt.microbatched_value_and_grad(lambda w, x: (w * x).sum(), n)(x[0], x)
+    ),
     "frozen": lambda gt, n: gt.frozen(lambda x: x**2, memory_budget=n),
     "jacobian": lambda gt, n: gt.jacobian(lambda x: x**2, chunk_size=n),
     "per_example_grad": lambda gt, n: (
         lambda x: gt.per_example_grad(lambda w, x: w * x, chunk_size=n)(x[0], x)
     ),
-    "tiled": lambda gt, n: lambda x: gt.tiled(lambda x, y: x[:, None] * y, tile_size=n)(x, x),
-    "memory_budget": lambda gt, n: (
-        lambda x: gt.tiled(lambda x, y: x[:, None] * y, memory_budget=n * 1000)(x, x)
+    "pairwise_reduce": lambda gt, n: (
+        lambda x: gt.pairwise_reduce(lambda x, y: x[:, None] * y, tile_size=n)(x, x)
     ),
-    "split": lambda gt, n: lambda x: gt.split(gt.key(0), n),
+    "memory_budget": lambda gt, n: (
+        lambda x: gt.pairwise_reduce(lambda x, y: x[:, None] * y, memory_budget=n * 1000)(x, x)
+    ),
+    "split_key": lambda gt, n: lambda x: gt.split_key(gt.random_key(0), n),
     "order": lambda gt, n: lambda x: str(gt.formula(lambda x: (x**2).sum(), x, order=n)),
     "graph": lambda gt, n: lambda x: str(gt.gradient_graph(lambda x: (x**2).sum(), x, order=n)),
 }
@@ -635,8 +651,8 @@ class Two:
 
 @pytest.mark.slow_at(
     ("jax", "chunked"),
-    ("jax", "microbatched"),
-    ("jax", "tiled"),
+    ("jax", "microbatched_value_and_grad"),
+    ("jax", "pairwise_reduce"),
     ("jax", "memory_budget"),
     ("jax", "graph"),
 )

@@ -45,7 +45,7 @@ def compared(monkeypatch):
 
 def made(f, **options):
     """The same function, made anew in each step as a lambda in a loop is."""
-    return lambda *xs: gt.tiled(lambda *tile: f(*tile), "sum", 2, **options)(*xs)
+    return lambda *xs: gt.pairwise_reduce(lambda *tile: f(*tile), "sum", 2, **options)(*xs)
 
 
 def test_a_tile_is_compared_once_for_each_function_and_each_shape(compared):
@@ -68,8 +68,8 @@ def test_with_verify_each_tile_of_each_derivative_is_compared_or_none(compared):
 
 
 def test_what_fits_no_time_to_compare_is_refused():
-    with pytest.raises(GradtoolsError, match="tiled: verify is 'first'; expected True"):
-        gt.tiled(scores, verify="first")
+    with pytest.raises(GradtoolsError, match="pairwise_reduce: verify is 'first'; expected True"):
+        gt.pairwise_reduce(scores, verify="first")
 
 
 def test_a_change_after_the_first_derivative_is_seen_if_it_is_to_be():
@@ -79,7 +79,7 @@ def test_a_change_after_the_first_derivative_is_seen_if_it_is_to_be():
         return scores(x, y, w) * (next(ticks) if on[0] else 1)
 
     for verify in (None, True):
-        run = gt.tiled(f, "sum", 2, verify=verify)
+        run = gt.pairwise_reduce(f, "sum", 2, verify=verify)
         step(run)
         on[0] = 1
         if verify:
@@ -94,12 +94,12 @@ def test_a_difference_in_a_later_tile_is_seen_with_verify():
     ticks = itertools.count()
     f = lambda x, y, w: scores(x, y, w) * (2.0 if next(ticks) == 4 else 1.0)
     with pytest.raises(GradtoolsError, match="gives other numbers"):
-        step(gt.tiled(f, "sum", 2, verify=True))
+        step(gt.pairwise_reduce(f, "sum", 2, verify=True))
 
 
 def test_what_was_wrong_is_looked_at_again():
     ticks = itertools.count(1)
-    run = gt.tiled(lambda x, y, w: scores(x, y, w) * next(ticks), "sum", 2)
+    run = gt.pairwise_reduce(lambda x, y, w: scores(x, y, w) * next(ticks), "sum", 2)
     for _ in range(2):
         with pytest.raises(GradtoolsError, match="gives other numbers"):
             step(run)
@@ -107,7 +107,7 @@ def test_what_was_wrong_is_looked_at_again():
 
 def test_shared_arrays_are_copied_for_the_first_tile_of_the_first_call_alone():
     w = torch.zeros(512, 512)
-    run = gt.tiled(lambda x, y, w: (x @ w) @ y.T, "sum", 2)
+    run = gt.pairwise_reduce(lambda x, y, w: (x @ w) @ y.T, "sum", 2)
     x, y = torch.ones(4, 512), torch.ones(4, 512)
 
     def peak() -> int:
@@ -127,7 +127,7 @@ def test_an_argument_that_is_written_in_a_later_call_is_refused():
             x.add_(1)
         return scores(x, y, w)
 
-    run = gt.tiled(f, "sum", 2)
+    run = gt.pairwise_reduce(f, "sum", 2)
     with torch.no_grad():
         run(numbers(4, 3), numbers(5, 3), numbers(3, 3))
         writes[0] = True
@@ -147,7 +147,7 @@ def test_what_f_closes_over_and_is_changed_is_refused_in_each_call(holds):
     }[holds]
     for p in module.parameters():
         p.requires_grad_(False)
-    run = gt.tiled(f, "sum", 2)
+    run = gt.pairwise_reduce(f, "sum", 2)
     for change in (False, True, True):
         out = run(numbers(4, 3).requires_grad_(), numbers(5, 3)).sum()
         if not change:
@@ -161,7 +161,7 @@ def test_what_f_closes_over_and_is_changed_is_refused_in_each_call(holds):
 def test_a_module_that_counts_its_calls_is_refused():
     norm = torch.nn.BatchNorm1d(3).double().requires_grad_(False)
     with pytest.raises(GradtoolsError, match="changed in place, by f"):
-        gt.tiled(lambda x, y: norm(x) @ y.T, "sum", 2)(numbers(4, 3), numbers(5, 3))
+        gt.pairwise_reduce(lambda x, y: norm(x) @ y.T, "sum", 2)(numbers(4, 3), numbers(5, 3))
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -169,7 +169,7 @@ def test_under_vmap_tiles_are_compared_as_well(nested):
     ticks = itertools.count(1)
 
     def loss(f):
-        mapped = gt.vmap(gt.tiled(f, "sum", 2), in_axes=(0, None))
+        mapped = gt.vmap(gt.pairwise_reduce(f, "sum", 2), in_axes=(0, None))
         if nested:
             one = mapped
             mapped = lambda x, y: gt.vmap(one, in_axes=(1, 0), out_axes=1)(
@@ -193,7 +193,7 @@ def test_under_vmap_tiles_are_compared_as_well(nested):
 def test_random_numbers_under_vmap_are_refused():
     noisy = lambda x, y: x @ y.T + torch.rand(())
     with pytest.raises(GradtoolsError, match="f draws random numbers"):
-        torch.vmap(gt.tiled(noisy, "sum", 2), in_dims=(0, None), randomness="same")(
+        torch.vmap(gt.pairwise_reduce(noisy, "sum", 2), in_dims=(0, None), randomness="same")(
             numbers(2, 4, 3), numbers(5, 3)
         )
 
@@ -217,7 +217,7 @@ def test_the_autocast_of_the_call_holds_for_its_derivatives(reduce):
         dtypes.append(s.dtype)
         return s
 
-    found, grad = slope(gt.tiled(f, own if reduce == "own" else reduce, 8))
+    found, grad = slope(gt.pairwise_reduce(f, own if reduce == "own" else reduce, 8))
     assert set(dtypes) == {torch.bfloat16}
     assert found.dtype == torch.float32
     wanted, slope_of_it = slope(lambda x, y: (x @ y.T).float().logsumexp(1))
@@ -227,7 +227,7 @@ def test_the_autocast_of_the_call_holds_for_its_derivatives(reduce):
 
 def test_an_autocast_around_the_backward_pass_alone_changes_nothing():
     x, y = (numbers(n, 8).float().requires_grad_() for n in (20, 30))
-    loss = gt.tiled(lambda x, y: x @ y.T, "logsumexp", 8)
+    loss = gt.pairwise_reduce(lambda x, y: x @ y.T, "logsumexp", 8)
     (wanted,) = torch.autograd.grad(loss(x, y).sum(), x)
     out = loss(x, y).sum()
     with torch.autocast("cpu", torch.bfloat16):
@@ -241,7 +241,10 @@ def test_many_cotangents_at_once_by_the_vmap_of_autograd_itself(reduce):
     dense = {"sum": torch.sum, "max": torch.amax, "logsumexp": torch.logsumexp}[reduce]
     found, wanted = (
         torch.autograd.grad(f(x, y), x, units, is_grads_batched=True)[0]
-        for f in (gt.tiled(lambda x, y: x @ y.T, reduce, 2), lambda x, y: dense(x @ y.T, 1))
+        for f in (
+            gt.pairwise_reduce(lambda x, y: x @ y.T, reduce, 2),
+            lambda x, y: dense(x @ y.T, 1),
+        )
     )
     torch.testing.assert_close(found, wanted)
 

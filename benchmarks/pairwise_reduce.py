@@ -1,8 +1,8 @@
-"""Losses of all pairs: `tiled` beside the dense program, its peers and the fused kernels.
+"""Losses of all pairs: `pairwise_reduce` beside the dense program, its peers and the fused kernels.
 
-Run as `python -m benchmarks.tiled [--quick] [--only contrastive,cross_entropy,attention]`. Seconds
-are those of the CPU, the least of some runs, taken in turns; bytes are the most that tensors made
-inside held at once, beyond inputs and parameters.
+Run as `python -m benchmarks.pairwise_reduce [--quick] [--only contrastive,cross_entropy]`.
+Seconds are those of the CPU, the least of some runs, taken in turns; bytes are the most that
+tensors made inside held at once, beyond inputs and parameters.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def contrastive(batch: int, width: int, dense: bool) -> Ways:
     encoder = torch.nn.Sequential(*layers, Normalized())
     a, b = torch.randn(2, batch, width)
     scale = torch.tensor(10.0, requires_grad=True)
-    chunked = gt.chunked(encoder, 512, retain=0, verify=False)
+    chunked = gt.chunked(encoder, 512, keep_graphs=0, verify=False)
 
     def step(encode: Any, loss: Any) -> Any:
         return torch.autograd.grad(loss(encode(a), encode(b)), [*encoder.parameters(), scale])

@@ -1,4 +1,4 @@
-"""What `tiled` costs: floating-point operations by formula, bytes flat in the number of columns."""
+"""What `pairwise_reduce` costs: operations by formula, bytes flat in the number of columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TILE, D = 64, 32
 
 
 def contrast(gt, tile=TILE):
-    run = gt.tiled(lambda x, y: x @ y.T, "logsumexp", tile)
+    run = gt.pairwise_reduce(lambda x, y: x @ y.T, "logsumexp", tile)
     return lambda x, y: gt.xp.sum(run(x, y))
 
 
@@ -100,7 +100,7 @@ def test_bytes_do_not_grow_with_the_number_of_columns(way, gt, backend_name):
 @pytest.mark.sweep_at("jax")
 def test_a_budget_bounds_the_bytes(gt, backend_name):
     x, y = features(gt, 512, 512)
-    run = gt.tiled(lambda x, y: x @ y.T, "logsumexp", memory_budget=2**17)
+    run = gt.pairwise_reduce(lambda x, y: x @ y.T, "logsumexp", memory_budget=2**17)
     taken = peak(gt, backend_name, gt.grad(lambda x, y: gt.xp.sum(run(x, y))), x, y)
     assert taken < 2**18 + 3 * 512 * D * 4
 

@@ -1,4 +1,4 @@
-"""Metrics, keys and state of microbatched, and aux of minimax_value_and_grad."""
+"""Metrics, keys and state of microbatched_value_and_grad, and aux of minimax_value_and_grad."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ X = np.arange(10.0, dtype=np.float32)
 def test_aux_is_reduced_as_the_loss_is(gt, reduction):
     reduced = lambda x: getattr(gt.xp, reduction)(x)
     f = lambda w, x: (reduced(w * x), {"square": reduced(x**2)})
-    step = gt.microbatched(f, 4, reduction=reduction, has_aux=True)
+    step = gt.microbatched_value_and_grad(f, 4, reduction=reduction, has_aux=True)
     (value, aux), g = step(gt.asarray(np.float32(2)), gt.asarray(X))
     whole = getattr(np, reduction)
     assert float(value) == 2 * whole(X) and float(g) == whole(X)
@@ -26,7 +26,7 @@ def test_a_carry_is_handed_from_chunk_to_chunk(gt):
         loss = gt.xp.mean(w * x)
         return (loss, gt.xp.mean(x)), (total + gt.xp.sum(w * x), count + 1)
 
-    step = gt.microbatched(f, 4, has_aux=True, carry_argnums=(2, 3))
+    step = gt.microbatched_value_and_grad(f, 4, has_aux=True, carry_argnums=(2, 3))
     w, zero, none = gt.asarray(np.float32(2)), gt.asarray(np.float32(0)), gt.asarray(np.int32(0))
     ((value, mean), g), (total, count) = step(w, gt.asarray(X), zero, none)
     assert (float(value), float(mean), float(g)) == (9, 4.5, 4.5)
@@ -35,18 +35,18 @@ def test_a_carry_is_handed_from_chunk_to_chunk(gt):
 
 def test_each_chunk_gets_its_own_key(gt):
     f = lambda w, x, key: w * gt.xp.astype(gt.xp.sum(key), x.dtype) * 0 + gt.xp.mean(w * x)
-    step = gt.microbatched(f, 4, key_argnums=2)
+    step = gt.microbatched_value_and_grad(f, 4, key_argnums=2)
     if gt.__name__.endswith("jax"):
         import jax
 
         f = lambda w, x, key: (w * jax.random.normal(key, x.shape)).mean()
-        key, w, x = gt.key(0), gt.asarray(np.float32(1)), gt.asarray(X)
-        _, g = gt.microbatched(f, 5, key_argnums=2)(w, x, key)
+        key, w, x = gt.random_key(0), gt.asarray(np.float32(1)), gt.asarray(X)
+        _, g = gt.microbatched_value_and_grad(f, 5, key_argnums=2)(w, x, key)
         keys = [jax.random.fold_in(key, i) for i in range(2)]
         want = np.mean([jax.random.normal(k, (5,)) for k in keys])
         np.testing.assert_allclose(g, want, rtol=1e-5)
         return
-    _, g = step(gt.asarray(np.float32(2)), gt.asarray(X), gt.key(0))
+    _, g = step(gt.asarray(np.float32(2)), gt.asarray(X), gt.random_key(0))
     assert float(g) == 4.5
 
 
@@ -69,8 +69,8 @@ MISTAKES = {
 def test_mistakes_are_named(gt, mistake):
     f, options = MISTAKES[mistake]
     args = gt.asarray(np.float32(2)), gt.asarray(X), gt.asarray(np.float32(0))
-    with pytest.raises(GradtoolsError, match=r"microbatched: "):
-        gt.microbatched(f, 4, **options)(*args)
+    with pytest.raises(GradtoolsError, match=r"microbatched_value_and_grad: "):
+        gt.microbatched_value_and_grad(f, 4, **options)(*args)
 
 
 def test_minimax_hands_aux_out(gt):

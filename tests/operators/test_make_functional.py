@@ -1,4 +1,4 @@
-"""functionalize: a module as a pure function, in every library, with the same numbers."""
+"""make_functional: a module as a pure function, in every library, with the same numbers."""
 
 import copy
 import threading
@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  only where torch is installed
 
 import gradtools.torch as gt  # noqa: E402
-from gradtools.torch.arrays import key, split  # noqa: E402
-from gradtools.torch.modules import functionalize  # noqa: E402
+from gradtools.torch.arrays import random_key, split_key  # noqa: E402
+from gradtools.torch.modules import make_functional  # noqa: E402
 
 
 def network():
@@ -38,7 +38,7 @@ def same(a, b):
 
 def test_params_are_detached_aliases_and_state_is_a_copy():
     net = network()
-    _, params, state = functionalize(net)
+    _, params, state = make_functional(net)
     assert list(params) == [name for name, _ in net.named_parameters()]
     for name, p in net.named_parameters():
         assert params[name].data_ptr() == p.data_ptr() and not params[name].requires_grad
@@ -48,7 +48,7 @@ def test_params_are_detached_aliases_and_state_is_a_copy():
 
 def test_output_and_new_state_are_those_of_one_plain_call():
     net, x = network(), batch(6, 4)
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     plain = copy.deepcopy(net)
     torch.manual_seed(3)
     expected = plain(x)
@@ -61,16 +61,16 @@ def test_output_and_new_state_are_those_of_one_plain_call():
 
 def test_apply_changes_neither_the_module_nor_its_arguments():
     net, x = network(), batch(6, 4)
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     before, given = contents(net), {name: b.clone() for name, b in state.items()}
     for _ in range(3):
-        apply(params, state, x, key=key(0))
+        apply(params, state, x, key=random_key(0))
     assert same(before, contents(net)) and same(given, state)
 
 
 def test_an_optimizer_step_on_the_module_is_seen_through_the_aliases():
     net, x = network(), batch(6, 4)
-    apply, params, state = functionalize(net, train=False)
+    apply, params, state = make_functional(net, train=False)
     with torch.no_grad():
         net[3].bias += 1
     torch.testing.assert_close(apply(params, state, x)[0], net.eval()(x), rtol=0, atol=0)
@@ -78,7 +78,7 @@ def test_an_optimizer_step_on_the_module_is_seen_through_the_aliases():
 
 def test_gradients_are_those_of_the_plain_module():
     net, x = network(), batch(6, 4)
-    apply, params, state = functionalize(net, train=False)
+    apply, params, state = make_functional(net, train=False)
     (expected,) = torch.autograd.grad(net.eval()(x).square().sum(), [net[0].weight])
     leaf = params["0.weight"].clone().requires_grad_()
     out, _ = apply({**params, "0.weight": leaf}, state, x)
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_plain_module():
 @pytest.mark.parametrize("train", [True, False])
 def test_train_sets_the_mode_of_the_copy_alone(train):
     net = network().train(not train)
-    apply, params, state = functionalize(net, train=train)
+    apply, params, state = make_functional(net, train=train)
     plain = copy.deepcopy(net).train(train)
     torch.manual_seed(0)
     expected = plain(batch(6, 4))
@@ -106,7 +106,7 @@ def test_a_train_method_that_freezes_a_layer_is_obeyed():
             self[0].eval()
             return self
 
-    apply, params, state = functionalize(Frozen(nn.BatchNorm1d(4)), train=True)
+    apply, params, state = make_functional(Frozen(nn.BatchNorm1d(4)), train=True)
     assert same(apply(params, state, batch(6, 4))[1], state)
 
 
@@ -120,7 +120,7 @@ def test_a_train_method_that_writes_parameters_is_refused_and_writes_none():
     net = Merging(2, 2)
     before = contents(net)
     with pytest.raises(GradtoolsError, match=r"train\(\) change parameter 'weight'"):
-        functionalize(net, train=False)
+        make_functional(net, train=False)
     assert same(before, contents(net))
 
 
@@ -130,8 +130,8 @@ def test_a_train_method_that_writes_parameters_is_refused_and_writes_none():
 def test_eight_threads_with_different_parameters_are_each_right_and_change_nothing():
     net, x = network(), batch(6, 4)
     before = contents(net)
-    apply, params, state = functionalize(net)
-    seeds = split(key(0), 8)
+    apply, params, state = make_functional(net)
+    seeds = split_key(random_key(0), 8)
     given = [{name: p * (i + 1) for name, p in params.items()} for i in range(8)]
     expected = [apply(given[i], state, x, key=seeds[i]) for i in range(8)]
     wrong = []
@@ -154,7 +154,7 @@ def test_eight_threads_with_different_parameters_are_each_right_and_change_nothi
 
 def test_threads_without_a_key_need_no_lock():
     net, x = network().eval(), batch(6, 4)
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     given = [{name: p * (i + 1) for name, p in params.items()} for i in range(8)]
     expected = [apply(given[i], state, x)[0] for i in range(8)]
     wrong = []
@@ -182,10 +182,10 @@ def test_an_exception_in_forward_leaves_the_module_and_the_random_stream_as_they
             raise ValueError("midway")
 
     net = Fails()
-    before, apply_params_state = contents(net), functionalize(net)
+    before, apply_params_state = contents(net), make_functional(net)
     stream = torch.get_rng_state()
     with pytest.raises(ValueError, match="midway"):
-        apply_params_state[0](*apply_params_state[1:], batch(6, 4), key=key(0))
+        apply_params_state[0](*apply_params_state[1:], batch(6, 4), key=random_key(0))
     assert same(before, contents(net))
     assert torch.equal(stream, torch.get_rng_state())
 
@@ -194,31 +194,33 @@ def test_an_exception_in_forward_leaves_the_module_and_the_random_stream_as_they
 
 
 def test_the_same_key_gives_the_same_mask_and_another_key_another():
-    apply, params, state = functionalize(nn.Dropout(0.5))
+    apply, params, state = make_functional(nn.Dropout(0.5))
     ones = torch.ones(200)
-    first, second = (apply(params, state, ones, key=key(0))[0] for _ in range(2))
+    first, second = (apply(params, state, ones, key=random_key(0))[0] for _ in range(2))
     assert torch.equal(first, second)
-    assert not torch.equal(first, apply(params, state, ones, key=key(1))[0])
+    assert not torch.equal(first, apply(params, state, ones, key=random_key(1))[0])
 
 
 def test_with_a_key_the_global_stream_is_untouched_and_without_one_it_advances():
-    apply, params, state = functionalize(nn.Dropout(0.5))
+    apply, params, state = make_functional(nn.Dropout(0.5))
     before = torch.get_rng_state()
-    apply(params, state, torch.ones(9), key=key(0))
+    apply(params, state, torch.ones(9), key=random_key(0))
     assert torch.equal(before, torch.get_rng_state())
     apply(params, state, torch.ones(9))
     assert not torch.equal(before, torch.get_rng_state())
 
 
 def test_a_mapped_key_is_refused_with_the_mend():
-    apply, params, state = functionalize(nn.Dropout(0.5))
+    apply, params, state = make_functional(nn.Dropout(0.5))
     with pytest.raises(GradtoolsError, match="not mapped"):
-        torch.func.vmap(lambda k: apply(params, state, torch.ones(2), key=k)[0])(split(key(0), 3))
+        torch.func.vmap(lambda k: apply(params, state, torch.ones(2), key=k)[0])(
+            split_key(random_key(0), 3)
+        )
 
 
 @pytest.mark.parametrize("bad", [3, torch.zeros(2), torch.zeros(3, dtype=torch.int64)])
 def test_what_is_no_key_is_refused(bad):
-    apply, params, state = functionalize(nn.Dropout(0.5))
+    apply, params, state = make_functional(nn.Dropout(0.5))
     with pytest.raises(GradtoolsError, match="a key is an int64 tensor"):
         apply(params, state, torch.ones(2), key=bad)
 
@@ -246,7 +248,7 @@ TREES = {
 def test_new_parameters_reach_every_part_of_the_tree(name):
     torch.manual_seed(0)
     net, x = TREES[name](), batch(3, 2, 4) if name != "embedding_bag" else batch(2, 3, 4)
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     before = contents(net)
     moved = {name: p + 0.1 * torch.randn_like(p) for name, p in params.items()}
     torch.manual_seed(1)
@@ -266,7 +268,7 @@ def test_tied_parameters_and_shared_submodules_stay_tied():
     shared = nn.Linear(4, 4)
     net = nn.Sequential(shared, nn.Linear(4, 4), shared)
     net[1].weight = shared.weight
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     assert list(params) == ["0.weight", "0.bias", "1.bias"]
     doubled = {name: 2 * p for name, p in params.items()}
     out, _ = apply(doubled, state, batch(2, 4))
@@ -278,7 +280,7 @@ def test_tied_parameters_and_shared_submodules_stay_tied():
 def test_forward_hooks_see_the_copy():
     net, seen = nn.Sequential(nn.Linear(4, 4)), []
     net[0].register_forward_hook(lambda part, args, out: seen.append(part) or out + 1)
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     out, _ = apply(params, state, batch(2, 4))
     assert torch.equal(out, net(batch(2, 4)))
     assert seen[0] is not net[0] and seen[0].weight is params["0.weight"]
@@ -307,7 +309,7 @@ class Selfish(nn.Module):
 
 def test_what_the_tree_refers_to_inside_itself_is_the_copy():
     net = Selfish()
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     zeros = {name: torch.zeros_like(p) for name, p in params.items()}
     assert not apply(zeros, state, batch(2, 4))[0].any()
     assert net(batch(2, 4)).any()
@@ -319,11 +321,11 @@ def test_a_closure_over_the_module_is_refused_and_in_a_hook_it_is_told():
         net = nn.Linear(4, 4)
         net.loss = made(net)
         with pytest.raises(GradtoolsError, match=r"'loss' of Linear .* closes over"):
-            functionalize(net)
+            make_functional(net)
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda part, args, out: out + hooked.bias)
     with pytest.warns(GradtoolsWarning, match="hook of Linear closes over"):
-        functionalize(hooked)
+        make_functional(hooked)
 
 
 class Counting(nn.Module):
@@ -342,7 +344,7 @@ class Counting(nn.Module):
 
 def test_a_buffer_assigned_anew_is_in_the_new_state_and_numbers_stay_on_the_copy():
     net = Counting()
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     for _ in range(2):
         out, new_state = apply(params, state, torch.ones(3))
         assert new_state["total"] == 3 and out.sum() == 3
@@ -352,7 +354,7 @@ def test_a_buffer_assigned_anew_is_in_the_new_state_and_numbers_stay_on_the_copy
 def test_a_compiled_module_call_does_not_bring_back_the_original():
     net = nn.Linear(4, 4)
     net.compile(backend="eager")
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     assert not apply({name: 0 * p for name, p in params.items()}, state, batch(2, 4))[0].any()
 
 
@@ -361,10 +363,10 @@ def test_a_compiled_module_call_does_not_bring_back_the_original():
 
 def test_it_runs_under_func_grad_with_batch_statistics():
     net, x = network(), batch(6, 4)
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
 
     def loss(params):
-        out, new_state = apply(params, state, x, key=key(0))
+        out, new_state = apply(params, state, x, key=random_key(0))
         return out.square().sum(), new_state
 
     grads, new_state = torch.func.grad(loss, has_aux=True)(params)
@@ -377,7 +379,7 @@ def test_it_runs_under_func_grad_with_batch_statistics():
 
 def test_it_runs_under_vmap_over_examples_and_over_models():
     net, x = network(), batch(6, 4)
-    apply, params, state = functionalize(net, train=False)
+    apply, params, state = make_functional(net, train=False)
     rows = torch.func.vmap(lambda row: apply(params, state, row[None])[0][0])(x)
     torch.testing.assert_close(rows, apply(params, state, x)[0])
     stacked = {name: torch.stack([p, 2 * p]) for name, p in params.items()}
@@ -386,16 +388,16 @@ def test_it_runs_under_vmap_over_examples_and_over_models():
 
 
 def test_a_key_under_vmap_gives_each_example_its_own_mask():
-    apply, params, state = functionalize(nn.Dropout(0.5))
+    apply, params, state = make_functional(nn.Dropout(0.5))
     masked = torch.func.vmap(
-        lambda row: apply(params, state, row, key=key(0))[0], randomness="different"
+        lambda row: apply(params, state, row, key=random_key(0))[0], randomness="different"
     )(torch.ones(2, 100))
     assert not torch.equal(masked[0], masked[1])
 
 
 def test_it_compiles_without_a_graph_break_and_stays_pure():
     net, x = network(), batch(6, 4)
-    apply, params, state = functionalize(net)
+    apply, params, state = make_functional(net)
     before, given = contents(net), {name: b.clone() for name, b in state.items()}
     compiled = torch.compile(apply, backend="eager", fullgraph=True)
     torch.manual_seed(0)
@@ -404,15 +406,15 @@ def test_it_compiles_without_a_graph_break_and_stays_pure():
     out, new_state = compiled(params, state, x)
     torch.testing.assert_close(out, expected[0])
     assert same(new_state, expected[1]) and same(before, contents(net)) and same(given, state)
-    keyed = torch.compile(apply, backend="eager")(params, state, x, key=key(0))
-    assert torch.equal(keyed[0], apply(params, state, x, key=key(0))[0])
+    keyed = torch.compile(apply, backend="eager")(params, state, x, key=random_key(0))
+    assert torch.equal(keyed[0], apply(params, state, x, key=random_key(0))[0])
 
 
 # PyTorch: what is refused
 
 
 def test_wrong_names_and_shapes_are_named():
-    apply, params, state = functionalize(network())
+    apply, params, state = make_functional(network())
     x = batch(6, 4)
     rest = {name: p for name, p in params.items() if name != "0.bias"}
     with pytest.raises(GradtoolsError, match=r"params .*missing: \['0.bias'\]"):
@@ -442,13 +444,13 @@ def test_wrong_names_and_shapes_are_named():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_modules_whose_tensors_cannot_be_given_are_refused(module, message):
     with pytest.raises(GradtoolsError, match=message):
-        functionalize(module())
+        make_functional(module())
 
 
 def test_variables_are_refused_for_torch_and_cached_parametrizations_too():
     with pytest.raises(GradtoolsError, match="variables=None"):
-        functionalize(nn.Linear(2, 2), variables={})
-    apply, params, state = functionalize(nn.Linear(2, 2))
+        make_functional(nn.Linear(2, 2), variables={})
+    apply, params, state = make_functional(nn.Linear(2, 2))
     with (
         nn.utils.parametrize.cached(),
         pytest.raises(GradtoolsError, match="outside of it"),

@@ -1,4 +1,4 @@
-"""`tiled` and what stands on it over meshes, on eight devices that the host plays.
+"""`pairwise_reduce` and what stands on it over meshes, on eight devices that the host plays.
 
 One process runs all of it; the same programs on one device, without a mesh, say what is right.
 """
@@ -34,7 +34,7 @@ PROGRAMS = {
         jnp.tanh(x @ w), y, ids=IDS, tile_size=3),
     "cross entropy": lambda w, x, y, t: gt.linear_cross_entropy(
         jnp.tanh(x @ w), V, t, tile_size=5),
-    "tiled": lambda w, x, y, t: jnp.sum(jnp.sin(gt.tiled(
+    "pairwise_reduce": lambda w, x, y, t: jnp.sum(jnp.sin(gt.pairwise_reduce(
         lambda a, b: a @ b.T, ("logsumexp"), (3, 5))(x @ w, y))),
     "attention": lambda w, x, y, t: jnp.sum(jnp.sin(gt.attention(
         (x @ w)[None], y[None], y[None], layout="heads_first", tile_size=5))),
@@ -65,7 +65,7 @@ for kind in (AxisType.Explicit, AxisType.Auto):
                 found = jax.tree.map(np.asarray, jax.jit(derive(f))(W, *rows))
                 close(found, WANTED[name, way], (kind, name, way))
         if kind == AxisType.Explicit:  # each device has two of the sixteen rows
-            lse = gt.tiled(lambda a, b: a @ b.T, "logsumexp", (1, 16))
+            lse = gt.pairwise_reduce(lambda a, b: a @ b.T, "logsumexp", (1, 16))
             program = jax.jit(lambda w, x, y: lse(x @ w, y)).lower(W, *rows[:2]).compile()
             trips = re.findall(r'known_trip_count[^0-9]*(\\d+)', program.as_text())
             assert trips == ["2"], trips
@@ -81,7 +81,7 @@ for kind, ways in ((AxisType.Explicit, ("gradient", "Hessian")), (AxisType.Auto,
         for way in ways:
             for specs in LAID_OUT:
                 x, y = (jax.device_put(z, NamedSharding(mesh, s)) for z, s in zip((X, Y), specs))
-                for name in ("contrastive, plain", "tiled"):
+                for name in ("contrastive, plain", "pairwise_reduce"):
                     found = jax.jit(WAYS[way](PROGRAMS[name]))(W, x, y, CLASSES)
                     close(found, WANTED[name, way], (kind, name, way, specs))
 
@@ -115,7 +115,7 @@ for checked in (True, False):
             return jax.jvp(jax.grad(f), (w,), (w,))[1]
         return of
 
-    tiled = lambda f: gt.tiled(f, "logsumexp", (3, 5))
+    tiled = lambda f: gt.pairwise_reduce(f, "logsumexp", (3, 5))
     dense = lambda f: lambda x, y: jax.nn.logsumexp(f(x, y), axis=1)
     close(*[over_devices(product(g), checked) for g in (tiled, dense)], (checked, "closed over"))
 print("all hold")

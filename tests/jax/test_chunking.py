@@ -287,7 +287,7 @@ def test_a_key_that_is_none_is_one():
 
 
 def test_what_is_no_key_is_refused():
-    with pytest.raises(GradtoolsError, match="a key is made by key"):
+    with pytest.raises(GradtoolsError, match="a key is made by random_key"):
         gt.chunked(lambda key, x: x, 4, key_argnums=0)(jnp.ones(3), X)
 
 

@@ -100,22 +100,26 @@ def _clip_modulus(backend: Backend, ct: Array, bound: Array) -> Array:
 def _clip_norm(backend: Backend, cts: list[Array], bound: Array) -> list[Array]:
     """Times min(1, bound / norm). The norm is that of c / max|c|, which cannot overflow."""
     xp = backend.xp
-    filled = [_wide(backend, ct) for ct in cts if 0 not in ct.shape]
-    if not filled:
+    wide = [_wide(backend, ct) for ct in cts]
+    largest = None
+    for ct in wide:
+        if 0 not in ct.shape:
+            most = xp.max(xp.abs(ct))
+            largest = most if largest is None else xp.maximum(largest, most)
+    if largest is None:
         return cts
-    largest = xp.max(backend.stop_gradient(xp.abs(filled[0])))
-    for ct in filled[1:]:
-        largest = xp.maximum(largest, xp.max(backend.stop_gradient(xp.abs(ct))))
+    largest = backend.stop_gradient(largest)
     zero = largest == 0
     unit = xp.where(zero, xp.ones_like(largest), largest)
-    # Where the reciprocal of unit is denormal, XLA flushes it to zero.
-    shrink = xp.where(largest > 1, xp.ones_like(largest) / 4, xp.ones_like(largest))
-    total = sum(_squares(backend, ct * shrink / (unit * shrink)) for ct in filled)
+    # A quarter, whose reciprocal is never denormal; XLA would flush that to zero.
+    unit = xp.where(unit > 1, unit / 4, unit)
+    scaled = [ct / unit for ct in wide]
+    total = sum(_squares(backend, ct) for ct in scaled if 0 not in ct.shape)
     size = xp.sqrt(xp.where(zero, xp.ones_like(total), total))
     inside = zero | (unit * size <= backend.real_scalar(bound, size))
     factor = backend.real_scalar(bound, size) / size
-    clipped = [_wide(backend, ct) * shrink / (unit * shrink) * factor for ct in cts]
-    return [xp.where(inside, ct, backend.cast(c, ct)) for ct, c in zip(cts, clipped, strict=True)]
+    pairs = zip(cts, scaled, strict=True)
+    return [xp.where(inside, ct, backend.cast(c * factor, ct)) for ct, c in pairs]
 
 
 def _wide(backend: Backend, ct: Array) -> Array:

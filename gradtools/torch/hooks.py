@@ -28,26 +28,25 @@ Tensor = torch.Tensor
 def scaled(x: Any, factor: float) -> Tensor | None:
     """x with the derivative times a number; None in compiled code, and of what is no tensor.
 
-    Where nothing looks on but autograd, a bare Function does that at a third of the cost of a
-    rule, at any order. Neither saves a tensor: a checkpoint counts them, and may compute again
-    where the other one is taken.
+    A constant, which nothing records, is returned as it is. Where nothing looks on but autograd, a
+    bare Function does that at a third of the cost of a rule, at any order. Neither saves a tensor:
+    a checkpoint counts them, and may compute again where the other one is taken.
     """
     if torch.compiler.is_dynamo_compiling() or type(x) not in _EXACT:
         return None
-    if not (
-        x.requires_grad
-        and torch.is_grad_enabled()
-        and x.layout is torch.strided
-        and not x.is_nested
-        and upstream.forward_level() < 0
+    if (
+        upstream.forward_level() < 0
         and upstream.peek_interpreter_stack() is None
         and not upstream.count_of_function_modes()
         and not upstream.count_of_dispatch_modes()
         and not upstream.is_wrapped(x)
         and upstream.tracing_state() is None
     ):
-        return apply_rule(_scaling(factor.hex()), x)[0] if is_inexact(x) else None
-    return _apply(factor, x)
+        if not x.requires_grad:
+            return x
+        if torch.is_grad_enabled() and x.layout is torch.strided and not x.is_nested:
+            return _apply(factor, x)
+    return apply_rule(_scaling(factor.hex()), x)[0] if is_inexact(x) else None
 
 
 class scale_gradient(torch.autograd.Function):

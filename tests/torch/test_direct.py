@@ -156,6 +156,32 @@ def test_an_output_that_is_a_view_cannot_be_written_in_place():
             f(x).mul_(2)
 
 
+def test_a_leaf_that_a_forward_rule_holds_is_refused_and_one_of_its_own_derivative_is_not():
+    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    holder = {"weight": weight}  # read when the rule runs, and in no closure of its functions
+
+    class Holder:
+        def tangent(self, x, t):
+            return x.cos() * t * holder["weight"]
+
+    f = gt.custom_rule(lambda x: x.sin())
+    f.defjvp(lambda p, t: (p[0].sin(), Holder().tangent(p[0], t[0])))
+    with pytest.raises(GradtoolsError, match="closes over"):
+        f(numbers(requires_grad=True))
+
+    def rule(p, t):
+        with torch.enable_grad():
+            x = p[0].detach().requires_grad_()
+            (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        return p[0].sin(), slope * t[0]
+
+    g = gt.custom_rule(lambda x: x.sin())
+    g.defjvp(rule)
+    x = numbers(requires_grad=True)
+    for _ in range(3):
+        torch.testing.assert_close(torch.autograd.grad(g(x).sum(), x)[0], x.detach().cos())
+
+
 # --- how many calls it takes ---------------------------------------------------------------
 
 

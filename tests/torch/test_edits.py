@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -182,3 +183,53 @@ def test_the_zero_of_a_cotangent_has_the_sign_of_its_scale():
             torch.autograd.grad(edit(x, s).sum(), x)[0].signbit().tolist() for s in (0.0, -0.0)
         ]
         assert signs == [[False, False], [True, True]]
+
+
+def calls_in(run):
+    """How many functions one run calls, C's as well."""
+    count = [0]
+
+    def watch(frame, event, arg):
+        count[0] += event in ("call", "c_call")
+
+    run()
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+@pytest.mark.parametrize("edit", ["clip", "transform"])
+def test_a_joint_edit_takes_calls_in_proportion_to_its_leaves(edit):
+    edits = {
+        "clip": lambda xs: gt.clip_gradient(xs, max_norm=1.0),
+        "transform": lambda xs: gt.transform_gradient(xs, lambda cts: cts),
+    }
+
+    def gradients(count):
+        xs = [torch.ones(2, requires_grad=True) for _ in range(count)]
+        return lambda: torch.autograd.grad(edits[edit](xs), xs, xs)
+
+    few, many = calls_in(gradients(30)), calls_in(gradients(300))
+    assert many <= 10.5 * few
+
+
+def test_a_joint_edit_of_leaves_that_share_memory_gives_views():
+    base = torch.ones(4, requires_grad=True)
+    xs = [base[:2], base[1:], torch.ones(2, requires_grad=True)]
+    ys = gt.clip_gradient(xs, max_norm=1.0)
+    with pytest.raises(RuntimeError, match="view"):
+        ys[0].mul_(2)
+    grads = torch.autograd.grad(sum(y.sum() for y in ys), base)
+    torch.testing.assert_close(grads[0], torch.tensor([1.0, 2.0, 1.0, 1.0]) / 7**0.5)
+
+
+def test_a_reversal_of_a_constant_is_the_constant():
+    x = torch.ones(2)
+    assert gt.reverse_gradient(x) is x
+    x.requires_grad_()
+    with torch.no_grad():
+        y = gt.reverse_gradient(x)
+    assert not y.requires_grad

@@ -9,16 +9,13 @@ takes the long way, and so does the derivative of a backward pass.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Residuals, Shaped
@@ -552,14 +549,6 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     return signature.attach(plan, (y.detach(),), *xs, dy)
 
 
-@cache
-def _held_by_a_graph() -> int:
-    """How often Python counts a leaf that a graph alone holds; asked where gradients are on."""
-    sine = get_gradient_edge(torch.empty(1, requires_grad=True).sin()).node
-    node: Any = sine.next_functions[0][0]
-    return sys.getrefcount(node.variable)
-
-
 def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
     """Whether the tangent map may be transposed, and belongs to one tensor that f returns.
 
@@ -582,15 +571,21 @@ def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
 def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
     """Whether the tangent's graph ends in leaves of a derivative within the rule.
 
-    Raises if somebody else holds one, too: its own derivative would be lost.
+    Raises if two evaluations end in the same leaf: it is the caller's, whose derivative by it would
+    be lost.
     """
-    rule, dxs = signature.shaped.rule, [torch.ones_like(x, requires_grad=True) for x in xs]
-    with restored(Randomness.now(xs)), Transposing(rule, EAGER):
-        dys = signature.shaped.tangent(xs, dxs)
-    leaves = [*installing.other_leaves(dys, dxs)]
-    if any(sys.getrefcount(node.variable) > _held_by_a_graph() for node in leaves):
+    rule = signature.shaped.rule
+
+    def leaves() -> list[Any]:
+        dxs = [torch.ones_like(x, requires_grad=True) for x in xs]
+        with restored(Randomness.now(xs)), Transposing(rule, EAGER):
+            dys = signature.shaped.tangent(xs, dxs)
+        return [node.variable for node in installing.other_leaves(dys, dxs)]
+
+    first = leaves()
+    if first and {*map(id, first)} & {*map(id, leaves())}:
         raise installing.closed_over_error(rule)
-    return bool(leaves)
+    return bool(first)
 
 
 def _are_alike(y: Any, dy: Any) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -281,7 +282,8 @@ def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     """The same, one tensor given twice under two names: a saved input may not be an output."""
     if len(set(map(id, xs))) == len(xs):
         return list(xs)
-    return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
+    seen: set[int] = set()
+    return [x.view_as(x) if id(x) in seen else seen.add(id(x)) or x for x in xs]
 
 
 def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -334,12 +336,15 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     """
     if len(ys) == 1 and not any(map(_shares, xs, repeat(ys[0]))):
         return ys
+    first = {upstream.storage_key(x): x for x in reversed(xs)}
+    keys = list(map(upstream.storage_key, ys))
+    times = Counter(keys)
     result = list(ys)
-    for i, y in enumerate(ys):
-        x = next((x for x in xs if _shares(x, y)), None)
+    for i, (y, key) in enumerate(zip(ys, keys, strict=True)):
+        x = first.get(key)
         if x is not None and y is not x and not upstream.is_view(y):
             result[i] = _view_like(x, y)
-        elif any(_shares(o, y) for o in (*ys[:i], *ys[i + 1 :])):
+        elif times[key] > 1:
             result[i] = y.view_as(y)
     return result
 
@@ -353,15 +358,25 @@ def _own(result: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     for xs in others:
         held += [unwrapped(x) for x in xs if x is not None and _is_strided(x)]
     own = list(result)
+    keys: set[int] | None = None  # few are compared faster in pairs
     for i, y in enumerate(own):
         if y is None or not _is_strided(y):
             continue
         inner = unwrapped(y)
-        if any(map(is_alias_of, held, repeat(inner))):
+        if len(held) > _FEW:
+            keys = set(map(upstream.storage_key, held)) if keys is None else keys
+            shares = (key := upstream.storage_key(inner)) in keys
+            keys.add(key)
+        else:
+            shares = any(map(is_alias_of, held, repeat(inner)))
+        if shares:
             own[i] = y.clone()
         else:
             held.append(inner)
     return own
+
+
+_FEW = 8
 
 
 def _is_strided(x: Tensor) -> bool:

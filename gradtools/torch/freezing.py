@@ -21,7 +21,7 @@ from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import nodes_made, scripts_refused, surveyed
+from gradtools.torch.autograd_graph import is_spent, nodes_made, scripts_refused, surveyed
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.double_backward import gate_compiled, gated_calls
 from gradtools.torch.engines import _unshared
@@ -182,6 +182,8 @@ class _Use(Forward):
     def pull(
         self, widths: Any, width: int, mask: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
+        if _are_spent(shared[:width]):
+            return [None] * width
         back = _FrozenBackward(self, widths, width, mask)
         if upstream.peek_interpreter_stack() is not None:
             return outputs_of(back, rows, shared)
@@ -477,6 +479,14 @@ class _FrozenBackward(Backward):
             )
 
 
+def _are_spent(zs: Entries) -> bool:
+    """Whether all are aliases of a finished gt.grad, which a plain backward() reaches, too.
+
+    Nobody reads their `.grad`.
+    """
+    return all(z.is_leaf and is_spent(z) for z in zs if z.requires_grad)
+
+
 def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
     """The real inner product of two lists of tensors, and the product of their norms."""
     total, a, b = 0.0, 0.0, 0.0
@@ -553,8 +563,11 @@ class _PullbackInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *us: Tensor | None) -> Any:
+        zs = ctx.saved_tensors
+        if _are_spent(zs):
+            return (None,) * (2 + len(zs))
         with marked("frozen"):
-            return None, None, *_along_arguments(ctx.back, ctx.saved_tensors, us, ctx.cts)
+            return None, None, *_along_arguments(ctx.back, zs, us, ctx.cts)
 
     @staticmethod
     def jvp(ctx: Any, _: None, cts: None, *tangents: Tensor | None) -> Any:

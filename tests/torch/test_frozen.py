@@ -1020,3 +1020,28 @@ def test_a_softmax_in_another_dtype_is_pushed_in_it():
     z, v = torch.tensor([0.3, 0.7, -0.2]), torch.tensor([1.0, -2.0, 0.5])
     found, wanted = (gt.hvp(loss(f), (z,), (v,))[0] for f in (gt.frozen(G), G))
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_plain_backward_computes_no_derivative_along_aliases_of_a_finished_grad(tracked):
+    calls, w = itertools.count(), torch.full((3,), 0.5, dtype=torch.float64)
+
+    def G(z):
+        next(calls)
+        return torch.tanh(z * w)
+
+    y = torch.full((), 0.7, dtype=torch.float64, requires_grad=True)
+    z = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64, requires_grad=tracked)
+
+    def total(G):
+        slope = gt.grad(lambda z: (y * G(z) ** 2).sum())(z)
+        return slope.square().sum()
+
+    expected = torch.autograd.grad(total(G), [y, z] if tracked else [y])
+    result = total(gt.frozen(G))
+    before = next(calls)
+    result.backward()
+    assert next(calls) - before - 1 == (3 if tracked else 1)  # forward mode; along z two more
+    assert torch.allclose(y.grad, expected[0])
+    assert z.grad is None or torch.allclose(z.grad, expected[1])
+    assert (z.grad is not None) == tracked

@@ -17,6 +17,7 @@ import json
 import os
 import posixpath
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,29 @@ HOST = r"""=["']?(?:https?:)?//[^>]*>"""
 ELSEWHERE = re.compile(
     rf"""<(?:script|img|iframe|source)[^>]*\ssrc{HOST}"""
     rf"""|<link[^>]*rel=["']?(?:stylesheet|preconnect|preload)[^>]*\shref{HOST}"""
+)
+
+# Pages for people who change the project, which the search puts last.
+INTERNALS = (
+    *("architecture.", "adding_a_backend.", "accelerators.", "measured.", "upstream-bugs."),
+    *("own-rules-support.", "benchmarks/", "tests/", "CHANGELOG.", "CONTRIBUTING.", "LICENSE."),
+)
+FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
+EITHER = "import gradtools.torch as gt  # or: import gradtools.jax as gt"
+BLOCK = re.compile(
+    rf"^```python[^\n]*\n(?:(?!```)[^\n]*\n)*?{re.escape(EITHER)}\n.*?^```$", re.S | re.M
+)
+GALLERY = "assets/gallery/"
+PICTURE = re.compile(r"!\[([^\]]*)\]\(((?:\.\./)*(?:docs/)?assets/gallery/[^)]*\.svg)\)")
+SPELLINGS = (
+    *(("ise", "ize"), ("isi", "izi"), ("isa", "iza"), ("our", "or"), ("elling", "eling")),
+    *(("elled", "eled"), ("tre", "ter"), ("cence", "cense")),
+)
+SPELLED = re.compile(
+    r"\b(?:(?:quant|normal|regular|optim|binar|linear|vector|initial|general|min|maxim|minim|random"
+    r"|penal|visual|recogn|symmetr|token|parametr|discret|special)(?:is|iz)(?:e|ed|es|ing|ation|er)"
+    r"|behaviou?r|colou?r|neighbou?r|modell?ing|labell?ed|cent(?:re|er)|licen[cs]e)s?\b",
+    re.IGNORECASE,
 )
 
 _origins: dict[str, str] = {}  # what the pages were made of, by their place on the site
@@ -57,13 +81,25 @@ def on_files(files: Any, config: Any) -> Any:
             continue
         files.append(File.generated(config, place, content=made))
         waiting += links(origin, made)
+    if (ROOT / "docs" / "gallery.md").exists():
+        for page in interactive_pages(config):
+            files.append(page)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turns links to files of the repository into links to their pages."""
+    """Rewrites links to pages of the site, pictures to links, and blocks for both to tabs."""
     here = page.file.src_uri
-    return relinked(markdown, _origins[here], here)
+    if here.startswith(INTERNALS):
+        page.meta.setdefault("search", {"boost": 0.1})
+    markdown = PICTURE.sub(linked_picture, relinked(markdown, _origins[here], here))
+    return BLOCK.sub(in_tabs, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Adds the other spelling of American and British words, which the search then finds."""
+    words = sorted({word.lower() for word in SPELLED.findall(html)})
+    return f"{html}<p hidden>{' '.join(map(respelled, words))}</p>" if words else html
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
@@ -72,6 +108,44 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     if found:
         raise PluginError(f"{page.file.src_uri} loads from another host: {found[0]}")
     return output
+
+
+# --- what the site shows otherwise than the file ---------------------------------------------
+
+
+def in_tabs(block: re.Match[str]) -> str:
+    """A block that runs in both frameworks, as a tab for each."""
+    tabs = []
+    for name in ("torch", "jax"):
+        code = block[0].replace(EITHER, f"import gradtools.{name} as gt")
+        shown = "".join(f"    {line}".rstrip() + "\n" for line in code.splitlines())
+        tabs.append(f'=== "{FRAMEWORKS[name]}"\n\n{shown}')
+    return "\n".join(tabs)
+
+
+def linked_picture(picture: re.Match[str]) -> str:
+    """A picture of the gallery, as wide as it needs to be, which opens its interactive page."""
+    page = picture[2].removesuffix(".svg") + ".html"
+    return f'<div class="picture" markdown>\n[{picture[0]}]({page} "open the graph")\n</div>'
+
+
+def respelled(word: str) -> str:
+    """A word in American spelling if it is British, and the other way round."""
+    for one, other in SPELLINGS:
+        for a, b in ((one, other), (other, one)):
+            if a in word:
+                return word.replace(a, b)
+    return word
+
+
+def interactive_pages(config: Any) -> Iterator[File]:
+    """The pages behind the pictures of the gallery, drawn when the site is built."""
+    sys.path.insert(0, str(ROOT))
+    from tests.support.gallery import pictures
+
+    for picture in pictures():
+        page = picture.graph().to_html(title=picture.title)
+        yield File.generated(config, f"{GALLERY}{picture.name}.html", content=page)
 
 
 # --- links -------------------------------------------------------------------------------
@@ -152,7 +226,7 @@ def program(path: Path) -> str:
     """A program: its docstring, what it prints and draws where that is kept, its source."""
     source = path.read_text(encoding="utf-8")
     said = (ast.get_docstring(ast.parse(source)) or "").replace("``", "`")
-    parts = [f"# {path.stem}", said.replace("::\n", ":\n")]
+    parts = [f"# {_title(path)}", said.replace("::\n", ":\n")]
     kept = PRINTED / f"{path.stem}.txt"
     if path.parent.name == "examples" and kept.exists():
         parts += ["## What it prints", fenced(kept.read_text(encoding="utf-8"), "text")]
@@ -160,6 +234,14 @@ def program(path: Path) -> str:
         parts += [f"![{p.stem}](printed/{p.name})" for p in pictures]
     parts += ["## The program", fenced(source, "python")]
     return "\n\n".join(parts) + "\n"
+
+
+def _title(path: Path) -> str:
+    """What the list of examples calls a program; its own name if it is not in the list."""
+    listed = ROOT / "docs" / "examples.md"
+    text = listed.read_text(encoding="utf-8") if listed.exists() else ""
+    found = re.search(rf"\[([^\]]+)\]\(\.\./examples/{path.stem}\.py\)", text)
+    return found[1] if found else path.stem
 
 
 def notebook(content: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ class Given:
         backend = options.backend or _told(f, options.function)
         if backend not in gradtools.available_backends():
             raise GradtoolsError(
-                f'{backend} is not installed. Mend: pip install "gradtools[{backend}]"'
+                f'{backend} is not installed. Fix: pip install "gradtools[{backend}]"'
             )
         gt = import_module(f"gradtools.{backend}")
         result = arrays_given(options.args, options.shapes, options.seed, "float32")

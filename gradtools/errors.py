@@ -94,7 +94,7 @@ def needed(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     if missing not in _FRAMEWORKS:
         return error
     return ModuleNotFoundError(
-        f"{module} needs {_FRAMEWORKS[missing]}, which is not installed. Mend: "
+        f"{module} needs {_FRAMEWORKS[missing]}, which is not installed. Fix: "
         f'pip install "gradtools[{missing.removesuffix("lib")}]".',
         name=error.name,
     )

@@ -15,7 +15,7 @@ def crosscheck(options: argparse.Namespace) -> int:
     for name in ("torch", "jax"):
         if name not in gradtools.available_backends():
             raise GradtoolsError(
-                f"needs both frameworks; {name} is not installed. Mend: "
+                f"needs both frameworks; {name} is not installed. Fix: "
                 f'pip install "gradtools[{name}]"'
             )
     from gradtools.testing.cross_checking.compare import cross_check

@@ -84,12 +84,12 @@ def test_a_gradient_of_no_use_is_told_with_its_line(gt, f, kind):
     lines, first = inspect.getsourcelines(f)
     at = next(first + k for k, line in enumerate(lines) if MARK in line)
     assert {(found.kind, found.source.line) for found in report} == {(kind, at)}
-    assert all(found.numerical and found.mend in str(report) for found in report)
+    assert all(found.numerical and found.fix in str(report) for found in report)
     if kind != "empty":
         assert "a gradient is missing" not in str(report)
 
 
-NAN_MENDS = {
+NAN_FIXES = {
     "sqrt(x + eps)": lambda xp, x: xp.sum(xp.sqrt(0 * x)),
     "log(x + eps)": lambda xp, x: xp.sum(xp.where(x > 0, xp.log(x), 0 * x)),
     "divided by 0": lambda xp, x: xp.sum(xp.where(x > 0, 1 / x, 0 * x)),
@@ -103,13 +103,13 @@ def _eye(xp):
     return xp.asarray(np.eye(3, dtype=np.float32))
 
 
-@pytest.mark.parametrize("mend", NAN_MENDS)
-def test_the_mend_of_a_gradient_that_is_nan_is_that_of_its_operation(gt, mend):
-    report = gt.why_zero(lambda x: NAN_MENDS[mend](gt.xp, x), gt.asarray(X))
+@pytest.mark.parametrize("fix", NAN_FIXES)
+def test_the_fix_of_a_gradient_that_is_nan_is_that_of_its_operation(gt, fix):
+    report = gt.why_zero(lambda x: NAN_FIXES[fix](gt.xp, x), gt.asarray(X))
     assert {found.kind for found in report} == {"nan"}
-    assert all(mend in found.mend for found in report)
-    others = set(NAN_MENDS) - {mend}
-    assert not any(other in found.mend for other in others for found in report)
+    assert all(fix in found.fix for found in report)
+    others = set(NAN_FIXES) - {fix}
+    assert not any(other in found.fix for other in others for found in report)
 
 
 def rows(gt, *shape):
@@ -343,7 +343,7 @@ def test_a_trained_factor_that_starts_at_zero_is_named(gt, f, factors):
     for name, factor in factors.items():
         finding = found[f"argument 0['{name}']"]
         assert finding.factor == factor.replace("params", "argument 0")
-        assert ("none where" in finding.mend) == bool(factor)
+        assert ("none where" in finding.fix) == bool(factor)
     assert len(found) == len(factors)
 
 

@@ -60,10 +60,10 @@ def pages(folder: Path) -> list[Path]:
     """Every block of README and tour as a file, once for each backend where it picks none."""
     files = []
     for block in blocks([ROOT / "README.md", ROOT / "docs" / "tour.md"]):
-        heads = ["import gradtools.torch as gt\n", "import gradtools.jax as gt\n"]
-        for k, head in enumerate([""] if block.picks_a_backend else heads):
+        namespaces = ["gradtools.torch", "gradtools.jax"]
+        for k, namespace in enumerate(namespaces[: 1 if block.picks_a_backend else 2]):
             file = folder / f"{block.page.stem}_{block.line}_{'ab'[k]}.py"
-            file.write_text(head + block.code, encoding="utf-8")
+            file.write_text(block.with_backend(namespace).code, encoding="utf-8")
             files.append(file)
     return files
 

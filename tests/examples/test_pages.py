@@ -34,8 +34,21 @@ def test_a_block_with_keras_runs_on_its_other_backend_too(block):
 
 @pytest.mark.sampled(torch=(57, 89), jax=(18, 89))
 @pytest.mark.parametrize("block", **named([b for b in blocks() if not b.picks_a_backend]))
-def test_a_block_runs_unchanged_in_each_backend(block, gt):
-    block.run(gt=gt)
+def test_a_block_runs_with_either_import(block, gt):
+    block.with_backend(gt.__name__).run()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_a_block_needs_nothing_from_outside_and_fits_the_width_of_a_page(page):
+    for block in blocks([page]):
+        assert not block.missing_names, f"{block.name}: {block.missing_names}"
+        wide = [line for line in block.code.splitlines() if len(line) > 80]
+        assert not wide, f"{block.name}: {wide}"
+
+
+def test_a_name_that_a_block_does_not_define_is_seen():
+    code = "import numpy as np\nf = lambda x: gt.grad(g)(x)\n\ndef g(x): return np.sum(x)\n"
+    assert Block(README, 1, code).missing_names == {"gt"}
 
 
 def test_every_block_of_python_is_found():

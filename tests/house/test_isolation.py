@@ -209,7 +209,7 @@ def test_a_wing_without_its_framework_says_what_to_install(backend: str, title: 
     """
     said = run(program, without=(backend, "jaxlib"))
     assert said == (
-        f"gradtools.{backend} needs {title}, which is not installed. Mend: "
+        f"gradtools.{backend} needs {title}, which is not installed. Fix: "
         f'pip install "gradtools[{backend}]". {backend}'
     )
 
@@ -234,7 +234,7 @@ def test_what_needs_an_absent_framework_says_what_to_install(program: str) -> No
     """
     said = run(tried, without=("torch",))
     assert said.endswith(
-        'needs PyTorch, which is not installed. Mend: pip install "gradtools[torch]".'
+        'needs PyTorch, which is not installed. Fix: pip install "gradtools[torch]".'
     )
 
 

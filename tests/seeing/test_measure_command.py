@@ -124,7 +124,7 @@ def test_inputs_are_given_one_way(capsys):
 def test_a_backend_that_is_not_installed_is_said(programs, monkeypatch, capsys):
     monkeypatch.setattr(gradtools, "available_backends", lambda: ())
     assert main(["measure", "measured:loss", "--shapes", "4x3,3"]) == 2
-    assert "is not installed. Mend: pip install" in capsys.readouterr().err
+    assert "is not installed. Fix: pip install" in capsys.readouterr().err
 
 
 def test_a_module_that_imports_neither_or_both_asks_for_the_backend(programs, capsys, monkeypatch):

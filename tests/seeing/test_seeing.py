@@ -226,7 +226,7 @@ def test_the_report_is_json(gt, x):
     found = json.loads(report.to_json())
     assert found["findings"][0]["kind"] == "zero_derivative"
     assert found["findings"][0]["source"]["file"].endswith("test_seeing.py")
-    assert "straight_through" in found["findings"][0]["mend"]
+    assert "straight_through" in found["findings"][0]["fix"]
 
 
 def test_in_colour_the_words_are_the_same(gt, x):
@@ -313,13 +313,13 @@ def test_the_guard_refuses_a_position_that_is_not_there(gt, x):
 # --- the page ----------------------------------------------------------------------------
 
 
-def test_the_page_lists_every_kind_with_its_reason_and_mend():
+def test_the_page_lists_every_kind_with_its_reason_and_fix():
     from pathlib import Path
 
     from gradtools.seeing.diagnostics.findings import KINDS
 
     page = (Path(__file__).parents[2] / "docs" / "lost-gradients.md").read_text(encoding="utf-8")
-    rows = [f"| {name} | {kind.reason} | {kind.mend} |" for name, kind in KINDS.items()]
+    rows = [f"| {name} | {kind.reason} | {kind.fix} |" for name, kind in KINDS.items()]
     assert "\n".join(rows) in page
 
 

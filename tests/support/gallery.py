@@ -191,8 +191,22 @@ def through_frozen(y, z):
     return (slope**2).sum()
 
 
+def commitment(w, x):
+    h = torch.tanh(x @ w)
+    return (h - h.detach().round()).square().sum()
+
+
 X = torch.tensor([0.5, 1.0, 2.0])
 PICTURES = (
+    Picture(
+        "stopped",
+        "A loss with a stopped gradient",
+        "The commitment loss of a quantized layer. `h.detach()` cuts the red edge, so that no "
+        "gradient flows through `round`; the other edge of `h` still carries one. The dashed edges "
+        "are the {kept} bytes that backward reads; `x` is alive anyway.",
+        commitment,
+        (_drawn(4, 2), _drawn(3, 4, seed=1)),
+    ),
     Picture(
         "square",
         "Square: an input is saved",

@@ -1,7 +1,8 @@
 """The blocks of Python on README.md and docs/, and how each is run.
 
-A block that imports gradtools by itself runs once; one that only says ``gt`` runs in each backend.
-The title of a block, which a reader sees above it, may say how it ends::
+Each runs by itself, as copied into an empty file. One that imports gradtools by the line `EITHER`
+runs with the one import and with the other. The title of a block, which a reader sees above it, may
+say how it ends::
 
     ```python title="raises: does not reach the output"   an error with this text
     ```python title="warns: no deterministic"             a warning with this text
@@ -15,15 +16,17 @@ print. What imports a package of the extra ``integration`` is run with the tests
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import os
 import re
 import subprocess
+import symtable
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +42,8 @@ FENCE = re.compile(
     r"(?:\n\n(?:This printed|It begins with)(?:, with (PyTorch|JAX),)?\n\n```\n(.*?)^```)?",
     re.DOTALL | re.MULTILINE,
 )
+# How a block says that it runs in both backends; the site shows it as two tabs.
+EITHER = "import gradtools.torch as gt  # or: import gradtools.jax as gt"
 # The packages of the extra `integration`, as they are imported, and what these bring along.
 OTHER_PACKAGES = {
     *("accelerate", "diffrax", "diffusers", "haiku", "keras", "lightning", "numba", "optimistix"),
@@ -65,8 +70,11 @@ class Block:
 
     @property
     def picks_a_backend(self) -> bool:
-        given = "gt" in re.findall(r"\bgt\b", self.code) and "as gt" not in self.code
-        return not given or self.end == "pytest"  # whose fixture it is
+        return EITHER not in self.code
+
+    def with_backend(self, namespace: str) -> Block:
+        """The block as its reader writes it who imports that namespace."""
+        return replace(self, code=self.code.replace(EITHER, f"import {namespace} as gt"))
 
     @property
     def packages(self) -> set[str]:
@@ -74,10 +82,25 @@ class Block:
         return set(re.findall(r"^\s*(?:import|from) (\w+)", self.code, re.MULTILINE))
 
     @property
+    def missing_names(self) -> set[str]:
+        """Global names that it reads and nowhere defines: it is no program by itself."""
+        if self.end == "not run":
+            return set()
+        tables = [symtable.symtable(self.code, self.name, "exec")]
+        read, defined = set(), {s.get_name() for s in tables[0].get_symbols() if s.is_assigned()}
+        defined |= {s.get_name() for s in tables[0].get_symbols() if s.is_imported()}
+        while tables:
+            table = tables.pop()
+            tables += table.get_children()
+            top = table.get_type() == "module"
+            read |= {s.get_name() for s in table.get_symbols() if top or s.is_global()}
+        return read - defined - set(vars(builtins)) - {"__name__", "__file__"}
+
+    @property
     def with_other_packages(self) -> bool:
         return bool(self.packages & OTHER_PACKAGES)
 
-    def run(self, **names: object) -> None:
+    def run(self) -> None:
         """Runs it as a reader would, and sees to it that it ends as its title says."""
         if self.end == "not run":
             pytest.skip(self.text)
@@ -88,23 +111,22 @@ class Block:
             self._run_apart()
         elif self.end == "raises":
             with pytest.raises(Exception, match=re.escape(self.text)):
-                self._run(names)
+                self._run()
         elif self.end == "warns":
             with pytest.warns(Warning, match=re.escape(self.text)):
-                self._run(names)
+                self._run()
         else:
             assert not self.end, f"{self.name}: the title begins with {self.end!r}"
-            self._run(names)
+            self._run()
 
-    def _run(self, names: dict[str, object]) -> None:
+    def _run(self) -> None:
         source = "\n" * self.line + self.code  # so that a traceback names the page's line
         module = ModuleType("page")  # a real one, which torch.compile looks up
-        vars(module).update(names)
         sys.modules["page"] = module
         try:
             with default_precision(), contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(source, str(self.page), "exec"), vars(module))
-            if getattr(names.get("gt"), "__name__", "").endswith(self.printed_by):
+            if f"gradtools.{self.printed_by}" in self.code or not self.printed_by:
                 assert _exact(self.printed) in _exact(out.getvalue()), (
                     f"{self.name}: {out.getvalue()}"
                 )
@@ -131,8 +153,8 @@ class Block:
 
 
 def _exact(said: str) -> str:
-    """What was printed without rounding errors, which another machine has not."""
-    return re.sub(r"\d\.\de-1\d", "tiny", said)
+    """What was printed, without rounding errors and without the name of the reader's file."""
+    return re.sub(r"[\w-]+\.(?:py|md):\d+", "line", re.sub(r"\d\.\de-1\d", "tiny", said))
 
 
 def blocks(pages: list[Path] = PAGES) -> list[Block]:

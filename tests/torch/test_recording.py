@@ -680,7 +680,7 @@ def inner_gradient(y, z):
 def test_a_gradient_without_create_graph_is_no_stop_on_purpose():
     (finding,) = gt.why_zero(inner_gradient, torch.randn(3, 4), torch.randn(3, 4))
     assert finding.kind == "inner_gradient" and "of_g)" in finding.source.text
-    assert "create_graph=True" in finding.mend and "frozen" in finding.mend
+    assert "create_graph=True" in finding.fix and "frozen" in finding.fix
     w = torch.nn.Parameter(torch.ones(3))
 
     def through_grad():

@@ -1,1 +1,1 @@
-"""Where a gradient is lost, why, and how to mend it: `why_zero`, `dependence`, guards."""
+"""Where a gradient is lost, why, and how to fix it: `why_zero`, `dependence`, guards."""

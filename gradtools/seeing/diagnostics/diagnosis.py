@@ -1,4 +1,4 @@
-"""`dependence` and `why_zero`: how outputs depend on inputs, where a gradient is lost, the mend.
+"""`dependence` and `why_zero`: how outputs depend on inputs, where a gradient is lost, the fix.
 
 A gradient that is lost says nothing: the term is ignored, and zeros look like any others. One
 recorded run tells where data flows on and the derivative does not (`derivative_flow.py`). When the
@@ -6,7 +6,7 @@ path is whole and the gradient is zero all the same, the values are to blame: th
 where a cotangent that was not zero became zero. One finite perturbation tells an output that does
 depend on the argument from one that is truly constant.
 
-The kinds of loss, with their reasons and mends, stand in `findings.py`.
+The kinds of loss, with their reasons and fixes, are in `findings.py`.
 """
 
 from __future__ import annotations

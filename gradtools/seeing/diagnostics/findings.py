@@ -1,4 +1,4 @@
-"""The kinds of lost gradients that `why_zero` knows, each with its reason and its mend."""
+"""The kinds of lost gradients that `why_zero` knows, each with its reason and its fix."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class FindingKind:
 
     Attributes:
         reason: What happened, in words that follow "here".
-        mend: What to write instead.
+        fix: What to write instead.
         numerical: Whether it holds at these values alone.
         headline: What is said of the leaf, if not that it gets no gradient; for one and for many.
         has_place: Whether it happens at a line of the program.
     """
 
     reason: str
-    mend: str
+    fix: str
     numerical: bool = False
     headline: tuple[str, str] | None = None
     has_place: bool = True
@@ -214,7 +214,7 @@ _MASKED_FIRST = (
     "where a mask selects it away, put a harmless value in first, for a cotangent of zero times an "
     "infinite slope is NaN: "
 )
-_NAN_MENDS: dict[str, str] = {
+_NAN_FIXES: dict[str, str] = {
     "sqrt rsqrt cbrt norm vector_norm cdist pdist pairwise_distance hypot power pow float_power": (
         "the slope is infinite at 0: add an epsilon inside, sqrt(x + eps), or differentiate the "
         f"square; {_MASKED_FIRST}where(x > 0, sqrt(where(x > 0, x, 1)), 0)"
@@ -260,7 +260,7 @@ _NAN_MENDS: dict[str, str] = {
         "the matrix is singular: add a small multiple of the identity"
     ),
 }
-_NAN_MEND = {name: text for names, text in _NAN_MENDS.items() for name in names.split()}
+_NAN_FIX = {name: text for names, text in _NAN_FIXES.items() for name in names.split()}
 
 NOISE = "what is left is rounding noise"  # the detail of what cancels but for it
 
@@ -300,7 +300,7 @@ class Finding:
         return KINDS[self.kind].reason
 
     @property
-    def mend(self) -> str:
+    def fix(self) -> str:
         """What to write instead."""
         if self.factor:
             return (
@@ -309,8 +309,8 @@ class Finding:
             )
         if self.kind == "nan":
             names = self.primitive, self.operation.partition(",")[0]
-            return next(filter(None, map(_NAN_MEND.get, names)), KINDS["nan"].mend)
-        return KINDS[self.kind].mend
+            return next(filter(None, map(_NAN_FIX.get, names)), KINDS["nan"].fix)
+        return KINDS[self.kind].fix
 
     @property
     def numerical(self) -> bool:

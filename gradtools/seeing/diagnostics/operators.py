@@ -87,7 +87,7 @@ class SeeingOperators(Operators):
         """Every place at which a gradient of f's output is lost, becomes zero, or becomes NaN.
 
         f runs once under observation. Where data flows on to the output and the derivative does
-        not, the line, the operation, the kind of loss and the mend are reported; so are single
+        not, the line, the operation, the kind of loss and the fix are reported; so are single
         terms of a sum that are lost while the others flow. If the argument is connected and its
         gradient is zero at these values, the operations are named at which it becomes zero
         (multiplied by zero, dead, saturated, underflow); if it is NaN or infinite, those at which
@@ -119,7 +119,7 @@ class SeeingOperators(Operators):
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `GradientReport`, false when nothing is lost: ``.findings`` with kind, line and mend
+            A `GradientReport`, false when nothing is lost: ``.findings`` with kind, line and fix
             each, ``str()`` to read, ``.to_json()`` to keep.
 
         Raises:

@@ -138,7 +138,7 @@ class GradientReport:
         """The report as plain data, for JSON."""
         return {
             "findings": [
-                {**asdict(f), "reason": f.reason, "mend": f.mend, "numerical": f.numerical}
+                {**asdict(f), "reason": f.reason, "fix": f.fix, "numerical": f.numerical}
                 for f in self.findings
             ],
             "arguments": list(self.arguments),
@@ -274,7 +274,7 @@ def _lines(finding: Finding, paint: Any) -> list[str]:
         lines.append(f"      {finding.source.text}")
     detail = f": {finding.detail.rstrip('.')}" if finding.detail else ""
     lines.append(f"    {finding.reason[0].upper()}{finding.reason[1:]}{detail}.")
-    lines.append(f"    {paint(_DIM, 'Mend:')} {finding.mend}.")
+    lines.append(f"    {paint(_DIM, 'Fix:')} {finding.fix}.")
     return lines
 
 

@@ -53,7 +53,7 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
     if isinstance(request, Live):
         raise GradtoolsError(
             "gradient_graph: a JAX array holds no graph of what made it, so outputs= is for "
-            "PyTorch alone. Mend: pass the function and its arguments: gradient_graph(f, *args)."
+            "PyTorch alone. Fix: pass the function and its arguments: gradient_graph(f, *args)."
         )
     program = request.program
     try:

@@ -97,7 +97,7 @@ def drawn_by_graphviz(graph: PlainGraph, **view: Any) -> str:
     program = shutil.which("dot")
     if program is None:
         raise GradtoolsError(
-            "to_svg: engine='graphviz' needs the program `dot`, which is not installed. Mend: "
+            "to_svg: engine='graphviz' needs the program `dot`, which is not installed. Fix: "
             "install Graphviz, or leave engine out: gradtools draws by itself."
         )
     done = subprocess.run(

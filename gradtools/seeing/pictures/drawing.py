@@ -77,7 +77,7 @@ def interpreter() -> Any:
         import quickjs
     except ModuleNotFoundError:
         raise GradtoolsError(
-            "to_svg: a picture in a file needs quickjs-ng, which is not installed. Mend: "
+            "to_svg: a picture in a file needs quickjs-ng, which is not installed. Fix: "
             'pip install "gradtools[svg]", or write a page, .html, which draws itself.'
         ) from None
     context = quickjs.Context()

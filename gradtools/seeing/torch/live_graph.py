@@ -35,7 +35,7 @@ def graph_behind(outputs: Any) -> PlainGraph:
     if not any(y.requires_grad for _, y in named):
         raise GradtoolsError(
             "gradient_graph: outputs has no tensor with a graph: each was detached, computed under "
-            "no_grad, or of nothing that requires grad. Mend: pass a result before it is detached, "
+            "no_grad, or of nothing that requires grad. Fix: pass a result before it is detached, "
             "or ask why_zero, which says where it is lost."
         )
     return _AutogradReader().graph(named)

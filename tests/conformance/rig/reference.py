@@ -188,7 +188,7 @@ def reference_of(name: str, arguments: str, dtype: str, batched: bool = False) -
     if not hasattr(np, "cumulative_sum"):
         raise GradtoolsError(
             f"the scenario matrix needs NumPy 2.1 or newer for its reference; this is "
-            f"{np.__version__}. Mend: pip install 'numpy>=2.1'"
+            f"{np.__version__}. Fix: pip install 'numpy>=2.1'"
         )
     (program,) = scenarios(name=name)
     return (BatchReference if batched else Reference)(program, arguments, dtype)

@@ -21,7 +21,9 @@ from gradtools import cli
 
 COMMAND = re.compile(r"^::: \$ gradtools (.*)$", re.MULTILINE)
 ENTRY = re.compile(r"^::: (\S+)((?: \S+)*)$", re.MULTILINE)
-SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples):$", re.MULTILINE)
+SECTION = re.compile(
+    r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples):$", re.MULTILINE
+)
 ITEM = re.compile(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*): ", re.MULTILINE)
 PLAIN = re.compile(r"(`+.*?`+)", re.DOTALL)
 TITLES = {"Args": "Arguments", "Attributes": "Attributes", "Raises": "Raises"}
@@ -47,10 +49,16 @@ def entry(path: str, members: list[str]) -> str:
     """The heading, signature and docstring of what a path names, and of its members."""
     module, _, name = path.rpartition(".")
     thing = getattr(importlib.import_module(module), name)
-    parts = [f"## {name} {{ #{name} }}", *described(name, thing, _caller(module))]
+    parts = [
+        f"## {name} {{ #{name} }}",
+        *described(name, thing, _caller(module)),
+    ]
     for member in _public(thing) if members == ["*"] else members:
         value = inspect.getattr_static(thing, member)
-        parts += [f"### {name}.{member} {{ #{name}.{member} }}", *described(member, value, "")]
+        parts += [
+            f"### {name}.{member} {{ #{name}.{member} }}",
+            *described(member, value, ""),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -67,14 +75,22 @@ def described(name: str, thing: Any, caller: str) -> Iterator[str]:
 def signature(name: str, thing: Any) -> str:
     """How it is called, one argument a line where one line is too long."""
     found = inspect.signature(thing)
-    kept = [_bare(p) for p in found.parameters.values() if p.name not in ("self", "cls")]
+    kept = [
+        _bare(p)
+        for p in found.parameters.values()
+        if p.name not in ("self", "cls")
+    ]
     returned = found.return_annotation
     returned = _Bare(returned) if isinstance(returned, str) else returned
     found = found.replace(parameters=kept, return_annotation=returned)
     if len(f"{name}{found}") <= WIDTH:
         return f"{name}{found}"
     ending = str(found.replace(parameters=[]))[1:]
-    return f"{name}(\n" + "".join(f"    {line},\n" for line in _with_stars(kept)) + ending
+    return (
+        f"{name}(\n"
+        + "".join(f"    {line},\n" for line in _with_stars(kept))
+        + ending
+    )
 
 
 class _Bare(str):
@@ -86,7 +102,11 @@ class _Bare(str):
 
 def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
     written = isinstance(parameter.annotation, str)
-    return parameter.replace(annotation=_Bare(parameter.annotation)) if written else parameter
+    return (
+        parameter.replace(annotation=_Bare(parameter.annotation))
+        if written
+        else parameter
+    )
 
 
 def documented(text: str) -> Iterator[str]:
@@ -108,13 +128,17 @@ def documented(text: str) -> Iterator[str]:
 def prose(text: str) -> str:
     """Text of a docstring as Markdown: what is no code means itself."""
     lines = text.strip("\n").replace("::\n\n", ":\n\n").split("\n\n")
-    return "\n\n".join(p if p.startswith("    ") else _escaped(p) for p in lines).strip()
+    return "\n\n".join(
+        p if p.startswith("    ") else _escaped(p) for p in lines
+    ).strip()
 
 
 def _escaped(text: str) -> str:
     pieces = PLAIN.split(text.replace("``", "`"))
     for k in range(0, len(pieces), 2):
-        pieces[k] = re.sub(r"([*_\\\[\]])", r"\\\1", pieces[k]).replace("<", "&lt;")
+        pieces[k] = re.sub(r"([*_\\\[\]])", r"\\\1", pieces[k]).replace(
+            "<", "&lt;"
+        )
     return "".join(pieces)
 
 
@@ -134,7 +158,10 @@ def _line(text: str) -> str:
 def _own(body: str) -> tuple[str, str]:
     """What is indented below a section's title, and what follows it."""
     lines = body.strip("\n").split("\n")
-    end = next((k for k, line in enumerate(lines) if line and line[0] != " "), len(lines))
+    end = next(
+        (k for k, line in enumerate(lines) if line and line[0] != " "),
+        len(lines),
+    )
     own, after = "\n".join(lines[:end]), "\n".join(lines[end:])
     return inspect.cleandoc(own), after
 
@@ -156,7 +183,8 @@ def _public(thing: type) -> list[str]:
         name
         for name, value in vars(thing).items()
         if not name.startswith("_")
-        if isinstance(value, property | staticmethod | classmethod) or inspect.isfunction(value)
+        if isinstance(value, property | staticmethod | classmethod)
+        or inspect.isfunction(value)
         if inspect.getdoc(value)
     ]
 

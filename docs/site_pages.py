@@ -27,7 +27,9 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 PRINTED = ROOT / "examples" / "printed"
-CODE = re.compile(r"(^( *)```.*?^\2```[ ]*$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+CODE = re.compile(
+    r"(^( *)```.*?^\2```[ ]*$|`[^`\n]+`)", re.DOTALL | re.MULTILINE
+)
 LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)\s]*)?(?=\))")
 HOST = r"""=["']?(?:https?:)?//[^>]*>"""
 ELSEWHERE = re.compile(
@@ -37,18 +39,40 @@ ELSEWHERE = re.compile(
 
 # Pages for people who change the project, which the search puts last.
 INTERNALS = (
-    *("architecture.", "adding_a_backend.", "accelerators.", "measured.", "upstream-bugs."),
-    *("own-rules-support.", "benchmarks/", "tests/", "CHANGELOG.", "CONTRIBUTING.", "LICENSE."),
+    *(
+        "architecture.",
+        "adding_a_backend.",
+        "accelerators.",
+        "measured.",
+        "upstream-bugs.",
+    ),
+    *(
+        "own-rules-support.",
+        "benchmarks/",
+        "tests/",
+        "CHANGELOG.",
+        "CONTRIBUTING.",
+        "LICENSE.",
+    ),
 )
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
 EITHER = "import gradtools.torch as gt  # or: import gradtools.jax as gt"
 BLOCK = re.compile(
-    rf"^```python[^\n]*\n(?:(?!```)[^\n]*\n)*?{re.escape(EITHER)}\n.*?^```$", re.S | re.M
+    rf"^```python[^\n]*\n(?:(?!```)[^\n]*\n)*?{re.escape(EITHER)}\n.*?^```$",
+    re.S | re.M,
 )
 GALLERY = "assets/gallery/"
-PICTURE = re.compile(r"!\[([^\]]*)\]\(((?:\.\./)*(?:docs/)?assets/gallery/[^)]*\.svg)\)")
+PICTURE = re.compile(
+    r"!\[([^\]]*)\]\(((?:\.\./)*(?:docs/)?assets/gallery/[^)]*\.svg)\)"
+)
 SPELLINGS = (
-    *(("ise", "ize"), ("isi", "izi"), ("isa", "iza"), ("our", "or"), ("elling", "eling")),
+    *(
+        ("ise", "ize"),
+        ("isi", "izi"),
+        ("isa", "iza"),
+        ("our", "or"),
+        ("elling", "eling"),
+    ),
     *(("elled", "eled"), ("tre", "ter"), ("cence", "cense")),
 )
 SPELLED = re.compile(
@@ -58,7 +82,9 @@ SPELLED = re.compile(
     re.IGNORECASE,
 )
 
-_origins: dict[str, str] = {}  # what the pages were made of, by their place on the site
+_origins: dict[
+    str, str
+] = {}  # what the pages were made of, by their place on the site
 
 
 # --- the hook's events -------------------------------------------------------------------
@@ -67,7 +93,9 @@ _origins: dict[str, str] = {}  # what the pages were made of, by their place on 
 def on_files(files: Any, config: Any) -> Any:
     """Adds a page for each file of the repository that a page links to, and for those again."""
     _origins.clear()
-    _origins.update({f.src_uri: f"docs/{f.src_uri}" for f in files.documentation_pages()})
+    _origins.update(
+        {f.src_uri: f"docs/{f.src_uri}" for f in files.documentation_pages()}
+    )
     waiting = ["README.md", *_linked_from_docs()]
     while waiting:
         origin = waiting.pop()
@@ -77,7 +105,9 @@ def on_files(files: Any, config: Any) -> Any:
         _origins[place] = origin
         made = page_of(origin)
         if made is None:
-            files.append(File.generated(config, place, abs_src_path=str(ROOT / origin)))
+            files.append(
+                File.generated(config, place, abs_src_path=str(ROOT / origin))
+            )
             continue
         files.append(File.generated(config, place, content=made))
         waiting += links(origin, made)
@@ -92,21 +122,29 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = page.file.src_uri
     if here.startswith(INTERNALS):
         page.meta.setdefault("search", {"boost": 0.1})
-    markdown = PICTURE.sub(linked_picture, relinked(markdown, _origins[here], here))
+    markdown = PICTURE.sub(
+        linked_picture, relinked(markdown, _origins[here], here)
+    )
     return BLOCK.sub(in_tabs, markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """Adds the other spelling of American and British words, which the search then finds."""
     words = sorted({word.lower() for word in SPELLED.findall(html)})
-    return f"{html}<p hidden>{' '.join(map(respelled, words))}</p>" if words else html
+    return (
+        f"{html}<p hidden>{' '.join(map(respelled, words))}</p>"
+        if words
+        else html
+    )
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """Refuses a page that would load something from another host."""
     found = ELSEWHERE.search(output)
     if found:
-        raise PluginError(f"{page.file.src_uri} loads from another host: {found[0]}")
+        raise PluginError(
+            f"{page.file.src_uri} loads from another host: {found[0]}"
+        )
     return output
 
 
@@ -118,7 +156,9 @@ def in_tabs(block: re.Match[str]) -> str:
     tabs = []
     for name in ("torch", "jax"):
         code = block[0].replace(EITHER, f"import gradtools.{name} as gt")
-        shown = "".join(f"    {line}".rstrip() + "\n" for line in code.splitlines())
+        shown = "".join(
+            f"    {line}".rstrip() + "\n" for line in code.splitlines()
+        )
         tabs.append(f'=== "{FRAMEWORKS[name]}"\n\n{shown}')
     return "\n".join(tabs)
 
@@ -145,7 +185,9 @@ def interactive_pages(config: Any) -> Iterator[File]:
 
     for picture in pictures():
         page = picture.graph().to_html(title=picture.title)
-        yield File.generated(config, f"{GALLERY}{picture.name}.html", content=page)
+        yield File.generated(
+            config, f"{GALLERY}{picture.name}.html", content=page
+        )
 
 
 # --- links -------------------------------------------------------------------------------
@@ -190,17 +232,23 @@ def relinked(markdown: str, origin: str, here: str) -> str:
         target = posixpath.normpath(posixpath.join(folder, found[2]))
         if not (ROOT / target).is_file() and site_place(target) not in _origins:
             return found[0]
-        place = posixpath.relpath(site_place(target), posixpath.dirname(here) or ".")
+        place = posixpath.relpath(
+            site_place(target), posixpath.dirname(here) or "."
+        )
         return f"{found[1]}{place}{found[3] or ''}"
 
-    return "".join(LINK.sub(link, part) if ok else part for ok, part in prose(markdown))
+    return "".join(
+        LINK.sub(link, part) if ok else part for ok, part in prose(markdown)
+    )
 
 
 def _linked_from_docs() -> list[str]:
     return [
         target
         for page in sorted((ROOT / "docs").rglob("*.md"))
-        for target in links(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8"))
+        for target in links(
+            str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
+        )
         if not target.startswith("docs/")
     ]
 
@@ -229,8 +277,13 @@ def program(path: Path) -> str:
     parts = [f"# {_title(path)}", said.replace("::\n", ":\n")]
     kept = PRINTED / f"{path.stem}.txt"
     if path.parent.name == "examples" and kept.exists():
-        parts += ["## What it prints", fenced(kept.read_text(encoding="utf-8"), "text")]
-        pictures = [p for p in sorted(PRINTED.glob(f"{path.stem}.*")) if p != kept]
+        parts += [
+            "## What it prints",
+            fenced(kept.read_text(encoding="utf-8"), "text"),
+        ]
+        pictures = [
+            p for p in sorted(PRINTED.glob(f"{path.stem}.*")) if p != kept
+        ]
         parts += [f"![{p.stem}](printed/{p.name})" for p in pictures]
     parts += ["## The program", fenced(source, "python")]
     return "\n\n".join(parts) + "\n"
@@ -272,10 +325,14 @@ def _output(output: dict[str, Any]) -> str:
 
 def _in_one_block(shown: str) -> str:
     """HTML without empty lines, at which Markdown would end it."""
-    return re.sub(r"\n[ \t]*(?=\n)", "\n&#8203;" if "<pre" in shown else "", shown)
+    return re.sub(
+        r"\n[ \t]*(?=\n)", "\n&#8203;" if "<pre" in shown else "", shown
+    )
 
 
 def fenced(text: str, language: str) -> str:
     """A block of code, in a fence that the text does not hold."""
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    fence = "`" * max(
+        3, 1 + max((len(run) for run in re.findall("`+", text)), default=0)
+    )
     return f"{fence}{language}\n{text.rstrip(os.linesep)}\n{fence}"

@@ -29,7 +29,7 @@ from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Shaped
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import Kernel, ArraySpec, carrier
+from gradtools.host_kernels import ArraySpec, Kernel, carrier
 from gradtools.rules import Entries, Rule, replaced_where, spread
 
 if TYPE_CHECKING:

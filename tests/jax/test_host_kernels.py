@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-from gradtools.host_kernels import Kernel, ArraySpec
+from gradtools.host_kernels import ArraySpec, Kernel
 
 BACKEND = gt.grad.__self__._backend
 X = np.linspace(-1, 1, 6).reshape(2, 3)

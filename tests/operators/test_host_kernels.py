@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError, host_functions
-from gradtools.host_kernels import Kernel, ArraySpec
+from gradtools.host_kernels import ArraySpec, Kernel
 from tests.support.native import NATIVE
 
 

@@ -69,6 +69,8 @@ MEANING: dict[str, Any] = {
     "tanh": lambda n, a: torch.tanh(a),
     "relu": lambda n, a: torch.relu(a),
     "identity": lambda n, a: a,
+    "stop": lambda n, a: a.detach(),
+    "round": lambda n, a: torch.round(a),
     "matmul": lambda n, a, b: a @ b,
     "addmm": lambda n, c, a, b: c + a @ b,
     "transpose": lambda n, a: a.permute(n.attributes["permutation"]),

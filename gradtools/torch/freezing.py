@@ -484,7 +484,8 @@ def _are_spent(zs: Entries) -> bool:
 
     Nobody reads their `.grad`.
     """
-    return all(z.is_leaf and is_spent(z) for z in zs if z.requires_grad)
+    tracked = [z for z in zs if z.requires_grad and not upstream.is_wrapped(z)]
+    return len(tracked) == len(zs) > 0 and all(z.is_leaf and is_spent(z) for z in tracked)
 
 
 def _product(xs: Entries, ys: Entries) -> tuple[float, float]:

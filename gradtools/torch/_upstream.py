@@ -303,8 +303,23 @@ AccumulateGrad: Any = _c._functions.AccumulateGrad
 sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 """When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
 
-forward_class: Callable[[Any], Any] = attrgetter("_forward_cls")
-"""The `torch.autograd.Function` of which a class of nodes is of. Gone: its name."""
+
+def forward_class(kind: Any) -> Any:
+    """The `torch.autograd.Function` of which a class of nodes is of. Gone: its name."""
+    return users_class(kind._forward_cls)
+
+
+def users_class(function: Any) -> Any:
+    """A `torch.autograd.Function` as the user wrote it: vmap calls one that it makes of that.
+
+    Gone: a Function under vmap whose derivative is differentiated again is refused.
+    """
+    while function.__module__ == "torch._functorch.autograd_function":
+        made_by = function.forward
+        names = dict(zip(made_by.__code__.co_freevars, made_by.__closure__, strict=True))
+        function = names["autograd_function"].cell_contents
+    return function
+
 
 backward_class: Callable[[Any], Any] = attrgetter("_backward_cls")
 """The class of the nodes that a `torch.autograd.Function` makes. Gone: `type(y.grad_fn)`."""

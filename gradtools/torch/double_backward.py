@@ -16,13 +16,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, redispatch_function
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
@@ -43,19 +43,18 @@ from gradtools.torch.autograd_graph import (
     surveyed,
 )
 from gradtools.torch.double_backward_trials import (
+    InnerGraphs,
     SeenCall,
     TangentTrial,
     Trial,
     Untried,
-    standing_in,
+    is_tracked,
     told,
 )
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.nondifferentiable import beside
-from gradtools.torch.patches import functions_applied
 from gradtools.torch.plain_programs.backward_nodes import corrected
-from gradtools.torch.rerunning import rerun
-from gradtools.torch.rules.checking import value_of
+from gradtools.torch.rerunning import Trying, rerun
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -108,8 +107,7 @@ class Guard:
         """Inside, a pullback runs. again: Whether its result may be differentiated."""
         handles = [node.register_prehook(self._refusing) for node in self.survey.lost]
         if again:
-            nodes = [node for node in self.survey.custom if not _is_fine(node)]
-            handles += [node.register_hook(self._gate(node)) for node in nodes]
+            handles += _gates(self.caller, self.fun, self.leaves, self.survey, self.aliases)
         try:
             with corrected(self.survey.wrong, again):
                 yield
@@ -125,10 +123,24 @@ class Guard:
             "or wrap it in gt.custom_rule; if it is a constant, call it under torch.no_grad."
         )
 
-    def _gate(self, node: Any) -> Callable[[Any, Any], Any]:
-        key = _key_of(node)
-        tried = partial(_tried, self.fun, self.leaves, key)
-        return _Gating(self.caller, key, tried, self.aliases).hook(node)
+
+def gate_graph(
+    caller: str, fun: Fun, leaves: Sequence[Tensor], outs: Sequence[Any], aliases: Sequence[Tensor]
+) -> None:
+    """Gates for a graph of `outs = fun(*leaves)` that stays, and is differentiated again."""
+    _gates(caller, fun, leaves, surveyed([y for y in outs if isinstance(y, Tensor)]), aliases)
+
+
+def _gates(
+    caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey, aliases: Sequence[Tensor]
+) -> list[Any]:
+    handles = []
+    for node in survey.custom:
+        if not _is_fine(node):
+            key = _key_of(node)
+            gating = _Gating(caller, key, partial(_tried, fun, leaves, key), aliases)
+            handles.append(node.register_hook(gating.hook(node)))
+    return handles
 
 
 class _Gating(NamedTuple):
@@ -160,10 +172,13 @@ class _Gating(NamedTuple):
                 return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
             inputs = _tracked_in(all_behind(parents), self.aliases)
-            constant = not any(g.requires_grad for g in there)
             # A gate would make of a constant something that leads on.
-            if constant and (behind or inputs) and not self._may_lose():
-                return None
+            if not any(g.requires_grad for g in there) and (behind or inputs):
+                if not self._may_lose():
+                    return None
+                if self.key.attaches:
+                    there = _with_inner_graphs(upstream.current_node(), there, cts)
+                    behind, inputs = [], []
             left = iter(self.beside(there, inputs, behind))
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 
@@ -209,6 +224,17 @@ class _Gating(NamedTuple):
             raise LostDerivativeError(_message(self.caller, self.key, which))
 
 
+def _with_inner_graphs(node: Any, given: Sequence[Tensor], cts: Any) -> list[Tensor]:
+    """The gradient that a node gives, once more, with the graphs of derivatives that it takes."""
+    if any(ct is None for ct in cts):
+        return list(given)
+    with torch.enable_grad(), InnerGraphs():
+        grads = upstream.forward_class(type(node)).backward(node, *cts)
+    grads = grads if isinstance(grads, tuple | list) else (grads,)
+    result = [g for g, n in zip(grads, node.needs_input_grad, strict=False) if n and g is not None]
+    return result if len(result) == len(given) else list(given)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Called:
     """A call of a torch.autograd.Function, of which is asked later what its gradient loses.
@@ -216,13 +242,11 @@ class Called:
     Attributes:
         node: Its node in autograd's graph.
         kind: The class.
-        apply: What calls it.
         args: What it was given.
     """
 
     node: Any
     kind: Any
-    apply: Any
     args: Args
 
     def loses(self, outs: Sequence[Tensor], leaf: Tensor) -> bool:
@@ -233,44 +257,9 @@ class Called:
         if key.fine(False):
             return False
         try:
-            return "inputs" in _noted(Trial.of(self.apply, self.args), key, False)
+            return "inputs" in (_seen_to_lose(key, SeenCall.of(self.args), False) or ())
         except Untried:  # nobody is blamed for what cannot be seen
             return False
-
-
-@contextmanager
-def gated_calls(caller: str, aliases: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, a function runs whose graph is differentiated again: its custom code gets gates.
-
-    For functions that cannot run once more by themselves: each call is tried at its arguments.
-    """
-
-    def gated(kind: Any, beneath: Any, args: Args) -> Any:
-        out = beneath(*args)
-        key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
-        outs = out if isinstance(out, tuple | list) else (out,)
-        nodes: list[Any] = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
-        if nodes and not kind.__module__.startswith(OWN) and not key.fine(False):
-            trial = Trial.of(beneath, args)
-            nodes[0].register_hook(
-                _Gating(caller, key, partial(_noted, trial, key), aliases).hook(nodes[0])
-            )
-        return out
-
-    with standing_in(gated):
-        yield
-
-
-def gate_compiled(caller: str, outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
-    """Gates for a graph of such a function at what is written in C++: its calls are not seen."""
-
-    def tried(key: _Key, forward: bool) -> set[str]:
-        raise Untried("it is written in C++, and is called in what gradtools runs by itself")
-
-    for node in surveyed(outs).custom:
-        if type(node).__name__ == CPP_NODE and not _is_fine(node):
-            key = _key_of(node)
-            node.register_hook(_Gating(caller, key, partial(tried, key), aliases).hook(node))
 
 
 def _message(caller: str, key: _Key, which: str) -> str:
@@ -290,13 +279,16 @@ def _message(caller: str, key: _Key, which: str) -> str:
 def gated_tangents(
     caller: str,
     fun: Fun,
-    xs: Sequence[Tensor],
-    ts: Sequence[Tensor],
+    points: Sequence[tuple[Tensor, Tensor, Tensor]],
     ys: Sequence[Tensor],
     custom: Sequence[Any],
     pushed: list[Tensor],
 ) -> list[Tensor]:
-    """The tangents of ys = f(xs) along ts, with gates at custom code in the graph of ys."""
+    """The tangents of ys = f(xs), with gates at custom code in the graph of ys.
+
+    points: Each x, what stands for it in that graph, and along what it is pushed.
+    """
+    xs = [x for x, _, _ in points]
     for node in custom:
         key = _key_of(node, True)
         if key == _TORCHSCRIPT:
@@ -304,7 +296,7 @@ def gated_tangents(
         if key.fine(False) or not _pushes(key.kind):
             continue
         behind = all_behind([node])
-        moved = [(x, t) for x, t in zip(xs, ts, strict=True) if node_of(x) in behind]
+        moved = [(x, t) for x, entered, t in points if node_of(entered) in behind]
         inputs = [*_tracked_in(behind, ()), *[x for x, _ in moved if x.requires_grad]]
         # What comes before it may make its tangents of the inputs as well.
         along = [*inputs, *[t for _, t in moved if t.requires_grad]]
@@ -318,16 +310,16 @@ def gated_tangents(
 def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
     """A call of a Function at dual numbers, with gates at the tangents of its outputs.
 
-    For what is seen of no graph: inside of functorch, or where tangents alone are tracked.
+    For what is seen of no graph, inside of functorch.
     """
-    out = beneath(*args)
+    out, kind = beneath(*args), upstream.users_class(kind)
     duals = [_unpacked(x) for x in args]
-    inputs = [x for x, _ in duals if x is not None and _is_tracked(x)]
-    along = [t for _, t in duals if t is not None and _is_tracked(t)]
-    key = _Key(kind, tuple([_is_tracked(x) or t is not None for x, t in duals]), True)
+    inputs = [x for x, _ in duals if x is not None and is_tracked(x)]
+    along = [t for _, t in duals if t is not None and is_tracked(t)]
+    key = _Key(kind, tuple([is_tracked(x) or t is not None for x, t in duals]), True)
     if not (inputs or along) or not _pushes(kind) or key.fine(False):
         return out
-    gating = _Gating(caller, key, partial(_lost_by, key, _values(args)), ())
+    gating = _Gating(caller, key, partial(_lost_by, key, SeenCall.of(args)), ())
 
     def gated(y: Any) -> Any:
         primal, t = _unpacked(y)
@@ -340,16 +332,6 @@ def gated_call(caller: str, kind: Any, beneath: Any, args: Args) -> Any:
         return forward_ad.make_dual(primal, gating.beside([t], inputs, along)[0])
 
     return tuple(map(gated, out)) if isinstance(out, tuple) else gated(out)
-
-
-def calls_gated(caller: str) -> AbstractContextManager[None]:
-    """Around what is called at dual numbers and shows no graph: Functions get their gates there."""
-
-    def around(kind: Any, beneath: Any, args: Args, kwargs: Any) -> Any:
-        pushed = not kwargs and upstream.peek_interpreter_stack() is None
-        return gated_call(caller, kind, beneath, args) if pushed else beneath(*args, **kwargs)
-
-    return functions_applied(around, of_rules=False)
 
 
 def _unpacked(x: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -370,12 +352,23 @@ class _Calls(TorchFunctionMode):
     def __init__(self, caller: str) -> None:
         super().__init__()
         self.caller = caller
+        self._example: SeenCall | None = None  # of a call under vmap
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        out = fun(*args, **(kwargs or {}))
-        if fun is upstream.custom_function_call and not args[0].__module__.startswith(OWN):
-            self._note(args[0], args[1:], out)
-        return out
+        if fun is not upstream.custom_function_call or args[0].__module__.startswith(OWN[0]):
+            return fun(*args, **(kwargs or {}))
+        level = upstream.peek_interpreter_stack()
+        if level is None or level.key() != upstream.TransformType.Vmap:
+            out = fun(*args)
+            self._note(upstream.users_class(args[0]), args[1:], out)
+            return out
+        before = self._example
+        self._example = before or SeenCall.of(args[1:])
+        try:
+            with self:  # which sees the class that vmap makes of this one
+                return redispatch_function(fun, (), args, {})
+        finally:
+            self._example = before
 
     def _note(self, kind: Any, args: Args, out: Any) -> None:
         outs = out if isinstance(out, tuple | list) else (out,)
@@ -387,7 +380,9 @@ class _Calls(TorchFunctionMode):
         if any(isinstance(x, Tensor) and x.is_meta for x in args):
             return  # which has no numbers
 
-        gating = _Gating(self.caller, key, partial(_lost_by, key, _values(args)), ())
+        gating = _Gating(
+            self.caller, key, partial(_lost_by, key, self._example or SeenCall.of(args)), ()
+        )
 
         def hook(given: Any, cts: Any) -> None:
             behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
@@ -398,18 +393,12 @@ class _Calls(TorchFunctionMode):
         nodes[0].register_hook(hook)
 
 
-def _values(args: Args) -> Args:
-    return tuple([value_of(x) if isinstance(x, Tensor) else x for x in args])
-
-
-def _lost_by(key: _Key, call: Args, forward: bool) -> set[str]:
+def _lost_by(key: _Key, call: SeenCall, forward: bool) -> set[str]:
     """What a call with these numbers loses."""
-    if any(x is None and needed for x, needed in zip(call, key.needs, strict=True)):
+    if any(x is None and needed for x, needed in zip(call.args, key.needs, strict=True)):
         raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
     with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
-        pairs = zip(call, key.needs, strict=True)
-        args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
-        return _noted(key.trial.of(key.kind.apply, args), key, forward)
+        return _seen_to_lose(key, call, forward) or set()
 
 
 def calls_guarded(caller: str) -> AbstractContextManager[Any]:
@@ -418,19 +407,12 @@ def calls_guarded(caller: str) -> AbstractContextManager[Any]:
     return nullcontext() if any(isinstance(mode, _Calls) for mode in modes) else _Calls(caller)
 
 
-def _is_tracked(x: Tensor | None) -> bool:
-    """Whether a tensor, or what it is made of, requires a gradient."""
-    while x is not None and not x.requires_grad and is_wrapped(x):
-        x = upstream.get_unwrapped(x)
-    return x is not None and x.requires_grad
-
-
 def _is_tracked_beneath(x: Tensor) -> bool:
     """Whether another derivative is being taken with respect to x than the innermost one."""
     levels = upstream.get_interpreter_stack() or ()
     if any(level.key() == upstream.TransformType.Jvp for level in levels[:-1]):
         return True
-    return is_wrapped(x) and _is_tracked(upstream.get_unwrapped(x))
+    return is_wrapped(x) and is_tracked(upstream.get_unwrapped(x))
 
 
 # --- is a class's backward differentiable? -----------------------------------------------
@@ -470,7 +452,13 @@ class _Key:
         """Whether it was tried, and lost nothing; None if it was not."""
         if self == _TORCHSCRIPT:
             return not forward
-        return _SEEN.get(self.kind, {}).get((self.needs, self.pushed, forward))
+        seen = _SEEN.get(self.kind, {}).get((self.needs, self.pushed, forward))
+        return None if seen is None else seen == FINE
+
+    @property
+    def attaches(self) -> bool:
+        """Whether nothing is lost if derivatives that the backward takes keep their graphs."""
+        return _SEEN.get(self.kind, {}).get((self.needs, self.pushed, False)) == ATTACHES
 
     @property
     def gives(self) -> str:
@@ -489,8 +477,8 @@ class _Key:
             return any(needs) and all(a <= b for a, b in zip(self.needs, needs, strict=False))
         return needs == self.needs[: len(needs)]
 
-    def note(self, fine: bool, forward: bool) -> None:
-        _SEEN.setdefault(self.kind, {})[self.needs, self.pushed, forward] = fine
+    def note(self, seen: str, forward: bool) -> None:
+        _SEEN.setdefault(self.kind, {})[self.needs, self.pushed, forward] = seen
 
 
 @dataclass(frozen=True)
@@ -503,9 +491,10 @@ class _CppFunction:
 _TORCHSCRIPT = _Key(_CppFunction("TorchScript"), ())
 _cpp_function = cache(_CppFunction)  # one for each name, which stays
 _GENERATED = "GeneratedBackwardFor_"
-# What was seen of a class: whether it is fine. One that is not is tried again where it matters,
-# for a class that is handed functions may lose the derivative of one and not of another.
-_SEEN: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+FINE, LOSES, ATTACHES = "fine", "loses", "loses but where inner derivatives keep their graphs"
+# What was seen of a class. One that loses is tried again where it matters, for a class that is
+# handed functions may lose the derivative of one and not of another.
+_SEEN: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()
 
 
 def _key_of(node: Any, pushed: bool = False) -> _Key:
@@ -521,12 +510,35 @@ def _is_fine(node: Any) -> bool:
     return _key_of(node).fine(forward) is True
 
 
-def _noted(trial: Trial, key: _Key, forward: bool) -> set[str]:
-    """What a call loses, which is remembered of its class."""
+def _seen_to_lose(
+    key: _Key, call: SeenCall, forward: bool, apply: Any = None, noted: bool = True
+) -> set[str] | None:
+    """What a call loses; None if that tells nothing of its class, of which it is noted.
+
+    Raises:
+        Untried: It cannot be tried.
+    """
+    if call.held is None:
+        raise Untried(_HELD)
+    trial = key.trial.of(apply or key.kind.apply, call.args, call.held)
+    if trial.is_for_show(call.originals):
+        raise Untried(_HELD)
     result = trial.lost(forward)
-    if result is not None:
-        key.note(not result, forward)
-    return result or set()
+    if result is not None and noted:
+        key.note(FINE if not result else LOSES, forward)
+    if (
+        result
+        and not (key.pushed or forward)
+        and replace(trial, attaches=True).lost(False) == set()
+    ):
+        key.note(ATTACHES, forward)
+    return result
+
+
+_HELD = (
+    "an argument is handed in for autograd's sake alone, and the function reads in its place what "
+    "holds it, as a module holds its parameters"
+)
 
 
 def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
@@ -538,32 +550,30 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     result: list[set[str] | None] = []
     why: list[str] = []
 
-    def tried(call: Any, args: Args) -> None:
+    def tried(call: SeenCall, apply: Any = None) -> None:
         if len(result) < _CALLS:
             try:
-                result.append(key.trial.of(call, args).lost(forward))
+                result.append(_seen_to_lose(key, call, forward, apply, noted=False))
             except Untried as error:
                 why.append(str(error))
 
     operators = _OperatorCalls(key, tried)
+    run: Any = lambda xs: fun(*xs)[0]
+    if isinstance(fun, Trying):
+        run = Trying(run, fun.roots)
     try:
         with _forwards(key) as calls, operators, upstream.temporarily_clear_interpreter_stack():
-            rerun(lambda xs: fun(*xs)[0], leaves)
+            rerun(run, leaves)
     except Exception as error:
         why.append(f"evaluated a second time, f raises {told(error)}")
     with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
         for call in calls.seen:
-            if call.reads_elsewhere(key.kind.apply):
-                raise Untried(
-                    "it is handed what holds an argument of its own, as a module and its "
-                    "parameters, and reads that in place of the argument"
-                )
-            tried(key.kind.apply, call.args)
-    if not result:
+            tried(call)
+    if not result or _HELD in why:
         raise Untried((*why, key.unseen)[0])
     lost = set[str]().union(*[each for each in result if each is not None])
-    if any(each is not None for each in result):
-        key.note(not lost, forward)
+    if any(each is not None for each in result) and not (lost and key.attaches):
+        key.note(LOSES if lost else FINE, forward)
     return lost
 
 
@@ -596,7 +606,7 @@ def _forwards(key: _Key) -> Iterator[_SeenCalls]:
 
     def noted(*given: Any, **kwargs: Any) -> Any:
         args = given[1:] if old else given
-        needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
+        needs = tuple([isinstance(x, Tensor) and is_tracked(x) for x in args])
         if threading.get_ident() == thread and len(result.seen) < _CALLS and key.like(needs):
             result.seen.append(SeenCall.of(args))
         return forward(*given, **kwargs)
@@ -614,7 +624,7 @@ def _forwards(key: _Key) -> Iterator[_SeenCalls]:
 class _OperatorCalls(TorchFunctionMode):
     """Inside, calls of operators in whose graph a class that is written in C++ stands are tried."""
 
-    def __init__(self, key: _Key, tried: Callable[[Any, Args], None]) -> None:
+    def __init__(self, key: _Key, tried: Callable[[SeenCall, Any], None]) -> None:
         super().__init__()
         self.key, self.tried = key, tried
 
@@ -625,7 +635,7 @@ class _OperatorCalls(TorchFunctionMode):
             outs = [y for y in upstream.tree_leaves(out) if isinstance(y, Tensor)]
             own = graph_of(outs) - graph_of([x for x in flat if isinstance(x, Tensor)])
             if any(is_cpp_function(node) and _key_of(node) == self.key for node in own):
-                self.tried(partial(_called_flat, fun, treedef), tuple(flat))
+                self.tried(SeenCall.of(tuple(flat)), partial(_called_flat, fun, treedef))
         return out
 
 

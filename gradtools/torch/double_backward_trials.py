@@ -11,43 +11,25 @@ and the same in ct. What is lost, and who is refused, is said in double_backward
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd import function
+from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import is_of
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import dual_level
-from gradtools.torch.patches import functions_applied
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.rules.checking import value_of
 from gradtools.torch.rules.transposing import unpacked
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
-
-
-@contextmanager
-def standing_in(call: Callable[[Any, Any, Args], Any]) -> Iterator[None]:
-    """Inside, `call(kind, apply, args)` stands for the calls of Functions in this thread."""
-    busy = False
-
-    def around(kind: Any, apply: Any, args: Args, kwargs: Any) -> Any:
-        nonlocal busy
-        if busy or kwargs or not issubclass(kind, function.Function):
-            return apply(*args, **kwargs)
-        busy = True
-        try:
-            return call(kind, apply, args)
-        finally:
-            busy = False
-
-    with functions_applied(around, of_rules=False):
-        yield
 
 
 class Untried(Exception):
@@ -63,48 +45,42 @@ class SeenCall:
     """The arguments of one call of a class, copied.
 
     Attributes:
-        args: The arguments; tensors that required grad do so.
-        twins: Those that are no tensors, copied where they hold a tensor argument that requires
-            grad, as a module holds its parameters; None if they cannot be copied.
-        held: These tensors, as the twins hold them.
+        args: The arguments. Tensors that required grad do so; what is no tensor is copied where it
+            holds one of these, as a module holds its parameters, and holds the copy.
+        held: The positions of such tensors; None if what holds them cannot be copied.
+        originals: The arguments themselves; none where they are of a transform.
     """
 
     args: Args
-    twins: Args | None
-    held: list[Tensor]
+    held: list[int] | None
+    originals: Args = ()
 
     @classmethod
     def of(cls, args: Args) -> SeenCall:
-        copies = tuple([_copied(x) if isinstance(x, Tensor) else x for x in args])
-        others = [None if isinstance(x, Tensor) else x for x in args]
-        moving = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
-        known = _held_by(others)
-        held = {id(x): _copied(x) for x in moving if id(x) in known}
-        if not held:
-            return cls(copies, None, [])
-        private = list(held.values())
-        try:
-            twins = tuple([copy.deepcopy(x, dict(held)) for x in others])
-        except Exception:  # a tensor that is computed, a generator, a lock
-            return cls(copies, None, private)
-        return cls(copies, None if _held_by(twins) & {*held} else twins, private)
+        with upstream.temporarily_clear_interpreter_stack():
+            result = cls._of(args)
+        wrapped = any(isinstance(x, Tensor) and upstream.is_wrapped(x) for x in args)
+        return result if wrapped else replace(result, originals=args)
 
-    def reads_elsewhere(self, apply: Callable[..., Any]) -> bool:
-        """Whether an output or gradient changes with an argument that is held elsewhere.
-
-        Then it is an argument for autograd's sake alone, and a trial that moves it sees nothing.
-        """
-        if not self.held or self.twins is None:
-            return bool(self.held)
-        pairs = zip(self.args, self.twins, strict=True)
-        args = tuple([x if isinstance(x, Tensor) else twin for x, twin in pairs])
-        trial = Trial.of(apply, args)
-        before = trial.numbers()
-        with torch.no_grad():
-            for x in self.held:
-                x += _wave(x, 1.5)
-        after = trial.numbers()
-        return len(before) != len(after) or not all(map(torch.equal, before, after))
+    @classmethod
+    def _of(cls, args: Args) -> SeenCall:
+        copies = [value_of(x).clone() if isinstance(x, Tensor) else x for x in args]
+        others = [k for k, x in enumerate(args) if not isinstance(x, Tensor)]
+        moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and is_tracked(x)]
+        for k in moving:
+            copies[k] = copies[k].requires_grad_()
+        known = _held_by([args[k] for k in others])
+        held = [k for k in moving if id(args[k]) in known]
+        if held:
+            memo = {id(args[k]): copies[k] for k in held}
+            try:
+                for k in others:
+                    copies[k] = copy.deepcopy(args[k], dict(memo))
+            except Exception:  # a tensor that is computed, a generator, a lock
+                return cls(tuple(copies), None)
+            if _held_by([copies[k] for k in others]) & {*memo}:
+                return cls(tuple(copies), None)
+        return cls(tuple(copies), held)
 
 
 def _held_by(xs: Sequence[Any]) -> set[int]:
@@ -112,8 +88,25 @@ def _held_by(xs: Sequence[Any]) -> set[int]:
     return {id(x) for x, _ in Snapshot.of(list(xs), []).reached.watched}
 
 
-def _copied(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_(x.requires_grad)
+def is_tracked(x: Tensor | None) -> bool:
+    """Whether a tensor, or what it is made of, requires a gradient."""
+    while x is not None and not x.requires_grad and upstream.is_wrapped(x):
+        x = upstream.get_unwrapped(x)
+    return x is not None and x.requires_grad
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+class InnerGraphs(TorchFunctionMode):
+    """Inside, the derivatives that a backward takes by torch.autograd.grad keep their graphs."""
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if fun is torch.autograd.grad:
+            args, kwargs = args[:4], {**kwargs, "create_graph": True}
+        return fun(*args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -126,6 +119,9 @@ class Trial:
         moving: Which of the arguments are xs.
         randomness: Where the generators stood.
         ws: Of g only Re<w, g> is looked at.
+        given: The arguments as they came.
+        held: Which of them others hold, where they move as well.
+        attaches: Whether derivatives that a backward takes itself keep their graphs.
     """
 
     apply: Callable[..., Any]
@@ -133,15 +129,18 @@ class Trial:
     moving: list[int]
     randomness: Randomness | None
     ws: list[Tensor]
+    given: Args
+    held: Sequence[int]
+    attaches: bool = False
 
     @classmethod
-    def of(cls, apply: Any, args: Args) -> Trial:
+    def of(cls, apply: Any, args: Args, held: Sequence[int] = ()) -> Trial:
         """A call with these arguments, of which those that require grad are differentiated."""
         moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
         plain = tuple([x.detach() if isinstance(x, Tensor) else x for x in args])
         tensors = [x for x in plain if isinstance(x, Tensor)]
         waves = [_wave(plain[k], 3.0) for k in moving]
-        return cls(apply, plain, moving, Randomness.now(tensors), waves)
+        return cls(apply, plain, moving, Randomness.now(tensors), waves, args, held)
 
     def lost(self, forward: bool) -> set[str] | None:
         """What autograd does not see, here and nearby.
@@ -178,12 +177,63 @@ class Trial:
                 result.add("cotangents")
         return result
 
-    def numbers(self) -> list[Tensor]:
-        """The outputs and the gradient."""
+    def is_for_show(self, originals: Args) -> bool:
+        """Whether an argument is handed in for autograd's sake alone, and read elsewhere.
+
+        Nothing moves with it, but its gradient moves with others: what is read cannot be moved. A
+        straight-through estimator's gradient moves with none. Or a copy of it has no gradient, for
+        that is taken at another name of the original.
+        """
+        xs = [*self.args]
         with restored(self.randomness), torch.inference_mode(False), unpacked():
-            xs = [self.args[k] for k in self.moving]
-            outs = [y.detach().clone() for y in self._called(xs)[1]]
-            return [*outs, *[g for g in self._gradient(xs, outs, False) if g is not None]]
+            try:
+                outs, grads = self._numbers(xs)
+            except Exception:  # of which a trial tells
+                return False
+            for place, k in enumerate(self.moving):
+                g = grads[place]
+                if g is None and originals and self._has_gradient(originals, k):
+                    return True
+                if g is None or not g.any() or self._moves(xs, k, [*outs, *grads], None):
+                    continue
+                others = [
+                    j
+                    for j, x in enumerate(xs)
+                    if j != k and isinstance(x, Tensor) and is_inexact(x)
+                ]
+                if any(self._moves(xs, j, [g], place) for j in others):
+                    return True
+        return False
+
+    def _has_gradient(self, originals: Args, k: int) -> bool:
+        with torch.enable_grad():
+            outs = self.apply(*originals)
+            outs = outs if isinstance(outs, tuple | list) else (outs,)
+            tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
+            cts = [torch.ones_like(y) for y in tracked]
+            (g,) = torch.autograd.grad(tracked, [originals[k]], cts, allow_unused=True)
+        return g is not None
+
+    def _moves(self, xs: Sequence[Any], k: int, before: Sequence[Any], place: int | None) -> bool:
+        """Whether outputs and gradients, or the gradient at one place, change with argument k."""
+        for other in (xs[k] + _wave(xs[k], 1.5), -2 * xs[k], 10 * _wave(xs[k], 0.7)):
+            try:
+                outs, grads = self._numbers([*xs[:k], other, *xs[k + 1 :]])
+            except Exception:  # it is read
+                return True
+            after = [*outs, *grads] if place is None else [grads[place]]
+            if len(after) != len(before) or not all(map(_equal, before, after)):
+                return True
+        return False
+
+    def _numbers(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The outputs and the gradient at other arguments."""
+        trial = replace(self, args=tuple(args))
+        xs = [args[k] for k in self.moving]
+        outs = [y.detach().clone() for y in trial._called(xs)[1]]
+        return outs, list(
+            trial._gradient(xs, [_wave(torch.ones_like(y), 2.0) for y in outs], False)
+        )
 
     def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
         """What g is linear in: cotangents."""
@@ -251,6 +301,11 @@ class Trial:
         tracked = [x if x.requires_grad else x.requires_grad_() for x in (x.view_as(x) for x in xs)]
         for k, x in zip(self.moving, tracked, strict=True):
             self_args[k] = x.clone()  # no leaf nor a view of one, which it may not change in place
+        if self.held:
+            memo = {id(self.given[k]): self_args[k] for k in self.held}
+            others = (k for k, x in enumerate(self_args) if not isinstance(x, Tensor))
+            for k in others:
+                self_args[k] = copy.deepcopy(self_args[k], dict(memo))
         if self.randomness is not None:
             self.randomness.restore()
         with torch.enable_grad():
@@ -260,7 +315,11 @@ class Trial:
 
     def _gradient(self, xs: Any, cts: Any, again: bool) -> Any:
         tracked, outs = self._called(xs)
-        return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=True)
+        if not (again and self.attaches):
+            return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=True)
+        with InnerGraphs():  # which torch.autograd.grad would leave for the time of its call
+            run, how = upstream.run_engine, {"allow_unreachable": True, "accumulate_grad": False}
+            return run(tuple(outs), tuple(cts), True, True, tuple(tracked), **how)
 
     def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
         terms = [

@@ -455,11 +455,13 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
     with outside_of_inference(), torch.set_grad_enabled(keep), dual_level():
         pairs = zip(leaves, tangents, strict=True)
         duals = [dual_of(_unshared(_normal(x)), _normal(t)) for x, t in pairs]
+        shows = keep and any(map(_is_tracked, tangents))
+        if shows:  # a graph, which shows what their derivatives go through
+            duals = [_shown(x) for x in duals]
         recorded = nodes_made()
-        run = _with_gates(fun) if keep and any(map(_is_tracked, tangents)) else fun
         with torch.enable_grad():
             with NoGradStopsTangents(not keep, keep, caller_of(fun)):
-                outs, extras, nested = _watched(run, duals)
+                outs, extras, nested = _watched(fun, duals)
             unseen = not (keep or nested or seen) and nodes_made() != recorded
             # Under no_grad a view of what is tracked would say that it is, and show no graph.
             unpacked = [forward_ad.unpack_dual(y) for y in outs]
@@ -469,7 +471,11 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             torch.zeros_like(y) if t is None or upstream.is_zero(t) else t for y, t in unpacked
         ]
         if keep:
-            pushed = _gated_at_custom_code(fun, leaves, tangents, primals, pushed)
+            entered = [x if x.requires_grad else d for x, d in zip(leaves, duals, strict=True)]
+            pushed = _gated_at_custom_code(fun, leaves, entered, tangents, primals, pushed)
+        if shows:
+            primals, pushed = _unshown(primals), _unshown(pushed)
+            extras = [_unshown([x])[0] if is_inexact(x) else x for x in extras]
     if unseen:
         _refuse_unseen(fun, leaves, tangents)
     if nested and all(t is None for _, t in unpacked):
@@ -481,9 +487,17 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
 
 
 def _gated_at_custom_code(
-    fun: Fun, leaves: Any, tangents: Any, primals: list[Tensor], pushed: list[Tensor]
+    fun: Fun,
+    leaves: Any,
+    entered: Sequence[Tensor],
+    tangents: Any,
+    primals: list[Tensor],
+    pushed: list[Tensor],
 ) -> list[Tensor]:
-    """The tangents; what custom code loses of their derivatives is refused."""
+    """The tangents; what custom code loses of their derivatives is refused.
+
+    entered: The leaves as they stand in the graph of the primals.
+    """
     tracked = [y for y in primals if y.requires_grad]
     pushed = gated_where_unseen(caller_of(fun), tracked, pushed)
     custom = surveyed(tracked).custom if tracked else []
@@ -491,18 +505,24 @@ def _gated_at_custom_code(
         return pushed
     from gradtools.torch.double_backward import gated_tangents
 
-    return gated_tangents(caller_of(fun), fun, leaves, tangents, primals, custom, pushed)
+    along = [*zip(leaves, entered, tangents, strict=True)]
+    return gated_tangents(caller_of(fun), fun, along, primals, custom, pushed)
 
 
-def _with_gates(fun: Fun) -> Fun:
-    """f at dual numbers whose tangents are tracked, which its own graph does not show."""
-    from gradtools.torch.double_backward import calls_gated
+def _shown(x: Tensor) -> Tensor:
+    """A dual number with a graph behind what is made of it."""
+    if x.requires_grad:
+        return x
+    setattr(x, SPENT, [True])
+    return x.requires_grad_()
 
-    def gated(*duals: Tensor) -> Any:
-        with calls_gated(caller_of(fun)):
-            return fun(*duals)
 
-    return gated
+def _unshown(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Results, of which those are freed whose graph is there for the sake of being shown."""
+    return [
+        _detached(x) if x.requires_grad and all(map(is_spent, surveyed([x]).leaves)) else x
+        for x in xs
+    ]
 
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:

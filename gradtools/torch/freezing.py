@@ -23,7 +23,7 @@ from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import is_spent, nodes_made, scripts_refused, surveyed
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.double_backward import gate_compiled, gated_calls
+from gradtools.torch.double_backward import gate_graph
 from gradtools.torch.engines import _unshared
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.forward_mode.one_tangent import OneTangent, tangent_of
@@ -322,9 +322,8 @@ class _Use(Forward):
         with without_hooks(use.leaves), as_it_began(use), own, level, graph, products:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
-            with gated_calls("frozen", duals):
-                ys, _ = use.one(0, [], duals)
-            gate_compiled("frozen", [y for y in ys if isinstance(y, Tensor)], duals)
+            ys, _ = use.one(0, [], duals)
+            gate_graph("frozen", *use.to_try(0, [], duals), ys, duals)
             # With a graph of its own, without which the tangents of some gradients go wrong.
             with stops():
                 grads = pulled_back(ys, duals, cts, True, True)

@@ -82,11 +82,11 @@ class explained:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not is_compiling():
+        if isinstance(error, RuntimeError | AssertionError) and not is_compiling():
             explain(self.caller, error)
 
 
-def explain(caller: str, error: RuntimeError) -> None:
+def explain(caller: str, error: RuntimeError | AssertionError) -> None:
     """Raises one of PyTorch's refusals in words that say what to do."""
     mend = known(error, _MENDS)
     if mend is not None:
@@ -107,6 +107,11 @@ _NO_GRAPH = (
     "f sets a hook on a gradient or takes a derivative by torch.autograd.grad, and is pushed "
     "along in forward mode, which records no graph. Use gt.grad in f, or take a derivative in "
     "reverse mode (grad, vjp, linearize)."
+)
+_NO_JVP = (
+    "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
+    "replace_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
+    "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
 )
 _NO_VMAP = (
     "f holds an operation that PyTorch's vmap cannot map. per_example_grad and jacobian take "
@@ -154,11 +159,8 @@ _MENDS = {
         "differentiate (pytorch#91469). Use gt.compile, or the function as it was before it was "
         "compiled, or compile the function that takes both derivatives."
     ),
-    "must implement the jvp function": (
-        "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
-        "replace_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
-        "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
-    ),
+    "must implement the jvp function": _NO_JVP,
+    "flat_bdims must not be None": _NO_JVP,  # the same under vmap
     "modified by an inplace operation": (
         "what a derivative needs was changed in place, by f or by PyTorch's own forward-mode rule "
         "of softmax, log_softmax or logsumexp, whose tangents it cannot differentiate. For these "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -51,10 +51,22 @@ def _roots(run: Callable[..., Any]) -> list[Any]:
 
     The leaves are copied for it, and what is last is walked first and gives the names.
     """
+    if isinstance(run, Trying):
+        return run.roots
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
         return [run]
     return [getattr(owner, "statics", None), owner.f]
+
+
+class Trying(NamedTuple):
+    """A function that may run once more, and what it can reach."""
+
+    run: Callable[..., Any]
+    roots: list[Any]
+
+    def __call__(self, *leaves: Any) -> Any:
+        return self.run(*leaves)
 
 
 def copied(x: Any, tracked: bool = True) -> Any:

@@ -984,19 +984,112 @@ class InventsASlope(torch.autograd.Function):
 _X = torch.tensor([[1.0, 2.0]])
 
 
-def test_a_class_that_reads_its_arguments_in_a_module_is_not_passed():
-    net = torch.nn.Linear(2, 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_class_that_reads_its_arguments_in_a_module_has_its_derivatives(dtype):
+    """Its backward takes a derivative without a graph: that is kept, and the number is right."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    net, x = net.to(dtype), _X.to(dtype)
     ones = {name: torch.ones_like(p) for name, p in net.named_parameters()}
-    loss = lambda net: ReadsAModule.apply(net, _X, *net.parameters()).square().sum()
-    with pytest.raises(LostDerivativeError, match=r"ReadsAModule.* reads that in place"):
-        gt.hvp(loss, (net,), (ones,))
+    through = lambda net: ReadsAModule.apply(net, x, *net.parameters()).square().sum()
+    for _ in range(2):  # by a trial, and by what is remembered of it
+        (found,), (expected,) = (
+            gt.hvp(f, (net,), (ones,))[1] for f in (through, lambda net: net(x).square().sum())
+        )
+        for name in ones:
+            torch.testing.assert_close(found[name], expected[name])
+
+
+class ReadsAGlobal(ReadsAModule):
+    """The same of a module that no argument holds."""
+
+    @staticmethod
+    def forward(ctx, x, *params):
+        ctx.net, ctx.x, ctx.params = _NET, x, params
+        return _NET(x)
+
+    @staticmethod
+    def backward(ctx, ct):
+        with torch.enable_grad():
+            out = ctx.net(ctx.x)
+        return torch.autograd.grad(out, (ctx.x, *ctx.params), ct, allow_unused=True)
+
+
+class Quantized(torch.autograd.Function):
+    """A straight-through estimator, which does not read what gets its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, hard):
+        return hard.clone()
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct, None
+
+
+_NET = torch.nn.Linear(2, 1)
 
 
 def test_nor_is_one_that_reads_them_in_a_closure():
     net = torch.nn.Linear(2, 1)
     loss = lambda x: ReadsAClosure.apply(lambda x: net(x), x, *net.parameters()).sin().sum()
-    with pytest.raises(LostDerivativeError, match=r"ReadsAClosure.* reads that in place"):
+    with pytest.raises(LostDerivativeError, match=r"ReadsAClosure.* for autograd's sake alone"):
         gt.grad(loss)(_X).square().sum().backward()
+
+
+def test_nor_one_that_reads_them_elsewhere():
+    loss = lambda x: ReadsAGlobal.apply(x, *_NET.parameters()).sin().sum()
+    with pytest.raises(LostDerivativeError, match=r"ReadsAGlobal.* for autograd's sake alone"):
+        gt.grad(loss)(_X).square().sum().backward()
+
+
+class Mapped(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 3 * ctx.saved_tensors[0] ** 2 * ct
+
+
+class MappedAndLost(Mapped):
+    @staticmethod
+    def backward(ctx, ct):
+        return 3 * ctx.saved_tensors[0].detach() ** 2 * ct
+
+
+def _pulled_twice(f, x):
+    x = x.clone().requires_grad_()
+    gt.grad(f)(x).sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("where", [torch.vmap, lambda f: gt.chunked(torch.vmap(f), 1)])
+def test_under_vmap_it_is_the_class_as_it_is_written_that_is_tried(where):
+    x = _X[0].double()
+    total = lambda kind: lambda x: where(kind.apply)(x).sum()
+    ways = {
+        "hvp": lambda f: gt.hvp(f, (x,), (torch.ones_like(x),))[1][0],
+        "torch.func": lambda f: torch.func.grad(lambda x: gt.grad(f)(x).sum())(x),
+        "backward": lambda f: _pulled_twice(f, x),
+    }
+    with pytest.raises(GradtoolsError, match="a reverse rule only"):
+        gt.jvp(torch.vmap(Mapped.apply), (x,), (x,))
+    for name, way in ways.items():
+        torch.testing.assert_close(way(total(Mapped)).detach(), 6 * x, msg=name)
+        with pytest.raises(LostDerivativeError, match="MappedAndLost, whose backward"):
+            raise AssertionError(f"{name}: {way(total(MappedAndLost))}")
+
+
+def test_a_straight_through_estimator_that_reads_another_argument_passes():
+    loss = lambda x: Quantized.apply(x, x.detach().round()).square().sum()
+    torch.testing.assert_close(gt.hessian(loss)(_X[0] + 0.2), 2 * torch.eye(2))
 
 
 def test_a_class_that_is_handed_its_module_for_a_setting_passes():

@@ -430,6 +430,9 @@ def test_torch_func_calls_functions_by_an_operator_that_modes_see():
     with Watch():
         torch.func.grad(lambda x: Double.apply(x).sum())(torch.ones(2))
     assert upstream.custom_function_call in seen
+    mapped = torch.vmap(torch.vmap(Double.apply))(_x().expand(3, 2)).grad_fn
+    made = type(mapped)._forward_cls
+    assert made is not Double is upstream.users_class(made) is upstream.users_class(Double)
 
 
 # --- tensors -------------------------------------------------------------------------------------

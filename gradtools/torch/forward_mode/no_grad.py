@@ -116,13 +116,12 @@ class NoGradStopsTangents(TorchFunctionMode):
 
     def _gated(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A call of a torch.autograd.Function inside of functorch, at whose tangent are gates."""
-        from gradtools.torch.double_backward import calls_gated, gated_call
+        from gradtools.torch.double_backward import gated_call
 
         level, caller = upstream.peek_interpreter_stack(), self._operator or "jvp"
         if level is not None and level.key() == upstream.TransformType.Jvp:
             return gated_call(caller, args[0], partial(fun, args[0]), args[1:])
-        with calls_gated(caller):  # a vmap inside of f calls a class of its own beneath
-            return self._within(fun, args, kwargs)
+        return self._within(fun, args, kwargs)  # beneath, or in the graph, it is seen
 
     def ruled(self, fun: Any) -> bool:
         """Whether `flowing` has a rule of its own for a function."""

@@ -22,9 +22,9 @@ from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.double_backward_trials import standing_in
 from gradtools.torch.functorch_wrappers import is_dual
 from gradtools.torch.known_errors import NO_SAVED_TENSORS_HOOKS, says
+from gradtools.torch.patches import functions_applied
 from gradtools.torch.state import Snapshot
 
 if TYPE_CHECKING:
@@ -214,7 +214,8 @@ class Substituted(TorchFunctionMode):
         return fun(*args, **kwargs)
 
     def __enter__(self) -> Substituted:
-        self._functions = standing_in(lambda kind, beneath, args: beneath(*self.within(args)))
+        # A bound `apply` may pass by: then the graph leads on to what is captured, and is refused.
+        self._functions = functions_applied(self._applied, of_rules=False)
         self._functions.__enter__()
         super().__enter__()
         return self
@@ -222,6 +223,9 @@ class Substituted(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._functions.__exit__(*error)
+
+    def _applied(self, kind: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
+        return beneath(*self.within(args), **kwargs)
 
     def within(self, tree: Any) -> Any:
         return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)

@@ -21,7 +21,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python, nodes_of, refuse_lost
-from gradtools.torch.double_backward import gate_compiled, gated_calls
+from gradtools.torch.double_backward import gate_graph
 from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
@@ -244,15 +244,14 @@ class _Derived(ChunkProgram):
         create = torch.is_grad_enabled()
         enter = view_of if create else alias_of
         a, b = [*map(enter, xs)], [*map(enter, shared)]
-        # A pullback that is transposed gates what runs in it by itself.
-        twice = create or (self.transposes and not isinstance(self.of, _Derived))
-        gates = gated_calls(self.caller, [*a, *b]) if twice else NOTHING
-        with torch.enable_grad(), gates:
+        with torch.enable_grad():
             ys, terms = self.of.one(i, a, b)
+        outs = tensors_of((*ys, *terms))
         if create:
-            outs = tensors_of((*ys, *terms))
             refuse_lost(self.caller, outs)
-            gate_compiled(self.caller, outs, [*a, *b])
+        # A pullback that is transposed gates what runs in it by itself.
+        if create or (self.transposes and not isinstance(self.of, _Derived)):
+            gate_graph(self.caller, *self.forward.to_try(i, a, b), outs, [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
 
 

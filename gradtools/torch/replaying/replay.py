@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from gradtools.arguments.chunks import Chunks
+from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python, nodes_of
@@ -53,6 +54,7 @@ from gradtools.torch.replaying.slicing import (
     tensors_of,
     untracked,
 )
+from gradtools.torch.rerunning import Trying
 from gradtools.torch.rules.installing import reverse_only_at
 from gradtools.torch.state import Snapshot, changed_contents
 
@@ -160,14 +162,7 @@ class Forward(ChunkProgram):
         if self.beneath and i == 0:
             carry_at = len(self.moving_shared) + len(self.captured)
             self.carry = [untracked(x) for x in shared[carry_at:]]
-        pieces, own = list(self.pieces[i]), list(self.chunks.shared)
-        for k, original in self.originals.get(i, {}).items():
-            pieces[k] = original.clone()
-        for k, x in zip(self.moving[i], xs, strict=True):
-            pieces[k] = x if not self.beneath or is_inexact(x) else x.clone()
-        for k, x in zip(self.moving_shared, shared, strict=False):
-            own[k] = x
-        own += shared[len(self.moving_shared) :][: len(self.captured)]
+        pieces, own = self._arguments(i, xs, shared)
         call, inside = self._function(), self.within() if self.within else NOTHING
         again = self.modes.outside_of_batchings() if self.is_again else NOTHING
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
@@ -189,6 +184,32 @@ class Forward(ChunkProgram):
             if i + 1 < self.count:
                 self.drawn = self.start.streams and self.start.streams.again()
         return outs, []
+
+    def _arguments(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        """What f is called with at chunk i: its pieces, and what all share and what is captured."""
+        pieces, own = list(self.pieces[i]), list(self.chunks.shared)
+        for k, original in self.originals.get(i, {}).items():
+            pieces[k] = original.clone()
+        for k, x in zip(self.moving[i], xs, strict=True):
+            pieces[k] = x if not self.beneath or is_inexact(x) else x.clone()
+        for k, x in zip(self.moving_shared, shared, strict=False):
+            own[k] = x
+        own += shared[len(self.moving_shared) :][: len(self.captured)]
+        return pieces, own
+
+    def to_try(self, i: int, xs: Entries, shared: Entries) -> tuple[Fun, list[Tensor]]:
+        """f at chunk i, for a run whose effects are undone, and what is differentiated there."""
+        pieces, own = self._arguments(i, xs[: len(self.moving[i])], shared)
+        flat, carry, count = [*pieces, *own], self.carry, len(pieces)
+        moving = [k for k, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
+
+        def run(*leaves: Tensor) -> Any:
+            given = list(flat)
+            for k, x in zip(moving, leaves, strict=True):
+                given[k] = x
+            return self._function()(i, i, given[:count], given[count:], carry)
+
+        return Trying(run, self.roots), [flat[k] for k in moving]
 
     def _sets_hooks(self, first: int, own: int) -> bool:
         """Whether f set hooks on gradients, of those with numbers from `first` on.

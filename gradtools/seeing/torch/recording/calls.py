@@ -295,7 +295,7 @@ class CallRecorder(Numbering):
         """Keeps the call that was written last, of a function with its own rule."""
         nodes = [y.grad_fn for y in tensors_in(out) if y.grad_fn is not None]
         if nodes and upstream.peek_interpreter_stack() is None:
-            called = Called(nodes[0], kind, apply, args)
+            called = Called(nodes[0], kind, args)
             self._with_rules.append((len(self.nodes) - 1, call.numbers, called))
 
     def _differentiates(self, call: RecordedCall, out: Any) -> None:

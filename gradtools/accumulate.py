@@ -18,7 +18,7 @@ import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from gradtools.arguments.wording import in_words, with_article
 from gradtools.backend import Operators
@@ -140,8 +140,7 @@ class Accumulation(Operators):
 # --- which gradient belongs to which buffer ----------------------------------------------
 
 
-@dataclass(frozen=True)
-class TargetLeaf:
+class TargetLeaf(NamedTuple):
     """A leaf of the target and the gradient meant for it.
 
     Attributes:

@@ -445,10 +445,9 @@ NOT_SAVED = "_non_persistent_buffers_set"
 """The field with the names of buffers that no `state_dict` holds."""
 
 
-def uncompiled_call(fields: dict[str, Any]) -> dict[str, Any]:
-    """What to put in place of `module.compile()`, whose code is for the original's own tensors."""
-    return {k: None for k in ("_compiled_call_impl",) if k in fields}
-
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `module.compile()` puts its code, which is for that module's own tensors: a copy gets None
+in its place. Gone: a copy then runs the original's code."""
 
 slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
 """A module's own parameters, buffers and children, with those that are None.

@@ -22,12 +22,17 @@ from gradtools.torch import trees
 from gradtools.torch.module_arguments import with_parts
 
 _LOCK = threading.RLock()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     """Adds to, or sets, `.grad` of every parameter that grads names: of all or of none."""
     caller = "accumulate_gradients" if add else "assign_gradients"
-    entries = paired(trees, caller, _parameters(caller, target), grads)
+    parameters = _parameters(caller, target)
+    if trees.is_flat(parameters) and _is_named(parameters, grads):
+        entries = [TargetLeaf(f"[{k!r}]", parameters[k], g) for k, g in grads.items()]
+    else:
+        entries = paired(trees, caller, parameters, grads)
     entries = [entry for entry in entries if entry.grad is not None]
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for entry in entries:
@@ -35,6 +40,13 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
         for write in _plan(caller, entries, add):
             write()
     return target
+
+
+def _is_named(parameters: dict[Any, Any], grads: Any) -> bool:
+    """Whether grads gives tensors by names of these parameters: then no tree is walked."""
+    if type(grads) is not dict or not grads.keys() <= parameters.keys():
+        return False
+    return all(g is None or isinstance(g, torch.Tensor) for g in grads.values())
 
 
 # --- what the accumulator needs ----------------------------------------------------------
@@ -76,8 +88,10 @@ def _parameters(caller: str, target: Any) -> Any:
 def _plan(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[Callable[[], Any]]:
     """The writes, ready to be done; no caller's tensor is touched or kept by them."""
     merged = _merged(caller, entries, add)
+    if not add:  # each copy is made before the first write
+        return [_setter(p, g.detach().clone()) for p, g in merged]
     buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
-    return [_write(p, _apart(g.detach(), buffers), add) for p, g in merged]
+    return [_addition(p, _apart(g.detach(), buffers)) for p, g in merged]
 
 
 def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple[Any, Any]]:
@@ -98,8 +112,8 @@ def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple
     return [(target, grad) for _, target, grad in result.values()]
 
 
-def _write(p: torch.Tensor, g: torch.Tensor, add: bool) -> Callable[[], Any]:
-    old = p.grad if add else None
+def _addition(p: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
+    old = p.grad
     if old is None:
         return _setter(p, g.clone())
     if _is_writable(old) and old.layout in (torch.strided, g.layout):
@@ -139,6 +153,10 @@ def _memory(x: torch.Tensor) -> Any:
 
 def _check(caller: str, entry: TargetLeaf) -> None:
     p, g, path = entry.target, entry.grad, entry.path
+    if type(p) in _PLAIN and type(g) is torch.Tensor and p.is_leaf and p.requires_grad:
+        alike = g.shape == p.shape and g.dtype == _expected_dtype(p, g) and g.device == p.device
+        if alike and not (_is_traced(p) or _is_traced(g)):
+            return
     if not isinstance(p, torch.Tensor):
         refuse(
             caller,

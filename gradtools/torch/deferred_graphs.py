@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -113,7 +114,10 @@ class DeferredGraph:
         """
         if not (self.parameters and torch.is_grad_enabled()):
             return results
-        leaves, treedef = trees.flatten(results)
+        # Part by part, since of these most are quickly flattened.
+        parts = results if type(results) is tuple else (results,)
+        flat = [trees.flatten(part) for part in parts]
+        leaves = [x for xs, _ in flat for x in xs]
         constants = {id(x) for x in self._constants}
         places = [
             k
@@ -126,7 +130,9 @@ class DeferredGraph:
         outs = program.attach(self.parameters, chosen)
         for k, y in zip(places, outs, strict=True):
             leaves[k] = y
-        return trees.unflatten(treedef, leaves)
+        left = iter(leaves)
+        rebuilt = [trees.unflatten(treedef, [*islice(left, len(xs))]) for xs, treedef in flat]
+        return tuple(rebuilt) if parts is results else rebuilt[0]
 
 
 class Recomputed:
@@ -149,7 +155,9 @@ class Recomputed:
         """Results whose graph leads to the sources by one node, which computes them again."""
         self.sources = list(sources)  # as references: to autograd they are no saved tensors
         self._source_versions = [*map(upstream.version_of, sources)]
-        return list(_Deferred.apply(self, *sources, *results))
+        if not any(x.requires_grad for x in results):
+            return list(_Deferred.apply(self, results, *sources))
+        return list(_Deferred.apply(self, (), *sources, *results))
 
     def evaluated(self, aliases: Sequence[Tensor]) -> list[Tensor]:
         """The results at other sources."""
@@ -301,17 +309,20 @@ def agree(a: Tensor, b: Tensor, rounding: bool = False) -> bool:
 
 
 class _Deferred(torch.autograd.Function):
-    """The identity on results, whose graph leads to sources as well."""
+    """The identity on results, whose graph leads to sources as well.
+
+    constants: The results, if they have no graph of their own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, program: Recomputed, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, program: Recomputed, constants: Any, *tensors: Tensor) -> Any:
         ctx.program = program
         ctx.set_materialize_grads(False)
-        return tuple([x.detach() for x in tensors[len(program.sources) :]])
+        return tuple([x.detach() for x in constants or tensors[len(program.sources) :]])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
         grads = ctx.program.pulled(cts)
-        needs = ctx.needs_input_grad[1 + len(grads) :]
-        own = [ct if needed else None for ct, needed in zip(cts, needs, strict=True)]
-        return None, *grads, *own
+        needs = ctx.needs_input_grad[2 + len(grads) :]
+        own = [ct if needed else None for ct, needed in zip(cts, needs, strict=False)]
+        return None, None, *grads, *own

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch import nn
 from gradtools.errors import GradtoolsError
 from gradtools.torch import deferred_graphs, trees
 from gradtools.torch.compiling import is_compiling
+
+if TYPE_CHECKING:
+    from gradtools.torch.modules import ModuleTree
 
 Tensor = torch.Tensor
 
@@ -67,11 +70,16 @@ def part_of(tree: Any) -> Any:
     return _part_of(tree, Tensor.detach)
 
 
-def _part_of(tree: Any, alias: Callable[[Tensor], Tensor]) -> Any:
-    return with_parts(
-        tree,
-        lambda m: {name: alias(p) for name, p in m.named_parameters() if p.requires_grad},
-    )
+def _part_of(
+    tree: Any, alias: Callable[[Tensor], Tensor], read: dict[nn.Module, ModuleTree] | None = None
+) -> Any:
+    from gradtools.torch.modules import ModuleTree
+
+    def part(module: nn.Module) -> dict[str, Tensor]:
+        named = (read[module] if read else ModuleTree.of(module)).parameters.items()
+        return {name: alias(p) for name, p in named if p.requires_grad}
+
+    return with_parts(tree, part)
 
 
 def _itself(p: Tensor) -> Tensor:
@@ -108,24 +116,28 @@ class Opened:
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self._trees = {i: _flattened(args[i]) for i in argnums}
         result = [x for leaves, _ in self._trees.values() for x in leaves if _is_module(x)]
-        _check(caller, result)
+        self._read = _checked(caller, result)
         self._graph = deferred_graphs.current()
         alias = _itself if self._graph is None else self._graph.alias
-        self.args = [_part_of(x, alias) if i in self._trees else x for i, x in enumerate(args)]
+        self.args = [
+            _part_of(x, alias, self._read) if i in self._trees else x for i, x in enumerate(args)
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """f at modules with these parameters."""
-        from gradtools.torch.modules import Copy
+        from gradtools.torch.modules import Copy, ModuleTree
 
         copies: list[Copy] = []
+        read, self._read = self._read, {}  # f may change a module: later calls read it again
 
         def whole(own: Any, x: Any) -> Any:
             if not _is_module(own):
                 return x
-            buffers = dict(own.named_buffers())
+            tree = read.get(own) or ModuleTree.of(own)
+            buffers = tree.buffers
             if self._graph is not None:
                 buffers = self._graph.buffers(own, buffers)
-            copies.append(Copy(own, x, buffers))
+            copies.append(Copy(tree, x, buffers))
             return copies[-1].root
 
         given = list(args)
@@ -161,20 +173,22 @@ class Opened:
         """Nothing is lost."""
 
 
-def _check(caller: str, modules: Sequence[nn.Module]) -> None:
-    """Refuses modules whose tensors cannot be given, and two that share a parameter."""
+def _checked(caller: str, modules: Sequence[nn.Module]) -> dict[nn.Module, ModuleTree]:
+    """The trees. Refuses modules with tensors that cannot be given, and shared parameters."""
     from gradtools.integrations.keras import is_keras, refusal
     from gradtools.torch.modules import check_module
 
     owners: dict[int, int] = {}
+    read: dict[nn.Module, ModuleTree] = {}
     for k, module in enumerate(modules):
         if is_keras(module):
             raise refusal(caller, "a differentiated argument", module)
-        check_module(caller, module)
-        for name, p in module.named_parameters():
+        read[module] = check_module(caller, module)
+        for name, p in read[module].parameters.items() if len(modules) > 1 else ():
             if p.requires_grad and owners.setdefault(id(p), k) != k:
                 raise GradtoolsError(
                     f"{caller}: the parameter {name} stands in two of the differentiated modules, "
                     "so that its gradient belongs to both. Pass one module that holds them, as "
                     "nn.ModuleDict or nn.ModuleList."
                 )
+    return read

@@ -13,10 +13,12 @@ private copy that no other code sees. ``gradtools.models`` documents the public 
 
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ Apply = Callable[..., Applied]
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
 SCALARS = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_INERT = frozenset((*SCALARS, torch.dtype, torch.device, torch.Size))
+_CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
 
 
@@ -77,6 +81,56 @@ class ModulePlan:
         return _plan_again, (self.originals.objects[0][0], scalars)
 
 
+@dataclass(frozen=True)
+class ModuleTree:
+    """The modules of a tree, its parameters and its buffers, each once under its first name.
+
+    hidden: Modules that a transformed one (`chunked(module)`) stands for.
+    """
+
+    modules: dict[nn.Module, str]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    hidden: dict[nn.Module, None]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "ModuleTree":
+        """The tree in one walk, or, where a class walks in a way of its own, as that says."""
+        tree = cls({}, {}, {}, {})
+        _walk(module, "", tree, set())
+        if not all(map(_walks_plainly, {*map(type, tree.modules)})):
+            modules = {part: name for name, part in module.named_modules()}
+            parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+            tree = cls(modules, parameters, buffers, {})
+        for part in tree.modules:
+            while isinstance(part, upstream.ModuleLike):
+                part = part._own
+                if part not in tree.modules:
+                    tree.hidden[part] = None
+        return tree
+
+
+def _walk(module: nn.Module, prefix: str, tree: ModuleTree, seen: set[int]) -> None:
+    """As `module.named_modules()` and its kin, without a generator for each level."""
+    tree.modules[module] = prefix[:-1]
+    parameters, buffers, children = upstream.slots_of(module)
+    for found, own in ((tree.parameters, parameters), (tree.buffers, buffers)):
+        for name, x in own.items():
+            if x is not None and id(x) not in seen:
+                seen.add(id(x))
+                found[prefix + name] = x
+    for name, child in children.items():
+        if child is not None and child not in tree.modules:
+            _walk(child, f"{prefix}{name}.", tree, seen)
+
+
+def _walks_plainly(kind: type[nn.Module]) -> bool:
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in _WALKS)
+
+
+_WALKS = ("named_modules", "modules", "named_parameters", "named_buffers", "_named_members")
+
+
 def make_functional(
     module: nn.Module,
     *,
@@ -91,11 +145,11 @@ def make_functional(
     """
     if keras.is_keras(module):
         return keras.make_functional(module, variables, train, _KERAS)
-    check_module("make_functional", module, variables)
-    all_params = {name: p.detach() for name, p in module.named_parameters()}
-    free = {name for name, p in module.named_parameters() if p.requires_grad or frozen_too}
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-    plan = _plan(module)
+    tree = check_module("make_functional", module, variables)
+    all_params = {name: p.detach() for name, p in tree.parameters.items()}
+    free = {name for name, p in tree.parameters.items() if p.requires_grad or frozen_too}
+    buffers = {name: b.detach().clone() for name, b in tree.buffers.items()}
+    plan = _plan(tree)
     if train is not None:
         plan = _in_mode(plan, all_params, buffers, train)
     private = _copies(plan, all_params, buffers)[0]  # for torch.compile alone
@@ -172,44 +226,46 @@ def _seeded_call(
 # Reading the tree
 
 
-def _plan(module: nn.Module) -> ModulePlan:
-    modules = _tree(module)
-    parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+def _plan(tree: ModuleTree) -> ModulePlan:
+    modules = [*tree.modules, *tree.hidden]
     places: dict[int, tuple[str, Any]] = {id(m): ("modules", i) for i, m in enumerate(modules)}
-    places |= {id(p): ("parameters", name) for name, p in parameters}
-    places |= {id(b): ("buffers", name) for name, b in buffers}
+    places |= {id(p): ("parameters", name) for name, p in tree.parameters.items()}
+    places |= {id(b): ("buffers", name) for name, b in tree.buffers.items()}
     slots: dict[int, dict[str, Any]] = {}  # the same dictionary for modules that share theirs
-    nodes = tuple(_node(m, places, slots) for m in modules)
-    return ModulePlan(nodes, places, Alive((modules, parameters, buffers)))
-
-
-def _tree(module: nn.Module) -> list[nn.Module]:
-    """The modules, and those that a transformed one (`chunked(module)`) stands for."""
-    result = dict.fromkeys(module.modules())
-    for part in list(result):
-        while isinstance(part, upstream.ModuleLike):
-            part = part._own
-            result[part] = None
-    return list(result)
+    nodes = tuple([_node(m, places, slots) for m in modules])
+    return ModulePlan(nodes, places, Alive((modules, tree)))
 
 
 def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
-    plan = _plan(module)
+    plan = _plan(ModuleTree.of(module))
     pairs = zip(plan.nodes, scalars, strict=True)
     nodes = [replace(node, shared=node.shared | own) for node, own in pairs]
     return replace(plan, nodes=tuple(nodes))
 
 
 def _node(module: nn.Module, places: dict, slots: dict) -> ModuleNode:
-    shared = {k: v for k, v in dict(vars(module)).items() if k not in upstream.SLOTS}
-    shared |= upstream.uncompiled_call(shared)
-    relinked = tuple(k for k, v in shared.items() if _refers(v, places))
-    _check_closures(module, shared, places)
+    shared = dict(vars(module))
+    for name in upstream.SLOTS:
+        shared.pop(name, None)
+    if upstream.COMPILED_CALL in shared:
+        shared[upstream.COMPILED_CALL] = None
+    held = {k: shared[k] for k in _live(shared)}
+    relinked = tuple([k for k, v in held.items() if _refers(v, places)])
+    if held:
+        _check_closures(module, held, places)
     own = upstream.slots_of(module)
-    parameters, buffers, children = (
-        slots.setdefault(id(fields), _slots(fields, places)) for fields in own
-    )
-    return ModuleNode(type(module), shared, parameters, buffers, children, relinked)
+    filled = [
+        slots.get(id(fields)) or slots.setdefault(id(fields), _slots(fields, places))
+        for fields in own
+    ]
+    return ModuleNode(type(module), shared, *filled, relinked)
+
+
+def _live(fields: dict[str, Any]) -> list[str]:
+    """The fields of a module that hold a reference; most of the many hold none."""
+    return [
+        k for k, v in fields.items() if type(v) not in _INERT and (type(v) not in _CONTAINERS or v)
+    ]
 
 
 def _slots(fields: Mapping[str, Any], places: dict) -> dict[str, Any]:
@@ -231,10 +287,10 @@ def _relink(value: Any, resolve: Callable, depth: int = DEPTH) -> Any:
     return with_parts(value, partial(_relink, resolve=resolve, depth=depth - 1))
 
 
-def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
+def _check_closures(module: nn.Module, held: dict, places: dict) -> None:
     """A function that closes over the tree uses the original's tensors: refused, not silent."""
     kind = type(module).__name__
-    own = {name: value for name, value in shared.items() if name not in _OF_EVERY_MODULE}
+    own = {name: value for name, value in held.items() if name not in _OF_EVERY_MODULE}
     for name, value in own.items():
         if _closes_over(value, places):
             raise GradtoolsError(
@@ -286,29 +342,68 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
 class Copy:
     """A module with other parameters, which shares all else with it, for one call.
 
+    It is made once for each derivative, so in one pass, without a plan.
+
     Attributes:
         root: The copy.
     """
 
     def __init__(
-        self, module: nn.Module, params: Mapping[str, Tensor], buffers: dict[str, Tensor]
+        self, tree: ModuleTree, params: Mapping[str, Tensor], buffers: dict[str, Tensor]
     ) -> None:
-        self._plan, self._originals = _plan(module), _tree(module)
-        own, self._buffers = dict(module.named_parameters()), buffers
-        self._copies = _copies(self._plan, {**own, **params}, self._buffers)
-        self.root = self._copies[0]
+        given = {**tree.parameters, **params}
+        own: dict[int, Any] = {id(p): given[name] for name, p in tree.parameters.items()}
+        own |= {id(b): buffers[name] for name, b in tree.buffers.items()}
+        made = []
+        for m in (*tree.modules, *tree.hidden):
+            live = _live(vars(m))
+            # What f assigns to a module without a reference would be handed back anyway.
+            own[id(m)] = object.__new__(type(m)) if live else m
+            if live:
+                made.append((m, own[id(m)], live))
+        self._own = own
+        slots: dict[int, dict[str, Any]] = {}  # the same dictionary for modules that share theirs
+        self._made = [(m, copy, *self._fill(m, copy, live, slots)) for m, copy, live in made]
+        self.root = own[id(next(iter(tree.modules)))]
+
+    def _fill(
+        self, module: nn.Module, copy: Any, live: Sequence[str], slots: dict[int, Any]
+    ) -> tuple[dict[str, Any], Sequence[str]]:
+        """Gives the copy its fields. Returns these, and which are not to be handed back."""
+        fields = dict(vars(module))
+        if upstream.COMPILED_CALL in fields:
+            fields[upstream.COMPILED_CALL] = None
+        held = {k: fields[k] for k in live if k not in upstream.SLOTS}
+        fixed = upstream.SLOTS
+        if held:
+            _check_closures(module, held, self._own)
+            relinked = [k for k, v in held.items() if _refers(v, self._own)]
+            for name in relinked:
+                fields[name] = _relink(fields[name], lambda x: self._own.get(id(x)))
+            fixed = (*fixed, *relinked)
+        for name in upstream.SLOTS:
+            source = fields[name]
+            result = slots.get(id(source))
+            if result is None:
+                own = self._own
+                result = {k: None if v is None else own[id(v)] for k, v in source.items()}
+                slots[id(source)] = result
+            fields[name] = result
+        object.__setattr__(copy, "__dict__", fields)
+        return dict(fields), fixed
 
     def hand_back(self) -> None:
         """Assigns to the module what was assigned to the copy: buffers, and other attributes."""
-        nodes = zip(self._originals, self._copies, self._plan.nodes, strict=True)
-        for original, copy, node in nodes:
-            for name, slot in node.buffers.items():
+        for original, copy, before, fixed in self._made:
+            for name, buffer in upstream.slots_of(original)[1].items():
                 value = upstream.slots_of(copy)[1].get(name)
-                if slot is not None and value is not self._buffers[slot]:
+                if buffer is not None and value is not self._own[id(buffer)]:
                     upstream.slots_of(original)[1][name] = value
-            for name, value in vars(copy).items():
-                fixed = name in upstream.SLOTS or name in node.relinked
-                if not fixed and value is not node.shared.get(name, node):
+            fields = vars(copy)
+            if len(fields) == len(before) and all(map(is_, fields.values(), before.values())):
+                continue
+            for name, value in fields.items():
+                if name not in fixed and value is not before.get(name, before):
                     vars(original)[name] = value
 
 
@@ -350,8 +445,8 @@ def _with_scalars(node: ModuleNode, copy: nn.Module) -> ModuleNode:
 # Checks
 
 
-def check_module(caller: str, module: Any, variables: Any = None) -> None:
-    """Refuses what is no module, and one whose tensors cannot be given from outside."""
+def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
+    """The tree. Refuses what is no module, and whose tensors cannot be given from outside."""
     if not isinstance(module, nn.Module):
         raise GradtoolsError(
             f"{caller}: got a {type(module).__module__}.{type(module).__qualname__}; the "
@@ -361,29 +456,34 @@ def check_module(caller: str, module: Any, variables: Any = None) -> None:
         raise GradtoolsError(
             f"{caller}: a torch.nn.Module holds its own tensors; leave variables=None."
         )
-    for name, part in module.named_modules():
-        _check_part(caller, name or "the module", part)
+    tree = ModuleTree.of(module)
+    for part in {type(part): part for part in reversed(tree.modules)}.values():
+        _check_kind(caller, tree.modules[part] or "the module", type(part))
+    for tensors in (tree.parameters, tree.buffers):
+        for name, x in tensors.items():
+            if nn.parameter.is_lazy(x):
+                part, _, own = name.rpartition(".")
+                raise GradtoolsError(
+                    f"{caller}: {own!r} of {part or 'the module'} has no shape yet (a lazy "
+                    "module). Call the module once on an example first."
+                )
+    return tree
 
 
-def _check_part(caller: str, name: str, part: nn.Module) -> None:
-    mends = {
-        "ScriptModule": "make_functional the Python module before scripting it",
-        "DistributedDataParallel": "make_functional its .module",
-        "FullyShardedDataParallel": "make_functional the module before it is wrapped",
-        "OptimizedModule": "make_functional its ._orig_mod and compile apply",
-    }
-    for kind in type(part).__mro__:
-        if kind.__name__ in mends and kind.__module__.startswith("torch."):
+_FIXES = {
+    "ScriptModule": "make_functional the Python module before scripting it",
+    "DistributedDataParallel": "make_functional its .module",
+    "FullyShardedDataParallel": "make_functional the module before it is wrapped",
+    "OptimizedModule": "make_functional its ._orig_mod and compile apply",
+}
+
+
+def _check_kind(caller: str, name: str, kind: type[nn.Module]) -> None:
+    for base in kind.__mro__:
+        if base.__name__ in _FIXES and base.__module__.startswith("torch."):
             raise GradtoolsError(
-                f"{caller}: {name} is a {kind.__name__}, whose tensors cannot be given from "
-                f"outside; {mends[kind.__name__]}."
-            )
-    parameters, buffers, _ = upstream.slots_of(part)
-    for tensor_name, tensor in [*parameters.items(), *buffers.items()]:
-        if tensor is not None and nn.parameter.is_lazy(tensor):
-            raise GradtoolsError(
-                f"{caller}: {tensor_name!r} of {name} has no shape yet (a lazy module). "
-                "Call the module once on an example first."
+                f"{caller}: {name} is a {base.__name__}, whose tensors cannot be given from "
+                f"outside; {_FIXES[base.__name__]}."
             )
 
 

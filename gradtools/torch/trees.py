@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,14 @@ from gradtools.torch.compiling import uncompiled
 
 @dataclass(frozen=True)
 class TreeDef:
-    """A tree's structure, and which of PyTorch's leaves are there (are not None)."""
+    """A tree's structure, and which of PyTorch's leaves are there (are not None).
+
+    keys: Of a dictionary of tensors, which then PyTorch need not walk through.
+    """
 
     spec: Any
     present: tuple[bool, ...]
+    keys: tuple[Any, ...] | None = field(default=None, compare=False)
 
     @property
     def num_leaves(self) -> int:
@@ -33,6 +38,8 @@ class TreeDef:
         """What stands in `tree` at this tree's leaves."""
         if self is _LEAF:
             return [tree]
+        if self.keys is not None and type(tree) is dict and tuple(tree) == self.keys:
+            return [*tree.values()]
         leaves = self.spec.flatten_up_to(tree)
         return [leaf for leaf, there in zip(leaves, self.present, strict=True) if there]
 
@@ -67,10 +74,25 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
         return [], _NONE
     if type(tree) is dict and not tree:
         return [], _NO_KEYWORDS
+    if is_flat(tree):
+        return [*tree.values()], _dict_of((*tree,))
     result = _flattened(tree)
     if torch.compiler.is_dynamo_compiling() and not any(map(_may_hold_tensors, result[0])):
         return result
     return _in_python(_CONTAINERS.opened, *result)
+
+
+def is_flat(tree: Any) -> bool:
+    """Whether it is a dictionary of tensors, as of a module's parameters."""
+    if type(tree) is not dict or torch.compiler.is_dynamo_compiling():
+        return False
+    return all(map(_is_tensor, tree.values()))
+
+
+@lru_cache(maxsize=64)
+def _dict_of(keys: tuple[Any, ...]) -> TreeDef:
+    spec = pytree.tree_structure(dict.fromkeys(keys, 0))
+    return TreeDef(spec, (True,) * len(keys), keys)
 
 
 def _may_hold_tensors(x: Any) -> bool:
@@ -95,14 +117,15 @@ def _in_python(fun: Callable[..., Any], *args: Any) -> Any:
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
     """The leaves and the structure, and whether each leaf is real, complex, exact or no tensor."""
     if isinstance(tree, torch.Tensor):
-        kind = "real" if tree.is_floating_point() else "complex" if tree.is_complex() else "exact"
-        return [tree], _LEAF, [kind]
+        return [tree], _LEAF, [_kind_of(tree)]
     leaves, treedef = flatten(tree)
-    kinds: list[str | None] = []
-    for x in leaves:
-        is_tensor = isinstance(x, torch.Tensor)
-        kinds += flatten_arrays(x)[2] if is_tensor else [None]
-    return leaves, treedef, kinds
+    return leaves, treedef, [_kind_of(x) for x in leaves]
+
+
+def _kind_of(x: Any) -> str | None:
+    if not isinstance(x, torch.Tensor):
+        return None
+    return "real" if x.is_floating_point() else "complex" if x.is_complex() else "exact"
 
 
 def _flattened(tree: Any) -> tuple[list[Any], TreeDef]:
@@ -122,6 +145,8 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
         return {}
     if len(treedef.present) < 8 and treedef is _TUPLES[len(treedef.present)]:
         return tuple(leaves)
+    if treedef.keys is not None:
+        return dict(zip(treedef.keys, leaves, strict=True))
     left = iter(leaves)
     full = [next(left) if there else None for there in treedef.present]
     return pytree.tree_unflatten(full, treedef.spec)

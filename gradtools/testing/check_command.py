@@ -320,11 +320,10 @@ def check(options: argparse.Namespace) -> int:
             inside.enter_context(placed(name, options.device))
         inside.enter_context(highest_precision(here))
         done = [_judged_in_turn(i, cell) for i, cell in enumerate(_progress(todo))]
-        shown = _on_gpu(options, here)
         devices = [f"{name}: {described(name)}; {described_precision(name)}" for name in here]
     devices += [f"{name}: not run" for name in BACKENDS if name not in here]
-    _print(options, devices, done, shown)
-    return 1 if any(c.failure for c in done) or any(map(_failed, shown.values())) else 0
+    _print(options, devices, done)
+    return 1 if any(c.failure for c in done) else 0
 
 
 def _prepare(here: Sequence[str]) -> None:
@@ -346,19 +345,6 @@ def _judged_in_turn(number: int, cell: Cell) -> Cell:
     return judged(cell)
 
 
-def _on_gpu(options: argparse.Namespace, here: Sequence[str]) -> dict[str, str]:
-    """What only a GPU shows, in PyTorch: by scenario what failed, or why it was left out."""
-    if "torch" not in here or options.device.partition(":")[0] not in ("gpu", "cuda"):
-        return {}
-    from gradtools.testing import gpu
-
-    return gpu.failures()
-
-
-def _failed(result: str) -> bool:
-    return bool(result) and not result.startswith("left out: ")
-
-
 def _progress(cells: Sequence[Cell]) -> Iterator[Cell]:
     """A bar of tqdm on standard error, where tqdm is installed."""
     try:
@@ -368,17 +354,12 @@ def _progress(cells: Sequence[Cell]) -> Iterator[Cell]:
     return iter(tqdm(cells, desc="cells", file=sys.stderr))
 
 
-def _print(
-    options: argparse.Namespace,
-    devices: list[str],
-    done: Sequence[Cell],
-    shown: dict[str, str],
-) -> None:
+def _print(options: argparse.Namespace, devices: list[str], done: Sequence[Cell]) -> None:
     run = [c for c in done if not c.left_out]
     failed = [c for c in run if c.failure]
     if options.json:
         record = {"devices": devices, "held": not failed, "cells": [_record(c) for c in done]}
-        print(json.dumps({**record, **({"gpu": shown} if shown else {})}, indent=1))
+        print(json.dumps(record, indent=1))
         return
     print("\n".join([*devices, "", *_table(run), "", "left out:"]))
     for (backend, reason), number in Counter((c.backend, c.left_out) for c in done).items():
@@ -388,12 +369,6 @@ def _print(
         print(f"FAILED {c.backend}: {c}\n       {c.failure}")
     programs = len({c.scenario.name for c in run})
     print(f"\n{len(run)} cells run over {programs} programs; {len(failed)} failed")
-    for name, result in shown.items():
-        if result:
-            print(f"{'FAILED on the GPU: ' if _failed(result) else ''}{name}: {result}")
-    if shown:
-        tried = [result for result in shown.values() if not result.startswith("left out: ")]
-        print(f"on the GPU: {tried.count('')} of {len(tried)} held")
 
 
 def _table(run: Sequence[Cell]) -> Iterator[str]:

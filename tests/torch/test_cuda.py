@@ -1,4 +1,4 @@
-"""What only a GPU shows (gradtools/testing/gpu.py): it runs wherever PyTorch has one.
+"""What only a GPU shows (tests/support/gpu.py): it runs wherever PyTorch has one.
 
     python -m pytest tests/torch/test_cuda.py -rs
 
@@ -7,14 +7,11 @@ What needs no GPU to be seen is in test_other_device.py.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from gradtools.cli import main
-from gradtools.testing import gpu
-from gradtools.testing.gpu import SCENARIOS, Absent, GpuScenario
+from tests.support import gpu
+from tests.support.gpu import SCENARIOS, Absent
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -58,31 +55,3 @@ def gradient_of_another_draw(f):
 def test_a_scenario_fails_where_something_is_wrong(wrong):
     with pytest.raises(AssertionError):
         wrong(torch.device("cpu"))
-
-
-def test_the_command_runs_the_scenarios_on_a_gpu_and_fails_with_them(monkeypatch, capsys):
-    def falls(device):
-        raise AssertionError("it differs")
-
-    def lacks(device):
-        raise Absent("it needs two GPUs")
-
-    scenarios = {"one": GpuScenario(lambda device: None), "two": GpuScenario(falls)}
-    monkeypatch.setattr(gpu, "SCENARIOS", {**scenarios, "three": GpuScenario(lacks)})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("gradtools.testing.check_command.placed", placed_anywhere)
-    asked = ["check", "--backend", "torch", "--quick", "--filter", "stop_gradient"]
-    assert main([*asked, "--device", "cuda"]) == 1
-    said = capsys.readouterr().out
-    assert "FAILED on the GPU: two: AssertionError: it differs" in said
-    assert "on the GPU: 1 of 2 held" in said
-    assert "three: left out: it needs two GPUs" in said
-    assert main([*asked, "--device", "cuda", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["gpu"]["one"] == ""
-    assert main([*asked, "--device", "cpu"]) == 0
-
-
-def placed_anywhere(backend, device):
-    from contextlib import nullcontext
-
-    return nullcontext()

@@ -1,4 +1,4 @@
-"""What only a GPU shows, in PyTorch: `gradtools check --device cuda` and tests/torch/test_cuda.py.
+"""What only a GPU shows, in PyTorch; tests/torch/test_cuda.py runs it.
 
 A scenario is a function of a device. It raises AssertionError where something does not hold, and
 `Absent` where the machine lacks what it needs. Those that a CPU can run as well, by kernels of its
@@ -43,21 +43,6 @@ class GpuScenario(NamedTuple):
 
     run: Callable[[torch.device], None]
     anywhere: bool = True
-
-
-def failures() -> dict[str, str]:
-    """By scenario what failed on the GPU, empty where it held, or why it was left out."""
-    return {name: _failure(scenario) for name, scenario in SCENARIOS.items()}
-
-
-def _failure(scenario: GpuScenario) -> str:
-    try:
-        scenario.run(torch.device("cuda", torch.cuda.current_device()))
-    except Absent as absent:
-        return f"left out: {absent}"
-    except Exception as error:  # a scenario that raises is a result of the check
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _exactly(found: Any, expected: Any) -> None:

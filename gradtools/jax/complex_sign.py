@@ -41,7 +41,7 @@ def refuse(caller: str, closed: Any, outs: int) -> None:
     """
     if not jaxprs.uses_primitive(closed, reachability.is_complex_sign):
         return
-    from gradtools.seeing.graphs.derivative_flow import between
+    from gradtools.seeing.graphs.losing_operations import between
     from gradtools.seeing.jax.graphs import graph_of
 
     graph = graph_of(closed)

@@ -1,7 +1,7 @@
 """`dependence` and `why_zero`: how outputs depend on inputs, where a gradient is lost, the fix.
 
 A gradient that is lost says nothing: the term is ignored, and zeros look like any others. One
-recorded run tells where data flows on and the derivative does not (`derivative_flow.py`). When the
+recorded run tells where data flows on and the derivative does not (`losses.py`). When the
 path is whole and the gradient is zero all the same, the values are to blame: the wing then says
 where a cotangent that was not zero became zero. One finite perturbation tells an output that does
 depend on the argument from one that is truly constant.
@@ -23,15 +23,9 @@ from gradtools.backend import Backend
 from gradtools.bridged_calls import noting
 from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, NOISE, Finding
-from gradtools.seeing.graphs.derivative_flow import (
-    Loss,
-    backward,
-    dependence_matrix,
-    forward,
-    losses,
-    losses_of,
-    overwritten,
-)
+from gradtools.seeing.graphs.derivative_flow import backward, dependence_matrix, forward
+from gradtools.seeing.graphs.losing_operations import Loss, overwritten
+from gradtools.seeing.graphs.losses import losses, losses_of
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram

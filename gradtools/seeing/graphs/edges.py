@@ -1,7 +1,7 @@
 """The edges of a graph: which value goes from where to where, and what becomes of its derivative.
 
 A value that a later pass reads was *saved* for it. A cut is told with its reason where something is
-lost by it, as `derivative_flow.py` finds: a comparison that only makes a mask loses nothing, nor
+lost by it, as `losses.py` finds: a comparison that only makes a mask loses nothing, nor
 does a maximum that is stopped and taken off again, as inside of softmax. Whatever else is stopped
 on purpose is told.
 """
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gradtools.seeing.diagnostics.findings import KINDS
-from gradtools.seeing.graphs.derivative_flow import links_of, losses_of
+from gradtools.seeing.graphs.derivative_flow import links_of
+from gradtools.seeing.graphs.losses import losses_of
 from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence

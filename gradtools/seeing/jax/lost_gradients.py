@@ -30,7 +30,7 @@ from gradtools.jax import jaxprs
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics import bad_gradients
-from gradtools.seeing.graphs.derivative_flow import joined
+from gradtools.seeing.graphs.losing_operations import joined
 from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.seeing.jax.recorded_run import Traced, graph_once, trace
 from gradtools.seeing.jax.tape import Moving, Tape, TapeStep

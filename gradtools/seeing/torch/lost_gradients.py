@@ -22,7 +22,7 @@ import torch
 
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.seeing.diagnostics import bad_gradients
-from gradtools.seeing.graphs.derivative_flow import joined
+from gradtools.seeing.graphs.losing_operations import joined
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Run, Vanished
 from gradtools.seeing.torch.recording import operations

@@ -148,7 +148,7 @@ class Side(FlatFunction):
 
     def operations(self, leaves: Arrays) -> set[str]:
         """The names of the operations, and of the framework's functions, that it differentiates."""
-        from gradtools.seeing.graphs.derivative_flow import between
+        from gradtools.seeing.graphs.losing_operations import between
 
         names: set[str] = set()
 

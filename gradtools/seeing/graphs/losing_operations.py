@@ -1,0 +1,163 @@
+"""The operations at which a derivative is lost on its way, in graphs and in the bodies of nodes.
+
+A link is a *loss* when what enters it is still differentiable in the input, what leaves it is not,
+and data flows on to an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from gradtools.seeing.graphs.derivative_flow import (
+    Strengths,
+    any_of,
+    backward,
+    entering_body,
+    forward,
+    leaving_body,
+    links_of,
+    through,
+)
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.shifts import without_shifts
+
+_NONE, _CUT, _ZERO, _FULL = Dependence
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One link at which the derivative to an input is lost.
+
+    Attributes:
+        node: The operation that loses it.
+        output: Which of its outputs has no derivative any more.
+        input: Which of its inputs still had one.
+        whole: Whether everything that the input gives to the outputs is lost, not one term.
+        value: The number of that output in its graph.
+        call: The outermost node that the operation stands in, if it stands in a body.
+        meant: Whether it is a stop that looks meant: its term trains something else.
+    """
+
+    node: Node
+    output: int
+    input: int
+    whole: bool
+    value: int
+    call: Node | None = None
+    meant: bool = False
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An operation on the way to what matters.
+
+    Attributes:
+        node: It.
+        entering: How strongly its inputs depend on what the walk starts from.
+        leaving: How strongly what matters depends on its outputs.
+        reached: How strongly each value of the graph depends on the start.
+    """
+
+    node: Node
+    entering: Sequence[Dependence]
+    leaving: Sequence[Dependence]
+    reached: Strengths
+
+
+def met(
+    graph: PlainGraph,
+    start: Strengths,
+    end: Strengths,
+    call: Node | None,
+    at: Callable[[PlainGraph, _Step], Iterable[Loss] | None],
+) -> Iterator[Loss]:
+    """What `at` says of each operation that matters, in bodies where it says None of the whole."""
+    reached = forward(graph, start)
+    matters = backward(without_shifts(graph, reached), end)
+    for node in graph.nodes:
+        leaving = [matters.get(value, _NONE) for value in node.outputs]
+        if not any(leaving):
+            continue
+        entering = [reached.get(value, _NONE) for value in node.inputs]
+        result = at(graph, _Step(node, entering, leaving, reached))
+        if result is not None:
+            yield from (replace(loss, call=call) for loss in result)
+        elif node.bodies and node.links is None:
+            yield from _in_bodies(graph, node, entering, leaving, call, partial(met, at=at))
+
+
+def _in_bodies(
+    graph: PlainGraph,
+    node: Node,
+    entering: Sequence[Dependence],
+    leaving: Sequence[Dependence],
+    call: Node | None,
+    within: Callable[[PlainGraph, Strengths, Strengths, Node | None], Iterator[Loss]],
+) -> Iterator[Loss]:
+    links = links_of(graph, node)
+    after = [through(row, entering) for row in links]
+    for body in node.bodies:
+        start = entering_body(body, entering, after)
+        end = leaving_body(body, node, leaving)
+        yield from within(body.graph, start, end, call or node)
+
+
+def lossy(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
+    """The losses at an operation, between values that enter and values that matter."""
+    if not any(step.entering):
+        return []
+    return None if step.node.bodies and step.node.links is None else _at(graph, step)
+
+
+def _at(graph: PlainGraph, step: _Step) -> Iterator[Loss]:
+    node, entering = step.node, step.entering
+    for k, row in enumerate(links_of(graph, node)):
+        if step.leaving[k] and through(row, entering) < _FULL:
+            for i, link in enumerate(row):
+                if entering[i] == _FULL and _NONE < link < _FULL:
+                    yield Loss(node, k, i, True, node.outputs[k])
+
+
+def overwritten(graph: PlainGraph, value: int) -> list[Loss]:
+    """Every place at which nothing is left of what a value gives to what matters."""
+
+    def at(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
+        if any(value in step.reached for value in step.node.overwrites):
+            return [Loss(step.node, 0, 0, True, step.node.outputs[0])]
+        return None if any(step.entering) else []
+
+    return [*met(graph, {value: _FULL}, dict.fromkeys(graph.outputs, _FULL), None, at)]
+
+
+def between(graph: PlainGraph, value: int, chosen: Callable[[Node], bool]) -> list[Node]:
+    """The chosen operations that a value enters, and an output leaves, with a derivative."""
+
+    def at(graph: PlainGraph, step: _Step) -> Iterable[Loss] | None:
+        if _FULL not in step.entering or _FULL not in step.leaving:
+            return []
+        return [Loss(step.node, 0, 0, False, 0)] if chosen(step.node) else None
+
+    end = dict.fromkeys(graph.outputs, _FULL)
+    return [loss.node for loss in met(graph, {value: _FULL}, end, None, at)]
+
+
+def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[int]) -> int | None:
+    """The first operation to which data comes from all of several others, or that is all of them.
+
+    Args:
+        flows: Of each operation the values that it reads and those that it makes.
+        at: The positions of the others.
+    """
+    if not at:
+        return None
+    everything = (1 << len(at)) - 1
+    carried: dict[int, int] = {}
+    for position, (reads, makes) in enumerate(flows):
+        result = any_of(1 << k for k, other in enumerate(at) if other == position)
+        result |= any_of(carried.get(value, 0) for value in reads)
+        if result == everything:
+            return position
+        carried.update((value, result) for value in makes if result)
+    return None

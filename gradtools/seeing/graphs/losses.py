@@ -1,0 +1,355 @@
+"""Every place at which the derivative to an input is lost, as a whole or of one term.
+
+An input whose gradient is not lost altogether may have lost a part. A part is a *term*: a value
+that depends on the input without a derivative and is added to, or laid beside, one that has a
+derivative. A mask, an index or a branch that is chosen by a comparison is no lost term, nor is
+what is computed from the very value it is added to, as in ``x - floor(x)``, nor a shift that is
+taken off inside and added again (`shifts.py`), nor a target: what is stopped on purpose and would
+have its derivative otherwise, in a difference that is squared or the like, as
+``(v(s) - r - stop(v(t)))**2`` of temporal-difference learning, and ``exp(p - stop(q))`` of a
+ratio of probabilities. Nor is a stopped value that also scales what has a derivative, as p in
+``sum(p (log p - log q))``.
+
+A stop looks *meant* where its term still has a derivative in something else that is trained: in
+``d(a, stop(b)) + d(b, stop(a))``, a policy gradient with an advantage, a linear probe. So does a
+choice among what is trained (the nearest code of VQ-VAE) in such a term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from gradtools.seeing.graphs.derivative_flow import (
+    Column,
+    Strengths,
+    ancestors,
+    any_of,
+    behind,
+    entering_body,
+    forward,
+    links_of,
+    union,
+)
+from gradtools.seeing.graphs.losing_operations import Loss, lossy, met
+from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.shifts import (
+    ADDITIVE,
+    AT_PLACES,
+    LINEAR,
+    SHAPING,
+    equal_values,
+    first_lost,
+    flowing_and_lost,
+    is_added_again,
+    shifts_at,
+    taken_before,
+)
+
+_NONE, _CUT, _ZERO, _FULL = Dependence
+_STOPPED = ("detached", "no_grad", "inner_gradient")
+_SCALES = frozenset({"multiply", "divide", "matmul", "einsum", "dot_general"})
+_BENDING = frozenset(
+    {"power", "square", "abs", "norm", "sqrt", "log", "log_cosh", "softplus", "exp"}
+)
+
+
+def losses(graph: PlainGraph, index: int, trained: Iterable[int] = ()) -> list[Loss]:
+    """Every place at which the derivative to input `index` is lost, in program order.
+
+    When some of the input reaches an output with its derivative, only lost terms are listed.
+
+    Args:
+        graph: The graph.
+        index: The position of the input.
+        trained: The values that are trained, of which the input may be one.
+    """
+    reached = Column(graph, index)
+    if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) < _FULL:
+        return losses_of(graph, graph.inputs[index])
+    if not _suspects(graph) >> index & 1:
+        return []
+    return losses_of(graph, graph.inputs[index], trained)
+
+
+def losses_of(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> list[Loss]:
+    """`losses` of any value: an input, or a captured parameter."""
+    start = {value: _FULL}
+    reached = forward(graph, start)
+    if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
+        others = {*trained, *_stopped_apart(graph, reached)} - {value}
+        flows = _Flows(reached, forward(graph, dict.fromkeys(others, _FULL)))
+        return list(dict.fromkeys(_terms(graph, start, flows, graph.outputs, None)))
+    return [*met(graph, start, dict.fromkeys(graph.outputs, _FULL), None, lossy)]
+
+
+@dataclass(frozen=True)
+class _Flows:
+    """How strongly each value depends on the one that is looked at, and on others.
+
+    Attributes:
+        own: On the one.
+        others: On what else is trained.
+    """
+
+    own: Strengths
+    others: Strengths
+
+
+def _stopped_apart(graph: PlainGraph, reached: Strengths) -> set[int]:
+    """The inputs that are stopped where what is looked at is not: only what is trained is.
+
+    reached: How strongly each value depends on what is looked at.
+    """
+    apart = {
+        value
+        for value, reads in _stops_of(graph).items()
+        if any(all(reached.get(v) != _FULL for v in read) for read in reads)
+    }
+    for node in graph.nodes:
+        for body in node.bodies if node.links is None else ():
+            entering, after = (
+                [reached.get(v, _NONE) for v in of] for of in (node.inputs, node.outputs)
+            )
+            inner = forward(body.graph, entering_body(body, entering, after))
+            inside = _stopped_apart(body.graph, inner) if any(inner.values()) else set()
+            pairs = zip(body.graph.inputs, body.inputs, strict=True)
+            for outer in {node.inputs[i] for value, i in pairs if value in inside}:
+                before = behind(graph, (outer,))
+                apart |= {value for value in graph.inputs if before.get(value) == _FULL}
+    return {value for value in apart if reached.get(value) != _FULL}
+
+
+def _stops_of(graph: PlainGraph) -> dict[int, list[Sequence[int]]]:
+    """For each input what the operations read that stop it."""
+    if graph not in _stops:
+        stopping = [node for node in graph.nodes if node.loss in _STOPPED]
+        inputs = [v for v in graph.inputs if stopping and graph.values[v].is_inexact]
+        flows = {value: forward(graph, {value: _FULL}) for value in inputs}
+        _stops[graph] = {
+            value: [n.inputs for n in stopping if any(flow.get(v) == _FULL for v in n.inputs)]
+            for value, flow in flows.items()
+        }
+    return _stops[graph]
+
+
+_stops: WeakKeyDictionary[PlainGraph, dict[int, list[Sequence[int]]]] = WeakKeyDictionary()
+_suspected: WeakKeyDictionary[PlainGraph, int] = WeakKeyDictionary()
+
+
+def _suspects(graph: PlainGraph) -> int:
+    """The inputs, one bit each, of which a term may be lost: all are looked at in one pass."""
+    if graph not in _suspected:
+        bits = dict.fromkeys(graph.inputs, 0)
+        for i, value in enumerate(graph.inputs):
+            bits[value] |= 1 << i
+        _suspected[graph] = _suspects_within(graph, bits, dict(bits))
+    return _suspected[graph]
+
+
+def _suspects_within(graph: PlainGraph, full: dict[int, int], some: dict[int, int]) -> int:
+    """`full` and `some`: on which inputs a value depends with its derivative, and at all."""
+    if graph.outside:  # what leaves the framework may come back anywhere
+        return any_of([*full.values(), *some.values()])
+    result = 0
+    for node in graph.nodes:
+        flowing, data = ([of.get(v, 0) for v in node.inputs] for of in (full, some))
+        if not any(data):
+            continue
+        if node.operation in ADDITIVE:
+            result |= _suspects_at(graph, node, flowing, data)
+        for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+            full[value] = full.get(value, 0) | union(row, flowing, _FULL)
+            some[value] = some.get(value, 0) | union(row, data, _CUT)
+        if node.links is None:
+            for body in node.bodies:
+                result |= _suspects_in(body, node, full, some)
+    return result
+
+
+def _suspects_at(graph: PlainGraph, node: Node, flowing: list[int], data: list[int]) -> int:
+    result = 0
+    for value, full, some in zip(node.inputs, flowing, data, strict=True):
+        lost = some & ~full & any_of(flowing)
+        if lost:
+            above = ancestors(graph, value)
+            beside = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
+            result |= lost & ~any_of(beside)
+    return result
+
+
+def _suspects_in(body: Body, node: Node, full: dict[int, int], some: dict[int, int]) -> int:
+    ends = []
+    for of in (full, some):
+        start = dict.fromkeys(body.graph.inputs, 0)
+        for value, i in zip(body.graph.inputs, body.inputs, strict=True):
+            start[value] |= of.get(node.inputs[i], 0)
+        for k, i in body.carries:
+            start[body.graph.inputs[i]] |= of.get(node.outputs[k], 0)
+        ends.append(start)
+    return _suspects_within(body.graph, *ends)
+
+
+def _terms(
+    graph: PlainGraph,
+    start: Strengths,
+    flows: _Flows,
+    outputs: Iterable[int],
+    call: Node | None,
+) -> Iterator[Loss]:
+    """The losses behind every term that has no derivative and is added to one that has."""
+    matters = behind(graph, tuple(outputs))
+    scaling = _scaling(graph, flows.own)
+    for node in graph.nodes:
+        if max((matters.get(value, _NONE) for value in node.outputs), default=_NONE) < _FULL:
+            continue
+        if node.bodies and node.links is None:
+            yield from _terms_in_bodies(node, flows, call)
+        elif node.operation in ADDITIVE:
+            yield from _behind_terms(graph, node, start, flows, scaling, call)
+
+
+def _behind_terms(
+    graph: PlainGraph,
+    node: Node,
+    start: Strengths,
+    flows: _Flows,
+    scaling: set[int],
+    call: Node | None,
+) -> Iterator[Loss]:
+    """The losses behind the lost terms of an additive node."""
+    reached = flows.own
+    flowing, lost = flowing_and_lost(graph, node, reached)
+    terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
+    if not terms:
+        return
+    before = taken_before(graph, flowing, reached)
+    is_residual = node.operation == "subtract" and _bent(graph, node.outputs[0])
+    for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, flows)):
+        if is_added_again(graph, term, before, reached):
+            continue
+        found = [*met(graph, start, {term: _FULL}, call, lossy)]
+        stops = [loss for loss in found if _is_stop(graph, loss, term)]
+        trains = stops and flows.others.get(term) == _FULL
+        for loss in found:
+            is_choice = loss.node.loss in ("discrete", "integer_cast")
+            stopped = loss in stops or (is_choice and _is_stopped_after(graph, loss, term))
+            if (is_residual and stopped) or scaling.intersection(_place(graph, loss).outputs):
+                continue
+            chosen = is_choice and any(
+                flows.others.get(v) == _FULL for v in _place(graph, loss).inputs
+            )
+            yield replace(loss, whole=False, meant=bool(trains and (stopped or chosen)))
+
+
+def _terms_in_bodies(node: Node, flows: _Flows, call: Node | None) -> Iterator[Loss]:
+    for body in node.bodies:
+        if not body.gate:
+            own, others = (
+                entering_body(
+                    body,
+                    [of.get(value, _NONE) for value in node.inputs],
+                    [of.get(value, _NONE) for value in node.outputs],
+                )
+                for of in (flows.own, flows.others)
+            )
+            inner = _Flows(forward(body.graph, own), forward(body.graph, others))
+            yield from _terms(body.graph, own, inner, body.graph.outputs, call or node)
+
+
+def _addends(graph: PlainGraph, value: int, flows: _Flows) -> list[int]:
+    """The lost values of which a lost value is a sum with constant weights."""
+    node = _maker(graph, value)
+    if node is None or node.bodies:
+        return [value]
+    shifts = shifts_at(graph, node, flows.others)
+    parts = [v for v in node.inputs if flows.own.get(v, _NONE) and v not in shifts]
+    constant = all(flows.others.get(v, _NONE) < _FULL for v in node.inputs if v not in parts)
+    is_scaled = node.operation in ("multiply", "divide", "negate") and len(parts) == 1 and constant
+    is_sum = node.operation in ADDITIVE - AT_PLACES or node.operation in SHAPING
+    if not (is_scaled or is_sum) or any(flows.own.get(v, _NONE) == _FULL for v in parts):
+        return [value]
+    return [a for v in parts for a in _addends(graph, v, flows)] or [value]
+
+
+def _maker(graph: PlainGraph, value: int) -> Node | None:
+    if graph not in _makers:
+        _makers[graph] = {v: node for node in graph.nodes for v in node.outputs}
+    return _makers[graph].get(value)
+
+
+_makers: WeakKeyDictionary[PlainGraph, dict[int, Node]] = WeakKeyDictionary()
+
+
+def _scaling(graph: PlainGraph, reached: Strengths) -> set[int]:
+    """The stopped values that scale what has a derivative."""
+    result: set[int] = set()
+    for node in graph.nodes:
+        strengths = [reached.get(v, _NONE) for v in node.inputs]
+        if node.operation in _SCALES and _FULL in strengths:
+            lost = [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
+            result |= {first for v in lost for first in first_lost(graph, v, reached)}
+    stopped = {v for v in result if (node := _maker(graph, v)) and node.loss in _STOPPED}
+    return equal_values(graph, stopped)
+
+
+def _bent(graph: PlainGraph, value: int) -> bool:
+    """Whether a value is read by what is not linear in it: a difference that is a residual."""
+    linear = {value}
+    for node in graph.nodes:
+        reads = [v for v in node.inputs if v in linear]
+        if not reads:
+            continue
+        if node.operation in _BENDING or (node.operation in _SCALES and len(reads) > 1):
+            return True
+        if node.operation in LINEAR:
+            linear.update(node.outputs)
+    return False
+
+
+def _place(graph: PlainGraph, loss: Loss) -> Node:
+    """The node of this graph that loses, or in a body of which it is lost."""
+    return next(node for node in graph.nodes if _holds(node, loss.node))
+
+
+def _holds(node: Node, other: Node) -> bool:
+    inside = (inner for body in node.bodies for inner in body.graph.nodes)
+    return node is other or any(_holds(inner, other) for inner in inside)
+
+
+def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
+    """Whether every term to which data of some values flows has a derivative in others."""
+    own, besides = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
+    reached = [out for out in graph.outputs if own.get(out)]
+    terms = [term for out in reached for term in _addends(graph, out, _Flows(own, besides))]
+    return all(besides.get(term) == _FULL for term in terms)
+
+
+def _is_stop(graph: PlainGraph, loss: Loss, term: int) -> bool:
+    """Whether a loss is a stop without which the term would have its derivative."""
+    return loss.node.loss in _STOPPED and _makes(graph, loss, term)
+
+
+def _is_stopped_after(graph: PlainGraph, loss: Loss, term: int) -> bool:
+    """Whether what comes of a loss is stopped wherever it flows to the term."""
+    reached = set(_place(graph, loss).outputs)
+    for node in graph.nodes:
+        if node.loss not in _STOPPED and node.operation != "stop":
+            for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+                pairs = zip(node.inputs, row, strict=True)
+                if any(v in reached and link for v, link in pairs):
+                    reached.add(value)
+    return term not in reached
+
+
+def _makes(graph: PlainGraph, loss: Loss, term: int) -> bool:
+    """Whether what is stopped there flows on to the term, but for stops with its derivative."""
+    reached = set(_place(graph, loss).outputs)
+    for node in graph.nodes:
+        for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+            flows = zip(node.inputs, row, strict=True)
+            stopped = node.loss in _STOPPED and graph.values[value].is_inexact
+            if any(v in reached and (link == _FULL or stopped) for v, link in flows):
+                reached.add(value)
+    return term in reached

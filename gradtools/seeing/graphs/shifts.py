@@ -1,0 +1,132 @@
+"""Shifts: what has no derivative, is taken off, and is added again or cancels.
+
+In ``x - stop(max(x))`` the derivative goes on with x, and in ``log(sum(exp(x - s))) + s`` the shift
+s is added again: neither stop is a place where a derivative is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from gradtools.seeing.graphs.derivative_flow import Strengths, ancestors, links_of
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+
+_NONE, _CUT, _ZERO, _FULL = Dependence
+AT_PLACES = frozenset({"scatter", "scatter_add", "update"})
+ADDITIVE = frozenset({"add", "subtract", "sum", "mean", "concatenate", "stack"}) | AT_PLACES
+SHAPING = frozenset(
+    {"reshape", "squeeze", "expand_dims", "broadcast", "transpose", "identity", "cast"}
+)
+LINEAR = SHAPING | {"multiply", "divide", "negate", "index", "where", "select", "gather"}
+
+
+def without_shifts(graph: PlainGraph, reached: Strengths) -> PlainGraph:
+    """The graph less what is lost and is added to what it is computed from, or was before.
+
+    In ``x - stop(max(x))`` the derivative goes on with x: the stop is not where it is lost.
+    """
+    nodes = [
+        _less(graph, node, shifts) if (shifts := shifts_at(graph, node, reached)) else node
+        for node in graph.nodes
+    ]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def shifts_at(graph: PlainGraph, node: Node, reached: Strengths) -> set[int]:
+    """The lost addends of a node that are shifts."""
+    if node.operation not in ADDITIVE:
+        return set()
+    flowing, lost = flowing_and_lost(graph, node, reached)
+    if not (flowing and lost):
+        return set()
+    before = taken_before(graph, flowing, reached)
+    is_shift = lambda v: flowing & ancestors(graph, v) or is_added_again(graph, v, before, reached)
+    return set(filter(is_shift, lost))
+
+
+def _less(graph: PlainGraph, node: Node, values: set[int]) -> Node:
+    less = lambda row: [
+        _NONE if value in values else link for value, link in zip(node.inputs, row, strict=True)
+    ]
+    return replace(node, links=tuple(tuple(less(row)) for row in links_of(graph, node)))
+
+
+def flowing_and_lost(
+    graph: PlainGraph, node: Node, reached: Strengths
+) -> tuple[set[int], list[int]]:
+    """What flows into a node with its derivative, and what is added to that without."""
+    strengths = [reached.get(value, _NONE) for value in node.inputs]
+    flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
+    lost = [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
+    if node.operation in AT_PLACES:  # integers and booleans are the places
+        lost = [v for v in lost if graph.values[v].is_inexact]
+    return flowing, lost
+
+
+def taken_before(graph: PlainGraph, flowing: set[int], reached: Strengths) -> set[int]:
+    """What stands behind the lost values that were added on the way to these values."""
+    behind = flowing.union(*(ancestors(graph, v) for v in flowing))
+    before: set[int] = set()
+    for node in graph.nodes:
+        if node.operation in ADDITIVE and behind.intersection(node.outputs):
+            beside, lost = flowing_and_lost(graph, node, reached)
+            for value in lost:
+                above = ancestors(graph, value)
+                if beside & above:
+                    before |= {v for v in (value, *above) if reached.get(v, _NONE) < _FULL}
+    return equal_values(graph, before)
+
+
+def is_added_again(graph: PlainGraph, value: int, before: set[int], reached: Strengths) -> bool:
+    """Whether a lost value is linear in what was taken off before."""
+    if not before or not first_lost(graph, value, reached) <= before:
+        return False
+    linear = set(before)
+    for node in graph.nodes:
+        if node.operation in LINEAR | ADDITIVE and linear.intersection(node.inputs):
+            linear.update(node.outputs)
+    return value in linear
+
+
+def first_lost(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
+    """Behind a lost value those at which the derivative was lost."""
+    lost = {v for v in (value, *ancestors(graph, value)) if reached.get(v, _NONE) < _FULL}
+    return {
+        v
+        for node in graph.nodes
+        if any(reached.get(entering, _NONE) == _FULL for entering in node.inputs)
+        for v in lost.intersection(node.outputs)
+    }
+
+
+def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
+    """These values, and what is computed just as they are (common subexpressions)."""
+    if graph not in _classes:
+        _classes[graph] = _value_classes(graph)
+    classes = _classes[graph]
+    wanted = {classes[v] for v in values if v in classes}
+    return values.union(v for v, of in classes.items() if of in wanted)
+
+
+def _value_classes(graph: PlainGraph) -> dict[int, int]:
+    """Equal numbers for values that the same operations make of the same, in whatever shape."""
+    classes: dict[int, int] = {}
+    numbers: dict[Any, int] = {}
+    for node in graph.nodes:
+        if node.bodies:
+            continue
+        if node.operation in SHAPING and len(node.inputs) == len(node.outputs) == 1:
+            classes[node.outputs[0]] = classes.get(node.inputs[0], node.inputs[0])
+            continue
+        read = tuple([classes.get(v, v) for v in node.inputs])
+        about = [(key, repr(x)) for key, x in node.attributes.items() if key != "keepdims"]
+        for k, v in enumerate(node.outputs):
+            shape = [n for n in graph.values[v].shape if n != 1]
+            key = node.operation, node.native, read, tuple(sorted(about)), k, tuple(shape)
+            classes[v] = numbers.setdefault(key, -1 - len(numbers))
+    return classes
+
+
+_classes: WeakKeyDictionary[PlainGraph, dict[int, int]] = WeakKeyDictionary()

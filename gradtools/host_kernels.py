@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from gradtools.code_origin import definition_of
 from gradtools.errors import GradtoolsError
 from gradtools.integrations.containers import whole
 from gradtools.rules import KEYS
-
-if TYPE_CHECKING:
-    from gradtools.bridged_calls import ForeignProgram
 
 Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
 
@@ -119,7 +116,7 @@ class Kernel:
         name: What messages call it.
         raw: Whether it takes arrays in any layout, an axis of stride 0 for one over which they are
             the same, and returns a list of arrays that nobody writes, which then are not copied.
-        inside: Of a function of another framework: what looks into it.
+        inside: Of a function of another framework: it, with its `name` and `fun`.
     """
 
     __gradtools_holds__ = ("fun", "out")  # see `rules.held_by`
@@ -129,7 +126,7 @@ class Kernel:
     vectorized: bool = False
     name: str = ""
     raw: bool = False
-    inside: ForeignProgram | None = None
+    inside: Any = None
     traced: dict[str, KernelCall] = field(default_factory=dict, init=False)
     calls: dict[Any, KernelCall] = field(default_factory=dict, init=False)
     known: dict[Any, tuple[KernelCall, Results]] = field(default_factory=dict, init=False)

@@ -17,23 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import in_words
-from gradtools.bridged_calls import Cost, Crossing, noted, noting
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Shaped
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec, Kernel, carrier
 from gradtools.rules import Entries, Rule, replaced_where, spread
-
-if TYPE_CHECKING:
-    from gradtools.seeing.graphs.nodes import PlainGraph
 
 Array = Any
 Mask = tuple[bool, ...]
@@ -299,57 +295,19 @@ class KnownOfShapes:
         """What its author wrote."""
         return self.of.base.fun
 
-    def graph(self) -> PlainGraph | None:
-        """The function's operations, as the guest records them."""
-        return self._graph
-
-    @cached_property
-    def _graph(self) -> PlainGraph | None:
-        return self.of.guest.graph(self.of, self.ins)
-
-    def cost(self) -> Cost | None:
-        """What a call costs, as the guest counts it."""
-        return self._cost
-
-    @cached_property
-    def _cost(self) -> Cost | None:
-        return self.of.guest.cost(self.of, self.ins)
-
     def direct(self, xs: Sequence[Array]) -> list[Array]:
         """The function at the host's arrays, without a copy where memory can be shared."""
-        if noted() is not None:
-            self._note(xs)
         return self.of.guest.called(self, self.of.entry, xs)
-
-    def _note(self, xs: Sequence[Array], depth: int = 0) -> None:
-        """Notes a call where somebody asks; of a batch its first example: each loses the same."""
-        if (calls := noted()) is None or self.base is not self:
-            return
-        arrays = [self.of.guest.host.to_numpy(x)[(0,) * depth] for x in xs]
-        calls.append(Crossing(self.of.name, arrays, partial(self._why_zero, arrays)))
-
-    def _why_zero(self, xs: Sequence[np.ndarray], i: int) -> Sequence[Any]:
-        """What the guest finds of the input at i."""
-        guest = self.of.guest
-
-        @wraps(self.of.fun)
-        def fun(*arrays: Array) -> list[Array]:
-            return self.of.run(*arrays)
-
-        with noting():  # its own calls are not the host's
-            return guest.gt.why_zero(fun, *map(guest.gt.asarray, xs), argnums=i).findings
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The same of NumPy arrays, with the axes of batches in front of each."""
         guest = self.of.guest
         depth = arrays[0].ndim - len(self.ins[0].shape) if arrays else 0
         if not depth:
-            self._note(arrays)
             return guest.called_on_host(self, self.of.entry, arrays, 0)
         if 0 in arrays[0].shape[:depth]:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
-        self._note(arrays, depth)
         shared = _shared(arrays, depth)
         arrays = _without_copies(arrays, shared)
         run = self.of.mapped(tuple(map(tuple, shared)), depth)

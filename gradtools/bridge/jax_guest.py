@@ -8,7 +8,7 @@ soon as the call is over.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,12 @@ from gradtools.bridge.memory import (
     refuse_wide,
     tensors_of_own,
 )
-from gradtools.bridged_calls import Cost
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import ArraySpec
-from gradtools.jax.jaxprs import live, open_jaxpr
+from gradtools.host_kernels import Spec
 from gradtools.jax.reachability import reached_matrix
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_wrapped
 from gradtools.torch.host import is_followed
-
-if TYPE_CHECKING:
-    from gradtools.seeing.graphs.nodes import PlainGraph
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -104,27 +99,7 @@ class JaxGuest:
         traced = self._traced(of.run, specs)
         return None if traced is None else reached_matrix(traced)
 
-    def graph(self, of: Foreign, specs: Sequence[ArraySpec]) -> PlainGraph | None:
-        """The operations; None where f cannot be traced."""
-        from gradtools.seeing.jax.graphs import graph_of
-
-        traced = self._traced(of.run, specs)
-        return None if traced is None else graph_of(traced, in_places=True)
-
-    def cost(self, of: Foreign, specs: Sequence[ArraySpec]) -> Cost | None:
-        """What a call costs as `jax.jit` compiles it; None where f cannot be traced."""
-        from gradtools.seeing.jax.flops import Count
-
-        traced = self._traced(of.run, specs)
-        if traced is None:
-            return None
-        count = Count({})
-        count.jaxpr(live(open_jaxpr(traced)), 1, ())
-        memory = jax.jit(of.run).lower(*map(_struct, specs)).compile().memory_analysis()
-        peak = memory.temp_size_in_bytes + memory.output_size_in_bytes if memory else 0
-        return Cost(count.flops, peak, frozenset(count.unknown), frozenset(count.notes))
-
-    def _traced(self, run: Any, specs: Sequence[ArraySpec]) -> Any:
+    def _traced(self, run: Any, specs: Sequence[Spec]) -> Any:
         try:
             return jax.make_jaxpr(run)(*map(_struct, specs))
         except jax.errors.JAXTypeError:  # it reads values

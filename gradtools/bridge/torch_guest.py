@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ from gradtools.bridge.memory import (
     tensor_of_numpy,
     unshared,
 )
-from gradtools.bridged_calls import Cost
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import globals_of
 from gradtools.host_kernels import ArraySpec
@@ -41,16 +40,12 @@ from gradtools.jax.reachability import within_a_trace
 from gradtools.rules import held_by
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
-from gradtools.torch.live_bytes import LiveBytes
 from gradtools.torch.modes import without_casts
 from gradtools.torch.modules import SEEDING
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.consistency import figures, is_near
 from gradtools.torch.rerunning import Undo
 from gradtools.torch.state import Snapshot
-
-if TYPE_CHECKING:
-    from gradtools.seeing.graphs.nodes import PlainGraph
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))
@@ -130,28 +125,6 @@ class TorchGuest:
             at = [x.requires_grad_() for x in xs if self.backend.is_inexact(x)]
             ys = _taken(of.run, [x.clone() for x in xs])
             return None if ys is None else [self._reaching(y, xs, at) for y in ys]
-
-    def graph(self, of: Foreign, specs: Sequence[ArraySpec]) -> PlainGraph | None:
-        """The operations, recorded with fake tensors; None where f does not take them."""
-        from gradtools.seeing.graphs.passes import FORWARD, Differentiated
-        from gradtools.seeing.graphs.program import LeafProgram
-        from gradtools.seeing.torch.passes import gradient_graph
-
-        with self._faked(of, specs) as xs:
-            if _taken(of.run, [x.clone() for x in xs]) is None:
-                return None
-            program = LeafProgram(self.backend, "gradient_graph", lambda *xs: of.run(*xs), xs, {})
-            graph: PlainGraph = gradient_graph(Differentiated(program, FORWARD))
-            return graph
-
-    def cost(self, of: Foreign, specs: Sequence[ArraySpec]) -> Cost | None:
-        """What a call costs, counted with fake tensors; None where f does not take them."""
-        from gradtools.seeing.torch.flops import Flops
-
-        with self._faked(of, specs) as xs, LiveBytes() as live, Flops() as flops:
-            if _taken(of.run, xs) is None:
-                return None
-        return Cost(flops.total, live.peak, frozenset(flops.unknown), frozenset(flops.notes))
 
     def _reaching(self, y: Tensor, xs: Sequence[Tensor], at: Sequence[Tensor]) -> list[bool]:
         """Which of xs a tensor's graph pulls a cotangent back to."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from gradtools.host_kernels import call_by_key
 from gradtools.torch import _upstream as upstream
-
-if TYPE_CHECKING:
-    from gradtools.bridged_calls import ForeignProgram
 
 Tensor = torch.Tensor
 
@@ -34,8 +29,6 @@ class LiveBytes(upstream.Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (inside := inside_of(func, args)) is not None and (cost := inside.cost()) is not None:
-            self.peak = max(self.peak, self.now + math.prod(args[2]) * cost.peak_bytes)
         fresh = func is torch.ops.aten.lift_fresh.default  # of numbers of Python's
         before = () if fresh else upstream.tree_leaves((args, kwargs))
         given = {_key(x) for x in before if is_plain(x)}
@@ -81,9 +74,3 @@ def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
     with LiveBytes() as live:
         result = run()
     return live.peak, result
-
-
-def inside_of(func: Any, args: Any) -> ForeignProgram | None:
-    """What looks into the other framework's function that an operation calls."""
-    is_ours = func.namespace == "gradtools" and func.overloadpacket.__name__ == "call_kernel"
-    return call_by_key(args[0]).kernel.inside if is_ours else None

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gradtools.backend import Backend
-from gradtools.bridged_calls import noting
 from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, NOISE, Finding
 from gradtools.seeing.graphs.derivative_flow import backward, dependence_matrix, forward
@@ -86,46 +85,13 @@ def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> l
         elif (vanished := at_values(index)) is not None:
             others = [factor for factor in factors if factor.name != name]
             findings += from_values(name, vanished, partial(starting, backend, graph, others))
-    return _across(backend, program, findings)
+    return findings
 
 
 def trained_values(program: LeafProgram, recording: Recording) -> list[int]:
     """The values of what is trained: what is asked about, or requires grad."""
     inputs = [recording.graph.inputs[k] for k in {*program.wrt, *recording.wanted}]
     return inputs + [value for _, value in recording.parameters if value is not None]
-
-
-def _across(backend: Backend, program: LeafProgram, findings: list[Finding]) -> list[Finding]:
-    """The same, and what is lost in a call of another framework's function as that one says it."""
-    if not any(finding.kind == "rule" for finding in findings):
-        return findings
-    leaves, result = list(program.leaves), []
-    with noting() as calls:
-        program.framework.recorded_run.rerun(program.run, leaves)
-    for finding in findings:
-        named = [call.name == finding.operation for call in calls]
-        if finding.kind != "rule" or not any(named):
-            result.append(finding)
-            continue
-        index = program.names.index(finding.argument)
-        changed = [*leaves[:index], _nudged(backend, leaves[index]), *leaves[index + 1 :]]
-        with noting() as after:
-            program.framework.recorded_run.rerun(program.run, changed)
-        inside = [
-            replace(one, argument=finding.argument, whole=finding.whole)
-            for call, again, ours in zip(calls, after, named, strict=False)
-            for i, (x, y) in enumerate(zip(call.xs, again.xs, strict=True))
-            if ours and x.dtype.kind in "fc" and not _same(x, y)
-            for one in call.why_zero(i)
-        ]
-        result += _without_repeats(inside) or [finding]
-    return result
-
-
-def _nudged(backend: Backend, leaf: Any) -> Any:
-    """The leaf with each entry a little off."""
-    x = backend.to_numpy(leaf)
-    return backend.cast(backend.asarray((x * 1.0009765625 + 1e-3).astype(x.dtype)), leaf)
 
 
 def refused(program: LeafProgram, refusal: Refusal) -> Finding:

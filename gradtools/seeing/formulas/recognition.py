@@ -355,7 +355,7 @@ def _count(x: Expr, axes: set[int]) -> int:
 
 def _rectified(x: Expr) -> Expr | None:
     """What is not negative is its own positive part: JAX cuts rounding errors of a variance off."""
-    never = x.op == "relu" and x.args[0].op in ("variance", "deviation", "abs", "exp", "norm")
+    never = x.op == "relu" and x.args[0].op in ("variance", "abs", "exp", "norm")
     return x.args[0] if never else None
 
 
@@ -381,7 +381,7 @@ def _standardize(x: Expr) -> Expr | None:
         return None
     c, factors, labels, out = parts(x)
     for k, (f, names) in enumerate(zip(factors, labels, strict=True)):
-        if f.op != "power" or f["exponent"] not in (-0.5, -1.0):
+        if f.op != "power" or f["exponent"] != -0.5:
             continue
         result = _width(f)
         if result is None:
@@ -406,12 +406,6 @@ def _standardize(x: Expr) -> Expr | None:
 def _width(f: Expr) -> tuple[Expr, set[int], float] | None:
     """(z, axes, eps), if f is 1 / sqrt(variance z + eps)."""
     inner = f.args[0]
-    if f["exponent"] == -1.0:
-        if inner.op == "deviation" and not inner["correction"]:
-            return inner.args[0], set(inner["axes"]), inner["eps"]
-        if inner.op != "power" or inner["exponent"] != 0.5:
-            return None
-        inner = inner.args[0]
     eps = [constant_of(t) for t in _terms(inner) if constant_of(t) is not None]
     others = [t for t in _terms(inner) if constant_of(t) is None]
     if len(others) != 1 or others[0].op != "variance" or others[0]["correction"]:

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 from gradtools.seeing.graphs.attributes import are_numbers, is_number, text_of
-from gradtools.seeing.graphs.bridged_calls import BRIDGED
 from gradtools.seeing.graphs.edges import (
     alive_anyway,
     base_of,
@@ -24,10 +23,7 @@ from gradtools.seeing.graphs.edges import (
 from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, Value
 
 Makers = tuple[tuple[int, int], ...]  # units, each with which of its outputs it is
-_CALLS = (
-    *("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat"),
-    BRIDGED,
-)
+_CALLS = (*("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat"),)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -223,3 +223,13 @@ def needed(
             read.update(nodes[i].inputs)
             kept.append(i)
     return kept[::-1]
+
+
+def node_in_phase(node: Node, phase: int) -> Node:
+    """A node, and all nodes inside of it, in one pass; what it saved is kept for none."""
+    bodies = tuple(replace(body, graph=_in_phase(body.graph, phase)) for body in node.bodies)
+    return replace(node, phase=phase, bodies=bodies, saved=())
+
+
+def _in_phase(graph: PlainGraph, phase: int) -> PlainGraph:
+    return replace(graph, nodes=tuple(node_in_phase(node, phase) for node in graph.nodes))

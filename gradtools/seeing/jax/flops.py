@@ -216,14 +216,12 @@ class Count:
     Attributes:
         runs: How often bodies of loops and branches run.
         flops: The operations so far.
-        peak_inside: The most bytes alive at once in a function of another framework.
         unknown: The names of what no rule counts.
         notes: What else there is to say.
     """
 
     runs: Runs
     flops: int = 0
-    peak_inside: int = 0
     unknown: set[str] = field(default_factory=set)
     notes: set[str] = field(default_factory=set)
 
@@ -244,25 +242,11 @@ class Count:
             self.jaxpr(body.jaxpr, trips, own)
         if inner:
             return
-        if name == "gradtools_kernel":
-            return self._kernel(eqn, times)
         cost = _cost(eqn)
         if cost is None:
             self.unknown.add(name)
         else:
             self.flops += times * cost
-
-    def _kernel(self, eqn: Eqn, times: int) -> None:
-        """A host function; one of another framework is counted there."""
-        inside, size = eqn.params["call"].kernel.inside, math.prod(eqn.params["batch"])
-        cost = inside and inside.cost()
-        if cost is None:
-            self.unknown.add(inside.name if inside else eqn.primitive.name)
-            return
-        self.flops += times * size * cost.flops
-        self.unknown |= cost.unknown
-        self.notes |= cost.notes
-        self.peak_inside = max(self.peak_inside, size * cost.peak_bytes)
 
 
 def _trips(eqn: Eqn) -> int:

@@ -31,11 +31,9 @@ from gradtools.jax.operation_marks import function_name, is_chunk
 from gradtools.seeing.diagnostics.diagnosis import source_of
 from gradtools.seeing.diagnostics.rule_cuts import STOPPED
 from gradtools.seeing.graphs.attributes import numbers_text
-from gradtools.seeing.graphs.bridged_calls import opened
 from gradtools.seeing.graphs.nodes import Body, Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.jax import operands, source_lines
-from gradtools.seeing.jax.bridged_calls import crossing
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _REVERSE_ONLY = "gradtools_reverse_only"
@@ -159,12 +157,7 @@ class _JaxprReader:
         )
         if loss == "detached" and self._rules and source_lines.is_in_rule(eqn):
             node = _stopped_in_rule(node, self._rules)
-        if not self._in_places:
-            return node
-        crossed = crossing(eqn)
-        if crossed is not None:
-            node = opened(node, values.by_number, crossed.inside, crossed.inputs)
-        return _in_places(eqn, node, values)
+        return _in_places(eqn, node, values) if self._in_places else node
 
     def body_of(self, eqn: Eqn, body: Any, values: _JaxprValues, here: _Place) -> Body:
         site, own = here.site, source_lines.is_own(body.jaxpr)

@@ -47,7 +47,7 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     return costs.measurement(
         costs.timed(lambda: jax.block_until_ready(run())),
         flops=count.flops,
-        peak_bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes + count.peak_inside,
+        peak_bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes,
         saved_bytes=saved,
         backend="jax",
         notes=(

@@ -25,9 +25,8 @@ from gradtools.jax import jaxprs
 from gradtools.jax._upstream import scopes_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.diagnostics.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
-from gradtools.seeing.graphs.bridged_calls import BRIDGED, node_in_phase
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, needed
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, needed, node_in_phase
 from gradtools.seeing.graphs.passes import (
     BACKWARD,
     CUSTOM,
@@ -288,8 +287,7 @@ class _Passes:
         if mark == CUSTOM and origin.attributes.get("name"):
             named = {**node.attributes, "rule": origin.attributes["name"]}
             node = replace(node, attributes=MappingProxyType(named))
-        told_by_rule = mark in _RULES and node.operation != BRIDGED
-        return replace(node, links=None, loss=None) if told_by_rule else node
+        return replace(node, links=None, loss=None) if mark in _RULES else node
 
     def without_stops(self, nodes: Sequence[Node]) -> tuple[list[int], list[tuple[Node, Any]]]:
         """Leaves out stops that are not the user's: inside of rules, and in later passes."""

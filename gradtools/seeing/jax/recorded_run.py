@@ -22,10 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.bridged_calls import noted
 from gradtools.code_origin import USER, Source, whose
 from gradtools.function_variables import cells_of, globals_of
-from gradtools.jax import jaxprs
 from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import is_module
 from gradtools.jax.recomputing import stateful
@@ -62,10 +60,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
 
 def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
     """`run(leaves)` once more; JAX keeps no state that it could change."""
-    if noted() is None or not crosses(run, leaves):
-        return run(leaves)
-    with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
-        return run(leaves)
+    return run(leaves)
 
 
 def watchable() -> bool:
@@ -122,14 +117,6 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
         traced = _trace(run, leaves)
         _traces[owner] = list(leaves), traced
     return traced
-
-
-def crosses(run: Run, leaves: Sequence[Any]) -> bool:
-    """Whether a run calls a function of another framework."""
-    return jaxprs.uses_primitive(
-        trace(run, leaves).closed,
-        lambda eqn: callable(getattr(eqn.params.get("rule"), "reaches", None)),
-    )
 
 
 def graph_once(traced: Traced) -> PlainGraph:

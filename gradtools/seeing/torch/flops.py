@@ -17,7 +17,6 @@ import torch
 
 from gradtools.seeing import measures as costs
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.live_bytes import inside_of
 
 Tensor = torch.Tensor
 Rule = Callable[..., int]  # (arguments, what came out) to operations
@@ -29,13 +28,12 @@ class Flops(upstream.Watching):
     Attributes:
         total: How many so far.
         unknown: The names of those that no rule counts.
-        notes: What else a function of another framework says of what it counts.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
-        self.unknown, self.notes = set[str](), set[str]()
+        self.unknown = set[str]()
         self._known: dict[Any, tuple[int, frozenset[str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,10 +42,6 @@ class Flops(upstream.Watching):
         key = _key(func, args, kwargs)
         if key not in self._known:
             self._known[key] = _cost(func, args, kwargs, out)
-            if (inside := inside_of(func, args)) is not None and (
-                cost := inside.cost()
-            ) is not None:
-                self.notes |= cost.notes
         total, unknown = self._known[key]
         self.total += total
         self.unknown |= unknown
@@ -69,11 +63,6 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
     """The operations of one call, and the names of what no rule counts."""
     nothing = frozenset[str]()
     name = _name(func)
-    if (inside := inside_of(func, args)) is not None:
-        crossing = inside.cost()
-        if crossing is None:
-            return 0, frozenset([inside.name])
-        return math.prod(args[2]) * crossing.flops, crossing.unknown
     rule = _rules().get(name)
     if rule is not None:
         return rule(func, args, kwargs, out), nothing

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from gradtools.errors import RuntimeRefusal, is_of, warn
-from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.diagnostics.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.seeing.graphs.attributes import number_text
-from gradtools.seeing.graphs.bridged_calls import opened
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, even_links, needed
 from gradtools.seeing.graphs.passes import (
     BACKWARD,
@@ -56,7 +54,6 @@ from gradtools.torch.replaying.guards import marked
 from gradtools.torch.rerunning import Undo, copied
 
 Tensor = torch.Tensor
-_KERNEL = "aten.call_kernel"
 _CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
 
 
@@ -65,7 +62,7 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
     if isinstance(request, Live):
         return graph_behind(request.outputs)
     try:
-        return _opened(_hooked_or_not(request))
+        return _hooked_or_not(request)
     except (RuntimeError, NotImplementedError) as error:
         kernel = kernel_without(NO_DERIVATIVE, error)
         if kernel is None or request.order < SECOND:
@@ -73,21 +70,7 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
     _tell(kernel)
     kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
     with Modes.now(kinds).by_other_kernels().again():
-        return _opened(_hooked_or_not(request))
-
-
-def _opened(graph: PlainGraph) -> PlainGraph:
-    """The graph with what functions of another framework do inside."""
-
-    def node_of(node: Node) -> Node:
-        if node.native != _KERNEL:
-            return node
-        call = call_if_kept(node.attributes["key"])  # of a rule that f made it may be gone
-        if call is None or call.kernel.inside is None:
-            return node
-        return opened(node, graph.values, call.kernel.inside, range(len(node.inputs)))
-
-    return replace(graph, nodes=tuple(map(node_of, graph.nodes)))
+        return _hooked_or_not(request)
 
 
 def _tell(kernel: str) -> None:

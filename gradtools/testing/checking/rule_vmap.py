@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.checking.checks import DerivativeCheck
+from gradtools.testing.checking.derivative_checks import DerivativeCheck
 from gradtools.testing.checking.probe import Probe, wide
 from gradtools.testing.flat import Arrays
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing.checking.checks import pattern
+from gradtools.testing.checking.error_patterns import pattern
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.sides import in_double_precision, nested
 from gradtools.testing.diverging.layer_guesses import told_apart

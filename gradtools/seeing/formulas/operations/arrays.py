@@ -333,10 +333,26 @@ operation(
 def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
     """One number for each axis; stride > 0; axes of length 1 are dropped."""
     stride = stride or (1,) * x.rank
+    if x.op == "concatenate" and (part := _within(x, start, limit)) is not None:
+        x, start, limit = part
     bounds = [slice(a, max(a, b), s) for a, b, s in zip(start, limit, stride, strict=True)]
     counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)[tuple(bounds)]
     part = arrange(x, counts, _ranges(x.shape, bounds))
     return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
+
+
+def _within(x: Expr, start: Any, limit: Any) -> tuple[Expr, list[int], list[int]] | None:
+    """The part of a concatenation in which a slice lies whole, and where in it."""
+    axis, low = x["axis"], 0
+    for part in x.args:
+        high = low + part.shape[axis]
+        if low <= start[axis] and limit[axis] <= high:
+            moved = [[*at] for at in (start, limit)]
+            for at in moved:
+                at[axis] -= low
+            return (part, *moved)
+        low = high
+    return None
 
 
 def _ranges(shape: Sequence[int], bounds: Sequence[slice]) -> str:

@@ -15,7 +15,6 @@ from gradtools.seeing.formulas.algebra import (
     mean,
     plus,
     real,
-    reshape,
     spread,
     total,
     unsqueeze,
@@ -67,19 +66,14 @@ def reduction_form(name: str) -> Form:
 def tie_reduced(axes: Axes, y: Expr) -> None:
     """The axes that are left."""
     (x,) = y.args
-    for k, a in enumerate(a for a in range(x.rank) if a not in _gone(y)):
+    for k, a in enumerate(a for a in range(x.rank) if a not in y["axes"]):
         axes.tie((y, k), (x, a))
-
-
-def _gone(y: Expr) -> tuple[int, ...]:
-    """The axes over which it goes."""
-    return (y["axis"],) if y.op == "argmax" else y["axes"]
 
 
 def below_of(w: ExpressionWriter, y: Expr) -> str:
     """The letters of these axes; none where they are all."""
     a = y.args[0]
-    return w.axis_names(a, _gone(y)) if len(_gone(y)) < a.rank else ""
+    return w.axis_names(a, y["axes"]) if len(y["axes"]) < a.rank else ""
 
 
 def _left_over(kind: str = "") -> Callable[..., Any]:
@@ -121,28 +115,6 @@ _reduction(
     _over_axes(np.prod),
     lambda y, g, x: [spread(conj(y) * g, y["axes"], x.shape) / conj(x)],
 )
-_reduction("any", _over_axes(np.any), kind=BOOLEAN)
-_reduction("all", _over_axes(np.all), kind=BOOLEAN)
-
-
-@makes(
-    "argmax",
-    operation,
-    lambda y, x: np.argmax(x, y["axis"]),
-    result=lambda x, axis: _left_over(INTEGER)(x, (axis,)),
-    form=reduction_form("argmax"),
-    ties=tie_reduced,
-)
-def _argmax(x: Expr, *, axis: int | None = None, keep: bool = False) -> Expr:
-    """Integer; without axis of all in their order."""
-    if axis is None or not x.rank:
-        shape = (1,) * (x.rank if keep else 0)
-        return reshape(_argmax(reshape(x, (prod(x.shape),)), axis=0), shape)
-    return kept(apply("argmax", x, axis=axis), [axis], keep)
-
-
-word("argmin", lambda x, *, axis=None, keep=False: _argmax(-x, axis=axis, keep=keep))
-
 # Norms.
 
 
@@ -308,40 +280,13 @@ _reduction(
 )
 
 
-def _deviation_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
-    """standardize(x) g / n."""
-    axes, correction = y["axes"], y["correction"]
-    n = _count(x, axes)
-    if not correction and not x.is_complex:
-        return [1 / n * (standardize(x, axes=axes, eps=y["eps"]) * spread(g, axes, x.shape))]
-    weight = spread(real(g) / y, axes, x.shape)
-    return [1 / (n - correction) * (_centred(x, axes) * weight)]
-
-
-def _deviation_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    inner = ts.function("var", [w.whole(x.args[0])], below_of(w, x))
-    inner = ts.summed([inner, ts.number(x["eps"])]) if x["eps"] else inner
-    text = inner.text if inner.level == ts.ATOM else f"({inner.text})"
-    return ts.Written(f"√{text}", rf"\sqrt{{{inner.latex}}}", ts.POWER)
-
-
+@makes("deviation", word)
 def deviation(
     x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False, eps: float = 0.0
 ) -> Expr:
     """sqrt(variance + eps)."""
-    axes = all_axes(x, axes)
-    given = {"eps": float(eps), "correction": float(correction)}
-    return kept(reduced("deviation", x, axes, **given), axes, keep)
-
-
-_reduction(
-    "deviation",
-    lambda y, x: np.sqrt(_variance_value(y, x) + y["eps"]),
-    _deviation_pullback,
-    REAL,
-    make=deviation,
-    form=_deviation_form,
-)
+    v = variance(x, axes=axes, correction=correction, keep=keep)
+    return (v + eps if eps else v) ** 0.5
 
 
 def _standardize_value(y: Expr, x: np.ndarray) -> np.ndarray:

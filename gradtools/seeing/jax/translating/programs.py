@@ -94,7 +94,9 @@ class _Translator:
         self._arrays: dict[int, Entry] = {}
         self._exprs: dict[Known, Expr] = {}
         self._narrow: set[str] = set()
+        self.name = ""  # of the function of JAX's own that is read
         self._eqn: Any = None
+        self._values: list[Any] = []
 
     @property
     def narrowest(self) -> str:
@@ -145,19 +147,12 @@ class _Translator:
         leaves = [e for e in order([x]) if e.op == "placeholder"]
         return evaluate([x], {e: self._given[e] for e in leaves})[0]
 
-    def arranged(self, x: Expr, name: str) -> Expr | None:
-        """What this equation does to its first operand, which only moves entries; else None."""
-        rest = [self._values[k] for k in range(1, len(self._values))]
-        return self._arranged(lambda counts: bound(self._eqn, [counts, *rest])[0], x, name)
+    def arranged(self, x: Expr, name: str, run: Any = None) -> Expr | None:
+        """What an equation does to its first operand, if it only moves entries.
 
-    def arranged_by(self, jaxpr: Any, x: Expr, name: str) -> Expr | None:
-        """The same of a program of one operand."""
-        if len(jaxpr.invars) != 1:
-            return None
-        run = lambda counts: jax.core.eval_jaxpr(jaxpr, [], counts)[0]
-        return self._arranged(run, x, name)
-
-    def _arranged(self, run: Any, x: Expr, name: str) -> Expr | None:
+        run: What it does; by default that of the equation itself, with its other operands.
+        """
+        run = run or (lambda counts: bound(self._eqn, [counts, *self._values[1:]])[0])
         dtype = self._eqn.invars[0].aval.dtype
         counts = np.arange(1, 1 + int(np.prod(x.shape))).reshape(x.shape)
         if not jnp.issubdtype(dtype, jnp.inexact) or counts.size > 1 << 20:
@@ -274,7 +269,7 @@ class _Translator:
             return self._drawn(eqn, entries, name)
         if own and not known and not any(map(_is_key, entries)):
             word = WORDS.get(name)
-            self._eqn = eqn
+            self._eqn, self.name = eqn, name.removesuffix("_static")
             result = word and word(self, jaxpr, *map(self.expr, entries))
             if result is not None:
                 return self._fitted(eqn, [result])

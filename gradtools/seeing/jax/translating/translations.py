@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from gradtools.seeing.formulas.algebra import apply, constant_of, is_zero, reshape
@@ -172,6 +173,13 @@ def _traced(w: Any, jaxpr: Any, x: Expr, *offset: Expr) -> Expr | None:
     return OPERATIONS["trace"].make(x) if plain else None  # type: ignore[misc]
 
 
+def _moved(w: Any, jaxpr: Any, x: Expr) -> Expr | None:
+    """Entries of x, wherever they come from: what is done to their numbers tells."""
+    if len(jaxpr.invars) != 1:
+        return None
+    return w.arranged(x, w.name, lambda counts: jax.core.eval_jaxpr(jaxpr, [], counts)[0])
+
+
 WORDS: dict[str, Translation] = {
     "trace": _traced,
     "clip": _clip,
@@ -182,9 +190,5 @@ WORDS: dict[str, Translation] = {
     "relu": lambda w, jaxpr, x: apply("relu", x),
     "silu": lambda w, jaxpr, x: x * apply("sigmoid", x),
     "log_sigmoid": lambda w, jaxpr, x: -apply("softplus", -x),
-    "roll_static": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "roll"),
-    "diagonal": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "diagonal"),
-    "diag": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "diag"),
-    "tril": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "tril"),
-    "triu": lambda w, jaxpr, x: w.arranged_by(jaxpr, x, "triu"),
+    **dict.fromkeys(("roll_static", "diagonal", "diag", "tril", "triu"), _moved),
 }

@@ -6,7 +6,7 @@ put back. Parameters that f holds and that require grad are differentiated like 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.translating.control import followed
 from gradtools.seeing.torch.translating.double_precision import origin_of, reading
 from gradtools.seeing.torch.translating.recorder import FormulaRecorder
-from gradtools.seeing.torch.translating.translations import FUNCTIONS, PLAIN
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import Modes
 from gradtools.torch.replaying.guards import plainly
@@ -31,17 +30,8 @@ Tensor = torch.Tensor
 
 def formula_graph(program: LeafProgram) -> Recorded:
     """One run of a program, forward only. Its effects are undone."""
-    result, lost = _recorded(program, FUNCTIONS)
-    if lost:  # f takes a derivative through something that was written down as a whole
-        result, _ = _recorded(program, PLAIN)
-    return result
-
-
-def _recorded(program: LeafProgram, functions: Mapping[Any, Any]) -> tuple[Recorded, bool]:
-    """One run, and whether a derivative inside of f was lost."""
     with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
-        recorder = FormulaRecorder(undo, program.backend, functions, origin_of)
-        return _written(program, recorder), recorder.lost
+        return _written(program, FormulaRecorder(undo, program.backend, origin_of))
 
 
 def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:

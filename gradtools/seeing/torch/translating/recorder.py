@@ -1,16 +1,14 @@
-"""Records a PyTorch run as expressions: of functions, of aten calls or of their parts.
+"""Records a PyTorch run as expressions, of aten's operations or of their parts.
 
-Functions that are read better as a whole (an einsum, attention) are translated as PyTorch's Python
-functions are called; all others when aten's operations run, beneath autograd. What is not of the
-vocabulary is run once more by PyTorch's own decomposition of it, and is read as its parts if all
-of them are; what has no such decomposition, and a function with a rule of its own, is an operation
-by its name, which PyTorch computes and differentiates. Writing in place is made functional
-(`aliasing.py`).
+What is not of the vocabulary is run once more by PyTorch's own decomposition of it, and is read as
+its parts if all of them are; what has no such decomposition, and a function with a rule of its
+own, is an operation by its name, which PyTorch computes and differentiates. Writing in place is
+made functional (`aliasing.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import _BY_KEY
+from gradtools.host_kernels import call_if_kept
 from gradtools.rules import Rule
 from gradtools.seeing.formulas.algebra import apply
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
@@ -33,10 +31,12 @@ from gradtools.seeing.torch.recording.operations import NO_DATA
 from gradtools.seeing.torch.recording.recorder import Operations, Recorder
 from gradtools.seeing.torch.recording.values import Write, view_of
 from gradtools.seeing.torch.translating import aliasing
-from gradtools.seeing.torch.translating.translations import OPERATIONS, called
+from gradtools.seeing.torch.translating.translations import OPERATIONS
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
+from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
+from gradtools.torch.replaying.guards import mark as mark_of_running
 from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
@@ -62,22 +62,19 @@ class FormulaRecorder(Recorder[Expr]):
     Args:
         undo: As in `Recorder`.
         backend: PyTorch's.
-        functions: Translations of functions as they are called.
         cast_of: What was cast, and the cast, of a tensor that shows a cast's memory.
     """
 
-    caller, levels = "formula", ("rules", "functions", "operations")
+    caller, levels = "formula", ("rules", "operations")
 
     def __init__(
         self,
         undo: Undo,
         backend: Backend,
-        functions: Mapping[Any, Callable[..., Any]],
         cast_of: Callable[[Tensor], tuple[Tensor, Tensor] | None],
     ) -> None:
         super().__init__(undo)
-        self.backend, self.functions, self.cast_of = backend, functions, cast_of
-        self.lost = False  # whether a derivative inside of f read what no one saw being made
+        self.backend, self.cast_of = backend, cast_of
         self.narrow = ""  # a dtype short of double in which a kernel computes whatever it is given
         self.tensors: dict[Expr, Tensor] = {}
         self.held: dict[Expr, Tensor] = {}
@@ -105,20 +102,6 @@ class FormulaRecorder(Recorder[Expr]):
         for y, value in zip(outs, values, strict=True):
             if value is not None:
                 self.hold(y, fitted(value, _like(y)), alone=True)
-        return out
-
-    def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """A function of PyTorch, as a whole if it is read better so."""
-        translation = self.functions.get(fun)
-        if translation is None or upstream.peek_interpreter_stack() is not None:
-            return fun(*args, **kwargs)
-        given = self._valued(tuple(args)), {k: self._valued(v) for k, v in kwargs.items()}
-        result = called(translation, *given)
-        if result is None:
-            return fun(*args, **kwargs)
-        with self.silent():
-            out = fun(*args, **kwargs)
-        self._note([*tensors_in(out)], [result])
         return out
 
     # --- which tensor stands for which value
@@ -159,12 +142,10 @@ class FormulaRecorder(Recorder[Expr]):
         if self.table.memory(x) is not None:  # a view of something known
             return self._read(x)
         if id(x) in self.names or x.requires_grad:
-            self.lost = self.lost or id(x) not in self.names
             value = self.new(x, self.names.get(id(x), ""))
             self.held[value] = x
             self.undo.watch(x)
             return value
-        self.lost = self.lost or upstream.current_node() is not None  # type: ignore[attr-defined]
         self.undo.watch(x)
         return self.constant(x)
 
@@ -207,14 +188,12 @@ class FormulaRecorder(Recorder[Expr]):
         """An operation of aten."""
         name, args = call.raw, call.args
         if name in SAME:
-            out = call.run()
-            self.hold(out, self.of(args[0]))
+            out, value = call.run(), self.of(args[0])
+            stops = self._stops(name, args[0]) and not value.turn[0]
+            self.hold(out, stop(value) if stops else value, alone=stops)
             return out
         if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
             return call.run()
-        if name.removeprefix("_foreach_").rstrip("_") in _OF_EACH and name.startswith("_foreach_"):
-            with Operations(self):
-                return _each(name, args, call.kwargs)
         bound = self._bound(call)
         writes = self.keep_written(call)
         out = call.run()
@@ -244,6 +223,12 @@ class FormulaRecorder(Recorder[Expr]):
         if made:  # what else is written into, such as running statistics, is what it became
             self._note(writes, [self.constant(x) for x in writes], written=True)
         return out
+
+    def _stops(self, name: str, x: Tensor) -> bool:
+        """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
+        if name != "detach" or self.rules or not x.requires_grad:
+            return False
+        return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _tell(self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]) -> None:
         """What a translation asks of a call: what came out, and the call as one by name."""
@@ -382,7 +367,7 @@ def _scaled(args: Any, given: Sequence[Expr], values: Sequence[Expr | None]) -> 
 
 def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunction:
     """A call as a function of the tensors in it."""
-    kept = [_BY_KEY.get(a) for a in args if isinstance(a, str)]  # a host kernel's call
+    kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
     xs = [x.detach() for x in tensors_in([args, kwargs])]
     dtypes = [x.dtype for x in xs]
     device = xs[0].device
@@ -400,23 +385,3 @@ def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunct
         return [torch.tensor(np.asarray(v), device=device).to(dtype) for v, dtype in pairs]
 
     return OpaqueFunction(backend, run, arrays, tuple(is_inexact(x) for x in xs))
-
-
-_OF_EACH = frozenset(
-    ["add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "zero"]
-    + ["copy", "lerp", "addcmul", "addcdiv"]
-)
-
-
-def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
-    """An operation on lists of tensors, one tensor after the other."""
-    base = name.removeprefix("_foreach_")
-    operation = getattr(torch.ops.aten, base)
-    if base.startswith("addc") and len(args) > 3:
-        args, kwargs = args[:3], {**kwargs, "value": args[3]}
-    at = lambda x, k: x[k] if isinstance(x, list | tuple) else x
-    result = [
-        operation(*(at(x, k) for x in args), **{key: at(x, k) for key, x in kwargs.items()})
-        for k in range(len(args[0]))
-    ]
-    return None if base.endswith("_") else result

@@ -1,58 +1,36 @@
-"""Translations of PyTorch's functions and of aten's operations that take more than another name.
+"""Translations of aten's operations that take more than another name.
 
-``FUNCTIONS`` are read better as they are called (a linear layer, an einsum, attention) than as the
-aten operations in them; a function is left to aten for arguments that its translation returns None
-for. ``OPERATIONS`` are aten's, by name: a translation is given the arguments by aten's own names,
-expressions in place of tensors. All others are said as the graph says them, taken apart by
-PyTorch's own decompositions, or written by name.
+A translation is given the arguments by aten's own names, expressions in place of tensors. All
+others are said as the graph says them, taken apart by PyTorch's own decompositions, or written by
+name.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 from gradtools.seeing.formulas.algebra import (
     apply,
     array,
     broadcast,
     constant_of,
-    einsum,
-    imag,
     lifted,
     mean,
     product,
-    real,
     reshape,
     swap,
     total,
 )
 from gradtools.seeing.formulas.expressions import BOOLEAN, Expr
 from gradtools.seeing.formulas.operations.arrays import arrange, meant, take_along, taken
-from gradtools.seeing.formulas.operations.elementwise import stop
 from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
 
-Tensor = torch.Tensor
 Translation = Callable[..., Any]
-FUNCTIONS: dict[Any, Translation] = {}
 OPERATIONS: dict[str, Translation] = {}
-
-
-def function(*functions: Any) -> Callable[[Translation], Translation]:
-    """Enters a translation of functions; it takes their arguments."""
-
-    def enter(translation: Translation) -> Translation:
-        FUNCTIONS.update(dict.fromkeys(functions, translation))
-        return translation
-
-    return enter
 
 
 def operation(*names: str) -> Callable[[Translation], Translation]:
@@ -65,106 +43,33 @@ def operation(*names: str) -> Callable[[Translation], Translation]:
     return enter
 
 
-# --- functions ---------------------------------------------------------------------------
-
-_TENSOR: Any = Tensor
-for _name, _part in (("real", real), ("imag", imag)):
-    FUNCTIONS.update(
-        dict.fromkeys(
-            (getattr(torch, _name), getattr(_TENSOR, _name).__get__),
-            lambda x, part=_part: part(x) if x.is_complex else None,
-        )
-    )
-function(Tensor.detach, _TENSOR.data.__get__)(lambda x: stop(x))
-# What keeps nothing for a backward pass that f itself may run.
-PLAIN = dict(FUNCTIONS)
-
-
-@function(torch.matmul, Tensor.matmul, Tensor.__matmul__)
-def _matmul(input: Expr, other: Any) -> Expr | None:
-    return input @ other if isinstance(other, Expr) else None
-
-
-@function(Tensor.__rmatmul__)
-def _rmatmul(input: Expr, other: Any) -> Expr | None:
-    return other @ input if isinstance(other, Expr) else None
-
-
-@function(F.linear)
-def _linear(input: Expr, weight: Expr, bias: Expr | None = None) -> Expr:
-    """X Wᵀ + b, or W x + b of one vector."""
-    result = weight @ input if input.rank == 1 else input @ swap(weight)
-    return result if bias is None else result + bias
-
-
-@function(torch.einsum, torch.functional.einsum)
-def _einsum(said: Any, *operands: Any) -> Expr | None:
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
-    if not isinstance(said, str) or len(operands) != said.split("->")[0].count(",") + 1:
-        return None
-    return einsum(_spelled_out(said.replace(" ", ""), operands), *operands)
-
-
-def _spelled_out(said: str, operands: Sequence[Expr]) -> str:
-    """With letters in place of "..." and with "->"."""
-    left, arrow, right = said.partition("->")
-    terms = left.split(",")
-    if not arrow:
-        letters = sorted({c for c in left if c.isalpha()})
-        right = "..." * ("..." in left) + "".join(c for c in letters if left.count(c) == 1)
-    free = [c for c in string.ascii_letters if c not in said]
-    pairs = [*zip(terms, operands, strict=True)]
-    lengths = [x.rank - len(t.replace("...", "")) if "..." in t else 0 for t, x in pairs]
-    most = max(lengths, default=0)
-    filled = [
-        t.replace("...", "".join(free[most - n : most]))
-        for t, n in zip(terms, lengths, strict=True)
-    ]
-    return ",".join(filled) + "->" + right.replace("...", "".join(free[:most]))
-
-
-@function(F.scaled_dot_product_attention)
-def _attention(
-    query: Expr,
-    key: Expr,
-    value: Expr,
-    attn_mask: Expr | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Expr | None:
-    """softmax(scale q k^T + mask) v over the last two axes; a boolean mask keeps where true."""
-    if dropout_p or enable_gqa:
-        return None
-    scores = (1 / math.sqrt(query.shape[-1]) if scale is None else scale) * (query @ swap(key))
-    if is_causal:
-        lower = array(np.tril(np.ones(scores.shape[-2:], bool)))
-        scores = apply("where", lower, scores, -np.inf)
-    if attn_mask is not None and attn_mask.kind == BOOLEAN:
-        scores = apply("where", attn_mask, scores, -np.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return apply("softmax", scores, axis=scores.rank - 1) @ value
+# --- attention ---------------------------------------------------------------------------
 
 
 @operation("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
 @operation("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
-def _fused_attention(o: Any) -> Any:
-    mask = getattr(o, "attn_mask", getattr(o, "attn_bias", None))
-    given = (o.query, o.key, o.value, mask, o.dropout_p, o.is_causal, o.scale)
-    result = _attention(*given)
-    return None if result is None else [result, *[None] * (len(o.outs) - 1)]
-
-
-def called(translation: Translation, args: Any, kwargs: Any) -> Any:
-    """What a translation makes of a function's arguments; None if they are not its own."""
-    try:
-        inspect.signature(translation).bind(*args, **kwargs)
-    except TypeError:
+def _attention(o: Any) -> list[Expr | None] | None:
+    """softmax(scale q k^T + mask) v over the last two axes; a boolean mask keeps where true."""
+    if o.dropout_p:
         return None
-    return translation(*args, **kwargs)
+    mask = getattr(o, "attn_mask", getattr(o, "attn_bias", None))
+    scale = 1 / math.sqrt(o.query.shape[-1]) if o.scale is None else o.scale
+    scores = scale * (o.query @ swap(o.key))
+    if o.is_causal:
+        lower = array(np.tril(np.ones(scores.shape[-2:], bool)))
+        scores = apply("where", lower, scores, -np.inf)
+    if mask is not None and mask.kind == BOOLEAN:
+        scores = apply("where", mask, scores, -np.inf)
+    elif mask is not None:
+        scores = scores + mask
+    result = apply("softmax", scores, axis=scores.rank - 1) @ o.value
+    return [result, *[None] * (len(o.outs) - 1)]
+
+
+@operation("_safe_softmax")
+def _safe_softmax(o: Any) -> Expr:
+    """A softmax of rows of which not every entry is masked."""
+    return apply("softmax", o.self, axis=o.dim % o.self.rank)
 
 
 # --- aten: what is written, and what is picked -------------------------------------------
@@ -182,9 +87,8 @@ def _as_strided(o: Any) -> Expr:
     return o.recorder.met(o.outs[0])  # type: ignore[no-any-return]
 
 
-@operation("unfold", "pixel_shuffle", "pixel_unshuffle", "im2col", "channel_shuffle", "roll")
-@operation("unfold_copy", "repeat_interleave", "take", "masked_select", "narrow_copy", "tril")
-@operation("diagonal", "diag_embed", "triu", "constant_pad_nd", "diag", "diagonal_copy")
+@operation("roll", "tril", "triu", "diagonal", "diag_embed", "diag", "constant_pad_nd")
+@operation("take", "masked_select", "repeat_interleave")
 def _moved(o: Any) -> Expr | None:
     """Entries of x, wherever they come from: what is done to their numbers tells."""
     x = o.given[0]
@@ -228,12 +132,6 @@ def _remainder(o: Any) -> Expr | None:
         return None
     value = o.recorder.value_of(o.self)
     return meant(o.self, int(n)) if ((value >= 0) & (value < n)).all() else None
-
-
-@operation("histc", "linspace", "logspace", "bincount", "searchsorted", "bucketize")
-def _held(o: Any) -> list[Expr]:
-    """What it gave, as a constant."""
-    return [o.recorder.constant(y) for y in o.outs]
 
 
 # --- aten: reductions, normalisation, losses ---------------------------------------------
@@ -310,16 +208,6 @@ def _affine_shape(v: Expr, y: Expr) -> Expr:
     return product([v], [(1,)], range(y.rank), y.shape)
 
 
-@operation("native_group_norm")
-def _group_norm(o: Any) -> Any:
-    n, c, *rest = o.input.shape
-    parts = reshape(o.input, (n, o.group, c // o.group, *rest))
-    y = standardize(parts, axes=range(2, parts.rank), eps=o.eps)
-    result = _affine(reshape(y, o.input.shape), o.weight, o.bias, (1,))
-    flat = reshape(o.input, (n, o.group, c // o.group * math.prod(rest)))
-    return [result, *_statistics(flat, [2], o.eps, o.likes)]
-
-
 @operation("nll_loss_forward", "nll_loss2d_forward")
 def _nll(o: Any) -> Any:
     """-x[t] of each row; the class axis follows that of the batch."""
@@ -354,13 +242,4 @@ def _convolution(o: Any) -> Any:
     return result + reshape(o.bias, shape)
 
 
-@operation("rrelu_with_noise", "rrelu_with_noise_functional")
-def _rrelu(o: Any) -> Any:
-    """Training draws the slope of each place, which is 1 above zero."""
-    if not o.training:
-        return None
-    slopes = (o.writes or o.outs)[-1]
-    return [o.self * o.recorder.drawn(slopes, "slopes"), None]
-
-
-__all__ = ["FUNCTIONS", "OPERATIONS", "PLAIN", "called"]
+__all__ = ["OPERATIONS"]

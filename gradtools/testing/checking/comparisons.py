@@ -1,0 +1,379 @@
+"""One function at one point: what moves, what is compared with what, and how closely.
+
+What is zero in exact arithmetic, as the sum of a layer norm, comes out as rounding: a difference
+far below the numbers at hand counts as that if it changes by as much with x's last digits. At a
+kink any slope between the two one-sided ones is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing.checking import slopes
+from gradtools.testing.checking.error_patterns import pattern
+from gradtools.testing.checking.probe import Probe, inner, no_such_mode, size, wide
+from gradtools.testing.cross_checking import tolerances
+from gradtools.testing.flat import Arrays
+from gradtools.testing.report import AGREES, CONVENTION, Comparison, Report, compare_arrays
+
+NAMES = ("left", "right")
+_ENTRIES = 64  # at most so many entries of a failing leaf are differenced one by one
+_ROUNDING = 1e3  # differences below this many epsilons of the largest number are looked at twice
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A direction in which one leaf moves, the others resting.
+
+    Attributes:
+        leaf: The number of the leaf; None where all move.
+        us: The movement of each leaf for t = 1.
+    """
+
+    leaf: int | None
+    us: Arrays
+
+
+class Comparisons:
+    """Comparisons for one function at one point; they are collected in `report`."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        modes: Sequence[str] | None,
+        against_values: bool = True,
+        allow_jumps: bool = False,
+        seed: int = 0,
+        labels: dict[str, str] | None = None,
+    ) -> None:
+        self.probe, self.modes, self.allow_jumps = probe, modes, allow_jumps
+        self.against_values = against_values
+        self.rng = np.random.default_rng(seed)
+        self.labels = labels or {}
+        name = getattr(probe.f, "__name__", type(probe.f).__name__)
+        self.report = Report(f"{probe.caller} of {name} in {probe.name}", NAMES)
+        self.xs = probe.leaves
+        self.vs = [np.where(np.isfinite(y), self._draw(y.shape, y.dtype), 0) for y in probe.out]
+        self.vs = [v.astype(y.dtype) for v, y in zip(self.vs, probe.out, strict=True)]
+        self.holes = self._holes()
+        self.unseen: dict[str, np.ndarray] = {}
+        self.by_entries: dict[int, tuple[slopes.Slope, Any]] = {}
+        self.present: dict[str, bool] = {}
+        again = probe.value(self.xs)
+        if not all(
+            np.array_equal(a, b, equal_nan=True) for a, b in zip(probe.out, again, strict=True)
+        ):
+            raise GradtoolsError(
+                f"{probe.caller}: two calls of f at the same arguments gave different values. Fix "
+                "its randomness (a key as an argument, dropout off) and its state."
+            )
+
+    def _holes(self) -> bool:
+        """Whether an output is not finite somewhere: there it has no derivative to check."""
+        for path, y in zip(self.probe.out_paths, self.probe.out, strict=True):
+            count = int(np.sum(~np.isfinite(y)))
+            if count:
+                self.report.left_out.append(
+                    f"{count} of {y.size} entries of {path} are not finite: their derivatives are "
+                    "not checked"
+                )
+        return not all(np.isfinite(y).all() for y in self.probe.out)
+
+    def _undecided(self, what: str, unseen: np.ndarray) -> None:
+        """Remembers the entries on which finite differences say nothing, in no direction."""
+        before = self.unseen.get(what)
+        self.unseen[what] = unseen if before is None else before & unseen
+
+    def say_undecided(self) -> None:
+        """Lists in the report what no direction could decide."""
+        both = self.present.get("forward") and self.present.get("reverse")
+        rest = "only the modes are held against each other" if both else "nothing else decides"
+        for what, unseen in self.unseen.items():
+            if unseen.any():
+                self.report.left_out.append(
+                    f"{what}: finite differences cannot decide {int(unseen.sum())} of "
+                    f"{unseen.size} entries (f leaves its domain beside them, rounding hides "
+                    f"the slope, or every step is too large for it); {rest}"
+                )
+        self.unseen = {}
+
+    def _draw(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Random numbers of size 1/2 to 1 and either sign (phase, if complex), few bits each."""
+        draw = lambda: self.rng.integers(64, 129, shape) / 128 * self.rng.choice((-1, 1), shape)
+        x = draw() + 1j * draw() if np.dtype(dtype).kind == "c" else draw()
+        return np.asarray(x).astype(dtype)
+
+    def _everywhere(self, by_entry: bool = False) -> Direction:
+        """All leaves at once, each by its own size, or each entry by its own."""
+        steps = [size_by_entry(x) if by_entry else scale_of(x) for x in self.xs]
+        us = [self._draw(x.shape, x.dtype) * step for x, step in zip(self.xs, steps, strict=True)]
+        return Direction(None, [u.astype(x.dtype) for u, x in zip(us, self.xs, strict=True)])
+
+    def _directions(self, i: int) -> Iterator[Direction]:
+        """In leaf i: by its own size, and each entry by its own (which stays in f's domain)."""
+        x = self.xs[i]
+        for step in (scale_of(x), size_by_entry(x)):
+            us = [np.zeros_like(y) for y in self.xs]
+            us[i] = (self._draw(x.shape, x.dtype) * step).astype(x.dtype)
+            yield Direction(i, us)
+
+    def _moved(self, us: Arrays, t: float) -> Arrays:
+        return [(x + t * u).astype(x.dtype) for x, u in zip(self.xs, us, strict=True)]
+
+    def _has(self, mode: str, ask: Callable[[], Any]) -> Any:
+        """What `ask` gives, None where f has no such mode."""
+        if self.present.get(mode) is False or (self.modes is not None and mode not in self.modes):
+            return None
+        try:
+            result = ask()
+        except Exception as error:
+            self.present[mode] = False
+            words = f"{self._name(mode)} mode: {type(error).__name__}: {first_line(error)}"
+            if self.modes is None and no_such_mode(error):
+                self.report.left_out.append(words)
+                return None
+            raise GradtoolsError(f"{self.probe.caller}: {words}") from error
+        self.present[mode] = True
+        return result
+
+    def _name(self, mode: str) -> str:
+        return self.labels.get(mode, mode.replace("_", " "))
+
+    def _reverse_against_slope(
+        self,
+        mode: str,
+        direction: Direction,
+        gradient: np.ndarray,
+        line: slopes.Line,
+        found: slopes.Slope,
+    ) -> Comparison:
+        """Re<J^H v, u> against Re<v, D_u f>; entry by entry where that fails or cannot be had."""
+        i = direction.leaf or 0
+        mine = np.array(inner([direction.us[i]], [gradient]))
+        along = self._contracted(found)
+        if not np.isfinite(along.error) or (self.holes and not np.isfinite(mine)):
+            return self._entrywise(mode, i, gradient)
+        weights = (self.vs, self.vs, [np.abs(v) for v in self.vs])
+        kink = lambda: [
+            np.array(inner(vs, shaped_like(side, self.probe.out)))
+            for vs, side in zip(weights, slopes.one_sided(line, self.probe.eps), strict=True)
+        ]
+        path = self.probe.paths[i]
+        record = self._against_slope(mode, path, mine, along, 1, kink, add=False)
+        if record.agrees or not 1 < self.xs[i].size <= _ENTRIES:
+            return record
+        entries = self._entrywise(mode, i, gradient)
+        return record if entries.agrees else entries
+
+    def _contracted(self, found: slopes.Slope) -> slopes.Slope:
+        """The slope of Re<v, f>, of the slopes of f."""
+        value = shaped_like(found.value, self.probe.out)
+        rounding = self._tolerance() * size(self.vs, value) / 10
+        weights = np.abs(flat(self.vs))
+        error = float(np.sum(weights[weights > 0] * found.error[weights > 0])) + rounding
+        error = error if math.isfinite(error) else math.inf
+        number = np.array(inner(self.vs, value))
+        return slopes.Slope(number, np.array(error), np.array(0.0), found.smallest)
+
+    def _against_slope(
+        self,
+        mode: str,
+        path: str,
+        analytic: np.ndarray,
+        found: slopes.Slope,
+        order: int,
+        kink: Callable[[], Sequence[np.ndarray]] | None = None,
+        add: bool = True,
+    ) -> Comparison:
+        """One derivative against a slope; what the slope cannot decide is remembered.
+
+        Where f itself is not finite there is no slope; where no step gave one, or rounding is as
+        large as the slope, only NaN is known to be wrong.
+        """
+        limit, here = self._tolerance(), np.isfinite(found.at)
+        mine = np.where(here, wide(analytic), 0)
+        known = here & np.isfinite(found.error)
+        value = np.where(known, found.value, np.where(np.isnan(mine), 0, mine))
+        noise = 10 * np.where(known, found.error, 0.0)
+        with np.errstate(invalid="ignore"):
+            off = np.where(mine == value, 0.0, np.abs(mine - value))
+            near = off <= noise
+            biggest = max(largest(mine), largest(value))
+        vague = near & (noise > 0.1 * biggest) & ((mine != 0) | (value != 0))
+        self._undecided(f"{self._name(mode)} of {path}", here & (~known | vague))
+        quantity = f"{self._name(mode)} | finite differences"
+        kept = np.where(near, mine, value)
+        record = compare_arrays(quantity, path, mine, kept, order, tolerance=limit)
+        if record.agrees:
+            allowed = np.maximum(limit * biggest + noise, np.finfo(float).tiny)
+            record = replace(record, error=float(np.max(off / allowed, initial=0.0)))
+        else:
+            record = self._explained(record, mine, value, found, kink, limit)
+        if add:
+            self.report.comparisons.append(record)
+        return record
+
+    def _explained(
+        self,
+        record: Comparison,
+        analytic: np.ndarray,
+        value: np.ndarray,
+        found: slopes.Slope,
+        kink: Any,
+        limit: float,
+    ) -> Comparison:
+        if kink is not None and np.isfinite(analytic).all():
+            left, right, off = (np.reshape(k, np.shape(analytic)) for k in kink())
+            slack = limit * np.maximum(np.abs(left), np.abs(right)) * 10
+            kinked = np.abs(left - right) > np.maximum(100 * slack, 2 * np.abs(off))
+            between = np.abs(left - analytic) + np.abs(right - analytic) <= np.abs(
+                left - right
+            ) + 10 * slack + 4 * np.abs(off)
+            agree = np.abs(wide(analytic) - value) <= limit * np.max(np.abs(value), initial=0.0)
+            if np.all(agree | (kinked & between)):
+                return record.because(
+                    "a kink", "f has two slopes here; any between them will do.", CONVENTION
+                )
+        detail = (
+            f"Analytic {shown(record.first)}, numeric {shown(record.second)} "
+            f"(steps down to {found.smallest:.1e} of the argument's size)."
+        )
+        return record.because(pattern(analytic, value) or "", detail)
+
+    def _entrywise(self, mode: str, i: int, gradient: np.ndarray) -> Comparison:
+        """The gradient of a leaf against the slope along each of its entries alone."""
+        path = self.probe.paths[i]
+        if self.xs[i].size > _ENTRIES:
+            nothing = np.full(gradient.shape, np.inf)
+            result = slopes.Slope(gradient, nothing, np.zeros(gradient.shape), math.nan)
+            return self._against_slope(mode, path, gradient, result, 1, add=False)
+        if i not in self.by_entries:
+            self.by_entries[i] = self._slopes_of_entries(i)
+        result, kink = self.by_entries[i]
+        if self.holes:
+            result = replace(result, at=gradient)
+        return self._against_slope(mode, path, gradient, result, 1, kink, add=False)
+
+    def _slopes_of_entries(self, i: int) -> tuple[slopes.Slope, Any]:
+        """The slopes of Re<v, f> along each entry of leaf i; a function to those on each side."""
+        x, step = self.xs[i], scale_of(self.xs[i])
+        along = lambda us, t: np.array(inner(self.vs, self.probe.value(self._moved(us, t))))
+        lines: dict[Any, Any] = {}
+        for place in np.ndindex(x.shape):
+            for unit in (1, 1j) if x.dtype.kind == "c" else (1,):
+                us = [np.zeros_like(y) for y in self.xs]
+                us[i][place] = unit * step
+                lines[place, unit] = partial(along, us)
+        result = {key: slopes.slope(line, self.probe.eps) for key, line in lines.items()}
+
+        def gathered(each: Callable[[Any], Any]) -> np.ndarray:
+            out = np.zeros(x.shape, wide(x).dtype)
+            for place, unit in lines:
+                out[place] += unit * each((place, unit)) / step
+            return out
+
+        def sides() -> list[np.ndarray]:
+            found = {key: slopes.one_sided(line, self.probe.eps) for key, line in lines.items()}
+            picked = lambda k, key: found[key][k]
+            return [gathered(partial(picked, k)) for k in range(3)]
+
+        error = np.abs(gathered(lambda key: result[key].error))
+        smallest = min((slope.smallest for slope in result.values()), default=math.nan)
+        value = gathered(lambda key: result[key].value)
+        return slopes.Slope(value, error, np.zeros(x.shape), smallest), sides
+
+    def _tolerance(self) -> float:
+        names = (tolerances.real_name(x.dtype) for x in [*self.xs, *self.probe.out])
+        return max(tolerances.FINITE_DIFFERENCES[name] for name in names)
+
+    def _exact(self, order: int) -> float:
+        return max(tolerances.tolerance(x.dtype, order) for x in [*self.xs, *self.probe.out])
+
+    def _compare(
+        self,
+        quantity: str,
+        path: str,
+        left: Any,
+        right: Any,
+        order: int,
+        noise: float,
+        cause: str,
+        detail: str = "",
+        again: Callable[[Arrays], Sequence[Any]] | None = None,
+    ) -> Comparison:
+        """Left against right; `again` gives at other points what the two were made of."""
+        a, b, limit = wide(left), wide(right), self._exact(order)
+        if a.ndim == 0 and not (np.isfinite(a) or np.isfinite(b)):
+            reason = f"{quantity} of {path}: NaN or infinity on both sides decides nothing"
+            self.report.left_out += [reason] if reason not in self.report.left_out else []
+        biggest = max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0))
+        if math.isfinite(noise) and 0 < biggest < math.inf:
+            limit = max(limit, noise / float(biggest))
+        record = compare_arrays(quantity, path, a, b, order, tolerance=limit)
+        if not record.agrees and again is not None and self._is_rounding(a - b, again):
+            record = replace(record, error=1.0, status=AGREES)
+        record = record if record.agrees else record.because(cause, detail)
+        self.report.comparisons.append(record)
+        return record
+
+    def _is_rounding(self, off: np.ndarray, again: Callable[[Arrays], Sequence[Any]]) -> bool:
+        """Whether a small difference is one that the arguments' last digits make as well."""
+        greatest = max(1.0, *map(largest, [*self.xs, *self.probe.out]))
+        if not np.max(np.abs(off)) <= _ROUNDING * self.probe.eps * greatest:
+            return False
+        here = again(self.xs)
+        changes = [
+            largest(wide(x) - wide(y))
+            for draw in range(4)
+            for x, y in zip(again(self._last_digits_moved(draw)), here, strict=True)
+        ]
+        return bool(np.max(np.abs(off)) <= _ROUNDING * max(changes))
+
+    def _last_digits_moved(self, draw: int) -> Arrays:
+        rng = np.random.default_rng(draw)
+        factor = lambda x: 1 + 4 * self.probe.eps * rng.uniform(-1, 1, x.shape)
+        return [(x * factor(x)).astype(x.dtype) for x in self.xs]
+
+
+def scale_of(x: np.ndarray) -> float:
+    """The size of a leaf's entries, a power of two."""
+    mean = math.sqrt(float(np.mean(np.abs(wide(x)) ** 2))) if x.size else 1.0
+    return 2.0 ** round(math.log2(mean)) if 0 < mean < math.inf else 1.0
+
+
+def size_by_entry(x: np.ndarray) -> np.ndarray:
+    """The size of each entry, of zeros the leaf's."""
+    return np.where(x == 0, scale_of(x), np.abs(x))
+
+
+def flat(xs: Sequence[np.ndarray]) -> np.ndarray:
+    """All entries of all arrays, one after the other."""
+    return np.concatenate([wide(x).ravel() for x in xs])
+
+
+def shaped_like(entries: np.ndarray, like: Arrays) -> Arrays:
+    """The arrays of which these are all entries."""
+    ends = np.cumsum([x.size for x in like])[:-1]
+    return [part.reshape(x.shape) for part, x in zip(np.split(entries, ends), like, strict=True)]
+
+
+def largest(x: np.ndarray) -> float:
+    """The largest finite modulus."""
+    return float(np.max(np.abs(x[np.isfinite(x)]), initial=0.0))
+
+
+def shown(x: Any) -> str:
+    """A number, or words, for a message."""
+    return x if isinstance(x, str) else f"{x:.9g}"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).strip().splitlines() or [""])[0][:200]

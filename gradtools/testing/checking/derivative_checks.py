@@ -1,0 +1,310 @@
+"""The checks of one function at one point: both modes, linearity, jumps, second order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing.checking import slopes
+from gradtools.testing.checking.comparisons import (
+    Comparisons,
+    Direction,
+    flat,
+    largest,
+    scale_of,
+    shaped_like,
+    shown,
+)
+from gradtools.testing.checking.probe import FIRST, SECOND, inner, size, wide
+from gradtools.testing.flat import Arrays
+from gradtools.testing.report import AGREES, DIFFERS, Comparison
+
+
+class DerivativeCheck(Comparisons):
+    """The checks; what they compare is collected in `report`."""
+
+    def first_order(self) -> None:
+        """Both modes against values, against each other, and their linearity."""
+        probe = self.probe
+        gradient = self._has("reverse", lambda: probe.reverse(self.xs, self.vs))
+        self._has("forward", lambda: probe.forward(self.xs, self._everywhere().us))
+        self._some_mode()
+        jumping = [i for i in range(len(self.xs)) if self._jumps(i)]
+        for i in range(len(self.xs)):
+            for direction in [] if i in jumping else self._directions(i):
+                pushed = self._has("forward", partial(probe.forward, self.xs, direction.us))
+                self._slopes(direction, gradient, pushed)
+                self._dot_product(direction, gradient, pushed)
+        self._linearity()
+        self.say_undecided()
+
+    def _some_mode(self) -> None:
+        if not (self.present.get("forward") or self.present.get("reverse")):
+            raise GradtoolsError(
+                f"{self.probe.caller}: f has neither forward nor reverse mode: "
+                f"{'; '.join(self.report.left_out) or 'modes names none of both'}."
+            )
+
+    def _slopes(self, direction: Direction, gradient: Any, pushed: Any) -> None:
+        if not self.against_values:
+            return
+        probe, i = self.probe, direction.leaf or 0
+        line = lambda t: flat(probe.value(self._moved(direction.us, t)))
+        result = slopes.slope(line, probe.eps)
+        if pushed is not None:
+            sides = lambda: slopes.one_sided(line, probe.eps)
+            parts = zip(probe.out_paths, pushed, result.parts(probe.out), strict=True)
+            for k, (path, p, s) in enumerate(parts):
+                kink = lambda k=k: [shaped_like(side, probe.out)[k] for side in sides()]
+                self._against_slope("forward", f"{path} by {probe.paths[i]}", p, s, 1, kink)
+        if gradient is not None:
+            record = self._reverse_against_slope("reverse", direction, gradient[i], line, result)
+            self.report.comparisons.append(record)
+
+    def _dot_product(self, direction: Direction, gradient: Any, pushed: Any) -> None:
+        if gradient is None or pushed is None:
+            return
+        limit = self._exact(1)
+        terms = max(size(self.vs, pushed), size(direction.us, gradient))
+        path = self.probe.paths[direction.leaf or 0]
+        self._compare(
+            f"{self._name('reverse')} | {self._name('forward')}",
+            path,
+            inner(direction.us, gradient),
+            inner(self.vs, pushed),
+            1,
+            limit * terms,
+            "the dot-product test fails: the two modes are not adjoint",
+            "Left Re<J^H v, u>, right Re<v, J u>.",
+            lambda xs: [
+                *self.probe.forward(xs, direction.us),
+                inner(direction.us, self.probe.reverse(xs, self.vs)),
+            ],
+        )
+
+    def _linearity(self) -> None:
+        probe = self.probe
+        if self.present.get("reverse"):
+            draw = lambda: [self._draw(y.shape, y.dtype) for y in probe.out]
+            name, what = self._name("reverse"), "cotangent"
+            self._linear(name, what, probe.reverse, draw, probe.paths)
+        if self.present.get("forward"):
+            name, what = self._name("forward"), "tangent"
+            draw = lambda: self._everywhere().us
+            self._linear(name, what, probe.forward, draw, probe.out_paths)
+
+    def _linear(
+        self,
+        name: str,
+        what: str,
+        apply: Callable[[Arrays, Arrays], Arrays],
+        draw: Callable[[], Arrays],
+        paths: Sequence[str],
+    ) -> None:
+        """apply(-4096 a) = -4096 apply(a) and apply(a + b) = apply(a) + apply(b)."""
+        a, b = draw(), draw()
+        of_a, of_b = apply(self.xs, a), apply(self.xs, b)
+        scaled = apply(self.xs, [(-4096 * x).astype(x.dtype) for x in a])
+        added = apply(self.xs, [(x + y).astype(x.dtype) for x, y in zip(a, b, strict=True)])
+        cause = f"not linear in the {what}"
+        for k, path in enumerate(paths):
+            finite = np.isfinite(of_a[k]) & np.isfinite(of_b[k])  # infinity is no number to add
+            one, other, thousands, both = (
+                np.where(finite, wide(x[k]), 0) for x in (of_a, of_b, scaled, added)
+            )
+            noise = self._exact(1) * (largest(one) + largest(other))
+            self._compare(
+                f"{name} of -4096 {what}s | -4096 times it", path, thousands, -4096 * one, 1,
+                4096 * noise, cause,
+            )  # fmt: skip
+            again = lambda xs, k=k: [apply(xs, a)[k], apply(xs, b)[k]]
+            self._compare(
+                f"{name} of a sum of {what}s | sum", path, both, one + other, 1, noise, cause,
+                again=again,
+            )  # fmt: skip
+
+    def _jumps(self, i: int) -> bool:
+        """Whether f, along lines in leaf i, is not the integral of its derivative."""
+        if not self.against_values or self.allow_jumps:
+            return False
+        eps, reach = self.probe.eps, max(1.0, 1.0 / scale_of(self.xs[i]))
+        for direction in [*self._directions(i), *self._directions(i)]:
+            line, slope = self._line_and_slope(direction)
+            ways = [(slopes.jump_near, t) for t in (0.1, -0.1)]
+            ways += [(slopes.jump_far, t * reach) for t in (1, -1, 3, -3)]
+            for look, end in ways:
+                result = look(line, slope, end, eps)
+                if result is not None:
+                    self._jumped(i, line, slope, result, end)
+                    return True
+        return False
+
+    def _line_and_slope(self, direction: Direction) -> tuple[slopes.Line, slopes.Line]:
+        """f along a line and its derivative there: of each entry, or of Re<v, f>.
+
+        Every look for a jump begins with the same places, so each place is computed once.
+        """
+        probe, us = self.probe, direction.us
+        if self.present.get("forward"):
+            line = lambda t: flat(probe.value(self._moved(us, t)))
+            return cache(line), cache(lambda t: flat(probe.forward(self._moved(us, t), us)))
+        along = lambda t: np.array([inner(self.vs, probe.value(self._moved(us, t)))])
+        slope = lambda t: np.array([inner(probe.reverse(self._moved(us, t), self.vs), us)])
+        return cache(along), cache(slope)
+
+    def _jumped(
+        self,
+        i: int,
+        line: slopes.Line,
+        slope: slopes.Line,
+        found: slopes.Jump,
+        end: float,
+    ) -> None:
+        at, steep = found.at, slope(0.0)[found.entry]
+        flat = steep == 0
+        cause = "a staircase: the derivative is zero, the function jumps" if flat else (
+            "f jumps, and its derivative leaves that out"
+        )  # fmt: skip
+        change = (line(end) - line(0.0))[found.entry] / end
+        record = Comparison(
+            f"{self._name('forward' if self.present.get('forward') else 'reverse')}"
+            " | finite differences at large steps",
+            self.probe.paths[i], 1, math.inf, self._tolerance(), None,
+            _number(steep), _number(change), self.xs[i].shape, str(self.xs[i].dtype), DIFFERS,
+        )  # fmt: skip
+        detail = (
+            f"Analytic {shown(record.first)}; numeric {shown(record.second)} with a step of "
+            f"{abs(end):g} times the leaf's size, at {abs(at):.3g} of which f jumps by "
+            f"{shown(_number(found.size))}. round, floor, a comparison, or an argmax that "
+            "indexes lose the gradient: give them a surrogate (gt.straight_through), or, if f is "
+            "meant to jump, pass allow_jumps=True."
+        )
+        self.report.comparisons.append(record.because(cause, detail))
+
+    def second_order(self) -> None:
+        """Every mix of modes against slopes of the gradient, against each other; symmetry."""
+        if not self.report:
+            return
+        d, e = self._everywhere(by_entry=True), self._everywhere()
+        products = self._products(d)
+        others = self._products(e) if products else {}
+        along = self._slope_of_gradient(d)
+        for mode, product in products.items():
+            self._hessian_against_slope(mode, product, along, d)
+            self._symmetry(mode, product, others[mode], d, e)
+        if products:
+            self._mixes(products, d)
+        curved = self._has(
+            "forward_over_forward",
+            lambda: self.probe.curvature(self.xs, d.us, e.us, self.vs),
+        )
+        if curved is not None:
+            self._curvature(curved, products, d, e)
+        self.say_undecided()
+
+    def _products(self, d: Direction) -> dict[str, Arrays]:
+        result = {}
+        for mode in SECOND[:3]:
+            parts = [part for part in FIRST if part in mode.split("_over_")]
+            lacking = [part for part in parts if self.present.get(part) is False]
+            if lacking:
+                continue
+            product = self._has(mode, partial(self.probe.product, mode, self.xs, d.us, self.vs))
+            if product is not None:
+                result[mode] = product
+        return result
+
+    def _slope_of_gradient(self, d: Direction) -> list[slopes.Slope] | None:
+        if not self.against_values or not self.present.get("reverse"):
+            return None
+        line = lambda t: flat(self.probe.reverse(self._moved(d.us, t), self.vs))
+        return slopes.slope(line, self.probe.eps).parts(self.xs)
+
+    def _hessian_against_slope(
+        self, mode: str, product: Arrays, along: list[slopes.Slope] | None, d: Direction
+    ) -> None:
+        if along is None:
+            return
+        for i, (h, s) in enumerate(zip(product, along, strict=True)):
+            record = self._against_slope(mode, self.probe.paths[i], h, s, 2, add=False)
+            again = lambda xs, i=i: [self.probe.product(mode, xs, d.us, self.vs)[i]]
+            if record.status == DIFFERS and self._is_rounding(wide(h) - s.value, again):
+                record = replace(record, error=1.0, status=AGREES, cause=None, detail="")
+            if record.status == DIFFERS:
+                record = self._at_second_order(record, mode, i, d)
+            self.report.comparisons.append(record)
+
+    def _at_second_order(self, record: Comparison, mode: str, i: int, d: Direction) -> Comparison:
+        """Names the argument by which the second derivative is wrong."""
+        wrong = []
+        for j in range(min(len(self.xs), 12)):
+            us = [u if k == j else np.zeros_like(u) for k, u in enumerate(d.us)]
+            line = lambda t, us=us: wide(self.probe.reverse(self._moved(us, t), self.vs)[i]).ravel()
+            mine = self.probe.product(mode, self.xs, us, self.vs)[i]
+            (shaped,) = slopes.slope(line, self.probe.eps).parts([mine])
+            if not self._against_slope(mode, "", mine, shaped, 2, add=False).agrees:
+                wrong.append(self.probe.paths[j])
+        by = f" by {', '.join(wrong)}" if wrong else ""
+        cause = "right at first order, wrong at second"
+        if record.cause:
+            cause += f" ({record.cause})"
+        mend = "Something that depends on the arguments, such as a residual, is taken as constant."
+        return replace(
+            record, path=f"{record.path}{by}", cause=cause, detail=record.detail + " " + mend
+        )
+
+    def _symmetry(self, mode: str, h_d: Arrays, h_e: Arrays, d: Direction, e: Direction) -> None:
+        noise = self._exact(2) * max(size(e.us, h_d), size(d.us, h_e))
+        self._compare(
+            f"{self._name(mode)}: <w, H u> | <u, H w>", "all arguments", inner(e.us, h_d),
+            inner(d.us, h_e), 2, noise, "the Hessian is not symmetric",
+            again=lambda xs: [
+                inner(w.us, self.probe.product(mode, xs, u.us, self.vs))
+                for u, w in ((d, e), (e, d))
+            ],
+        )  # fmt: skip
+
+    def _mixes(self, products: dict[str, Arrays], d: Direction) -> None:
+        first, *others = products
+        for mode in others:
+            for i, path in enumerate(self.probe.paths):
+                a, b = products[first][i], products[mode][i]
+                biggest = max(np.max(np.abs(wide(h)), initial=0) for h in products[first])
+                again = lambda xs, i=i, modes=(first, mode): [
+                    self.probe.product(each, xs, d.us, self.vs)[i] for each in modes
+                ]
+                self._compare(
+                    f"{self._name(first)} | {self._name(mode)}", path, a, b, 2,
+                    16 * self.probe.eps * float(biggest), "two mixes of modes differ", again=again,
+                )  # fmt: skip
+
+    def _curvature(
+        self, curved: Any, products: dict[str, Arrays], d: Direction, e: Direction
+    ) -> None:
+        name = self._name("forward_over_forward")
+        for mode, product in products.items():
+            noise = self._exact(2) * size(e.us, product)
+            again = lambda xs, mode=mode: [
+                self.probe.curvature(xs, d.us, e.us, self.vs),
+                inner(e.us, self.probe.product(mode, xs, d.us, self.vs)),
+            ]
+            self._compare(
+                f"{name} | {self._name(mode)}", "all arguments", curved, inner(e.us, product), 2,
+                noise, "two mixes of modes differ", again=again,
+            )  # fmt: skip
+        if products or not self.against_values:
+            return
+        us = lambda t: self._moved(e.us, t)
+        line = lambda t: np.array(inner(self.vs, self.probe.forward(us(t), d.us)))
+        result = slopes.slope(line, self.probe.eps)
+        self._against_slope("forward_over_forward", "all arguments", np.asarray(curved), result, 2)
+
+
+def _number(x: Any) -> complex | float:
+    return complex(x) if np.iscomplexobj(x) else float(x)

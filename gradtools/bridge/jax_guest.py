@@ -26,7 +26,7 @@ from gradtools.bridge.memory import (
     tensors_of_own,
 )
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import Spec
+from gradtools.host_kernels import ArraySpec
 from gradtools.jax.reachability import reached_matrix
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_wrapped
@@ -89,8 +89,8 @@ class JaxGuest:
         except jax.errors.JAXTypeError as error:
             raise GradtoolsError(
                 f"to_torch: what {of.name} returns could not be told without running it. Say it: "
-                "to_torch(f, out=ArraySpec(shape, dtype), jit=False), a pytree of ArraySpecs, or a "
-                f"function of the arguments' ArraySpecs. JAX says: {error}"
+                "to_torch(f, out=ArraySpec(shape, dtype), jit=False), a pytree of ArraySpecs, or a function "
+                f"of the arguments' ArraySpecs. JAX says: {error}"
             ) from error
         return [ArraySpec(y.shape, y.dtype.name) for y in ys]
 
@@ -99,7 +99,7 @@ class JaxGuest:
         traced = self._traced(of.run, specs)
         return None if traced is None else reached_matrix(traced)
 
-    def _traced(self, run: Any, specs: Sequence[Spec]) -> Any:
+    def _traced(self, run: Any, specs: Sequence[ArraySpec]) -> Any:
         try:
             return jax.make_jaxpr(run)(*map(_struct, specs))
         except jax.errors.JAXTypeError:  # it reads values

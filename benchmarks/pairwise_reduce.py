@@ -1,8 +1,8 @@
 """Losses of all pairs: `pairwise_reduce` beside the dense program, its peers and the fused kernels.
 
-Run as `python -m benchmarks.pairwise_reduce [--quick] [--only contrastive,cross_entropy,attention]`. Seconds
-are those of the CPU, the least of some runs, taken in turns; bytes are the most that tensors made
-inside held at once, beyond inputs and parameters.
+Run as `python -m benchmarks.pairwise_reduce [--quick] [--only contrastive,cross_entropy]`.
+Seconds are those of the CPU, the least of some runs, taken in turns; bytes are the most that
+tensors made inside held at once, beyond inputs and parameters.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ _ROOMS = {
     "tiles.tiling:Tiling": "pairwise_reduce",
     "tiles.all_pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
-    "models:Models": "make_functional xp asarray to_numpy random_key split_key vmap checkpoint compile",
+    "models:Models": (
+        "make_functional xp asarray to_numpy random_key split_key vmap checkpoint compile"
+    ),
     "seeing.diagnostics.operators:SeeingOperators": "dependence why_zero guard_gradients",
     "seeing.graphs.graph:Graphing": "gradient_graph",
     "seeing.formulas.formulating:Formulating": "formula",

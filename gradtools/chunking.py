@@ -237,12 +237,13 @@ class Chunking(Operators):
         )
         if reduction not in ("mean", "sum"):
             raise GradtoolsError(
-                f"microbatched_value_and_grad: reduction is {reduction!r}; expected 'mean' or 'sum'."
+                f"microbatched_value_and_grad: reduction is {reduction!r}; expected 'mean' or "
+                "'sum'."
             )
         if weights is not None and reduction == "sum":
             raise GradtoolsError(
-                "microbatched_value_and_grad: sums add up as they are; give weights with reduction='mean', or "
-                "multiply by them inside f."
+                "microbatched_value_and_grad: sums add up as they are; give weights with "
+                "reduction='mean', or multiply by them inside f."
             )
 
         refuse_arguments("microbatched_value_and_grad", argnums)
@@ -377,8 +378,8 @@ class _Microbatched:
         )
         for i in {*keys} & {*carried} | {*keys, *carried} & {*positions}:
             raise GradtoolsError(
-                f"microbatched_value_and_grad: argument {i} is named twice in argnums, key_argnums and "
-                "carry_argnums; it is differentiated, a key or a carry."
+                f"microbatched_value_and_grad: argument {i} is named twice in argnums, key_argnums "
+                "and carry_argnums; it is differentiated, a key or a carry."
             )
         for i in (*keys, *carried):
             given[i] = Argument(i, args[i])
@@ -416,9 +417,9 @@ class _Microbatches:
         for i in positions:
             if given[i].axes is not None:
                 raise GradtoolsError(
-                    f"microbatched_value_and_grad: argument {i} is differentiated, so all chunks share it; "
-                    f"in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to the "
-                    "batch itself use chunked."
+                    f"microbatched_value_and_grad: argument {i} is differentiated, so all chunks "
+                    f"share it; in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to "
+                    "the batch itself use chunked."
                 )
         if self.weights is not None and backend.is_complex(self.weights):
             raise GradtoolsError(
@@ -426,8 +427,9 @@ class _Microbatches:
             )
         if self.weights is not None and len(self.weights.shape) != 1:
             raise GradtoolsError(
-                f"microbatched_value_and_grad: weights has shape {tuple(self.weights.shape)}; expected one "
-                "number for each example, shape (n,), or a function of a chunk's arguments."
+                f"microbatched_value_and_grad: weights has shape {tuple(self.weights.shape)}; "
+                "expected one number for each example, shape (n,), or a function of a chunk's "
+                "arguments."
             )
 
     def metrics(self, aux: Any, reduction: str) -> Any:
@@ -438,16 +440,16 @@ class _Microbatches:
         for x, path in zip(leaves, backend.leaf_paths(aux), strict=True):
             if not is_numeric(backend, x):
                 raise GradtoolsError(
-                    f"microbatched_value_and_grad: aux{path} is {describe(backend, x)}; expected an array of "
-                    "numbers, which is reduced over chunks as the loss is. Hand other state on by "
-                    "carry_argnums."
+                    f"microbatched_value_and_grad: aux{path} is {describe(backend, x)}; expected "
+                    "an array of numbers, which is reduced over chunks as the loss is. Hand other "
+                    "state on by carry_argnums."
                 )
             x = x if backend.is_array(x) else backend.asarray(x)
             if reduction == "mean" and not backend.is_inexact(x):
                 raise GradtoolsError(
-                    f"microbatched_value_and_grad: aux{path} is {describe(backend, x)}; expected a floating "
-                    "array, the mean over the chunk's examples, as the loss is. Counts are summed "
-                    "with reduction='sum', or handed on by carry_argnums."
+                    f"microbatched_value_and_grad: aux{path} is {describe(backend, x)}; expected a "
+                    "floating array, the mean over the chunk's examples, as the loss is. Counts "
+                    "are summed with reduction='sum', or handed on by carry_argnums."
                 )
             arrays.append(x)
         return backend.unflatten(treedef, arrays)
@@ -477,8 +479,8 @@ class _Microbatches:
         if shape != () or not _is_real(self.backend, result):
             came = describe(self.backend, result) if shape == () else f"shape {shape}"
             raise GradtoolsError(
-                f"microbatched_value_and_grad: the function of weights returned {came}; expected one real "
-                "number, the weight of its chunk."
+                f"microbatched_value_and_grad: the function of weights returned {came}; expected "
+                "one real number, the weight of its chunk."
             )
         return result
 
@@ -497,8 +499,8 @@ class _Microbatches:
         number = self.backend.as_number(total)
         if isinstance(number, (int, float)) and number == 0:
             raise GradtoolsError(
-                "microbatched_value_and_grad: the weights sum to 0, so there is no mean. Give weights with a sum "
-                "other than 0, or use reduction='sum'."
+                "microbatched_value_and_grad: the weights sum to 0, so there is no mean. Give "
+                "weights with a sum other than 0, or use reduction='sum'."
             )
 
     def wide(self, x: Array) -> Array:

@@ -363,8 +363,8 @@ class Edits(Operators):
         given, given_def = backend.flatten(dx)
         if treedef != given_def:
             raise GradtoolsError(
-                f"replace_gradient: dx has the structure {in_words(given_def)}, expected that of x, "
-                f"{in_words(treedef)}. Give one array for each of x's."
+                f"replace_gradient: dx has the structure {in_words(given_def)}, expected that of "
+                f"x, {in_words(treedef)}. Give one array for each of x's."
             )
         paths = backend.leaf_paths(x)
         if not any(_edited(backend, leaf) for leaf in leaves):

@@ -63,8 +63,8 @@ class HostFunctions(Operators):
             kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
                 Arguments that are no arrays come as they are.
             out: What the kernel returns: None (one array like the first array argument), a pytree
-                of `ArraySpec`s, or a function from the arguments, arrays replaced by their ArraySpecs, to
-                one. Under vmap these are the specs of one example.
+                of `ArraySpec`s, or a function from the arguments, arrays replaced by their
+                ArraySpecs, to one. Under vmap these are the specs of one example.
             vectorized: False: under vmap one call for each example. True: one call, each array
                 argument with the batch axes in front. Elementwise kernels allow it.
             check: As in `custom_rule`: when the rule is held to its contract. What a kernel

@@ -1,9 +1,9 @@
 """Host kernels: NumPy, SciPy or ctypes functions inside a framework's program.
 
 A framework that traces a program must know what a kernel returns before it runs it, and has no
-chance to look at what it then returns: so an `ArraySpec` says it, and what comes is held to it here,
-exactly, before a framework could cast or misread it. Under vmap a kernel is called once for each
-example, or once with the batch in front of every argument. A kernel has no derivative of its
+chance to look at what it then returns: so an `ArraySpec` says it, and what comes is held to it
+here, exactly, before a framework could cast or misread it. Under vmap a kernel is called once for
+each example, or once with the batch in front of every argument. A kernel has no derivative of its
 own. How a call enters a framework's program stands in `torch/host.py` and `jax/host.py`.
 """
 
@@ -96,8 +96,8 @@ def _dtype(dtype: Any) -> str:
         name = ""
     if name not in _DTYPES:
         raise GradtoolsError(
-            f"ArraySpec: dtype is {dtype!r}; it must name one of bool, int8 to int64, uint8 to uint64, "
-            "float16, bfloat16, float32, float64, complex64 and complex128."
+            f"ArraySpec: dtype is {dtype!r}; it must name one of bool, int8 to int64, uint8 to "
+            "uint64, float16, bfloat16, float32, float64, complex64 and complex128."
         )
     return name
 

@@ -117,9 +117,9 @@ class Rule:
             not None. None: a rule of gradtools' own, which is trusted.
         reaches: Which inputs reach which outputs by a differentiable path. "identity": the
             outputs are the inputs unchanged, and pictures say so. A function (for a function of
-            another framework, which pictures show opened): `reaches(*specs)` takes the ArraySpecs of
-            the inputs and gives `matrix[output][input]` of booleans. None, as the attribute or as
-            the function's result: every input may reach every output.
+            another framework, which pictures show opened): `reaches(*specs)` takes the ArraySpecs
+            of the inputs and gives `matrix[output][input]` of booleans. None, as the attribute or
+            as the function's result: every input may reach every output.
     """
 
     name: str

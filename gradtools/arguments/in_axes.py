@@ -181,8 +181,8 @@ def check_names(
     """Raises unless `given` is a dictionary with these names."""
     if not isinstance(given, Mapping):
         raise GradtoolsError(
-            f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got a "
-            f"{type(given).__name__}."
+            f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "
+            f"a {type(given).__name__}."
         )
     missing = [name for name in names if name not in given]
     unexpected = [name for name in given if name not in names]

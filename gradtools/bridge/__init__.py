@@ -42,8 +42,9 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
             pytrees of tensors; or a `torch.nn.Module`. What is no array in its arguments is static
             and must be hashable.
         out: What f returns, where a traced program cannot tell by fake tensors, as of a shape that
-            depends on values: a pytree of `ArraySpec(shape, dtype)`, or a function of f's arguments,
-            arrays replaced by their ArraySpecs, to one. For a module of the pair `(output, state)`.
+            depends on values: a pytree of `ArraySpec(shape, dtype)`, or a function of f's
+            arguments, arrays replaced by their ArraySpecs, to one. For a module of the pair
+            `(output, state)`.
         train: Of a module: whether it trains; None: as it stands.
 
     Returns:
@@ -94,8 +95,8 @@ def to_torch(
             `equinox` module, a `flax.linen` one or what haiku transforms, with their `variables`.
             What is no tensor in its arguments is static and must be hashable.
         out: What f returns, where `jax.eval_shape` cannot tell it (with jit=False): a pytree of
-            `ArraySpec(shape, dtype)`, or a function of the arguments, tensors replaced by their ArraySpecs,
-            to one.
+            `ArraySpec(shape, dtype)`, or a function of the arguments, tensors replaced by their
+            ArraySpecs, to one.
         variables: As in `gradtools.jax.make_functional`.
         jit: Whether f is compiled; False for an f that reads values (a Python if).
 

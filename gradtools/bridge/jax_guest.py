@@ -89,8 +89,8 @@ class JaxGuest:
         except jax.errors.JAXTypeError as error:
             raise GradtoolsError(
                 f"to_torch: what {of.name} returns could not be told without running it. Say it: "
-                "to_torch(f, out=ArraySpec(shape, dtype), jit=False), a pytree of ArraySpecs, or a function "
-                f"of the arguments' ArraySpecs. JAX says: {error}"
+                "to_torch(f, out=ArraySpec(shape, dtype), jit=False), a pytree of ArraySpecs, or a "
+                f"function of the arguments' ArraySpecs. JAX says: {error}"
             ) from error
         return [ArraySpec(y.shape, y.dtype.name) for y in ys]
 

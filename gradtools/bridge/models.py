@@ -1,9 +1,9 @@
 """Models of one framework in the other.
 
 A PyTorch module becomes `(apply, params, state)` of JAX arrays, a JAX model an `nn.Module` whose
-parameters and buffers are its arrays. Both are `make_functional` of the model's own framework, across
-the bridge: so batch statistics and keys are those of `gradtools.models`. Parameters and state are
-copies: an optimiser of the one framework may not write in what the other holds.
+parameters and buffers are its arrays. Both are `make_functional` of the model's own framework,
+across the bridge: so batch statistics and keys are those of `gradtools.models`. Parameters and
+state are copies: an optimiser of the one framework may not write in what the other holds.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class TorchGuest:
             raise GradtoolsError(
                 f"to_jax: what {of.name} returns could not be told without running it, which a "
                 "traced program (jit, vmap, scan) needs. Say it: to_jax(f, out=ArraySpec(shape, "
-                "dtype)), a pytree of ArraySpecs, or a function of the arguments' ArraySpecs. PyTorch says: "
-                f"{error}"
+                "dtype)), a pytree of ArraySpecs, or a function of the arguments' ArraySpecs. "
+                f"PyTorch says: {error}"
             ) from error
         return [_spec(y) for y in ys]
 

@@ -22,15 +22,15 @@ def make_functional(
     stateful = isinstance(module, sys.modules["haiku"].TransformedWithState)
     if not callable(module.apply):
         raise GradtoolsError(
-            "make_functional: a haiku multi_transform has several apply functions; transform the one "
-            "that you mean by hk.transform or hk.transform_with_state."
+            "make_functional: a haiku multi_transform has several apply functions; transform the "
+            "one that you mean by hk.transform or hk.transform_with_state."
         )
     if variables is None:
         init = "params, state = f.init(key, *args)" if stateful else "params = f.init(key, *args)"
         given = "(params, state)" if stateful else "params"
         raise GradtoolsError(
-            f"make_functional: what haiku's transform gives holds no arrays; write {init}, and give "
-            f"variables={given}."
+            f"make_functional: what haiku's transform gives holds no arrays; write {init}, and "
+            f"give variables={given}."
         )
     params, state = variables if stateful else (variables, {})
     mode = mode_of("the transformed function", module.apply, train)

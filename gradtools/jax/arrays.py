@@ -63,8 +63,8 @@ def random_key(seed: Any) -> jax.Array:
     seed = as_seed(seed)
     if not _x64() and not -(2**31) <= seed < 2**31:
         raise GradtoolsError(
-            f"random_key: without x64 JAX keeps only the low 32 bits of a seed, here of {seed}. Take a "
-            f"smaller seed, or switch x64 on: {X64}."
+            f"random_key: without x64 JAX keeps only the low 32 bits of a seed, here of {seed}. "
+            f"Take a smaller seed, or switch x64 on: {X64}."
         )
     return jax.random.key(seed)
 
@@ -90,7 +90,8 @@ def check_key(caller: str, key: Any) -> None:
             return
     result = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
     raise GradtoolsError(
-        f"{caller}: a key is made by random_key(seed) or is an entry of split_key(key, n); got {result}."
+        f"{caller}: a key is made by random_key(seed) or is an entry of split_key(key, n); got "
+        f"{result}."
     )
 
 

@@ -146,8 +146,8 @@ class Tiling(Operators):
         """
         if not callable(f):
             raise GradtoolsError(
-                f"pairwise_reduce: f is {with_article(type(f).__name__)}; expected a function of a tile of "
-                "rows and a tile of columns."
+                f"pairwise_reduce: f is {with_article(type(f).__name__)}; expected a function of a "
+                "tile of rows and a tile of columns."
             )
         budget = whole_or_none("pairwise_reduce", "memory_budget", memory_budget, 1, "bytes")
         sizes = _sizes("pairwise_reduce", tile_size)
@@ -218,7 +218,8 @@ def _names(what: str, given: Any) -> tuple[int | str, ...]:
     result = (given,) if isinstance(given, int | str) else tuple(given)
     if not result or not all(isinstance(x, int | str) for x in result):
         raise GradtoolsError(
-            f"pairwise_reduce: {what} is {given!r}; expected the position or name of an argument, or several."
+            f"pairwise_reduce: {what} is {given!r}; expected the position or name of an argument, "
+            "or several."
         )
     return result
 

@@ -28,8 +28,8 @@ def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise GradtoolsError(
-            "all_gather: there is no process group. Call torch.distributed.init_process_group first; "
-            "a single process has all rows already."
+            "all_gather: there is no process group. Call torch.distributed.init_process_group "
+            "first; a single process has all rows already."
         )
     leaves, treedef = trees.flatten(x)
     return trees.unflatten(treedef, [_gathered(leaf, group) for leaf in leaves])
@@ -40,8 +40,8 @@ def _gathered(x: Any, group: Any) -> Tensor:
         raise GradtoolsError("all_gather: expected tensors with rows along axis 0.")
     if x.layout is not torch.strided or x.is_nested:
         raise GradtoolsError(
-            "all_gather: a sparse or nested tensor has no rows that lie one after the other. Give its "
-            "dense form."
+            "all_gather: a sparse or nested tensor has no rows that lie one after the other. Give "
+            "its dense form."
         )
     shapes = _of_all((tuple(x.shape), str(x.dtype)), group)
     if len(set(shapes)) > 1:
@@ -84,8 +84,8 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
     def primal(x: Tensor) -> list[Tensor]:
         if batchings() > 0:
             raise GradtoolsError(
-                "all_gather: a batch of cotangents (is_grads_batched=True, vectorize=True) cannot be "
-                "sent to other processes. Use gt.jacobian, or torch.func's transforms."
+                "all_gather: a batch of cotangents (is_grads_batched=True, vectorize=True) cannot "
+                "be sent to other processes. Use gt.jacobian, or torch.func's transforms."
             )
         return [value(x, group)]
 

@@ -41,8 +41,8 @@ def opened(
         if is_compiling() and isinstance(args[i], nn.Module):
             raise GradtoolsError(
                 f"{caller}: argument {i} is a module, {type(args[i]).__name__}, which compiled "
-                "code cannot copy. Call gt.make_functional(module) outside, and differentiate apply "
-                "to params; or leave this derivative out of what is compiled."
+                "code cannot copy. Call gt.make_functional(module) outside, and differentiate "
+                "apply to params; or leave this derivative out of what is compiled."
             )
         if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):
             return Opened(caller, f, args, argnums)

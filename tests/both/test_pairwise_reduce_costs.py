@@ -1,4 +1,4 @@
-"""What `pairwise_reduce` costs: floating-point operations by formula, bytes flat in the number of columns."""
+"""What `pairwise_reduce` costs: operations by formula, bytes flat in the number of columns."""
 
 from __future__ import annotations
 

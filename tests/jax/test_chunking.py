@@ -587,7 +587,7 @@ def test_no_callback_is_in_the_program_unless_asked_for():
     assert "callback" not in text
 
 
-# --- microbatched_value_and_grad --------------------------------------------------------------------------
+# --- microbatched_value_and_grad -----------------------------------------------------------
 
 
 def of_each(w, x):
@@ -995,7 +995,8 @@ whole = lambda z: jnp.sum(jnp.sin(z @ z.T)) / len(z)
 run = gt.chunked(f, 8, in_axes=(None, 0), interleaved=True)
 found = jax.jit(jax.grad(lambda w, x: whole(run(w, x))))(w, X)
 small = gt.chunked(f, 3, in_axes=(None, 0))
-part = lambda w, x: jax.lax.pmean(jax.grad(lambda w: whole(gt.all_gather(small(w, x), "b")))(w), "b")
+at_once = lambda w, x: whole(gt.all_gather(small(w, x), "b"))
+part = lambda w, x: jax.lax.pmean(jax.grad(at_once)(w, x), "b")
 sharded = jax.shard_map(part, mesh=mesh, in_specs=(P(), P("b")), out_specs=P(), check_vma=False)
 again = jax.jit(sharded)(w, X)
 expected = jax.grad(lambda w: whole(f(w, jnp.asarray(X0))))(jnp.asarray(w0))

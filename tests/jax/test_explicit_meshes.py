@@ -75,7 +75,9 @@ PROGRAMS = {
     "columns": lambda w, x: gt.chunked(f, 4, (None, 1), 1)(w, x),
     "carry": lambda w, x: gt.chunked(counted, 4, (None, 0, None), carry_argnums=2)(w, x, 0.0),
     "microbatched_value_and_grad": lambda w, x: gt.microbatched_value_and_grad(mean, 4)(w, x),
-    "uneven microbatched": lambda w, x: gt.microbatched_value_and_grad(mean, 5, weights=np.arange(16.0))(w, x),
+    "uneven microbatched": lambda w, x: (
+        gt.microbatched_value_and_grad(mean, 5, weights=np.arange(16.0))(w, x)
+    ),
     "per example": lambda w, x: gt.per_example_grad(one, chunk_size=4)(w, x),
     "per example uneven": lambda w, x: gt.per_example_grad(one, chunk_size=5)(w, x),
     "per example, one by one": lambda w, x: gt.per_example_grad(one, chunk_size=1)(w, x),

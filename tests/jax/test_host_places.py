@@ -150,10 +150,13 @@ CALLS = {
     "carry": lambda: gt.chunked(
         lambda x, c: (x * 2, c + x.sum()), 3, in_axes=(0, None), carry_argnums=1)(x, w),
     "interleaved": lambda: gt.chunked(jnp.sin, 4, interleaved=True)(x),
-    "microbatched_value_and_grad": lambda: gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), 3)(w, x),
+    "microbatched_value_and_grad": lambda: (
+        gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), 3)(w, x)
+    ),
     "accumulator": mean, "compensated": lambda: mean(dtype="float32", compensated=True),
     "accumulate": lambda: gt.accumulate_gradients({"x": x}, {"x": x}),
-    "assign": lambda: gt.assign_gradients({"x": x}, {"x": None}), "split_key": lambda: gt.split_key(key),
+    "assign": lambda: gt.assign_gradients({"x": x}, {"x": None}),
+    "split_key": lambda: gt.split_key(key),
 }
 for name, call in CALLS.items():
     off = [y for y in jax.tree.leaves(call()) if y.sharding.device_set != {THIRD}]

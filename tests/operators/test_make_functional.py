@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  only where torch is installed
 
 import gradtools.torch as gt  # noqa: E402
-from gradtools.torch.arrays import key, split  # noqa: E402
+from gradtools.torch.arrays import random_key, split_key  # noqa: E402
 from gradtools.torch.modules import make_functional  # noqa: E402
 
 
@@ -131,7 +131,7 @@ def test_eight_threads_with_different_parameters_are_each_right_and_change_nothi
     net, x = network(), batch(6, 4)
     before = contents(net)
     apply, params, state = make_functional(net)
-    seeds = split(key(0), 8)
+    seeds = split_key(random_key(0), 8)
     given = [{name: p * (i + 1) for name, p in params.items()} for i in range(8)]
     expected = [apply(given[i], state, x, key=seeds[i]) for i in range(8)]
     wrong = []

@@ -1,4 +1,4 @@
-"""make_functional for flax.linen, flax.nnx and equinox, and against torch.nn from one set of weights.
+"""make_functional for flax.linen, flax.nnx and equinox, and against torch.nn.
 
 The network is dense, batch normalisation, tanh, dense. Conventions differ in two places, named
 here once: the new running value is (1 - m) old + m batch in PyTorch, and m old + (1 - m) batch in

@@ -714,7 +714,7 @@ BAD: dict[str, Call] = {
             a(V), a([V, V])
         )
     ),
-    "microbatched_value_and_grad with a function of weights that returns a complex number": lambda gt, a: (
+    "microbatched_value_and_grad with a complex function of weights": lambda gt, a: (
         gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=lambda w, x: 1j)(
             a(V), a([V, V])
         )

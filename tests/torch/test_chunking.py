@@ -1769,7 +1769,7 @@ def test_a_carry_beneath_transforms_and_one_alone():
     assert same(chunked(X, h, W.detach())[1], looped(X, h, W.detach())[1], 1e-15)
 
 
-# --- microbatched_value_and_grad --------------------------------------------------------------------------
+# --- microbatched_value_and_grad -----------------------------------------------------------
 
 
 def squared(w, x, *, power=2):

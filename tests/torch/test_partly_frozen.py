@@ -1,4 +1,4 @@
-"""A PyTorch player of which some layers are frozen, in minimax, assign_gradients, make_functional."""
+"""A PyTorch player of which some layers are frozen, in minimax and make_functional."""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ class SeeingOperators(Operators):
             f: Takes and returns pytrees of arrays; a module, or a closure without arguments. With
                 `model`, in PyTorch, also a loss that was computed already.
             *args: Arguments of f, at which it is looked at.
-            argnums: The position of the argument, or of several. Its leaves are floating or complex.
+            argnums: The position of the argument, or of several. Its leaves are floating or
+                complex.
             model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
                 one that f reads from outside, or a pytree of parameters.
             optimizer: What steps it. PyTorch: an optimiser or a list of them. JAX: a
@@ -122,8 +123,9 @@ class SeeingOperators(Operators):
             each, ``str()`` to read, ``.to_json()`` to keep.
 
         Raises:
-            GradtoolsError: argnums is out of range or names an integer argument; f raises for reasons
-                of its own, or returns nothing; a model holds no arrays; an optimizer is none.
+            GradtoolsError: argnums is out of range or names an integer argument; f raises for
+                reasons of its own, or returns nothing; a model holds no arrays; an optimizer
+                is none.
 
         Example:
             >>> f = lambda x: (gt.stop_gradient(x) ** 2).sum()

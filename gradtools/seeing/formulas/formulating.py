@@ -77,9 +77,9 @@ class Formulating(Operators):
             derivation by hand with the framework's vjp.
 
         Raises:
-            GradtoolsError: order is not 1 or 2; argnums is out of range or names an integer argument;
-                f raises, returns no array, or what it computes cannot be differentiated by the
-                framework; the formula and automatic differentiation differ (which would be a
+            GradtoolsError: order is not 1 or 2; argnums is out of range or names an integer
+                argument; f raises, returns no array, or what it computes cannot be differentiated
+                by the framework; the formula and automatic differentiation differ (which would be a
                 fault of gradtools, and is told with both values).
 
         Example:

@@ -117,9 +117,9 @@ class Graphing(Operators):
             f: Takes and returns pytrees of arrays; a module, too.
             *args: Arguments of f; arrays of any shape and dtype.
             order: 0 forward alone, 1 with backward, 2 with backward of the backward.
-            argnums: The position of the argument along which it is differentiated, or of several; its
-                leaves are floating or complex. In PyTorch parameters that f holds and that require
-                grad are differentiated as well, and ``argnums=()`` means these alone.
+            argnums: The position of the argument along which it is differentiated, or of several;
+                its leaves are floating or complex. In PyTorch parameters that f holds and that
+                require grad are differentiated as well, and ``argnums=()`` means these alone.
             outputs: In place of f: results that exist already, a pytree of PyTorch's tensors. What
                 autograd holds for them is drawn; nothing runs.
             **kwargs: Keyword arguments of f.

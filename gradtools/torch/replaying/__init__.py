@@ -1,1 +1,1 @@
-"""Programs that run again chunk by chunk: what `chunked`, `frozen` and `microbatched_value_and_grad` stand on."""
+"""Programs that run again chunk by chunk: what `chunked` and `frozen` stand on."""

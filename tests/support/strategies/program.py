@@ -371,8 +371,8 @@ CALLS = {
     "gt.hessian": "gt.hessian({loss})({0}){over_x}",
     "gt.per_example_grad": "gt.per_example_grad({touched})({xs})",
     "gt.microbatched_value_and_grad": (
-        "gt.microbatched_value_and_grad(lambda w, x: xp.mean(gt.vmap({touched}, in_axes=(None, 0))(w, x)), "
-        "{option})({xs})[1]"
+        "gt.microbatched_value_and_grad(lambda w, x: xp.mean(gt.vmap({touched}, in_axes=(None, "
+        "0))(w, x)), {option})({xs})[1]"
     ),
     "gt.GradientAccumulator": "accumulated(gt.grad({touched}), {xs})",
     "gt.make_functional": "functionalized({f}, {xs})",

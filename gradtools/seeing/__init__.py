@@ -2,5 +2,5 @@
 
 One form for both frameworks, the `Graph` of `graphs/graph.py`, is filled by `torch/` and `jax/`.
 Everything here is read from it: how outputs depend on inputs (`graphs/derivative_flow.py`), where a
-gradient is lost (`graphs/losses.py`) and how to fix it (`diagnostics/diagnosis.py`).
+gradient is lost (`graphs/lost_terms.py`) and how to fix it (`diagnostics/diagnosis.py`).
 """

@@ -117,6 +117,27 @@ def logistic(gt, w, X, y):
     return gt.xp.mean(gt.xp.log1p(gt.xp.exp(-y * (X @ w))))
 
 
+def sigmoid(gt, x):
+    return 1 / (1 + gt.xp.exp(-x))
+
+
+def gru_cell(gt, x, h, W_z, W_n, U_z, U_n):
+    z = sigmoid(gt, W_z @ x + U_z @ h)
+    return (1 - z) * gt.xp.tanh(W_n @ x + U_n @ h) + z * h
+
+
+def lstm_cell(gt, x, h, c, W, U):
+    a = W @ x + U @ h
+    k = h.shape[0]
+    kept = sigmoid(gt, a[k : 2 * k]) * c + sigmoid(gt, a[:k]) * gt.xp.tanh(a[2 * k : 3 * k])
+    return sigmoid(gt, a[3 * k :]) * gt.xp.tanh(kept), kept
+
+
+def contrastive(gt, X, Y, y):
+    unit = lambda a: a / gt.xp.sqrt(gt.xp.sum(a * a, axis=1, keepdims=True))
+    return cross_entropy(gt, unit(X) @ unit(Y).T / 0.1, y)
+
+
 def gaussian(gt, mu, s, x):
     return gt.xp.sum(gt.xp.log(s) + ((x - mu) / s) ** 2 / 2)
 
@@ -206,6 +227,12 @@ FUNCTIONS: dict[str, Written] = {
     ),
     "distances": Written(distances, (real(5, 4), real(3, 4))),
     "recurrent": Written(recurrent, (real(3, 3), real(3))),
+    "gru cell": Written(
+        gru_cell,
+        (real(4), real(3), real(3, 4), real(3, 4), real(3, 3), real(3, 3)),
+    ),
+    "lstm cell": Written(lstm_cell, (real(4), real(3), real(3), real(12, 4), real(12, 3))),
+    "contrastive loss": Written(contrastive, (real(4, 3), real(4, 3), np.arange(4))),
     "hinge": Written(hinge, (real(3), real(5, 3), SIGNS)),
     "logistic": Written(logistic, (real(3), real(5, 3), SIGNS)),
     "gaussian": Written(gaussian, (real(4), positive(4), real(4))),
@@ -213,7 +240,7 @@ FUNCTIONS: dict[str, Written] = {
     "variance": Written(lambda gt, X: gt.xp.var(X, axis=0), (real(5, 3),)),
     "product": Written(lambda gt, x: gt.xp.prod(x), (positive(4),)),
     "tanh": Written(lambda gt, x: gt.xp.tanh(x), (real(4),)),
-    "sigmoid": Written(lambda gt, x: 1 / (1 + gt.xp.exp(-x)), (real(4),)),
+    "sigmoid": Written(sigmoid, (real(4),)),
     "power": Written(lambda gt, x, p: x**p, (positive(4), real(4))),
     "reciprocal": Written(lambda gt, x, y: x / y, (real(4), positive(4))),
     "angles": Written(lambda gt, y, x: gt.xp.atan2(y, x), (real(4), real(4))),
@@ -348,7 +375,7 @@ TEXTBOOK = {
     "outer": ["x̄ = Ȳ y", "ȳ = Ȳᵀ x"],
     "norm": ["x̄ = L̄ x / L"],
     "norms of rows": ["X̄ = ȳ ⊙ X / y"],
-    "normalised": ["x̄ = ȳ / √T - ⟨ȳ, x⟩ x / T^(3/2)"],
+    "normalised": ["x̄ = ȳ / r - ⟨ȳ, x⟩ x / r³"],
     "fft": ["x̄ = vjp[fft](x; ȳ)"],
     "power spectrum": ["x̄ = vjp[fft](x; 2 L̄ z)"],
     "circular convolution": [
@@ -362,6 +389,33 @@ TEXTBOOK = {
         "h̄₁ = Wᵀ (h̄₂ ⊙ (1 - h₂²))",
         "W̄ = (ȳ ⊙ (1 - y²)) h₂ᵀ + (h̄₂ ⊙ (1 - h₂²)) h₁ᵀ + (h̄₁ ⊙ (1 - h₁²)) hᵀ",
         "h̄ = Wᵀ (h̄₁ ⊙ (1 - h₁²))",
+    ],
+    "gru cell": [
+        "z̄₂ = ȳ ⊙ s ⊙ (1 - s) ⊙ (h - h₁)",
+        "z̄₁ = ȳ ⊙ (1 - s) ⊙ (1 - h₁²)",
+        "x̄ = W_zᵀ z̄₂ + Wₙᵀ z̄₁",
+        "h̄ = ȳ ⊙ s + U_zᵀ z̄₂ + Uₙᵀ z̄₁",
+        "W̄_z = z̄₂ xᵀ",
+        "W̄ₙ = z̄₁ xᵀ",
+        "Ū_z = z̄₂ hᵀ",
+        "Ūₙ = z̄₁ hᵀ",
+    ],
+    "lstm cell": [
+        "T₁ = ȳ₁ ⊙ s₁ ⊙ (1 - h₂²) + ȳ₂",
+        "z̄ = into[:3](h₁ ⊙ s₃ ⊙ T₁ ⊙ (1 - s₃)) + into[6:9](s₃ ⊙ T₁ ⊙ (1 - h₁²))"
+        " + into[3:6](c ⊙ s₂ ⊙ T₁ ⊙ (1 - s₂)) + into[9:](ȳ₁ ⊙ y₁ ⊙ (1 - s₁))",
+        "x̄ = Wᵀ z̄",
+        "h̄ = Uᵀ z̄",
+        "c̄ = s₂ ⊙ T₁",
+        "W̄ = z̄ xᵀ",
+        "Ū = z̄ hᵀ",
+    ],
+    "contrastive loss": [
+        "Z̄₃ = 5/2 L̄ (softmaxⱼ(10 Z₃) - onehot(y))",
+        "Z̄₁ = Z̄₃ Z₂",
+        "Z̄₂ = Z̄₃ᵀ Z₁",
+        "X̄ = Z̄₁ / r₁ - X ⊙ (Σₖ (Z̄₁ ⊙ X)) / r₁³",
+        "Ȳ = Z̄₂ / r₂ - Y ⊙ (Σₖ (Z̄₂ ⊙ Y)) / r₂³",
     ],
     "hinge": [
         "w̄ = -L̄ Xᵀ (y ⊙ 1[z₂ > 0]) / 5",
@@ -394,6 +448,28 @@ def test_the_rules_of_the_textbooks_stand_there_word_for_word(name, formulas):
 
 def test_there_are_sixty_rules():
     assert len(TEXTBOOK) >= 60
+
+
+def convolution(backend):
+    """A convolution of each framework's own, and its arguments."""
+    x, w = (np.ones(shape, np.float32) for shape in ((2, 2, 6, 6), (3, 2, 3, 3)))
+    if backend == "torch":
+        import torch
+
+        return lambda x, w: torch.conv2d(x, w), (torch.tensor(x), torch.tensor(w))
+    import jax
+
+    args = jax.numpy.array(x), jax.numpy.array(w)
+    return lambda x, w: jax.lax.conv(x, w, (1, 1), "VALID"), args
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_convolution_is_written_by_its_name_and_its_adjoints_by_theirs(backend):
+    f, args = convolution(backend)
+    gt = importlib.import_module(f"gradtools.{backend}")
+    found = gt.formula(f, *args, argnums=(0, 1))
+    assert found.lines(0) == ["Y = conv(x, w)"]
+    assert found.lines(1) == ["x̄ = convᵀ(Ȳ, w)", "w̄ = corr(x, Ȳ)"]
 
 
 def test_what_has_a_name_is_read(formulas):

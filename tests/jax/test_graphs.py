@@ -13,7 +13,7 @@ from jax import lax  # noqa: E402
 import gradtools.jax as gt  # noqa: E402
 from gradtools.errors import GradtoolsError  # noqa: E402
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix  # noqa: E402
-from gradtools.seeing.graphs.losses import losses  # noqa: E402
+from gradtools.seeing.graphs.lost_terms import losses  # noqa: E402
 from gradtools.seeing.graphs.nodes import Dependence  # noqa: E402
 from gradtools.seeing.jax import tape  # noqa: E402
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers  # noqa: E402

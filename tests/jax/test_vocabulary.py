@@ -111,11 +111,8 @@ ELEMENTWISE = [
     *each(real, "relu", "silu", "softplus", "sigmoid", "log_sigmoid", "elu", "leaky_relu", of=nn),
     *each(real, "gelu", "selu", "celu", "hard_tanh", "relu6", "soft_sign", "mish", "glu", of=nn),
     *each(real, "erf", "erfc", of=jax.scipy.special),
-    Row("erf_inv", lax.erf_inv, (inside(4),)),
     *each(positive, "gammaln", "digamma", of=jax.scipy.special),
     Row("gelu exact", partial(nn.gelu, approximate=False), (real(4),)),
-    Row("elu alpha", partial(nn.elu, alpha=0.5), (real(4),)),
-    Row("leaky_relu slope", partial(nn.leaky_relu, negative_slope=0.2), (real(4),)),
     Row("power", lambda a, b: a**b, (positive(3), real(3))),
     Row("integer power", lambda a: a**3 + a**-2, (positive(3),)),
     Row("remainder", lambda a: a % 0.7, (real(4),)),
@@ -135,7 +132,6 @@ ELEMENTWISE = [
     Row("polar", lambda r, t: r * jnp.exp(1j * t), (positive(3), real(3))),
     *each(cplx, "sinh", "cosh", "reciprocal"),
     Row("xlogy", jax.scipy.special.xlogy, (positive(3), positive(3))),
-    Row("polygamma", lambda x: jax.scipy.special.polygamma(2, x), (positive(3),), 1e-7),
 ]
 
 SHAPES = [
@@ -146,7 +142,6 @@ SHAPES = [
     Row("concatenate", lambda x, y: jnp.concatenate([x, y, x]), (real(3), real(2))),
     Row("split", lambda x: jnp.split(x, 3)[1] * jnp.split(x, 3)[2], (real(6),)),
     Row("pad", lambda x: jnp.pad(x, ((1, 2), (0, 1)), constant_values=2.0), (real(2, 3),)),
-    Row("pad reflect", lambda x: jnp.pad(x, 2, mode="reflect"), (real(5),)),
     Row("roll", lambda x: jnp.roll(x, (1, -1), (0, 1)), (real(3, 4),)),
     Row("flip", jnp.flip, (real(3, 2),)),
     Row("tile", lambda x: jnp.tile(x, (2, 2)), (real(2, 3),)),
@@ -157,8 +152,6 @@ SHAPES = [
     Row("diag", jnp.diag, (real(3),)),
     Row("diag of a matrix", jnp.diag, (real(3, 3),)),
     Row("trace", jnp.trace, (real(3, 3),)),
-    Row("kron", jnp.kron, (real(2, 2), real(2, 3))),
-    Row("meshgrid", lambda x, y: jnp.prod(jnp.stack(jnp.meshgrid(x, y)), 0), (real(2), real(3))),
 ]
 
 INDEXING = [
@@ -168,14 +161,10 @@ INDEXING = [
     Row("x[i] of a list", lambda x: x[jnp.asarray([0, 2, 0])], (real(3, 4),)),
     Row("x[:, i]", lambda x, i: x[:, i], (real(3, 4), whole(3, 0))),
     Row("x[i, j]", lambda x, i, j: x[i, j], (real(3, 4), whole(2, 0, 1), whole(3, 0, 1))),
-    Row("x[i, :, j]", lambda x, i, j: x[i, :, j], (real(3, 2, 4), whole(2, 0), whole(3, 0))),
     Row("x[i] of negative i", lambda x: x[jnp.asarray([-1, 0])], (real(3, 4),)),
     Row("x[i] of one i", lambda x, i: x[i], (real(3, 4), np.array(2))),
     Row("x[mask]", lambda x: jnp.where(jnp.asarray([True, False, True]), x, 0), (real(3),)),
     Row("take", lambda x, i: jnp.take(x, i, axis=1), (real(3, 4), whole(1, 1, 3))),
-    Row(
-        "take clip", lambda x: jnp.take(x, jnp.asarray([1, 9]), axis=0, mode="clip"), (real(3, 4),)
-    ),
     Row(
         "take_along_axis",
         lambda x, i: jnp.take_along_axis(x, i, 1),
@@ -189,36 +178,15 @@ INDEXING = [
     Row("at set", lambda x, u: x.at[1].set(u), (real(3, 4), real(4))),
     Row("at set window", lambda x, u: x.at[1:3, 2].set(u), (real(3, 4), real(2))),
     Row("at add", lambda x, u, i: x.at[i].add(u), (real(3, 4), real(2, 4), whole(2, 0))),
-    Row("at add of pairs", lambda x, u, i: x.at[i, i].add(u), (real(3, 3), real(2), whole(2, 0))),
-    Row("at subtract", lambda x, u: x.at[jnp.asarray([0, 2])].subtract(u), (real(3), real(2))),
-    Row(
-        "at multiply",
-        lambda x, u: x.at[jnp.asarray([0, 2])].multiply(u, unique_indices=True),
-        (real(3), real(2)),
-    ),
-    Row("at get", lambda x: x.at[jnp.asarray([0, 2])].get(mode="clip"), (real(3),)),
-    Row(
-        "at set columns", lambda x, u: x.at[:, jnp.asarray([0, 2])].set(u), (real(3, 4), real(3, 2))
-    ),
     Row(
         "dynamic_slice",
         lambda x, i: lax.dynamic_slice(x, (i, 1), (2, 2)),
         (real(4, 4), np.array(1)),
     ),
     Row(
-        "dynamic_slice beyond",
-        lambda x, i: lax.dynamic_slice(x, (i,), (2,)),
-        (real(4), np.array(3)),
-    ),
-    Row(
         "dynamic_update_slice",
         lambda x, u, i: lax.dynamic_update_slice(x, u, (i,)),
         (real(4), real(2), np.array(1)),
-    ),
-    Row(
-        "vmapped dynamic_slice",
-        jax.vmap(lambda x, i: lax.dynamic_slice(x, (i,), (2,))),
-        (real(3, 5), whole(0, 2, 3)),
     ),
     Row("vmapped x[i]", jax.vmap(lambda x, i: x[i]), (real(3, 5), whole(0, 2, 3))),
     Row(
@@ -228,14 +196,10 @@ INDEXING = [
     ),
     Row("one_hot", lambda x: nn.one_hot(LABELS, 3) * x, (real(3, 3),)),
     Row("embedding", lambda table, i: table[i], (real(5, 2), whole([0, 4, 1], [2, 2, 3]))),
-    Row("segment_sum", lambda x: jax.ops.segment_sum(x, jnp.asarray([0, 1, 0]), 2), (real(3, 2),)),
     Row("sort", lambda x: jnp.sort(x, 1), (real(3, 4),)),
     Row("argsort", lambda x: x[jnp.argsort(x[:, 0])], (real(3, 4),)),
-    Row("sort of two", lambda x, y: lax.sort((x, y), num_keys=1)[1], (real(4), real(4))),
     Row("top_k", lambda x: lax.top_k(x, 2)[0], (real(3, 4),)),
     Row("argmax", lambda x: x[jnp.argmax(x)], (real(5),)),
-    Row("median", jnp.median, (real(5),)),
-    Row("interp", lambda x, y: jnp.interp(x, jnp.asarray([-3.0, 0.0, 3.0]), y), (real(4), real(3))),
 ]
 
 REDUCTIONS = [
@@ -251,13 +215,9 @@ REDUCTIONS = [
     Row("norm of complex", linalg.norm, (cplx(4),)),
     Row("norm 1", lambda x: linalg.norm(x, 1, axis=1), (real(2, 4),)),
     Row("norm inf", lambda x: linalg.norm(x, jnp.inf), (real(4),)),
-    Row("norm 3", lambda x: linalg.norm(x, 3), (real(4),)),
     Row("logsumexp", lambda x: jax.scipy.special.logsumexp(x, 1), (real(2, 3),)),
     Row("cumsum", lambda x: jnp.cumsum(x, 1) ** 2, (real(2, 4),)),
     Row("cumprod", lambda x: jnp.cumprod(x), (real(4),)),
-    Row("cummax", lambda x: lax.cummax(x), (real(4),)),
-    Row("cumlogsumexp", lambda x: lax.cumlogsumexp(x), (real(4),)),
-    Row("nanmean", jnp.nanmean, (real(4),)),
     Row("average", lambda x, w: jnp.average(x, weights=w), (real(4), positive(4))),
     Row("any and all", lambda x: x * jnp.any(x > 1) + jnp.all(x > 9), (real(4),)),
 ]
@@ -310,11 +270,6 @@ LAYERS = [
         lambda z: -jnp.mean(nn.log_softmax(z)[jnp.arange(3), LABELS]),
         (real(3, 4),),
     ),
-    Row("binary cross entropy", optax.sigmoid_binary_cross_entropy, (real(3), inside(3) ** 2)),
-    Row("huber", lambda x: optax.huber_loss(x), (real(4),)),
-    Row(
-        "cosine", lambda a, b: optax.cosine_similarity(a, b, epsilon=1e-6), (real(2, 3), real(2, 3))
-    ),
     Row("standardize", lambda x: nn.standardize(x, axis=1), (real(2, 3),)),
     Row(
         "rms norm",
@@ -327,39 +282,11 @@ LAYERS = [
         (real(1, 3, 2, 2), real(1, 3, 2, 2), real(1, 3, 2, 2)),
         1e-5,
     ),
-    Row(
-        "causal attention",
-        lambda q, k, v: nn.dot_product_attention(q, k, v, is_causal=True),
-        (real(1, 3, 2, 2), real(1, 3, 2, 2), real(1, 3, 2, 2)),
-        1e-5,
-    ),
     Row("conv 1d", lambda x, w: lax.conv(x, w, (1,), "SAME"), (real(1, 2, 5), real(3, 2, 3))),
     Row(
         "conv 2d strided",
         lambda x, w: lax.conv(x, w, (2, 2), "VALID"),
         (real(1, 2, 5, 5), real(2, 2, 3, 3)),
-    ),
-    Row(
-        "conv 2d NHWC",
-        lambda x, w: lax.conv_general_dilated(
-            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ),
-        (real(1, 4, 4, 2), real(3, 3, 2, 2)),
-    ),
-    Row(
-        "conv dilated",
-        lambda x, w: lax.conv_general_dilated(x, w, (1,), [(2, 1)], rhs_dilation=(2,)),
-        (real(1, 1, 6), real(2, 1, 2)),
-    ),
-    Row(
-        "conv grouped",
-        lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME", feature_group_count=2),
-        (real(1, 4, 5), real(4, 2, 3)),
-    ),
-    Row(
-        "conv 3d",
-        lambda x, w: lax.conv(x, w, (1, 1, 1), "VALID"),
-        (real(1, 1, 3, 3, 3), real(1, 1, 2, 2, 2)),
     ),
     Row(
         "conv transposed",
@@ -368,78 +295,29 @@ LAYERS = [
         ),
         (real(1, 2, 4), real(3, 2, 3)),
     ),
-    Row("jnp.convolve", lambda x, w: jnp.convolve(x, w, "same"), (real(6), real(3))),
     Row(
         "max pool",
         lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2), (1, 2, 2), "VALID"),
         (real(2, 4, 4),),
     ),
     Row(
-        "avg pool",
-        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "SAME") / 2,
-        (real(2, 4),),
-    ),
-    Row(
-        "min pool",
-        lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2,), (2,), "VALID"),
-        (real(6),),
-    ),
-    Row(
         "dropout", lambda x: jnp.where(jax.random.bernoulli(KEY, 0.5, (4,)), x / 0.5, 0), (real(4),)
     ),
     Row("noise", lambda x: x * jax.random.normal(KEY, (4,)), (real(4),)),
-    Row(
-        "uniform of bounds",
-        lambda a: jax.random.uniform(KEY, (3,), minval=a, maxval=2.0),
-        (real(),),
-    ),
     Row("categorical", lambda x: x[jax.random.categorical(KEY, x)], (real(4),)),
 ]
 
 LINEAR_ALGEBRA = [
     Row("det", linalg.det, (regular(3),)),
-    Row("det of four", linalg.det, (regular(4),)),
     Row("slogdet", lambda a: linalg.slogdet(a)[1], (regular(3),)),
     Row("inv", linalg.inv, (regular(3),)),
     Row("solve", linalg.solve, (regular(3), real(3, 2))),
     Row("solve a vector", linalg.solve, (regular(3), real(3))),
-    Row("solve complex", linalg.solve, (complex_regular(2), cplx(2))),
-    Row("solve batch", linalg.solve, (regular(2, 3), real(3, 2, 2))),
     Row("cholesky", lambda a: linalg.cholesky(a @ a.T), (regular(3),)),
-    Row(
-        "triangular",
-        lambda a, b: jax.scipy.linalg.solve_triangular(a, b, lower=True),
-        (regular(3), real(3, 2)),
-    ),
-    Row(
-        "triangular unit",
-        lambda a, b: jax.scipy.linalg.solve_triangular(a, b, trans=1, unit_diagonal=True),
-        (regular(3), real(3, 2)),
-    ),
-    Row(
-        "cho_solve",
-        lambda a, b: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(a @ a.T), b),
-        (regular(2), real(2)),
-    ),
-    Row("pinv", linalg.pinv, (real(3, 2),)),
-    Row("matrix_power", lambda a: linalg.matrix_power(a, 3), (regular(2),)),
-    Row("expm", jax.scipy.linalg.expm, (real(2, 2),), 1e-7),
     Row("eigh", lambda a: linalg.eigh(a)[0], (regular(3),)),
-    Row("eigvalsh", linalg.eigvalsh, (regular(3),)),
-    Row("svd", lambda a: linalg.svd(a, full_matrices=False)[1], (real(3, 2),)),
-    Row("singular values", lambda a: linalg.svd(a, compute_uv=False), (real(3, 2),)),
-    Row("qr", lambda a: linalg.qr(a)[1], (real(3, 2),)),
     Row("fft", jnp.fft.fft, (cplx(4),)),
     Row("ifft", jnp.fft.ifft, (cplx(4),)),
-    Row("fft2", jnp.fft.fft2, (real(3, 4),)),
-    Row("fft over axis 0", lambda x: jnp.fft.fft(x, axis=0, norm="ortho"), (real(3, 4),)),
     Row("rfft", jnp.fft.rfft, (real(5),)),
-    Row("irfft", jnp.fft.irfft, (cplx(4),)),
-    Row(
-        "spectral product",
-        lambda x, h: jnp.fft.ifft(jnp.fft.fft(x) * jnp.fft.fft(h)).real,
-        (real(4), real(4)),
-    ),
 ]
 
 
@@ -462,15 +340,8 @@ CONTROL = [
         lambda w, h, xs: lax.scan(lambda h, x: (jnp.tanh(w * h + x),) * 2, h, xs),
         (real(2), real(2), real(3, 2)),
     ),
-    Row(
-        "scan backward",
-        lambda xs: lax.scan(lambda c, x: (c + x, c * x), 0.5, xs, reverse=True),
-        (real(3),),
-    ),
     Row("fori_loop", lambda x: lax.fori_loop(0, 3, lambda i, c: c * x + i, x), (real(2),)),
-    Row("fori_loop x[i]", lambda x: lax.fori_loop(0, 3, lambda i, c: c * x[i], 1.0), (real(3),)),
     Row("map", lambda xs: lax.map(lambda x: jnp.sin(x) * x, xs), (real(3),)),
-    Row("associative_scan", lambda x: lax.associative_scan(jnp.multiply, x), (real(4),)),
     Row("cond", lambda p, x: lax.cond(p > 0, jnp.sin, lambda x: x**2, x), (real(), real(3))),
     Row("cond of a constant", lambda x: lax.cond(True, jnp.sin, jnp.cos, x), (real(3),)),
     Row(
@@ -502,14 +373,6 @@ def model(module, x, **options):
     return run, (params, x)
 
 
-class Convolutional(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        x = linen.max_pool(linen.relu(linen.Conv(2, (3, 3))(x)), (2, 2), (2, 2))
-        x = linen.avg_pool(x, (2, 2), (1, 1), "SAME")
-        return linen.Dense(2)(x.reshape(x.shape[0], -1))
-
-
 class Block(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -531,19 +394,16 @@ MODULES = {
     "Dense": lambda: model(linen.Dense(3), real(2, 4)),
     "LayerNorm": lambda: model(linen.LayerNorm(), real(2, 4)),
     "RMSNorm": lambda: model(linen.RMSNorm(), real(2, 4)),
-    "GroupNorm": lambda: model(linen.GroupNorm(num_groups=2), real(2, 3, 4)),
     "BatchNorm": lambda: model(linen.BatchNorm(use_running_average=False), real(5, 3)),
     "BatchNorm eval": lambda: model(linen.BatchNorm(use_running_average=True), real(5, 3)),
-    "ConvTranspose": lambda: model(linen.ConvTranspose(2, (3, 3), (2, 2)), real(1, 3, 3, 1)),
     "RNN": lambda: model(linen.RNN(linen.LSTMCell(2, param_dtype=float)), real(1, 3, 2)),
-    "a convolutional network": lambda: model(Convolutional(), real(1, 4, 4, 1)),
     "a transformer block": lambda: model(Block(), real(1, 3, 4)),
     "nnx": of_nnx,
 }
 
 
 @pytest.mark.quick_at("Dense")
-@pytest.mark.sweep_at("RNN", "a convolutional network", "a transformer block")
+@pytest.mark.sweep_at("RNN", "a transformer block")
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_has_its_formula(name):
     f, args = MODULES[name]()
@@ -553,10 +413,11 @@ def test_a_module_has_its_formula(name):
 # Of what the formula has no algebra.
 BY_NAME = set(
     """
-    argsort cbrt cho_solve cholesky cond conv convolution cummax cumprod cumsum det digamma
-    dynamic_slice eigh erfinv expm fft fmod gather ifft interp inverse irfft lgamma logcumsumexp
-    max_pool min_pool pad pinv polygamma qr quantile remainder rfft scan scatter scatter_add
-    select slogdet solve sort sum_pool svd take_along_axis topk triangular_solve update where
+    all any argmax argsort cbrt cho_solve cholesky cond conv convolution cummax cumprod cumsum
+    det digamma dynamic_slice eigh erfinv expm fft fmod gather ifft interp inverse irfft lgamma
+    logcumsumexp max_pool min_pool pad pinv polygamma qr quantile remainder rfft scan scatter
+    scatter_add select slogdet solve sort sum_pool svd take_along_axis topk triangular_solve
+    update where
     """.split()
 )
 TABLE = [
@@ -577,7 +438,7 @@ def test_there_are_enough_functions():
     assert sum(any(np.iscomplexobj(x) for x in row.args) for row in TABLE) >= 20
 
 
-@pytest.mark.sampled(49, 208)
+@pytest.mark.sampled(49, 190)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_a_function_has_its_formula(row):
     order = 2 if TABLE.index(row) % 3 == 0 else 1

@@ -4,7 +4,7 @@ import pytest
 
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix, links_of
 from gradtools.seeing.graphs.graph import Graph
-from gradtools.seeing.graphs.losses import losses
+from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import Body, Dependence, Node, Value
 
 NONE, CUT, ZERO, FULL = Dependence

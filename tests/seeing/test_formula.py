@@ -1,10 +1,14 @@
 """The formula of a program: what it says, what it computes, and what it is held against."""
 
+import re
+
 import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
 from gradtools.seeing.formulas.derivation import derive
+from gradtools.seeing.formulas.operation_record import OPERATIONS
+from gradtools.seeing.formulas.typesetting import number
 from tests.support.formula_builder import Builder
 from tests.support.formula_programs import PROGRAMS
 
@@ -133,6 +137,57 @@ def test_a_draw_is_a_named_constant():
     formula = derive(b.graph(b("multiply", x, e)))
     assert formula.lines(1) == ["x̄ = ȳ ⊙ ε"]
     np.testing.assert_array_equal(formula.evaluate([np.ones(3)]).gradients[0], [1.0, 2.0, 3.0])
+
+
+NAMES = {  # of each definition, as a line has it
+    "softplus": r"softplus\(",
+    "sigmoid": r"sigmoid\(",
+    "relu": r"relu\(",
+    "normal_cdf": r"Φ\(",
+    "normal_density": r"φ\(",
+    "softmax": r"(?<!log )softmax[^ (]*\(",
+    "log_softmax": r"log softmax[^ (]*\(",
+    "logsumexp": r"logsumexp[^ (]*\(",
+    "variance": r"\bvar[^ (]*\(",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_each_name_in_a_formula_and_no_other_is_defined_below_it(name):
+    definitions = {n: o.definition for n, o in OPERATIONS.items() if o.definition}
+    assert set(NAMES) == set(definitions)
+    formula = derive(PROGRAMS[name](), order=2)
+    lines = "\n".join(line for k in range(3) for line in formula.lines(k))
+    named = {name for name, pattern in NAMES.items() if re.search(pattern, lines)}
+    below = str(formula).partition("\nwhere\n")[2]
+    assert {name for name, told in definitions.items() if told.text in below} == named
+    assert {name for name, told in definitions.items() if told.latex in formula.latex()} == named
+
+
+def test_scale_gradient_scales_each_time_it_is_passed():
+    b = Builder()
+    x = b.input("x", (3,))
+    formula = derive(b.graph(b("power", b("scale_gradient", x, scale=-2.0), b.number(3.0))), 2)
+    at, u = np.array([1.0, 2.0, -1.0]), np.array([1.0, -1.0, 2.0])
+    values = formula.evaluate([at], None, [u])
+    np.testing.assert_allclose(values.gradients[0], -6 * at**2)
+    np.testing.assert_allclose(values.second[0], 24 * at * u)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1j, "i"), (-1j, "-i"), (-2j, "-2i"), (1 - 1j, "1 - 1i"), (1 + 2j, "1 + 2i")],
+)
+def test_a_complex_number_is_written_with_its_sign(value, text):
+    assert number(value).text == text
+
+
+def test_one_over_a_zero_stays_in_the_formula():
+    b = Builder()
+    x = b.input("x", (3,))
+    formula = derive(b.graph(b("multiply", x, b("power", b.number(0.0), b.number(-1.0)))))
+    with np.errstate(divide="ignore"):
+        assert np.isinf(formula.evaluate([np.ones(3)]).outputs[0]).all()
 
 
 # What is refused.

@@ -1,7 +1,7 @@
 """`dependence` and `why_zero`: how outputs depend on inputs, where a gradient is lost, the fix.
 
 A gradient that is lost says nothing: the term is ignored, and zeros look like any others. One
-recorded run tells where data flows on and the derivative does not (`losses.py`). When the
+recorded run tells where data flows on and the derivative does not (`lost_terms.py`). When the
 path is whole and the gradient is zero all the same, the values are to blame: the wing then says
 where a cotangent that was not zero became zero. One finite perturbation tells an output that does
 depend on the argument from one that is truly constant.
@@ -24,7 +24,7 @@ from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, NOISE, Finding
 from gradtools.seeing.graphs.derivative_flow import backward, dependence_matrix, forward
 from gradtools.seeing.graphs.losing_operations import Loss, overwritten
-from gradtools.seeing.graphs.losses import losses, losses_of
+from gradtools.seeing.graphs.lost_terms import losses, losses_of
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
@@ -279,16 +279,16 @@ def from_values(
         [
             Finding(
                 name,
-                _numerical_kind(result),
-                _called(result.node),
-                result.node.source,
-                result.node.scope,
-                detail=NOISE if result.noise else "",
-                factor=factor(result),
-                primitive=result.node.operation,
+                _numerical_kind(place),
+                _called(place.node),
+                place.node.source,
+                place.node.scope,
+                detail=NOISE if place.noise else "",
+                factor=factor(place),
+                primitive=place.node.operation,
             )
-            for result in vanished
-            if result.node.loss != "zero_derivative"  # that is told already
+            for place in vanished
+            if place.node.loss != "zero_derivative"  # that is told already
         ]
     )
 
@@ -356,8 +356,8 @@ def _numerical_kind(found: Vanished) -> str:
 def source_of(f: Any) -> Source | None:
     """The line at which a function, or the forward method of a module, is defined."""
     f = inspect.unwrap(getattr(f, "func", f))
-    for result in (f, getattr(f, "forward", None), type(f).__call__):
-        if source := definition_of(result):
+    for candidate in (f, getattr(f, "forward", None), type(f).__call__):
+        if source := definition_of(candidate):
             return source
     return None
 

@@ -162,7 +162,7 @@ class SeeingOperators(Operators):
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
         findings, notes = apart(findings, program.asked_by_argument())
-        lost = {result.argument for result in findings if result.whole and not result.noise}
+        lost = {finding.argument for finding in findings if finding.whole and not finding.noise}
         lost_leaves = [k for k in program.wrt if program.names[k] in lost]
         tried = lost_leaves if recording.refusal is None else []
         result = moved(self._backend, program, tried)

@@ -29,7 +29,7 @@ from gradtools.seeing.diagnostics.diagnosis import (
 from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.derivative_flow import backward, forward
-from gradtools.seeing.graphs.losses import losses_of, trains_others
+from gradtools.seeing.graphs.lost_terms import losses_of, trains_others
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import Recording, Vanished

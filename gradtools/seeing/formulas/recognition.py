@@ -12,7 +12,7 @@ and at what it is made of; where it fits, the value is written as what it is::
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
     relu of what is not negative            itself
     (x - mean x) / sqrt(variance + eps)     standardize(x)
-    sqrt(sum |x|^2)                         norm(x)
+    sqrt(sum |x|^2), and one over it        norm(x)
     logsumexp(x) - <one-hot, x>             -<one-hot, log_softmax(x)>
     |x|,  x a sum of exponentials           x
     max(-inf, x)                            x
@@ -355,7 +355,7 @@ def _count(x: Expr, axes: set[int]) -> int:
 
 def _rectified(x: Expr) -> Expr | None:
     """What is not negative is its own positive part: JAX cuts rounding errors of a variance off."""
-    never = x.op == "relu" and x.args[0].op in ("variance", "abs", "exp", "norm")
+    never = x.op == "relu" and x.args[0].op in ("variance", "deviation", "abs", "exp", "norm")
     return x.args[0] if never else None
 
 
@@ -381,7 +381,7 @@ def _standardize(x: Expr) -> Expr | None:
         return None
     c, factors, labels, out = parts(x)
     for k, (f, names) in enumerate(zip(factors, labels, strict=True)):
-        if f.op != "power" or f["exponent"] != -0.5:
+        if f.op != "power" or f["exponent"] not in (-0.5, -1.0):
             continue
         result = _width(f)
         if result is None:
@@ -406,6 +406,12 @@ def _standardize(x: Expr) -> Expr | None:
 def _width(f: Expr) -> tuple[Expr, set[int], float] | None:
     """(z, axes, eps), if f is 1 / sqrt(variance z + eps)."""
     inner = f.args[0]
+    if f["exponent"] == -1.0:
+        if inner.op == "deviation" and not inner["correction"]:
+            return inner.args[0], set(inner["axes"]), inner["eps"]
+        if inner.op != "power" or inner["exponent"] != 0.5:
+            return None
+        inner = inner.args[0]
     eps = [constant_of(t) for t in _terms(inner) if constant_of(t) is not None]
     others = [t for t in _terms(inner) if constant_of(t) is None]
     if len(others) != 1 or others[0].op != "variance" or others[0]["correction"]:
@@ -415,18 +421,18 @@ def _width(f: Expr) -> tuple[Expr, set[int], float] | None:
 
 
 def _norm(x: Expr) -> Expr | None:
-    """The root of a sum of squares over axes."""
-    if x.op != "power" or x["exponent"] != 0.5:
+    """The root of a sum of squares over axes, or one over it."""
+    if x.op != "power" or x["exponent"] not in (0.5, -0.5):
         return None
-    result = _sum_over(x.args[0])
-    if result is None or result[0].op != "power" or result[0]["exponent"] != 2:
+    summed = _sum_over(x.args[0])
+    if summed is None or summed[0].op != "power" or summed[0]["exponent"] != 2:
         return None
-    z = result[0].args[0]
+    z, axes = summed[0].args[0], summed[1]
     if z.op == "abs":
         z = z.args[0]
     elif z.is_complex:
         return None
-    return reduced("norm", z, result[1])
+    return reduced("norm", z, axes) ** (2 * x["exponent"])
 
 
 def _modulus_of_positive(x: Expr) -> Expr | None:

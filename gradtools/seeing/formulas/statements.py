@@ -307,6 +307,7 @@ _BASES = {
     "softmax": "p",
     "log_softmax": "l",
     "standardize": "n",
+    "deviation": "sigma",
     "variance": "v",
     "norm": "r",
     "by_name": "z",

@@ -102,9 +102,12 @@ class ExpressionWriter:
             return self._function(x, [self.whole(a) for a in x.args], x.rank > 1)
         operation = OPERATIONS.get(x.op)
         if operation and operation.form:
-            self.recognised.add(x.op)
+            self._note_name(x)
             return operation.form(self, x)
         return function(x.op, [self.whole(a) for a in x.args])
+
+    def _note_name(self, x: Expr) -> None:
+        self.recognised.add("variance" if x.op == "deviation" else x.op)
 
     def sum_of(self, terms: list[Written]) -> Written:
         """A sum; the terms without a minus come first."""
@@ -149,7 +152,7 @@ class ExpressionWriter:
     # Functions of each place.
 
     def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
-        self.recognised.add(x.op)
+        self._note_name(x)
         entry = OPERATIONS[x.op].entry
         return entry(x, args, matrix) if entry else function(x.op, args)
 

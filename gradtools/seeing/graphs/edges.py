@@ -1,7 +1,7 @@
 """The edges of a graph: which value goes from where to where, and what becomes of its derivative.
 
 A value that a later pass reads was *saved* for it. A cut is told with its reason where something is
-lost by it, as `losses.py` finds: a comparison that only makes a mask loses nothing, nor
+lost by it, as `lost_terms.py` finds: a comparison that only makes a mask loses nothing, nor
 does a maximum that is stopped and taken off again, as inside of softmax. Whatever else is stopped
 on purpose is told.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.graphs.derivative_flow import links_of
-from gradtools.seeing.graphs.losses import losses_of
+from gradtools.seeing.graphs.lost_terms import losses_of
 from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
@@ -108,7 +108,7 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
     """Where the forward pass loses a derivative: pairs (``id`` of the node, input)."""
     forward = _forward(graph)
     result = set()
-    for value in _asked(forward):
+    for value in _leaves_of(forward):
         result |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
     for node in graph.nodes:
         if node.phase and node.loss in ("inside_rule", "stopped_in_rule"):
@@ -142,8 +142,8 @@ def _forward(graph: PlainGraph) -> PlainGraph:
     return replace(graph, nodes=nodes, outputs=tuple(v for v in graph.outputs if v in made))
 
 
-def _asked(graph: PlainGraph) -> Iterator[int]:
-    """The leaves to ask for: all, or in a very large graph as many as take a second or so."""
+def _leaves_of(graph: PlainGraph) -> Iterator[int]:
+    """The leaves that are looked at: of a very large graph as many as take a second or so."""
     captured = (value for value in graph.captured if graph.values[value].shape)
     leaves = [v for v in (*graph.inputs, *captured) if graph.values[v].is_inexact]
     may_lose = any(node.loss for _, node in graph.walk())

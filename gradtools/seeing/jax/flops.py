@@ -119,17 +119,17 @@ def _interpreted(
 
 
 def _ran(eqn: Eqn, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
-    result = bodies(eqn)
-    inside = [list(_sites(body.jaxpr, (*path, k))) for k, body in enumerate(result)]
+    inner = bodies(eqn)
+    inside = [list(_sites(body.jaxpr, (*path, k))) for k, body in enumerate(inner)]
     name = eqn.primitive.name
     if name == "while":
-        return _ran_while(eqn, result, inside, xs, path)
+        return _ran_while(eqn, inner, inside, xs, path)
     if name == "cond":
-        return _ran_cond(result, inside, xs, path)
+        return _ran_cond(inner, inside, xs, path)
     if is_call(name):
-        return _interpreted(result[0].jaxpr, result[0].consts, xs, (*path, 0))
+        return _interpreted(inner[0].jaxpr, inner[0].consts, xs, (*path, 0))
     if name == "scan" and any(inside):
-        return _ran_scan(eqn, result[0], xs, path)
+        return _ran_scan(eqn, inner[0], xs, path)
     return bound(eqn, xs), {}
 
 
@@ -157,7 +157,7 @@ def _ran_while(
     a, b = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     keys = [(*path, 0), (*path, 1), *inside[0], *inside[1]]
 
-    def caller(carry: Sequence[Any]) -> tuple[Any, Runs]:
+    def condition(carry: Sequence[Any]) -> tuple[Any, Runs]:
         (go,), runs = _interpreted(gate.jaxpr, gate.consts, [*xs[:a], *carry], keys[0])
         return go, {keys[0]: 1, **runs}
 
@@ -165,10 +165,10 @@ def _ran_while(
         carry, go, runs = state
         result, ran = _interpreted(body.jaxpr, body.consts, [*xs[a : a + b], *carry], keys[1])
         kept = [_where(go, new, old) for new, old in zip(result, carry, strict=True)]
-        again, more = caller(kept)
+        again, more = condition(kept)
         return kept, again, _added(runs, {keys[1]: 1}, ran, more)
 
-    first, runs = caller(xs[a + b :])
+    first, runs = condition(xs[a + b :])
     start = (xs[a + b :], first, _added(_none(keys), runs))
     outs, _, total = jax.lax.while_loop(lambda state: jnp.any(state[1]), step, start)
     return outs, total
@@ -200,8 +200,8 @@ def _none(keys: Sequence[Path]) -> Runs:
 
 def _added(runs: Runs, *more: Runs) -> Runs:
     total = dict(runs)
-    for result in more:
-        for key, n in result.items():
+    for counts in more:
+        for key, n in counts.items():
             total[key] = total[key] + jnp.asarray(n, jnp.uint32)
     return total
 

@@ -27,7 +27,7 @@ from gradtools.function_variables import cells_of, globals_of
 from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import is_module
 from gradtools.jax.recomputing import stateful
-from gradtools.seeing.graphs.losses import losses
+from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import PlainGraph
 from gradtools.seeing.graphs.recording import Recording, Refusal, Run
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers

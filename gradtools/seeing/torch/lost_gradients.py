@@ -59,23 +59,23 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
     with observed(run, leaves, [""] * len(leaves)) as seen:
         outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
         xs = [*seen.aliases, *held]
-        caller = [k for k, x in enumerate(xs) if isinstance(x, Tensor) and is_inexact(x)]
+        floating = [k for k, x in enumerate(xs) if isinstance(x, Tensor) and is_inexact(x)]
         result: list[list[Vanished] | None] = [[] for _ in xs]
-        if not (outs and caller):
+        if not (outs and floating):
             return result
-        grads = _gradients_unless_lost(outs, [xs[k] for k in caller])
+        grads = _gradients_unless_lost(outs, [xs[k] for k in floating])
         if any(grad is not None and grad.is_meta for grad in grads):
             raise GradtoolsError(
                 "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "
                 "can tell whether it is zero. Pass arrays that hold numbers, or ask dependence, "
                 "which looks at none."
             )
-        for k, grad in zip(caller, grads, strict=True):
+        for k, grad in zip(floating, grads, strict=True):
             # None: a reentrant checkpoint, or lost by custom code, which is told already
             if grad is None or _moves(grad) or not grad.numel():
                 result[k] = None
-        zero = [k for k in caller if result[k] is not None]
-        pairs = zip(caller, grads, strict=True)
+        zero = [k for k in floating if result[k] is not None]
+        pairs = zip(floating, grads, strict=True)
         moving = {k: grad for k, grad in pairs if grad is not None and result[k] is None}
         noise = _noise(outs, xs, moving)
         sound = {k: grad for k, grad in moving.items() if k not in noise}

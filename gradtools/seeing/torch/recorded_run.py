@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gradtools.backend import Fun
-from gradtools.seeing.graphs.losses import losses
+from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.recording import Recording, Run
 from gradtools.seeing.torch.recording.numpy_round_trips import copies, follow
 from gradtools.seeing.torch.recording.observation import observed, watchable

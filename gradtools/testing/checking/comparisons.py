@@ -176,7 +176,7 @@ class Comparisons:
         """The slope of Re<v, f>, of the slopes of f."""
         value = shaped_like(found.value, self.probe.out)
         rounding = self._tolerance() * size(self.vs, value) / 10
-        weights = np.abs(flat(self.vs))
+        weights = np.abs(flattened(self.vs))
         error = float(np.sum(weights[weights > 0] * found.error[weights > 0])) + rounding
         error = error if math.isfinite(error) else math.inf
         number = np.array(inner(self.vs, value))
@@ -353,7 +353,7 @@ def size_by_entry(x: np.ndarray) -> np.ndarray:
     return np.where(x == 0, scale_of(x), np.abs(x))
 
 
-def flat(xs: Sequence[np.ndarray]) -> np.ndarray:
+def flattened(xs: Sequence[np.ndarray]) -> np.ndarray:
     """All entries of all arrays, one after the other."""
     return np.concatenate([wide(x).ravel() for x in xs])
 

@@ -15,7 +15,7 @@ from gradtools.testing.checking import slopes
 from gradtools.testing.checking.comparisons import (
     Comparisons,
     Direction,
-    flat,
+    flattened,
     largest,
     scale_of,
     shaped_like,
@@ -55,7 +55,7 @@ class DerivativeCheck(Comparisons):
         if not self.against_values:
             return
         probe, i = self.probe, direction.leaf or 0
-        line = lambda t: flat(probe.value(self._moved(direction.us, t)))
+        line = lambda t: flattened(probe.value(self._moved(direction.us, t)))
         result = slopes.slope(line, probe.eps)
         if pushed is not None:
             sides = lambda: slopes.one_sided(line, probe.eps)
@@ -152,8 +152,8 @@ class DerivativeCheck(Comparisons):
         """
         probe, us = self.probe, direction.us
         if self.present.get("forward"):
-            line = lambda t: flat(probe.value(self._moved(us, t)))
-            return cache(line), cache(lambda t: flat(probe.forward(self._moved(us, t), us)))
+            line = lambda t: flattened(probe.value(self._moved(us, t)))
+            return cache(line), cache(lambda t: flattened(probe.forward(self._moved(us, t), us)))
         along = lambda t: np.array([inner(self.vs, probe.value(self._moved(us, t)))])
         slope = lambda t: np.array([inner(probe.reverse(self._moved(us, t), self.vs), us)])
         return cache(along), cache(slope)
@@ -223,7 +223,7 @@ class DerivativeCheck(Comparisons):
     def _slope_of_gradient(self, d: Direction) -> list[slopes.Slope] | None:
         if not self.against_values or not self.present.get("reverse"):
             return None
-        line = lambda t: flat(self.probe.reverse(self._moved(d.us, t), self.vs))
+        line = lambda t: flattened(self.probe.reverse(self._moved(d.us, t), self.vs))
         return slopes.slope(line, self.probe.eps).parts(self.xs)
 
     def _hessian_against_slope(

@@ -20,7 +20,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.testing.checking import slopes
 from gradtools.testing.checking.checks import check_settings, is_jax
-from gradtools.testing.checking.comparisons import NAMES, flat
+from gradtools.testing.checking.comparisons import NAMES, flattened
 from gradtools.testing.checking.derivative_checks import DerivativeCheck
 from gradtools.testing.checking.error_patterns import pattern
 from gradtools.testing.checking.probe import (
@@ -168,7 +168,7 @@ class RuleCheck:
         for i, mine in enumerate(pulled):
             for direction in self.check._directions(i):
                 us = direction.us
-                line = lambda t, us=us: flat(self.values.value(self.check._moved(us, t)))
+                line = lambda t, us=us: flattened(self.values.value(self.check._moved(us, t)))
                 result = slopes.slope(line, self.values.eps)
                 record = self.check._reverse_against_slope("bwd", direction, mine, line, result)
                 if record.status == DIFFERS:
@@ -184,7 +184,7 @@ class RuleCheck:
             for direction in self.check._directions(i):
                 us = direction.us
                 pushed = self._push(us)
-                line = lambda t, us=us: flat(self.values.value(self.check._moved(us, t)))
+                line = lambda t, us=us: flattened(self.values.value(self.check._moved(us, t)))
                 result = slopes.slope(line, self.values.eps)
                 record = self._jvp_against(path, pushed, result)
                 if record.status == DIFFERS:
@@ -197,7 +197,7 @@ class RuleCheck:
         return pushed
 
     def _jvp_against(self, path: str, pushed: list[np.ndarray], found: Any) -> Comparison:
-        return self.check._against_slope("jvp", path, flat(pushed), found, 1, add=False)
+        return self.check._against_slope("jvp", path, flattened(pushed), found, 1, add=False)
 
     def _check_adjoint(self, pulled: list[np.ndarray]) -> None:
         for i, path in enumerate(self.values.paths):
@@ -224,7 +224,7 @@ class RuleCheck:
             moved = self._derivative(probe, us)
             if moved is None:
                 return
-            line = lambda t, us=us: flat(probe.value(check._moved(us, t)))
+            line = lambda t, us=us: flattened(probe.value(check._moved(us, t)))
             parts = slopes.slope(line, probe.eps).parts(probe.out)
             for out_path, mine, part in zip(probe.out_paths, moved, parts, strict=True):
                 name = f"residual {out_path.removeprefix('output') or '[0]'} by {argument}"

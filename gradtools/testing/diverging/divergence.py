@@ -21,7 +21,14 @@ from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.sides import in_double_precision, nested
 from gradtools.testing.diverging.layer_guesses import told_apart
 from gradtools.testing.diverging.layouts import _joined, _key, match_parameters
-from gradtools.testing.diverging.traces import CALLER, Layer, Name, Trace, check_asked, jax_trace
+from gradtools.testing.diverging.traces import (
+    CALLER,
+    Layer,
+    Name,
+    Trace,
+    check_arguments,
+    jax_trace,
+)
 from gradtools.testing.diverging.traces import torch_trace as trace_torch
 from gradtools.testing.report import Comparison, Report, compare_arrays
 
@@ -89,7 +96,7 @@ def first_divergence(
         >>> first_divergence(mine, (port, variables), mapping, (x,)).first.path
         '0'
     """
-    check_asked(torch_model, jax_model, inputs, mapping)
+    check_arguments(torch_model, jax_model, inputs, mapping)
     if dtype not in ("float64", "float32"):
         raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
     cotangents = _Cotangents(seed)

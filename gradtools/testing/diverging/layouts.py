@@ -35,7 +35,7 @@ _COLLECTIONS = ("params", "batch_stats")
 _RENAMED = {"running_mean": "mean", "running_var": "var"}
 _WEIGHTS = ("kernel", "scale", "embedding")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_ASKED = "match_parameters"
+CALLER = "match_parameters"
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class _Matching:
         if name not in self.mine:
             if not any(n.startswith(f"{name}.") for n in self.mine) or not isinstance(target, str):
                 raise GradtoolsError(
-                    f"{_ASKED}: overrides names {name!r}, which is neither an array nor a module "
+                    f"{CALLER}: overrides names {name!r}, which is neither an array nor a module "
                     f"of the PyTorch model. Its names begin with {', '.join(self.order[:4])}."
                 )
             self.renamed[name] = target
@@ -274,7 +274,7 @@ class _Matching:
         if path is None:
             known = ", ".join(_joined(p) for p in list(self.theirs)[:4])
             raise GradtoolsError(
-                f"{_ASKED}: overrides pairs {name} with {jax_name!r}, which the JAX model does not "
+                f"{CALLER}: overrides pairs {name} with {jax_name!r}, which the JAX model does not "
                 f"have. Its names begin with {known}."
             )
         x, y = self.mine[name], self.theirs[path]
@@ -284,7 +284,7 @@ class _Matching:
         layout = layout or _layout(x.shape, path, y.shape)
         if layout is None or layout.to_jax(x).shape != y.shape:
             raise GradtoolsError(
-                f"{_ASKED}: overrides pairs {name} of shape {x.shape} with {jax_name} of shape "
+                f"{CALLER}: overrides pairs {name} of shape {x.shape} with {jax_name} of shape "
                 f"{y.shape}. Give the permutation of axes that makes them equal, as a pair "
                 "(name, axes)."
             )
@@ -415,7 +415,7 @@ class _Matching:
         recurrent = any("weight_hh" in name for name in self.mine)
         hint = " Recurrent layers sum two biases in PyTorch; flax has one." if recurrent else ""
         raise GradtoolsError(
-            f"{_ASKED}: no counterpart was found for {', '.join(mine) or 'nothing'} in PyTorch and "
+            f"{CALLER}: no counterpart was found for {', '.join(mine) or 'nothing'} in PyTorch and "
             f"{', '.join(theirs) or 'nothing'} in JAX. Pair them by overrides={{torch name: jax "
             f"name}}, or pass partial=True to leave them out.{hint}"
         )
@@ -493,7 +493,7 @@ def read_torch(params: Any) -> dict[str, np.ndarray]:
         params = params.state_dict()
     if not isinstance(params, Mapping):
         raise GradtoolsError(
-            f"{_ASKED}: the PyTorch parameters are a {type(params).__name__}; expected a module or "
+            f"{CALLER}: the PyTorch parameters are a {type(params).__name__}; expected a module or "
             "a dictionary from names to arrays."
         )
     return {str(name): _numpy(x) for name, x in params.items()}
@@ -507,7 +507,7 @@ def read_jax(params: Any) -> dict[Path, np.ndarray]:
             return {path: _numpy(x) for path, x in named_leaves(params).items()}
         if "flax" not in homes or not hasattr(params, "iter_modules"):
             raise GradtoolsError(
-                f"{_ASKED}: the JAX parameters are a {type(params).__name__}; expected the "
+                f"{CALLER}: the JAX parameters are a {type(params).__name__}; expected the "
                 "variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
                 "dictionaries of arrays."
             )

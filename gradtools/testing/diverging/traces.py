@@ -317,7 +317,7 @@ def _wrapped(
                     cls.__call__ = call  # type: ignore[method-assign]
 
 
-def check_asked(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any) -> None:
+def check_arguments(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any) -> None:
     """Refuses what cannot be watched."""
     if not isinstance(inputs, tuple | list):
         raise GradtoolsError(

@@ -280,13 +280,40 @@ _reduction(
 )
 
 
-@makes("deviation", word)
+def _deviation_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
+    """standardize(x) g / n."""
+    axes, correction = y["axes"], y["correction"]
+    n = _count(x, axes)
+    if not correction and not x.is_complex:
+        return [1 / n * (standardize(x, axes=axes, eps=y["eps"]) * spread(g, axes, x.shape))]
+    weight = spread(real(g) / y, axes, x.shape)
+    return [1 / (n - correction) * (_centred(x, axes) * weight)]
+
+
+def _deviation_form(w: ExpressionWriter, x: Expr) -> ts.Written:
+    inner = ts.function("var", [w.whole(x.args[0])], below_of(w, x))
+    inner = ts.summed([inner, ts.number(x["eps"])]) if x["eps"] else inner
+    text = inner.text if inner.level == ts.ATOM else f"({inner.text})"
+    return ts.Written(f"√{text}", rf"\sqrt{{{inner.latex}}}", ts.POWER)
+
+
 def deviation(
     x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False, eps: float = 0.0
 ) -> Expr:
     """sqrt(variance + eps)."""
-    v = variance(x, axes=axes, correction=correction, keep=keep)
-    return (v + eps if eps else v) ** 0.5
+    axes = all_axes(x, axes)
+    given = {"eps": float(eps), "correction": float(correction)}
+    return kept(reduced("deviation", x, axes, **given), axes, keep)
+
+
+_reduction(
+    "deviation",
+    lambda y, x: np.sqrt(_variance_value(y, x) + y["eps"]),
+    _deviation_pullback,
+    REAL,
+    make=deviation,
+    form=_deviation_form,
+)
 
 
 def _standardize_value(y: Expr, x: np.ndarray) -> np.ndarray:

@@ -77,18 +77,18 @@ def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
     if any(level.key() != upstream.TransformType.Vmap for level in stack):
         return set()  # a level that differentiates has a graph of its own
     outs = [y for y in map(unwrapped, tensors_in(out)) if y.requires_grad and y.grad_fn is not None]
-    caller = [k for k, t in enumerate(call.tracked) if t]
-    if not outs or not caller or not is_foreign(kind, call):
+    tracked = [k for k, t in enumerate(call.tracked) if t]
+    if not outs or not tracked or not is_foreign(kind, call):
         return set()
     try:
         with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
             result = torch.autograd.grad(
                 outs,
-                [unwrapped(call.tensors[k]) for k in caller],
+                [unwrapped(call.tensors[k]) for k in tracked],
                 [torch.ones_like(y) for y in outs],
                 retain_graph=True,
                 allow_unused=True,
             )
     except Exception:  # it has no backward pass here: whoever takes the gradient is told so
         return set()
-    return {call.numbers[k] for k, g in zip(caller, result, strict=True) if g is None}
+    return {call.numbers[k] for k, g in zip(tracked, result, strict=True) if g is None}

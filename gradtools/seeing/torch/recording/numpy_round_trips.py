@@ -30,8 +30,8 @@ _MOST = 8  # so many runs are spent on it
 def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
     """Notes where data that left came back: by runs with other data at the lines where it left."""
     recorder = seen.recorder
-    asked = [number for number, x in recorder.captured.items() if x.requires_grad]
-    lost = _out_of_sight(seen.graph(outputs), recorder.leavings, asked)
+    trainable = [number for number, x in recorder.captured.items() if x.requires_grad]
+    lost = _out_of_sight(seen.graph(outputs), recorder.leavings, trainable)
     if not lost:
         return
     again = _Again(run, seen, before)

@@ -35,8 +35,6 @@ from gradtools.seeing.torch.translating.translations import OPERATIONS
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
-from gradtools.torch.operation_marks import DERIVATIVE, reason_of_detach
-from gradtools.torch.replaying.guards import mark as mark_of_running
 from gradtools.torch.rerunning import Undo
 
 Tensor = torch.Tensor
@@ -46,6 +44,8 @@ _DRAWN = """
     normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_
 """
 _DRAWS = frozenset(_DRAWN.split())
+_TENSOR: Any = Tensor
+_DETACHING = (Tensor.detach, _TENSOR.data.__get__)  # autograd detaches, too, what it saves
 # What PyTorch would take apart into parts that say less than the name.
 _WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "renorm", "linalg")
 
@@ -65,7 +65,7 @@ class FormulaRecorder(Recorder[Expr]):
         cast_of: What was cast, and the cast, of a tensor that shows a cast's memory.
     """
 
-    caller, levels = "formula", ("rules", "operations")
+    caller, levels = "formula", ("rules", "functions", "operations")
 
     def __init__(
         self,
@@ -102,6 +102,16 @@ class FormulaRecorder(Recorder[Expr]):
         for y, value in zip(outs, values, strict=True):
             if value is not None:
                 self.hold(y, fitted(value, _like(y)), alone=True)
+        return out
+
+    def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
+        """A function of PyTorch: of these only what the user detaches is not read in aten's."""
+        if fun not in _DETACHING or upstream.peek_interpreter_stack() is not None:
+            return fun(*args, **kwargs)
+        value = self.of(args[0])
+        with self.silent():
+            out = fun(*args, **kwargs)
+        self._note([out], [stop(value)])
         return out
 
     # --- which tensor stands for which value
@@ -188,12 +198,14 @@ class FormulaRecorder(Recorder[Expr]):
         """An operation of aten."""
         name, args = call.raw, call.args
         if name in SAME:
-            out, value = call.run(), self.of(args[0])
-            stops = self._stops(name, args[0]) and not value.turn[0]
-            self.hold(out, stop(value) if stops else value, alone=stops)
+            out = call.run()
+            self.hold(out, self.of(args[0]))
             return out
         if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
             return call.run()
+        if name.removeprefix("_foreach_").rstrip("_") in _OF_EACH and name.startswith("_foreach_"):
+            with Operations(self):
+                return _each(name, args, call.kwargs)
         bound = self._bound(call)
         writes = self.keep_written(call)
         out = call.run()
@@ -223,12 +235,6 @@ class FormulaRecorder(Recorder[Expr]):
         if made:  # what else is written into, such as running statistics, is what it became
             self._note(writes, [self.constant(x) for x in writes], written=True)
         return out
-
-    def _stops(self, name: str, x: Tensor) -> bool:
-        """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
-        if name != "detach" or self.rules or not x.requires_grad:
-            return False
-        return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _tell(self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]) -> None:
         """What a translation asks of a call: what came out, and the call as one by name."""
@@ -385,3 +391,23 @@ def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunct
         return [torch.tensor(np.asarray(v), device=device).to(dtype) for v, dtype in pairs]
 
     return OpaqueFunction(backend, run, arrays, tuple(is_inexact(x) for x in xs))
+
+
+_OF_EACH = frozenset(
+    ["add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "zero"]
+    + ["copy", "lerp", "addcmul", "addcdiv"]
+)
+
+
+def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """An operation on lists of tensors, one tensor after the other."""
+    base = name.removeprefix("_foreach_")
+    operation = getattr(torch.ops.aten, base)
+    if base.startswith("addc") and len(args) > 3:
+        args, kwargs = args[:3], {**kwargs, "value": args[3]}
+    at = lambda x, k: x[k] if isinstance(x, list | tuple) else x
+    result = [
+        operation(*(at(x, k) for x in args), **{key: at(x, k) for key, x in kwargs.items()})
+        for k in range(len(args[0]))
+    ]
+    return None if base.endswith("_") else result

@@ -242,4 +242,13 @@ def _convolution(o: Any) -> Any:
     return result + reshape(o.bias, shape)
 
 
+@operation("rrelu_with_noise", "rrelu_with_noise_functional")
+def _rrelu(o: Any) -> Any:
+    """Training draws the slope of each place, which is 1 above zero."""
+    if not o.training:
+        return None
+    slopes = (o.writes or o.outs)[-1]
+    return [o.self * o.recorder.drawn(slopes, "slopes"), None]
+
+
 __all__ = ["OPERATIONS"]

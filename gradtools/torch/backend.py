@@ -130,7 +130,7 @@ class TorchBackend(Wing):
     abstract_eval = Lazily("rules.checking")
 
     def direct_calls(self, of: Any) -> Any:
-        from gradtools.torch.rules.fast_path import DirectCalls
+        from gradtools.torch.rules.signatures import DirectCalls
 
         call = DirectCalls(of).call if DirectCalls.fit(of) else None
         if not hasattr(of, "kernel"):

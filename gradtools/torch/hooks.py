@@ -20,7 +20,12 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.rules.installing import apply_rule
+from gradtools.torch.rules.installing import (
+    RuleApplication,
+    apply_rule,
+    attach,
+    edit_application,
+)
 
 Tensor = torch.Tensor
 
@@ -28,9 +33,8 @@ Tensor = torch.Tensor
 def scaled(x: Any, factor: float) -> Tensor | None:
     """x with the derivative times a number; None in compiled code, and of what is no tensor.
 
-    A constant, which nothing records, is returned as it is. Where nothing looks on but autograd, a
-    bare Function does that at a third of the cost of a rule, at any order. Neither saves a tensor:
-    a checkpoint counts them, and may compute again where the other one is taken.
+    A constant, which nothing records, is returned as it is. Where nothing looks on but autograd,
+    the rule is applied as one whose first call was made: it has nothing to be checked.
     """
     if torch.compiler.is_dynamo_compiling() or type(x) not in _EXACT:
         return None
@@ -45,42 +49,25 @@ def scaled(x: Any, factor: float) -> Tensor | None:
         if not x.requires_grad:
             return x
         if torch.is_grad_enabled() and x.layout is torch.strided and not x.is_nested:
-            return _apply(factor, x)
-    return apply_rule(_scaling(factor.hex()), x)[0] if is_inexact(x) else None
+            application = _scaling(factor.hex())
+            return attach(application, (x,), x)[0]
+    return apply_rule(_scaling(factor.hex()).rule, x)[0] if is_inexact(x) else None
 
 
-class scale_gradient(torch.autograd.Function):
-    """The identity with the derivative times a number, for autograd alone.
-
-    A picture of live tensors calls its node by this name.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, factor: float, x: Tensor) -> Tensor:
-        ctx.factor = factor
-        ctx.set_materialize_grads(False)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor | None) -> Any:
-        if ct is None:
-            return None, None
-        return None, -ct if ctx.factor == -1.0 else ctx.factor * ct
-
-
-# Without a look for transforms of torch.func, of which there are none.
-_apply = super(torch.autograd.Function, scale_gradient).apply
 _EXACT = (Tensor, torch.nn.Parameter)
 
 
 @lru_cache(maxsize=128)
-def _scaling(factor: str) -> Rule:
+def _scaling(factor: str) -> RuleApplication:
+    """The rule, and what one of its applications leaves: nothing that is of one call."""
     number = float.fromhex(factor)  # zeros of two signs are equal as keys
+    is_negation = number == -1.0
 
     def scale(_: Any, moved: Sequence[Tensor | None]) -> list[Any]:
-        return [None if v is None else number * v for v in moved]
+        v = moved[0]
+        return [None if v is None else -v if is_negation else number * v]
 
-    return Rule(
+    rule = Rule(
         "scale_gradient",
         primal=lambda x: [x],
         tangent=scale,
@@ -88,6 +75,7 @@ def _scaling(factor: str) -> Rule:
         saves=(),
         reaches="identity",
     )
+    return edit_application(rule)
 
 
 class PassedBy:

@@ -333,23 +333,27 @@ def stale_residual(patch, gt):
 
     patch.setattr(gradtools.custom_structure.Residuals, "restored", stale)
     if gt._api._backend.name == "torch":  # plain eager calls go another way
-        import gradtools.torch.rules.fast_path as direct
+        import gradtools.torch.rules.installing as rules
+        from gradtools.torch._upstream import backward_class
 
-        backward = direct._backward
+        node = backward_class(rules._BothModes)
+        backward = node.apply
 
-        def directly(signature, ctx, cts):
+        def directly(ctx, *cts):
+            if ctx.point.plan is None:
+                return backward(ctx, *cts)
             saved = tuple([0.9 * x for x in ctx.saved_tensors])
-            return backward(signature, SimpleNamespace(plan=ctx.plan, saved_tensors=saved), cts)
+            return backward(SimpleNamespace(point=ctx.point, saved_tensors=saved), *cts)
 
-        patch.setattr(direct, "_backward", directly)
+        patch.setattr(node, "apply", directly)
 
 
 @mutant("a forward rule is transposed with the wrong sign", "custom_rule, transposed")
 def transposed_rule(patch, gt):
     minus = lambda xs: [None if x is None else -x for x in xs]
     if gt._api._backend.name == "torch":
-        import gradtools.torch.rules.fast_path as direct
         import gradtools.torch.rules.installing as rules
+        import gradtools.torch.rules.signatures as direct
 
         whole = rules.transposed
         patch.setattr(rules, "transposed", lambda *args: minus(whole(*args)))

@@ -171,7 +171,7 @@ jax/rules/closure_conversion.py: arrays of a trace that a rule would outlive; Py
 jax/rules/linearity.py: what a jaxpr proves of a rule; PyTorch computes it
 jax/jaxprs.py: what a jaxpr's equations run; PyTorch's run is recorded
 torch/patches.py: classes of PyTorch whose calls are seen; JAX's are in the jaxpr
-torch/rules/fast_path.py: eager calls without more ado; JAX's are traced
+torch/rules/signatures.py: what the first call of a rule leaves for later ones; JAX's are traced
 torch/functorch_wrappers.py: what torch.func wraps around a tensor; JAX has tracers
 torch/compiling.py: jit needs no care; dynamo does
 torch/compiled_functions.py: derivatives that compiled code of PyTorch lacks; jit has them

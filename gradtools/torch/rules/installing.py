@@ -128,19 +128,32 @@ class BatchedRule(Rule):
     batching_rule: Callable[..., Any]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RuleApplication:
     """One application of a rule: what its evaluation left for the linear maps.
 
-    Tensors stand in autograd's own store; here is only what is no tensor.
+    Tensors are in autograd's own store; here is only what is no tensor.
+
+    Attributes:
+        rule: The rule.
+        linearized: Its maps at this evaluation, without arrays.
+        count: How many outputs there are; extras follow.
+        randomness: Where the generators stood, if what is evaluated again draws from them.
+        own: Whether no output may be a view, of which a transform would not know.
+        perturbed: Which inputs are differentiated, where that is known.
+        signature: What is known of such calls in plain eager mode (`signatures.py`), if anything.
+        plan: How what this evaluation saved is found again, of a call with a signature. Where
+            nothing but arguments and outputs was saved, one application serves all calls.
     """
 
     rule: Rule
     linearized: Linearized | None = None
-    count: int = 0  # of outputs; extras follow
+    count: int = 0
     randomness: Any = None
-    own: bool = False  # whether no output may be a view, of which a transform would not know
-    perturbed: tuple[bool, ...] | None = None  # which inputs are differentiated, where known
+    own: bool = False
+    perturbed: tuple[bool, ...] | None = None
+    signature: Any = None
+    plan: Any = None
 
     def note(self, linearized: Linearized) -> None:
         """Keeps the maps, without the arrays."""
@@ -274,8 +287,8 @@ def _apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...
         point.own = True
     elif not any(map(is_wrapped, xs)):
         # `Function.apply` without its signature, which it makes anew at each call: half the time.
-        return super(torch.autograd.Function, function).apply(point, *_apart(xs))
-    return function.apply(point, *_apart(xs))
+        return super(torch.autograd.Function, function).apply(point, None, *_apart(xs))
+    return function.apply(point, None, *_apart(xs))
 
 
 def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -334,8 +347,10 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
 
     Autograd cannot follow what is then written in place, and refuses that of a custom view alone.
     """
-    if len(ys) == 1 and not any(map(_shares, xs, repeat(ys[0]))):
-        return ys
+    if len(ys) == 1:
+        y = ys[0]
+        x = next((x for x in xs if _shares(x, y)), y)
+        return ys if x is y or upstream.is_view(y) else [_view_like(x, y)]
     first = {upstream.storage_key(x): x for x in reversed(xs)}
     keys = list(map(upstream.storage_key, ys))
     times = Counter(keys)
@@ -392,7 +407,7 @@ def _note_avals(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
 
 def _unusual(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
     """The first layout that is not strided, of what may be differentiated."""
-    needed = [x for x, need in zip(xs, ctx.needs_input_grad[1:], strict=True) if need]
+    needed = [x for x, need in zip(xs, ctx.needs_input_grad[2:], strict=True) if need]
     return unusual((*needed, *ys))
 
 
@@ -486,7 +501,11 @@ class _ReverseOnly(torch.autograd.Function):
     recorded_as = RULE
 
     @staticmethod
-    def forward(point: RuleApplication, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(point: RuleApplication, evaluated: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        if evaluated is not None:  # the outputs and extras, by `signatures.py`
+            if point.plan.fresh:
+                return evaluated
+            return (*as_views(evaluated[: point.count], xs), *evaluated[point.count :])
         out = _evaluate(point, xs)
         assert point.linearized is not None
         if point.own or upstream.forward_level() >= 0:
@@ -501,16 +520,16 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
-        xs, result = inputs[1:], point.linearized
+        xs, result = inputs[2:], point.linearized
         ctx.count = len(xs)
         ctx.save_for_backward(*[xs[i] for i in result.saves])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor) -> Any:
-        return (None, *ctx.point.linearized.cotangent(ctx.saved_tensors, cts))
+        return (None, None, *ctx.point.linearized.cotangent(ctx.saved_tensors, cts))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, point: RuleApplication, *xs: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, point: RuleApplication, _: None, *xs: Tensor) -> Any:
         """The rule of a batch under whatever transform comes next, the maps of one example."""
         one = point.rule
         if one.linearize is None:
@@ -525,12 +544,12 @@ class _ReverseOnly(torch.autograd.Function):
 
             one = replace(one, linearize=noted)
         if isinstance(one, BatchedRule):
-            rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims[1:], xs, info.randomness)
+            rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims[2:], xs, info.randomness)
             out = _apply_at(replace(point, rule=rule, linearized=None), xs)
             point.count = len(out)
             return tuple(out), axes_of(out)
-        axes = tuple([None if d is None else 0 for d in in_dims[1:]])
-        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[1:], strict=True)]
+        axes = tuple([None if d is None else 0 for d in in_dims[2:]])
+        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[2:], strict=True)]
         rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
         batch = replace(point, rule=rule, linearized=None)
         out = _apply_at(batch, front)
@@ -552,9 +571,17 @@ class _BothModes(_ReverseOnly):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
-        xs, result = inputs[1:], point.linearized
-        everything = (*xs, *outputs)
         ctx.set_materialize_grads(False)
+        plan = point.plan
+        if plan is not None and not plan.pulling:
+            return
+        xs, result = inputs[2:], point.linearized
+        everything = xs + outputs
+        if plan is not None:
+            ctx.save_for_backward(*map(everything.__getitem__, plan.pulling))
+            if plan.likes is not None and None in plan.likes:
+                ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
+            return
         ctx.count = len(xs)
         ctx.pushing, ctx.pulling = (
             result.saves,
@@ -573,11 +600,31 @@ class _BothModes(_ReverseOnly):
             ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 
     @staticmethod
-    def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        return None, *pulled_back(ctx, cts)
+    def backward(ctx: Any, *cts: Any) -> Any:
+        point = ctx.point
+        signature, plan = point.signature, point.plan
+        if signature is None:
+            return *_NO_TENSORS, *pulled_back(ctx, cts)
+        ct = cts[0]
+        if not (signature.pulled and plan.single and type(ct) is Tensor) or _graphs():
+            return *_NO_TENSORS, *signature.pulled_back(ctx, cts)
+        if len(cts) > 1 and any(ct is not None for ct in cts[1:]):  # of extras
+            return *_NO_TENSORS, *signature.pulled_back(ctx, cts)
+        # What is left for every call of a signature but the first.
+        saved = ctx.saved_tensors
+        residuals = saved[0] if plan.form is Tensor else plan.residuals(saved)
+        cotangents = signature.bwd(residuals, ct)
+        avals = signature.avals
+        if type(cotangents) is tuple and len(cotangents) == len(avals):
+            for g, aval in zip(cotangents, avals, strict=True):
+                if type(g) is not Tensor or g.dtype is not aval[1] or g.shape != aval[0]:
+                    break
+            else:
+                return _NO_TENSORS + cotangents
+        return *_NO_TENSORS, *signature.cotangents(cotangents)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
+    def jvp(ctx: Any, _: None, __: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
         with upstream.forward_mode_enabled(True), _real_tensors_too(ctx.saved_tensors):
             kept = [alive(x) for x in ctx.saved_tensors]
@@ -589,6 +636,52 @@ class _BothModes(_ReverseOnly):
             if len(ctx.like_ys) > point.count:
                 dys += _extras_pushed(ctx, _xs(ctx, ctx.pushing, tensors), moving)
             return tuple(filled(_own(dys, dxs, tensors), ctx.like_ys))
+
+
+@dataclass(eq=False, slots=True)
+class _EditPlan:
+    """What an edit that saves nothing leaves, at any shape: its cotangent map.
+
+    It is the signature and the plan of the edit's one application.
+    """
+
+    pulled_back: Callable[[Any, Sequence[Any]], Sequence[Any]]  # does not read what was saved
+    pulling: tuple[int, ...] = ()
+    likes: Any = None
+    fresh: bool = True
+    pulled: bool = False
+
+
+def edit_application(rule: Rule) -> RuleApplication:
+    """An application of an edit that saves nothing, which serves all of its calls."""
+    assert rule.cotangent is not None and rule.saves == ()
+    plan = _EditPlan(rule.cotangent)
+    return RuleApplication(rule, count=1, signature=plan, plan=plan)
+
+
+class _Recorded(_BothModes):
+    """A forward rule's value, whose tangent at dx = x is the last input.
+
+    The tangent is linear, so its graph is the same at any dx, and leads a cotangent on to x.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, ct: Any) -> Any:
+        signature = ctx.point.signature
+        if _graphs():
+            return *_NO_TENSORS, *signature.pulled_back(ctx, (ct,)), None
+        if _is_compiling():  # compiled autograd cannot add a tensor to None
+            return *_NO_TENSORS, *[torch.zeros_like(x) for x in ctx.saved_tensors], ct
+        return *signature.nothing, ct
+
+
+for _function in (_ReverseOnly, _BothModes, _Recorded):
+    # Without a look at each call for which of its methods is the backward pass.
+    upstream.backward_class(_function).apply = _function.backward
+
+# `Function.apply` less its look for transforms of torch.func, where there are none.
+attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _BothModes).apply
+attach_recorded: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Recorded).apply
 
 
 def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
@@ -805,6 +898,8 @@ def _real_tensors_too(xs: Sequence[Tensor]) -> AbstractContextManager[None]:
 
 
 _NOTHING = nullcontext()
+_NO_TENSORS = (None, None)
+_graphs, _is_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 
 
 @contextmanager

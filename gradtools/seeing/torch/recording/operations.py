@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from gradtools.rules import Rule
+
 _SAME = """
 add multiply divide matmul sum mean prod exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
 reciprocal sin cos tan sinh cosh tanh sigmoid softplus relu leaky_relu elu gelu silu erf erfc
@@ -222,5 +224,8 @@ def name_of_node(node: Any) -> str:
 
 
 def word_of(node: Any) -> str:
-    """The name of a node of autograd without what all of them have in theirs."""
+    """The name of a node of autograd without what all of them have in theirs, or its rule's."""
+    rule = getattr(getattr(node, "point", None), "rule", None)
+    if isinstance(rule, Rule):
+        return rule.name
     return node.name().rpartition("::")[2].partition("Backward")[0]

@@ -1,16 +1,18 @@
-"""A fast path for calls of a custom rule with tensors alone, in plain eager mode.
+"""What the first call of a rule at a signature leaves for the later ones.
 
-What `installing.py` does for any call costs several times what a bare `torch.autograd.Function`
-does. Most of it is the same for all calls with arguments of the same shapes and dtypes: the rule,
-the structures, what is held to the contract. Here it is looked up. Whatever is out of the common,
-be it a transform, a compiler, dual numbers, another class of tensor or the first call of its kind,
-takes the long way, and so does the derivative of a backward pass.
+A signature is the shapes, dtypes and devices of a call's tensors. All that is the same for its
+calls is settled at the first one, which `installing.py` makes: the rule, its structures, whether
+its functions pass the contract, what they close over. A later call in plain eager mode runs the
+author's function, compares what it returned with what was seen, and attaches the node.
+
+Where anything else looks on (a transform, a compiler, dual numbers beside a graph, another class of
+tensor), and where a backward pass is differentiated, `installing.py` does the same in general.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -22,13 +24,18 @@ from gradtools.custom_structure import Residuals, Shaped
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Linearized
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.functorch_wrappers import filled, is_dual, is_inexact, is_wrapped, like
+from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, like
 from gradtools.torch.patches import WATCHING
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import installing
 from gradtools.torch.rules.checking import Question, hold_linear
-from gradtools.torch.rules.installing import is_alias_of
+from gradtools.torch.rules.installing import (
+    RuleApplication,
+    attach,
+    attach_recorded,
+    is_alias_of,
+)
 from gradtools.torch.rules.transposing import EAGER, HERE, Transposing, unpacked
 
 Tensor = torch.Tensor
@@ -38,7 +45,6 @@ _is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_inter
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
-_NO = (None,)
 
 
 @dataclass(eq=False)
@@ -68,15 +74,14 @@ class _Signature:
         self.fwd: Any = self.shaped.of.fwd
         self.bwd: Any = self.shaped.of.bwd
         self.jvp: Any = self.shaped.of.jvp
-        self.apply = _apply_to_any(self)
-        self.attach: Any = None
-        self.attached: Any = None  # what that leaves
+        self.nothing = (None,) * (2 + self.count)
+        self.recorded: _Plan | None = None  # of a forward rule alone
         self.own = Transposing(self.shaped.rule, EAGER)
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.avals]
         pairs = zip(self.avals, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
         self.plan: Any = None  # of the last forward pass, and mostly of the next
-        self.plans: dict[Any, _Saved] = {}
+        self.plans: dict[Any, _Plan] = {}
         # The maps of kernels, to be differentiated again, are evaluated at the arguments; a forward
         # rule reads these as well.
         times = 0 if self.shaped.refined is None else 1 if self.jvp is None else 2
@@ -88,6 +93,40 @@ class _Signature:
         self.saves_no_extras = False
         if self.bwd is None:
             self.fwd, self.ready = self.shaped.of.fun, True  # its forward pass is f
+
+    def pulled_back(self, ctx: Any, cts: tuple[Any, ...]) -> Sequence[Any]:
+        """The backward pass of any order, with what `setup_context` left out."""
+        point, plan = ctx.point, ctx.point.plan
+        ctx.like_ys = plan.likes or [None if ct is None else like(ct) for ct in cts]
+        ctx.unusual = installing.unusual(cts)
+        ctx.pulling, ctx.avals, ctx.like_xs = plan.pulling, self.avals, self.likes
+        if point.linearized is None:
+            point.linearized = self._maps(point, ctx.like_ys)
+        result = installing.pulled_back(ctx, cts)
+        if None not in self.likes and not _graphs():
+            self.pulled = self.bwd is not None
+        return tuple(result)
+
+    def _maps(self, point: Any, like_ys: Sequence[Any]) -> Linearized:
+        """The maps of one evaluation."""
+        shaped, plan = self.shaped, point.plan
+        if self.bwd is None:
+            maps = shaped.rule.reading([None] * self.count, [])
+            given = point.randomness
+            return maps if given is None else installing.drawing_again(maps, given)
+        maps = shaped.maps([], [], plan.kept, plan.out_def, self.expected)
+        if shaped.refined is None:
+            return maps
+        outs = [one and one[:2] for one in like_ys[: point.count]]
+        return shaped.refined(maps, [one is not None for one in self.likes], outs)
+
+    def cotangents(self, cotangents: Any) -> Sequence[Any]:
+        """What bwd returned, one for each argument."""
+        if type(cotangents) is tuple and len(cotangents) == self.count:
+            pairs = zip(cotangents, self.avals, strict=True)
+            if all(type(g) is Tensor and (g.shape, g.dtype) == aval[:2] for g, aval in pairs):
+                return cotangents
+        return filled(self.shaped.cotangents(cotangents, self.expected), self.likes)
 
     def out_def(self) -> Any:
         """The structure that came out of such arguments at last, whatever other threads call."""
@@ -169,7 +208,37 @@ class DirectCalls:
             out = _recorded(signature, args)
             if out is not None:
                 return out
-        return _linearized(signature, args)
+        # The value, by one run of fwd, with the node that pulls back.
+        sure = signature.saves_no_extras or signature.is_sure()
+        before = None if sure else Randomness.now(args)
+        plain = tuple(map(_detach, args))
+        versions = [*map(_version, plain)]
+        result = signature.fwd(*plain)
+        if versions != [*map(_version, plain)]:
+            _refuse_written(signature, args, versions)
+        if not _graphs():  # fwd left it off
+            upstream.set_grad_enabled(True)
+        if signature.bwd is None:
+            return _linearized(signature, args, plain, result, plain, before)
+        if type(result) is not tuple or len(result) != 2:
+            result = signature.shaped.pair(result, "fwd", "(out, residuals)")
+        out, res = result
+        if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
+            known = plain + (out,)
+            plan = signature.plan
+            if plan is None or (
+                res is not known[plan.places[0]]
+                if plan.form is Tensor
+                else not plan.fits(res, known)
+            ):
+                plan = _plan_of(signature, res, known)
+            if plan is not None:
+                for x in plain:
+                    if is_alias_of(x, out):
+                        break
+                else:
+                    return attach(plan.point, (out,), *args)[0]
+        return _linearized(signature, args, plain, out, res, before)
 
     def _push(self, signature: _Signature, args: tuple[Any, ...]) -> Any:
         if (
@@ -281,125 +350,44 @@ def _is_partial(x: Any) -> bool:
 # --- one call ----------------------------------------------------------------------------
 
 
-# `apply` is here that of the class above `Function`, which does not look for transforms of
-# `torch.func` and what is left of them, as was done before.
-
-
-def _apply_of(run: Callable[..., Any], pull: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply` of a Function with this forward and this backward pass."""
-
-    class Direct(torch.autograd.Function):
-        """A rule, for autograd alone."""
-
-        forward, backward = staticmethod(run), staticmethod(pull)
-
-    upstream.backward_class(Direct).apply = pull
-    return super(torch.autograd.Function, Direct).apply
-
-
-def _apply_to_any(signature: _Signature) -> Callable[..., Any]:
-    """`apply(plan, outs, *inputs)`, of calls of one signature."""
-
-    def backward(ctx: Any, *cts: Any) -> Any:
-        return None, None, *_backward(signature, ctx, cts)
-
-    return _apply_of(_attached, backward)
-
-
-def _apply_at(signature: _Signature, plan: _Saved) -> Callable[..., Any]:
-    """`apply(outs, *inputs)`, where one output comes and arrays alone are saved."""
-    pulling, alone = plan.pulling, plan.kept is Tensor
-    bwd, saves = signature.bwd, len(plan.places)
-    avals = signature.avals
-
-    def forward(ctx: Any, outs: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*map((inputs + outs).__getitem__, pulling))
-        return outs[0]
-
-    def backward(ctx: Any, ct: Any) -> Any:
-        if not signature.pulled or _graphs() or type(ct) is not Tensor:
-            ctx.plan = plan
-            return None, *_the_long_way(ctx, signature, (ct,))
-        saved = ctx.saved_tensors
-        cotangents = bwd(saved[0] if alone else saved[:saves], ct)
-        if type(cotangents) is tuple and len(cotangents) == len(avals):
-            left = iter(avals)
-            for g in cotangents:
-                shape, dtype, _ = next(left)
-                if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
-                    break
-            else:
-                return _NO + cotangents
-        return None, *_checked(signature, cotangents)
-
-    return _apply_of(forward, backward)
-
-
-@dataclass(slots=True)
-class _Saved:
-    """What a forward pass leaves for the backward pass, besides tensors.
+@dataclass(eq=False)
+class _Plan:
+    """How what a forward pass saved is found again, besides tensors.
 
     Attributes:
-        kept: How what was saved is put together again: a tensor, a tuple, or as `Residuals` say.
-        places: Where it came from, in `[*xs, *ys, *extras]`.
-        pulling: What is kept, positions likewise.
+        kept: What fwd saved.
+        out_def: The structure of the output.
+        pulling: What is kept, positions in `[*xs, *ys, *extras]`.
+        form: Tensor or tuple, if a tensor or a tuple of tensors was saved, and nothing else.
         single: Whether f returned one tensor, and no tree.
-        out_def: The structure otherwise.
-        count: How many outputs there are; extras follow.
         likes: What the outputs and extras look like; None: as their cotangents do.
-        randomness: As in `installing.Point`.
-        apply: That of `_apply_at`.
+        fresh: Whether no output may share memory with an input or another output.
+        point: The application of all calls that leave this, if nothing else is of one call.
     """
 
-    kept: Any = tuple
-    places: tuple[int, ...] = ()
-    pulling: Sequence[int] = ()
+    backend: Any
+    kept: Residuals
+    out_def: Any
+    pulling: Sequence[int]
+    form: Any = None
     single: bool = True
-    out_def: Any = None
-    count: int = 1
     likes: Any = None
-    randomness: Any = None
-    apply: Any = None
+    fresh: bool = True
+    point: Any = None
 
-    def kept_so(self, res: Any, known: Sequence[Tensor]) -> bool:
-        """Whether what fwd saved stands where it stood when this was made."""
+    def __post_init__(self) -> None:
+        self.places = self.kept.places
+
+    def fits(self, res: Any, known: Sequence[Tensor]) -> bool:
+        """Whether the tuple that fwd saved is of the same arrays as when this was made."""
         if type(res) is not tuple or len(res) != len(self.places):
             return False
         return False not in [x is known[i] for x, i in zip(res, self.places, strict=True)]
 
-
-def _linearized(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
-    """The value, by one run of fwd, with the node that pulls back."""
-    sure = signature.saves_no_extras or signature.is_sure()
-    before = None if sure else Randomness.now(xs)
-    plain = tuple(map(_detach, xs))
-    versions = [*map(_version, plain)]
-    result = signature.fwd(*plain)
-    if versions != [*map(_version, plain)]:
-        _refuse_written(signature, xs, versions)
-    if not _graphs():  # fwd left it off
-        upstream.set_grad_enabled(True)
-    if signature.bwd is None:
-        return _linearized_any(signature, xs, plain, result, plain, before)
-    if type(result) is not tuple or len(result) != 2:
-        result = signature.shaped.pair(result, "fwd", "(out, residuals)")
-    out, res = result
-    if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
-        known = plain + (out,)
-        plan = signature.plan
-        if plan is None or (
-            res is not known[plan.places[0]]
-            if plan.kept is Tensor
-            else not plan.kept_so(res, known)
-        ):
-            plan = _plan_of(signature, res, known)
-        if plan is not None:
-            for x in plain:
-                if is_alias_of(x, out):
-                    break
-            else:
-                return plan.apply((out,), *xs)
-    return _linearized_any(signature, xs, plain, out, res, before)
+    def residuals(self, saved: Sequence[Tensor]) -> Any:
+        """What fwd saved, from its arrays; of one tensor alone it is not asked."""
+        saved = saved[: len(self.places)]
+        return saved if self.form is tuple else self.kept.restored(self.backend, saved)
 
 
 def _refuse_written(signature: _Signature, xs: Sequence[Tensor], versions: Sequence[int]) -> None:
@@ -409,99 +397,57 @@ def _refuse_written(signature: _Signature, xs: Sequence[Tensor], versions: Seque
         raise installing.written_error(signature.shaped.rule)
 
 
-def _attached(ctx: Any, plan: _Saved, outs: Sequence[Tensor], *inputs: Tensor) -> Any:
-    """The forward pass of the Functions here: it is done, and gets its node."""
-    if plan.likes is not None:
-        outs = _outputs(ctx, plan, outs, inputs)
-    ctx.plan = plan
-    known = (*inputs, *outs)
-    ctx.save_for_backward(*[known[i] for i in plan.pulling])
-    return outs[0] if len(outs) == 1 else outs
-
-
-def _outputs(ctx: Any, plan: _Saved, outs: Any, xs: Any) -> tuple[Tensor, ...]:
-    """The same where some are integers or share memory, or come with extras."""
-    result = (*installing.as_views(outs[: plan.count], xs), *outs[plan.count :])
-    if None in plan.likes:
-        ctx.mark_non_differentiable(*[y for y in result if not is_inexact(y)])
-    if len(result) > 1:
-        ctx.set_materialize_grads(False)
-    return result
-
-
-def _plan_of(signature: _Signature, res: Any, known: Sequence[Tensor]) -> _Saved | None:
+def _plan_of(signature: _Signature, res: Any, known: Sequence[Tensor]) -> _Plan | None:
     """Where fwd saved arguments and the output alone, in no tree."""
-    kept, leaves = (Tensor, (res,)) if type(res) is Tensor else (tuple, res)
+    form, leaves = (Tensor, (res,)) if type(res) is Tensor else (tuple, res)
     if type(leaves) is not tuple:
         return None
-    places = tuple([_place(x, known) for x in leaves])
+    at = {id(x): i for i, x in reversed([*enumerate(known)])}
+    places = tuple([at.get(id(x), -1) for x in leaves])
     if -1 in places:
         return None
-    plan = signature.plans.get((kept, places))
+    plan = signature.plans.get((form, places))
     if plan is None:
-        plan = signature.plans[kept, places] = _Saved(kept, places, (*places, *signature.again))
-        plan.apply = _apply_at(signature, plan)
+        backend = signature.shaped.backend
+        kept = Residuals.of_arrays(backend.flatten(res)[1], places)
+        out_def, pulling = backend.flatten(known[-1])[1], (*places, *signature.again)
+        plan = _Plan(backend, kept, out_def, pulling, form)
+        plan.point = RuleApplication(signature.shaped.rule, count=1, signature=signature, plan=plan)
+        signature.plans[form, places] = plan
     signature.plan = plan
     return plan
 
 
-def _place(x: Any, known: Sequence[Tensor]) -> int:
-    """Where x stands among these; -1 if it is not one of them."""
-    return next((i for i, y in enumerate(known) if x is y), -1)
-
-
-def _linearized_any(
-    signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, before: Any
-) -> Any:
+def _linearized(signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, before: Any) -> Any:
     """With a tree of outputs, with views, extras, or what else fwd may save."""
-    shaped = signature.shaped
-    plan = _Saved(single=type(out) is Tensor)
-    if plan.single and signature.bwd is not None:
-        ys = [out]
+    shaped, backend = signature.shaped, signature.shaped.backend
+    single = type(out) is Tensor
+    if single and signature.bwd is not None:
+        ys, out_def = [out], backend.flatten(out)[1]
     else:  # what f returns is what the forward rule is held to
         ys = shaped.outputs(plain, out, "it" if signature.bwd is None else "fwd")
-        plan.out_def = signature.out_def()
-    plan.kept, extras = Residuals.of(shaped.backend, res, plain, ys)
+        out_def = signature.out_def()
+    kept, extras = Residuals.of(backend, res, plain, ys)
     outs = (*ys, *extras)
     if True in map(_is_tracked, outs):
         raise installing.closed_over_error(shaped.rule)
-    if extras or plan.kept.opaque_residuals or signature.bwd is None:
+    point = RuleApplication(shaped.rule, count=len(ys), signature=signature)
+    if extras or kept.opaque_residuals or signature.bwd is None:
         if before is None and signature.bwd is not None:
             installing.SAVES_NO_EXTRAS.discard(shaped.rule)
             signature.saves_no_extras = False
-            return _linearized(signature, xs)
-        plan.randomness = None if before is None or before.stands() else before
-    plan.count, plan.places = len(ys), plan.kept.places
-    again = range(len(xs)) if extras or plan.kept.opaque_residuals else ()
-    pulling = (*plan.places, *signature.again)
-    plan.pulling = [*pulling, *(i for i in again if i not in pulling)]
-    plan.likes = list(map(like, outs))
-    result = signature.apply(plan, outs, *xs)
-    result = (result,) if type(result) is Tensor else result
-    return (
-        result[0] if plan.single else shaped.backend.unflatten(plan.out_def, result[: plan.count])
+            before = Randomness.now(xs)
+            out, res = shaped.pair(signature.fwd(*plain), "fwd", "(out, residuals)")
+            return _linearized(signature, xs, plain, out, res, before)
+        point.randomness = None if before is None or before.stands() else before
+    again = range(len(xs)) if extras or kept.opaque_residuals else ()
+    pulling = (*kept.places, *signature.again)
+    pulling = (*pulling, *(i for i in again if i not in pulling))
+    point.plan = _Plan(
+        backend, kept, out_def, pulling, single=single, likes=list(map(like, outs)), fresh=False
     )
-
-
-def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Sequence[Any]:
-    plan, kept = ctx.plan, ctx.plan.kept
-    if (
-        not (signature.pulled and plan.single and type(cts[0]) is Tensor)
-        or _graphs()
-        or any(ct is not None for ct in cts[1:])
-    ):
-        return _the_long_way(ctx, signature, cts)
-    res = kept.restored(signature.shaped.backend, ctx.saved_tensors[: len(plan.places)])
-    return _checked(signature, signature.bwd(res, cts[0]))
-
-
-def _checked(signature: _Signature, cotangents: Any) -> Sequence[Any]:
-    """What bwd returned, one for each argument."""
-    if type(cotangents) is tuple and len(cotangents) == signature.count:
-        pairs = zip(cotangents, signature.avals, strict=True)
-        if all(type(g) is Tensor and (g.shape, g.dtype) == aval[:2] for g, aval in pairs):
-            return cotangents
-    return filled(signature.shaped.cotangents(cotangents, signature.expected), signature.likes)
+    result = attach(point, outs, *xs)
+    return result[0] if single else backend.unflatten(out_def, result[: point.count])
 
 
 # --- a forward rule alone ----------------------------------------------------------------
@@ -513,7 +459,7 @@ def _checked(signature: _Signature, cotangents: Any) -> Sequence[Any]:
 def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     """The value, by one evaluation of the forward rule; None where it has to go another way."""
     plain = tuple(map(_detach, xs))
-    if signature.attach is None and not _may_record(signature, plain):
+    if signature.recorded is None and not _may_record(signature, plain):
         signature.records = False
         return None
     versions = [*map(_version, plain)]
@@ -539,14 +485,18 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
         raise installing.closed_over_error(signature.shaped.rule)
     if not dy.requires_grad:
         return None
-    if signature.attach is None:
-        signature.attach, signature.attached = _attach_of(signature)
-    plan = signature.attached
+    plan = signature.recorded
+    if plan is None:
+        every = tuple(range(signature.count))
+        backend, kept = signature.shaped.backend, Residuals.of_arrays(None, every)
+        plan = signature.recorded = _Plan(backend, kept, None, every)
+        plan.point = RuleApplication(signature.shaped.rule, count=1, signature=signature, plan=plan)
+    point = plan.point
     for x in plain:
         if is_alias_of(x, y):
-            plan = _Saved(places=plan.places, pulling=plan.pulling, likes=[like(y)])
+            point = replace(point, plan=replace(plan, likes=[like(y)], fresh=False))
     # Detached, for y itself may be held by the graph that it would hold.
-    return signature.attach(plan, (y.detach(),), *xs, dy)
+    return attach_recorded(point, (y.detach(),), *xs, dy)[0]
 
 
 def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
@@ -592,29 +542,6 @@ def _are_alike(y: Any, dy: Any) -> bool:
     return type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype
 
 
-def _attach_of(signature: _Signature) -> tuple[Callable[..., Any], _Saved]:
-    """`apply` of the Function that gives a value its tangent's graph, and what it leaves."""
-    plan = _Saved(places=(every := tuple(range(signature.count))), pulling=every)
-
-    nothing = (None,) * (2 + signature.count)
-
-    class Attached(torch.autograd.Function):
-        """y, of which dy is the tangent. A derivative of its backward pass is the rule's."""
-
-        forward = staticmethod(_attached)
-
-        @staticmethod
-        def backward(ctx: Any, ct: Tensor) -> Any:
-            if _graphs():
-                return None, None, *_the_long_way(ctx, signature, (ct,)), None
-            if _is_compiling():  # compiled autograd cannot add a tensor to None
-                return None, None, *[torch.zeros_like(x) for x in ctx.saved_tensors], ct
-            return *nothing, ct
-
-    upstream.backward_class(Attached).apply = Attached.backward
-    return super(torch.autograd.Function, Attached).apply, plan
-
-
 # --- forward mode alone ---------------------------------------------------------------------
 
 
@@ -653,7 +580,7 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
         signature.pushed = _may_transpose(signature, xs, out, res)
     ct = torch.ones_like(out, requires_grad=True)
     with Transposing(shaped.rule, EAGER):
-        pulled = _checked(signature, signature.bwd(res, ct))
+        pulled = signature.cotangents(signature.bwd(res, ct))
     pairs = [(g, dx) for g, dx in zip(pulled, dxs, strict=True) if g.requires_grad]
     dy = None
     if pairs:
@@ -676,41 +603,3 @@ def _may_transpose(signature: _Signature, xs: Any, out: Tensor, res: Any) -> boo
     assert maps.cotangent is not None
     hold_linear(Question(shaped.rule, "cotangent", maps.cotangent, at, [like(out)]))
     return True
-
-
-# --- the long way ------------------------------------------------------------------------
-
-
-def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
-    """The backward pass of `torch/rules/installing.py`, of this call."""
-    plan, shaped = ctx.plan, signature.shaped
-    ctx.like_ys = plan.likes or [like(ct) for ct in cts]
-    maps = _maps(plan, signature, ctx.like_ys)
-    if plan.randomness is not None and signature.bwd is None:
-        maps = installing.drawing_again(maps, plan.randomness)
-    ctx.point = installing.RuleApplication(
-        shaped.rule, maps, count=plan.count, randomness=plan.randomness
-    )
-    ctx.unusual = installing.unusual(cts)
-    ctx.pulling, ctx.avals, ctx.like_xs = plan.pulling, signature.avals, signature.likes
-    result = installing.pulled_back(ctx, cts)
-    easy = None not in signature.likes
-    if easy and not _graphs():
-        signature.pulled = signature.bwd is not None
-    return tuple(result)
-
-
-def _maps(plan: _Saved, signature: _Signature, like_ys: Sequence[Any]) -> Linearized:
-    shaped, kept = signature.shaped, plan.kept
-    if shaped.of.bwd is None:
-        return shaped.rule.reading([None] * signature.count, [])
-    backend = shaped.backend
-    if kept is Tensor or kept is tuple:
-        tree = 0 if kept is Tensor else (0,) * len(plan.places)
-        kept = Residuals.of_arrays(backend.flatten(tree)[1], plan.places)
-    out_def = backend.flatten(0)[1] if plan.single else plan.out_def
-    maps = shaped.maps([], [], kept, out_def, signature.expected)
-    if shaped.refined is None:
-        return maps
-    outs = [one and one[:2] for one in like_ys[: plan.count]]
-    return shaped.refined(maps, [one is not None for one in signature.likes], outs)

@@ -282,7 +282,7 @@ def put(v: Any, at: Any, index: Any) -> Any:
 
 def _is_at(at: Any, index: Any) -> Any:
     wider = at.dtype if at.dtype.itemsize > index.dtype.itemsize else index.dtype
-    return jnp.asarray(index, wider) == jnp.expand_dims(jnp.asarray(at, wider), axis=1)
+    return jnp.asarray(index, wider)[None] == jnp.asarray(at, wider)[:, None]
 
 
 def sharded_like(x: Any, other: Any) -> Any:

@@ -444,8 +444,8 @@ def _where_kept(
 ) -> Array:
     if a is None:
         return s
-    kept = a[:, None] != b
-    kept = kept if ours is None else kept | ~ours
+    kept = a[:, None] != b[None]
+    kept = kept if ours is None else kept | ~ours[None]
     return backend.xp.where(kept, s, backend.zeros_like(s[:1, :1]) + other)
 
 
@@ -458,7 +458,7 @@ def _indices(backend: Backend, n: int, beside: Array) -> Array:
 
 def _class_scores(backend: Backend, smoothed: bool, h: Any, t: Any, w: Any, b: Any) -> Any:
     s = wide(backend, h @ w.T)
-    s = s if b is None else s + b
+    s = s if b is None else s + b[None]
     result = {"all": s, "own": (s, t)}
     return {**result, "mean": s} if smoothed else result
 
@@ -587,13 +587,13 @@ class _Attention:
         if mask is not None:
             if name == "pairs":
                 mask = xp.take(mask, j, axis=1)
-            mask = mask[:, None] if name == "rows" else mask
+            mask = {"rows": mask[:, None], "columns": mask[None]}.get(name, mask)
             if self.backend.is_inexact(mask):
                 s = s + self.backend.cast(mask, s)
             else:
                 s = self._where(mask, s)
         if self.causal:
-            s = self._where(i[:, None] >= j, s)
+            s = self._where(i[:, None] >= j[None], s)
         return s, v[None]
 
     def _where(self, kept: Any, s: Any) -> Any:

@@ -169,7 +169,7 @@ class Chunking(Operators):
         for i in (*keys, *carried):
             given[i] = Argument(i, args[i])
         batch = Batch(self._backend, "chunked", given, lists=True)
-        cut = Partition(batch.size, chunk_size, interleaved)
+        cut = Partition(batch.size, chunk_size, interleaved).checked("chunked")
         chunks = Chunks.of(f, batch, cut, options, axes[1], keys, carried)
         outs, carry = self._backend.run_chunks(chunks)
         return chunks.result(outs, carry)
@@ -467,7 +467,7 @@ class _Microbatches:
             count = sum(isinstance(a.key, int) for a in given)
             given.insert(count, Argument(count, self.weights, 0, named=True))
         self.batch = Batch(self.backend, "microbatched_value_and_grad", given, lists=True)
-        cut = Partition(self.batch.size, chunk_size)
+        cut = Partition(self.batch.size, chunk_size).checked("microbatched_value_and_grad")
         return Chunks.of(terms, self.batch, cut, ChunkOptions(0), keys=keys, carried=carried)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:

@@ -229,17 +229,27 @@ class Shaped:
         return result
 
     def _like(self, tree: Any, treedef: Any, who: str) -> list[Any]:
-        """What stands in tree at treedef's leaves; None is a zero at any of them."""
+        """The leaves of tree at treedef's; None is a zero, of a leaf or of a whole subtree."""
         if tree is None:
             return [None] * treedef.num_leaves
         try:
             leaves = treedef.flatten_up_to(tree)
         except (ValueError, TypeError):
-            leaves = self._bare(tree, treedef)
+            leaves = self._zero_filled(tree, treedef)
+            leaves = self._bare(tree, treedef) if leaves is None else leaves
         if leaves is None or any(isinstance(x, tuple | list | dict) for x in leaves):
             came = in_words(self.backend.flatten(tree)[1])
             raise self._error(f"{who} has the structure {came}, expected {in_words(treedef)}.")
         return list(leaves)
+
+    def _zero_filled(self, tree: Any, treedef: Any) -> list[Any] | None:
+        """The leaves where None is in place of containers; None for another tree."""
+        whole = self.backend.unflatten(treedef, [_ZERO] * treedef.num_leaves)
+        try:
+            leaves = treedef.flatten_up_to(_without_none(tree, whole))
+        except (ValueError, TypeError):
+            return None
+        return [None if x is _ZERO else x for x in leaves]
 
     def _bare(self, tree: Any, treedef: Any) -> list[Any] | None:
         """The same where an array stands for a container that holds one; None for another tree."""
@@ -271,6 +281,20 @@ class Shaped:
                 f"expected {shape} and {name}, those of what it belongs to."
             )
         return None if zero else x
+
+
+_ZERO = object()
+
+
+def _without_none(tree: Any, whole: Any) -> Any:
+    """The tree with each None replaced by the subtree of `whole` in its place."""
+    if tree is None:
+        return whole
+    if type(tree) is type(whole) and type(tree) in (dict, list, tuple) and len(tree) == len(whole):
+        if isinstance(tree, dict):
+            return {k: _without_none(x, whole.get(k)) for k, x in tree.items()}
+        return type(tree)(map(_without_none, tree, whole))
+    return tree
 
 
 def avals_of(xs: Sequence[Array]) -> Any:

@@ -142,7 +142,7 @@ class Outputs:
                 f"entry for each example, or a constant.{self._without(out, size)}"
             )
         counts = isinstance(leaf, int) and not isinstance(leaf, bool)
-        if counts and leaf == size and self.cut.count > 1:
+        if counts and leaf == size and self.cut.count != 1:
             raise GradtoolsError(
                 f"chunked: {name} is {leaf}, the number of examples in its chunk, and so not what "
                 "the whole batch would give. Return an array with an entry for each example."
@@ -180,7 +180,7 @@ class Outputs:
             for axis, shape, first in zip(axes, chunk.shapes, known.shapes, strict=True):
                 if _rest(shape, axis) != _rest(first, axis):
                     raise self._other_shape(axis, chunk.size, shape, known.size, first)
-        if self.cut.count > 1 and all(chunk == known for chunk in chunks):
+        if self.cut.count != 1 and all(chunk == known for chunk in chunks):
             other = again()
             if other is None or len(other.shapes) != len(axes):
                 return

@@ -67,7 +67,11 @@ def check_verify(caller: str, verify: Any) -> None:
 
 @dataclass(frozen=True)
 class Partition:
-    """The cut of a batch into chunks: which rows each chunk holds."""
+    """The cut of a batch into chunks: which rows each chunk holds.
+
+    The size may be symbolic, as in `jax.export`. Then all chunks are alike and the first one, whose
+    rows alone are listed, serves for all.
+    """
 
     size: int
     chunk_size: int
@@ -78,11 +82,34 @@ class Partition:
 
     def __post_init__(self) -> None:
         size, step, count = self.size, self.chunk_size, -(-self.size // self.chunk_size)
-        if self.interleaved:
+        if self.is_symbolic:
+            rows = [range(step)]
+        elif self.interleaved:
             rows = [range(i, size, count) for i in range(count)]
         else:
             rows = [range(s, min(s + step, size)) for s in range(0, size, step)]
         vars(self).update(count=count, rows=rows, sizes=[*map(len, rows)])
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether the size is an expression without a value."""
+        return not hasattr(self.size, "__index__")
+
+    def with_chunks_of(self, chunk_size: int) -> Partition:
+        """The same batch in chunks of at most so many rows; of fewer than now, if symbolic."""
+        most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
+        return Partition(self.size, min(chunk_size, most))
+
+    def checked(self, caller: str) -> Partition:
+        """The same; raises where a symbolic size cannot be cut into equal chunks."""
+        if self.is_symbolic and (self.interleaved or self.size % self.chunk_size != 0):
+            raise GradtoolsError(
+                f"{caller}: the batch has the symbolic size {self.size}, which cannot be cut into "
+                f"{'interleaved' if self.interleaved else 'equal'} chunks of {self.chunk_size}. "
+                f"Export a multiple, such as '{self.chunk_size}*n' in jax.export.symbolic_shape"
+                f"{', without interleaved=True' if self.interleaved else ''}."
+            )
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +207,7 @@ class Chunks:
                 return None
             for size in sizes:
                 try:
-                    other = self.recut(Partition(self.cut.size, min(size, self.cut.size)))
+                    other = self.recut(self.cut.with_chunks_of(size))
                     found = again(other)
                     return None if found is None else OutputShapes(other.cut.sizes[0], found)
                 except Exception as error:

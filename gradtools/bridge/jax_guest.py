@@ -27,6 +27,7 @@ from gradtools.bridge.memory import (
 )
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
+from gradtools.jax.known_errors import explained
 from gradtools.jax.reachability import reached_matrix
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_wrapped
@@ -127,7 +128,8 @@ class JaxGuest:
 
     def _evaluated(self, known: KnownOfShapes, run: Any, xs: Sequence[Any]) -> list[Any]:
         try:
-            ys = run(*xs)
+            with explained(self.operator):  # what JAX refuses while it compiles, too
+                ys = run(*xs)
         except _READS_VALUES as error:
             if not self.jit:
                 raise

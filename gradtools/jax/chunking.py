@@ -61,15 +61,15 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
     """The joined output leaves (or those of all chunks), and the carry after all chunks."""
     chunks = steps.chunks
     _refuse_shared_draws(steps, carry)
-    count, bar = chunks.cut.count, _Bar(chunks)
-    parts = []
-    for run in _runs(steps.kinds, count - _how_many_kept(steps, carry)):
+    bar, parts = _Bar(chunks), []
+    for run in _runs(steps, _how_many_kept(steps, carry)):
         outs, carry = _run(steps, run, carry, bar)
-        chunks.outputs.same_as(steps.kinds.index(run.kind), run.numbers)
+        if not chunks.cut.is_symbolic:
+            chunks.outputs.same_as(steps.kinds.index(run.kind), run.numbers)
         parts.append((run, outs))
     axes = chunks.outputs.axes
     if axes is None:
-        return [x[i] for run, outs in parts for i in range(len(run.numbers)) for x in outs], carry
+        return [x[i] for run, outs in parts for i in range(run.count) for x in outs], carry
     shapes = [(chunks.cut.sizes[run.first], [x.shape[1:] for x in outs]) for run, outs in parts]
     size = chunks.cut.sizes[0]
     chunks.check_rows(shapes, partial(_shapes_again, carry), (2 * size, size // 2 or 2, size + 1))
@@ -99,8 +99,8 @@ def sum_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
 def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Array]]:
     _refuse_shared_draws(steps, state)
     sums: list[Array] | None = None
-    for run in _runs(steps.kinds, 0):
-        if len(run.numbers) == 1:
+    for run in _runs(steps, len(steps.kinds)):
+        if run.count == 1:
             result = steps.at(run.kind, state)(*steps.inputs(run.first), state)
             outs, state = jax.tree.map(jnp.asarray, result)
             sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
@@ -142,7 +142,7 @@ def _refuse_shared_draws(steps: _Steps, carry: list[Array]) -> None:
         return
     size = chunks.cut.sizes[0]
     for other in (size + 1, size // 2 or 2):
-        recut = _Steps(chunks.recut(Partition(chunks.cut.size, min(other, chunks.cut.size))))
+        recut = _Steps(chunks.recut(chunks.cut.with_chunks_of(other)))
         if recut.chunks.cut.sizes[0] == size:
             continue
         if recut.shared_draws(0, carry) != drawn:
@@ -163,28 +163,33 @@ class _ChunkRun:
     """Chunks in a row that look alike, and whether their graphs are kept."""
 
     kind: int
-    numbers: range
+    first: int
+    count: int  # or a symbolic size
     kept: bool
 
     @property
-    def first(self) -> int:
-        return self.numbers[0]
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.count)
 
 
-def _runs(kinds: list[int], first_kept: int) -> Iterator[_ChunkRun]:
-    marked = ((kind, i >= first_kept) for i, kind in enumerate(kinds))
-    start = 0
-    for (kind, kept), members in groupby(marked):
-        stop = start + len(list(members))
-        yield _ChunkRun(kind, range(start, stop), kept)
-        start = stop
+def _runs(steps: _Steps, kept: int) -> Iterator[_ChunkRun]:
+    """The runs of a call whose last chunks, so many, are kept."""
+    if steps.chunks.cut.is_symbolic:
+        yield _ChunkRun(0, 0, steps.chunks.cut.count, bool(kept))
+        return
+    first_kept, start = len(steps.kinds) - kept, 0
+    marked = ((kind, i >= first_kept) for i, kind in enumerate(steps.kinds))
+    for (kind, keeps), members in groupby(marked):
+        count = len(list(members))
+        yield _ChunkRun(kind, start, count, keeps)
+        start += count
 
 
 def _run(
     steps: _Steps, run: _ChunkRun, carry: list[Array], bar: _Bar
 ) -> tuple[list[Array], list[Array]]:
     """The output leaves of a run, stacked, and the carry after it."""
-    if len(run.numbers) == 1:
+    if run.count == 1:
         inputs = steps.inputs(run.first)
         once = steps.at(run.kind, carry) if run.kept else steps.again(run.kind, carry)
         result = once(bar.advance(inputs[0]), *inputs[1:], carry)
@@ -284,7 +289,7 @@ class _Steps:
         ]
         known: list[Any] = []
         self.kinds: list[int] = []  # equal where chunks look alike
-        for number in range(chunks.cut.count):
+        for number in range(len(chunks.cut.rows)):
             each = [jax.typeof(x) if _is_array(x) else (type(x), x) for x in self.lists[number]]
             looks = chunks.structure_of(number), each
             if looks not in known:
@@ -356,7 +361,9 @@ class _Steps:
 
     def stacked(self, run: _ChunkRun) -> tuple[Any, ...]:
         size = len(self.chunks.cut.rows[run.first])
-        slots = [s.stacked(run.numbers, size) for s in self.splits if s.inexact]
+        slots = [s.stacked(run, size) for s in self.splits if s.inexact]
+        if self.chunks.cut.is_symbolic:
+            return jnp.arange(run.count, dtype=np.int32), slots, []
         rows = zip(*(self.lists[i] for i in run.numbers), strict=True)
         lists = [jnp.stack(row) for row in rows if _is_array(row[0])]
         return np.asarray(run.numbers, np.int32), slots, lists
@@ -407,8 +414,8 @@ class _Split:
         self.x, self.axis, self.cut, self.inexact = x, axis, cut, is_inexact(x)
         self.entry = shardings.entries(x)[axis]
         self._rows = x if self.entry is None else shardings.whole(x, axis)
-        self._least = cut.size // cut.count
         if cut.interleaved:  # the rows that all chunks have; behind their axis one of the chunks
+            self._least = cut.size // cut.count
             even = cut.size == self._least * cut.count
             part = x if even else _part(self._rows, 0, self._least * cut.count, axis)
             self._table = _parted(part, axis, self._least, cut.count, (0, self.entry))
@@ -431,9 +438,9 @@ class _Split:
         rows = jnp.concatenate([shardings.whole(rows, self.axis), last], self.axis)
         return shardings.placed(rows, self.axis, self.entry)
 
-    def stacked(self, numbers: range, size: int) -> Array:
+    def stacked(self, run: _ChunkRun, size: int) -> Array:
         """The chunks of a run, along a new axis 0."""
-        first, count, axis = numbers[0], len(numbers), self.axis
+        first, count, axis = run.first, run.count, self.axis
         if not self.cut.interleaved:
             start = first * self.cut.chunk_size
             part = _part(self._rows, start, count * size, axis)
@@ -586,6 +593,8 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
 
 def _how_many_kept(steps: _Steps, carry: list[Array]) -> int:
     options, count = steps.chunks.options, steps.chunks.cut.count
+    if steps.chunks.cut.is_symbolic:  # all chunks are one loop
+        return 0
     if options.memory_budget is None:
         return min(options.keep_graphs, count)
     left, kept = options.memory_budget, 0

@@ -239,7 +239,7 @@ def _cut(x: Any, count: int) -> Any:
 
 def _loop(body: Callable[..., Any], carry: Any, xs: Any, count: int) -> Any:
     """`jax.lax.scan`; of a single step the step itself."""
-    if count > 1:
+    if count != 1:  # which may be symbolic
         return jax.lax.scan(body, carry, xs)
     carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda x: x[None], out)
@@ -267,6 +267,11 @@ def as_now(fun: Callable[..., Any], xs: Sequence[Any]) -> Callable[..., Any]:
 def of_own(name: str, x: Any, *others: Any) -> Any:
     """`name(x, *others)`; XLA itself finds memory that nothing else holds."""
     return getattr(jnp, name)(x, *others)
+
+
+def indices(n: Any, beside: Any) -> Any:
+    """0 to n - 1, of which n may be symbolic."""
+    return jnp.arange(n, dtype=jnp.int32)
 
 
 def taken(x: Any, at: Any, index: Any) -> Any:

@@ -16,8 +16,6 @@ from functools import partial
 from math import isqrt, prod
 from typing import Any, Literal
 
-import numpy as np
-
 from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
@@ -350,14 +348,14 @@ class _Logits:
         n, k = y.shape[0], more.shape[0]
         if ids is not None:
             ids = self.xp.concat([ids, self.xp.broadcast_to(ids[:1], (k,))])
-        ours = _indices(self.backend, n + k, y) < n
+        ours = self.backend.tiles.indices(n + k, y) < n
         return {"y": self.xp.concat([y, self.backend.cast(more, y)]), "b": ids, "ours": ours}
 
     def _sweep(
         self, f: Any, reduce: Any, over: Any, x: Array, ids: Any, columns: Any, positive: Any
     ) -> tuple[Any, Array]:
         """What f gives, reduced, and the logits of the pairs."""
-        i = _indices(self.backend, x.shape[0], x) if positive is None else None
+        i = self.backend.tiles.indices(x.shape[0], x) if positive is None else None
         result = {"x": x, "a": ids, "i": i, **columns}
         named = {name: z for name, z in result.items() if z is not None}
         rows, others = (
@@ -452,10 +450,6 @@ def _where_kept(
 # --- cross entropy -----------------------------------------------------------------------
 
 
-def _indices(backend: Backend, n: int, beside: Array) -> Array:
-    return backend.asarray(np.arange(n, dtype=np.int32), beside=beside)
-
-
 def _class_scores(backend: Backend, smoothed: bool, h: Any, t: Any, w: Any, b: Any) -> Any:
     s = wide(backend, h @ w.T)
     s = s if b is None else s + b[None]
@@ -505,7 +499,8 @@ class _Attention:
         self.backend, self.xp = backend, backend.xp
         self.heads, self.causal = heads, causal
         self.scale = heads.size**-0.5 if scale is None else scale
-        together = isqrt(_PAIRS_AT_ONCE // max(prod(heads.batch), 1))
+        known = [n for n in heads.batch if hasattr(n, "__index__")]  # others are symbolic
+        together = isqrt(_PAIRS_AT_ONCE // max(prod(known), 1))
         self.tile_size = tile_size or max(64, min(512, together))
 
     def run(self, q: Array, k: Array, v: Array, mask: Any) -> Array:
@@ -514,14 +509,14 @@ class _Attention:
         q = self.xp.reshape(q, (*heads.batch, heads.groups * heads.rows, heads.size))
         arrays = {"q": q, "k": k, "v": v}
         if self.causal:
-            i = _indices(self.backend, heads.rows, q)
+            i = self.backend.tiles.indices(heads.rows, q)
             arrays["i"] = self.xp.concat([i] * heads.groups) if heads.groups > 1 else i
         if mask is not None:
             name, arrays["mask"] = self._mask(mask)
         else:
             name = "rows"
         if self.causal or name == "pairs":
-            arrays["j"] = _indices(self.backend, heads.columns, q)
+            arrays["j"] = self.backend.tiles.indices(heads.columns, q)
         columns = ["k", "v", "j", *(["mask"] if name == "columns" else [])]
         rows = ["q", "i", *(["mask"] if name != "columns" else [])]
         scores = partial(self._scores, name)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend
+from gradtools.errors import GradtoolsError
 from gradtools.rules import Linearized, Rule, closed_over_error, replaced_at
 from gradtools.tiles.tile_reductions import Reduction, wide
 
@@ -37,16 +38,33 @@ class TileGrid:
     def blocks(self, side: str) -> list[tuple[int, int, int]]:
         """Runs of blocks of one length: where each begins, the length, how many there are."""
         n, most = (self.rows, self.most_rows) if side == ROWS else (self.columns, self.most_columns)
+        if _is_symbolic(n):
+            return [(0, most, n // most)]
         least = -(-n // most)  # blocks; some more, if they are then all alike, are one program
         count = next((k for k in range(least, 2 * least + 1) if n % k == 0), least)
         whole, rest = divmod(n, size := -(-n // count))
         result = [(0, size, whole), (whole * size, rest, 1)]
         return result if rest else result[:1]
 
+    def check(self, caller: str) -> None:
+        """Raises where a symbolic size, as in `jax.export`, cannot be cut into equal tiles."""
+        sides = (self.rows, self.most_rows, "rows"), (self.columns, self.most_columns, "columns")
+        for n, most, side in sides:
+            if _is_symbolic(n) and n % most != 0:
+                raise GradtoolsError(
+                    f"{caller}: there are {n} {side}, a symbolic number that cannot be cut into "
+                    f"equal tiles of {most}. Give a tile_size and export a multiple of it, such "
+                    "as tile_size=64 and '64*n' in jax.export.symbolic_shape."
+                )
+
     @property
     def tiles(self) -> int:
         rows, columns = (sum(n for *_, n in self.blocks(side)) for side in (ROWS, COLUMNS))
         return rows * columns
+
+
+def _is_symbolic(size: Any) -> bool:
+    return not hasattr(size, "__index__")
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,6 @@ from itertools import product
 from math import isqrt
 from typing import Any
 
-import numpy as np
-
 from gradtools.arguments.checks import as_array, whole_number, whole_or_none
 from gradtools.arguments.chunks import check_verify
 from gradtools.arguments.in_axes import argument_keys
@@ -272,6 +270,7 @@ class TiledCall:
         call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
             call.cut = call._within(xs, options.budget)
+        call.cut.check(options.caller)
         fun = call.call
         call.call, captured = backend.tiles.explicit(
             options.caller, fun, call.user_functions[1:], xs, call._tiles()
@@ -285,7 +284,7 @@ class TiledCall:
         xs += captured
         call.roles += [SHARED] * len(captured)
         for side, n in ((ROWS, rows), (COLUMNS, columns)):  # f is not called with these
-            xs.append(backend.asarray(np.arange(n, dtype=np.int32), beside=xs[0]))
+            xs.append(backend.tiles.indices(n, xs[0]))
             call.roles.append(side)
         return call, xs
 

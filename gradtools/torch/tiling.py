@@ -295,6 +295,11 @@ def _is_within(y: Tensor, x: Tensor) -> bool:
     return whole and {*levels(y)} <= {*levels(x)}
 
 
+def indices(n: int, beside: Tensor) -> Tensor:
+    """0 to n - 1."""
+    return torch.arange(n, dtype=torch.int32, device=beside.device)
+
+
 def taken(x: Tensor, at: Tensor, index: Tensor) -> Tensor:
     """Of each row of x the entry whose column has the index `at`, which takes no pass over x."""
     place, here = _place(at, index)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax import export
 from jax.experimental import jet
+from jax.scipy.sparse import linalg as sparse
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
@@ -644,3 +645,61 @@ def test_the_refusal_counts_cotangents_that_are_none(way):
     g.defvjp(lambda x, y: (x * y, x), lambda x, ct: (None, x * ct + 1))
     with pytest.raises(GradtoolsError, match=r"cotangent is zero \(its cotangent of array 1\)"):
         WAYS[way](lambda x: g(x, x))
+
+
+# --- iterative solvers, and zeros of whole subtrees ------------------------------------------
+
+MATRIX = jnp.array([[4.0, 1.0], [1.0, 3.0]])
+RIGHT = jnp.array([1.0, 2.0])
+
+
+@pytest.mark.parametrize("solver", [sparse.cg, sparse.bicgstab])
+def test_a_map_that_solves_iteratively_is_transposed(solver):
+    """JAX's own custom_jvp cannot: the solver's start, zeros, counts as linear in its tangent."""
+    solved = lambda b: solver(lambda v: MATRIX @ v, b, tol=1e-14)[0]
+    expected = jnp.linalg.solve(MATRIX, jnp.ones(2))
+    forward = gt.custom_rule(lambda b: jnp.linalg.solve(MATRIX, b))
+    forward.defjvp(lambda xs, dxs: (forward(*xs), solved(dxs[0])))
+    reverse = gt.custom_rule(lambda b: jnp.linalg.solve(MATRIX, b))
+    reverse.defvjp(lambda b: (reverse(b), None), lambda _, c: (solved(c),))
+    for take in (gt.grad, jax.grad, lambda f: jax.jit(jax.grad(f))):
+        np.testing.assert_allclose(take(total(forward))(RIGHT), expected, rtol=1e-12)
+    tangent = gt.jvp(reverse, (RIGHT,), (jnp.ones(2),))[1]
+    np.testing.assert_allclose(tangent, expected, rtol=1e-12)
+
+
+def test_a_solver_whose_tolerance_is_not_linear_is_named():
+    forward = gt.custom_rule(lambda b: jnp.linalg.solve(MATRIX, b))
+    solved = lambda b: sparse.gmres(lambda v: MATRIX @ v, b, tol=1e-14)[0]
+    forward.defjvp(lambda xs, dxs: (forward(*xs), solved(dxs[0])))
+    with pytest.raises(GradtoolsError, match=r"inside of jax\.lax\.custom_linear_solve"):
+        gt.grad(total(forward))(RIGHT)
+
+    within = lambda mv, b: sparse.gmres(mv, b, tol=1e-14)[0]
+    solve = lambda b: jax.lax.custom_linear_solve(lambda v: MATRIX @ v, b, within, within)
+    forward.defjvp(lambda xs, dxs: (forward(*xs), solve(dxs[0])))
+    expected = jnp.linalg.solve(MATRIX, jnp.ones(2))
+    np.testing.assert_allclose(gt.grad(total(forward))(RIGHT), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("aux", [{"n": 3}, (1, np.arange(2)), {"a": [1], "b": {"c": 2.0}}], ids=str)
+def test_none_is_the_tangent_of_a_whole_subtree(aux):
+    f = gt.custom_rule(lambda x: (x**2, jax.tree.map(jnp.asarray, aux)))
+    f.defjvp(lambda xs, dxs: (f(*xs), (2 * xs[0] * dxs[0], None)))
+    out, tangent = gt.jvp(f, (3.0,), (1.0,))
+    assert float(tangent[0]) == 6
+    assert jax.tree.structure(out[1]) == jax.tree.structure(aux)
+    assert all(not np.any(x) for x in jax.tree.leaves(tangent[1]))
+    assert float(gt.grad(lambda x: f(x)[0])(3.0)) == 6
+
+
+def test_none_is_the_cotangent_of_a_whole_subtree():
+    f = gt.custom_rule(lambda p: p["a"] ** 2 * p["b"]["c"])
+    f.defvjp(lambda p: (f(p), p), lambda p, c: ({"a": 2 * p["a"] * p["b"]["c"] * c, "b": None},))
+    grads = gt.grad(f)({"a": 3.0, "b": {"c": 2.0}})
+    assert float(grads["a"]) == 12
+    assert float(grads["b"]["c"]) == 0
+    wrong = gt.custom_rule(f)
+    wrong.defvjp(lambda p: (f(p), p), lambda p, c: ({"a": c, "z": None},))
+    with pytest.raises(GradtoolsError, match="has the structure"):
+        gt.grad(wrong)({"a": 3.0, "b": {"c": 2.0}})

@@ -5,10 +5,12 @@ Each program is held against the same function by plain operations, in which PyT
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import gradtools.torch as gt
+from gradtools import GradtoolsError
 
 pytestmark = pytest.mark.torch
 F = torch.nn.functional
@@ -244,3 +246,16 @@ def test_entries_that_a_sparse_cotangent_lacks_are_zero():
 
     found = gt.hvp(f, (X,), (T,), mode="reverse_over_reverse")[1][0]
     assert torch.allclose(found, 6 * X * T)
+
+
+# --- straight_through of a NumPy function under functorch
+
+
+def test_straight_through_refuses_another_structure_under_functorch_too():
+    rounded = lambda x: torch.from_numpy(np.round(x.numpy()))
+    x = torch.tensor([1.2, 2.7])
+    right = gt.straight_through(rounded, lambda x: 2 * x)
+    assert torch.equal(torch.func.grad(lambda x: right(x).sum())(x), torch.full((2,), 2.0))
+    wrong = gt.straight_through(lambda x: [rounded(x)], lambda x: 2 * x)
+    with pytest.raises(GradtoolsError, match="the function returned the structure"):
+        torch.func.grad(lambda x: wrong(x)[0].sum())(x)

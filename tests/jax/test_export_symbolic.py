@@ -1,0 +1,115 @@
+"""`jax.export` with a symbolic batch: exported where all chunks are equal, else refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+W = np.random.default_rng(0).normal(size=(5, 3))
+
+
+def exported(f, *shapes: str):
+    scope = export.SymbolicScope()
+    symbolic = [export.symbolic_shape(s, scope=scope) for s in shapes]
+    return export.export(jax.jit(f))(*[jax.ShapeDtypeStruct(s, float) for s in symbolic])
+
+
+def numbers(shapes, n: int):
+    rng = np.random.default_rng(n)
+    sizes = [[n if "b" in part else int(part) for part in s.split(",")] for s in shapes]
+    return [jnp.asarray(rng.normal(size=size)) for size in sizes]
+
+
+def shared_labels(x):
+    return jnp.arange(x.shape[0]) // 2
+
+
+def step(x, carry):
+    return jnp.sin(x) + carry, carry + x.sum()
+
+
+def noisy(x, key):
+    return x * jax.random.normal(key, x.shape)
+
+
+def squares(w, x):
+    return ((x @ w) ** 2).mean()
+
+
+ROWS, SEQUENCE = "2*b,3", "2,2*b,2,3"
+PROGRAMS = {
+    "chunked": (lambda x: gt.chunked(jnp.sin, 2)(x), ROWS),
+    "chunks of one": (lambda x: gt.chunked(jnp.sin, 1)(x), "b,3"),
+    "another axis": (lambda x: gt.chunked(jnp.sin, 2, in_axes=1, out_axes=1)(x), "3,2*b"),
+    "gradient": (gt.grad(lambda x: (gt.chunked(jnp.sin, 2)(x) ** 2).sum()), ROWS),
+    "carry": (lambda x: gt.chunked(step, 2, carry_argnums=1)(x, jnp.zeros(())), ROWS),
+    "keys": (lambda x: gt.chunked(noisy, 2, key_argnums=1)(x, jax.random.key(0)), ROWS),
+    "microbatched": (
+        lambda w, x: gt.microbatched_value_and_grad(squares, 2)(w, x), "3", ROWS,
+    ),
+    "pairwise": (
+        lambda x: gt.pairwise_reduce(lambda x, y: x @ y.T, "logsumexp", (2, 2))(x, W), ROWS,
+    ),
+    "contrastive": (
+        gt.value_and_grad(lambda x, y: gt.contrastive_loss(x, y, tile_size=2), (0, 1)), ROWS, ROWS,
+    ),
+    "ids": (
+        lambda x, y: gt.contrastive_loss(x, y, ids=shared_labels(x), tile_size=2), ROWS, ROWS,
+    ),
+    "cross entropy": (
+        gt.grad(lambda x: gt.linear_cross_entropy(x, W, shared_labels(x) % 5, tile_size=2)), ROWS,
+    ),
+    "attention, batch": (lambda q: gt.attention(q, q, q, is_causal=True), "b,4,2,3"),
+    "attention, length": (
+        gt.grad(lambda q: gt.attention(q, q, q, is_causal=True, tile_size=2).sum()), SEQUENCE,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_symbolic_size_that_chunks_divide_is_exported(name):
+    f, *shapes = PROGRAMS[name]
+    program = exported(f, *shapes)
+    for n in (2, 6):
+        xs = numbers(shapes, n)
+        result, expected = jax.tree.leaves(program.call(*xs)), jax.tree.leaves(f(*xs))
+        for a, b in zip(result, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+REFUSED = {
+    "chunked": (lambda x: gt.chunked(jnp.sin, 2)(x), "b,3"),
+    "interleaved": (lambda x: gt.chunked(jnp.sin, 2, interleaved=True)(x), ROWS),
+    "microbatched_value_and_grad": (
+        lambda x: gt.microbatched_value_and_grad(squares, 2)(jnp.ones(3), x), "b,3",
+    ),
+    "contrastive": (lambda x: gt.contrastive_loss(x, x), "b,3"),
+    "cross entropy": (lambda x: gt.linear_cross_entropy(x, W, shared_labels(x) % 5), "b,3"),
+    "attention": (lambda q: gt.attention(q, q, q), "2,b,2,3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_symbolic_size_is_refused_in_words(name):
+    f, *shapes = REFUSED[name]
+    with pytest.raises(GradtoolsError, match=r"symbolic .*jax\.export\.symbolic_shape"):
+        exported(f, *shapes)
+
+
+@pytest.mark.parametrize(
+    ("f", "words"),
+    [
+        (lambda x: noisy(x, jax.random.key(0)), "key that all chunks share"),
+        (lambda x: x.mean(0), "only rows of examples can be joined"),
+    ],
+    ids=["key", "statistics"],
+)
+def test_chunks_are_checked_where_the_batch_is_symbolic(f, words):
+    with pytest.raises(GradtoolsError, match=words):
+        exported(gt.chunked(f, 2), ROWS)

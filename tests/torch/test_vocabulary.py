@@ -7,7 +7,7 @@ is therefore a table of checks, of those with algebra and of those that are writ
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,10 +18,9 @@ import gradtools.torch as gt
 from gradtools import GradtoolsError
 from gradtools.seeing.formulas.algebra import apply, array
 from gradtools.seeing.torch.translating.translations import OPERATIONS
+from tests.support.formula_rows import rows
 
-# An expression of a, b, c, d, and what these are: a shape in brackets, after p (positive), u
-# (between -0.9 and 0.9), z (complex), s (symmetric, positive definite), h (the same, complex),
-# i followed by a number (integers below it), or nothing (normal numbers).
+# The order, an expression of a, b, c, d, and what these are: see `formula_rows`.
 TABLE = """
 2 a @ b                                             ; (3,4) (4,2)
 2 a @ b                                             ; (2,3,4) (4)
@@ -177,24 +176,9 @@ TABLE = """
 1 (a / 3).int() + a.double() + (a > 0) + a.bool().float() ; (4)
 1 torch.cosine_similarity(a, b, 0) + torch.dist(a, b) ; (4) (4)
 """
-LINES = [re.fullmatch(r"([12]) (.*\S)\s*; (.*)", s).groups() for s in TABLE.strip().splitlines()]
-KINDS = {
-    "": lambda r, s: r.normal(size=s),
-    "p": lambda r, s: 0.5 + np.abs(r.normal(size=s)),
-    "u": lambda r, s: r.uniform(0.1, 0.7, s) * r.choice([-1, 1], s),
-    "z": lambda r, s: r.normal(size=s) + 1j * r.normal(size=s),
-    "s": lambda r, s: (lambda m: m @ m.T + 3 * np.eye(s[0]))(r.normal(size=s)),
-    "h": lambda r, s: (lambda m: m @ m.conj().T + 3 * np.eye(s[0]))(KINDS["z"](r, s)),
-}
-
-
-def argument(rng, said):
-    """The array that a part of a line describes."""
-    kind, numbers = re.fullmatch(r"([a-z]?\d*)\((.*)\)", said).groups()
-    shape = tuple(int(n) for n in numbers.split(",") if n)
-    if kind.startswith("i"):
-        return torch.tensor(rng.integers(0, int(kind[1:]), shape))
-    return torch.tensor(KINDS[kind](rng, shape))
+LINES = [
+    (int(row.expression[0]), replace(row, expression=row.expression[2:])) for row in rows(TABLE)
+]
 
 
 # Of what the formula has no algebra.
@@ -216,22 +200,19 @@ def program(expression, count):
 
 
 @pytest.mark.sampled(120, 153)
-@pytest.mark.parametrize(
-    ("order", "expression", "said"), LINES, ids=[f"{e}-{s}" for _, e, s in LINES]
-)
-def test_the_formula_is_what_autograd_computes(order, expression, said):
-    rng = np.random.default_rng(3)
-    args = [argument(rng, part) for part in said.split()]
-    argnums = tuple(k for k, x in enumerate(args) if x.is_floating_point() or x.is_complex())
-    found = gt.formula(program(expression, len(args)), *args, order=int(order), argnums=argnums)
+@pytest.mark.parametrize(("order", "row"), LINES, ids=[str(row) for _, row in LINES])
+def test_the_formula_is_what_autograd_computes(order, row):
+    args = [torch.tensor(x) for x in row.arrays(np.random.default_rng(3))]
+    moving = tuple(k for k, x in enumerate(args) if x.is_floating_point() or x.is_complex())
+    found = gt.formula(program(row.expression, len(args)), *args, order=order, argnums=moving)
     assert set(found.marked) <= BY_NAME
     assert found.check.tolerance == 1e-8
 
 
 def test_more_than_a_hundred_functions_stand_in_the_table():
     assert len(LINES) > 100
-    assert len({e for o, e, _ in LINES if o == "2"}) > len(LINES) // 4
-    assert len([s for _, _, s in LINES if "z" in s or "h" in s]) > 12
+    assert len([row for order, row in LINES if order == 2]) > len(LINES) // 4
+    assert len([row for _, row in LINES if "z(" in row.arguments or "h(" in row.arguments]) > 12
 
 
 # What PyTorch's programs do besides calling functions.

@@ -121,7 +121,6 @@ addcdiv          ; torch.addcdiv(x, x, y, value=0.3)   ;
 lerp             ; torch.lerp(x, y, 0.3)               ;
 hypot            ; torch.hypot(x, y)                   ;
 xlogy            ; torch.xlogy(x, y)                   ;
-argmax           ; x.argmax() * x                      ;
 vdot             ; torch.vdot(z, 2j * z)               ;
 """
 ROWS = [[part.strip() for part in line.split(";")] for line in TABLE.strip().splitlines()]

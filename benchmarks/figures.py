@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-FROZEN = ROOT / "docs" / "frozen.md"
+FROZEN = ROOT / "docs" / "frozen-costs.md"
 ACCELERATORS = ROOT / "docs" / "accelerators.md"
 COMPILED = {"TPU": "ahead_of_time_tpu.md", "H100": "ahead_of_time_cuda.md"}
 PAGES = {  # and the way to results

@@ -1,4 +1,4 @@
-"""The table of docs/chunked.md: what is put back, what is only verified, what is out of reach.
+"""The table of docs/chunked-reference.md: what state is restored, only verified, or out of reach.
 
 Each entry is a program of `replay_programs` that keeps state in one place, run with verification
 and without it. `python -m tests.support.replay_table` writes it anew; a test compares.
@@ -13,7 +13,7 @@ from tests.support import replay_programs  # noqa: F401 - fills the table of pro
 from tests.support.replay_worlds import CHUNKED, PROGRAMS, REFUSED, RIGHT, Program, Way
 from tests.torch.test_replay_programs import judge
 
-PAGE = Path(__file__).parents[2] / "docs" / "chunked.md"
+PAGE = Path(__file__).parents[2] / "docs" / "chunked-reference.md"
 START, END = "<!-- what is put back: written by tests/support/replay_table.py -->\n", "<!-- end -->"
 PLACES = re.compile(r"f counts in |f draws (?:by|from) |a module counts in |f switches ")
 SILENT = Way("never", CHUNKED, (("keep_graphs", 0), ("verify", False)))

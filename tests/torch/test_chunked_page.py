@@ -1,4 +1,4 @@
-"""Sentences of docs/chunked.md on PyTorch that no other test holds, each tried."""
+"""Sentences of docs/chunked-reference.md on PyTorch that no other test holds, each tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of state in docs/chunked.md is what the programs say."""
+"""The table of state in docs/chunked-reference.md is what the programs say."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The command line: ``gradtools backends``, ``check``, ``crosscheck`` and others.
+"""The command line: ``gradtools backends``, ``check``, ``cross-check`` and others.
 
 No framework is imported before a command needs it, so ``--help`` answers at once.
 Exit status: 0 when the command did what was asked, 1 when it did not or what it looked at does
@@ -6,7 +6,9 @@ not hold, 2 for wrong usage, and where a command that judges a program could not
 """
 
 import argparse
+import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
@@ -30,6 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has closed it, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as a shell reports SIGPIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:
@@ -38,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, name = args.run.partition(":")
     try:
         return int(getattr(import_module(module), name)(args))
+    except BrokenPipeError:
+        raise
     except gradtools.GradtoolsError as error:
         print(f"gradtools {args.command}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -54,19 +69,23 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradtools",
-        description="Unusual things with gradients: one API for PyTorch and JAX.",
+        description="Check, measure, draw and explain derivatives in PyTorch and JAX.",
+        epilog="example: gradtools why-zero mymodule:loss --shapes 8x8",
     )
     parser.add_argument("--version", action="version", version=f"gradtools {gradtools.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    _add(commands, "backends", "cli:backends", "say what is installed, with versions", failed=1)
+    said = "print which frameworks are installed, and their versions"
+    _add(commands, "backends", "cli:backends", said, example="", failed=1)
     _add_check(commands)
-    _add_crosscheck(commands)
+    _add_cross_check(commands)
     _add_why_zero(commands)
     _add_graph(commands)
     _add_formula(commands)
     _add_measure(commands)
-    said = "how the frameworks differ at kinks and ties, measured here"
-    table = _add(commands, "conventions", "testing.commands:conventions", said, failed=1)
+    said = "print where the frameworks differ at kinks and ties, measured on the installed versions"
+    table = _add(
+        commands, "conventions", "testing.commands:conventions", said, example="abs", failed=1
+    )
     table.add_argument("containing", nargs="?", default="", help="only rows with this text")
     return parser
 
@@ -76,10 +95,19 @@ def _add(
     name: str,
     run: str,
     help: str,
-    description: str | None = None,
+    status: str = "",
+    *,
+    example: str,
     failed: int = 2,
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=help, description=description)
+    """A command; its help begins with a sentence and ends with an example."""
+    command = commands.add_parser(
+        name,
+        help=help,
+        description=textwrap.fill(f"{help[0].upper()}{help[1:]}. {status}".rstrip(), 80),
+        epilog=f"example:\n  gradtools {name} {example}".rstrip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.set_defaults(run=f"gradtools.{run}", failed=failed)
     return command
 
@@ -89,9 +117,9 @@ def _add_check(commands: Commands) -> None:
         commands,
         "check",
         "testing.check_command:check",
-        "try every operator on this machine: dtypes, transforms, orders, against NumPy",
-        "Exit status 0 if every cell of the matrix held, 1 if one did not, 2 if it could not be "
-        "run.",
+        "try every operator on this machine, in all dtypes, transforms and orders, against NumPy",
+        "Exit status 0 if all agree, 1 if one does not, 2 if it could not be run.",
+        example="--backend jax --quick",
     )
     command.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
     command.add_argument("--quick", action="store_true", help="a part of it, within a minute")
@@ -100,15 +128,16 @@ def _add_check(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="print every cell as JSON")
 
 
-def _add_crosscheck(commands: Commands) -> None:
+def _add_cross_check(commands: Commands) -> None:
     check = _add(
         commands,
-        "crosscheck",
-        "testing.commands:crosscheck",
-        "compare one program in both frameworks: value and every derivative",
+        "cross-check",
+        "testing.commands:cross_check",
+        "compare one program in both frameworks: values and derivatives up to second order",
         "Exit status 0 if the two agree, 1 if not, 2 if they could not be compared.",
+        example="mymodule:torch_loss mymodule:jax_loss --shapes 3x4,5",
     )
-    check.add_argument("torch", metavar="TORCH", help="package.module:name, or a module's instance")
+    check.add_argument("torch", metavar="TORCH", help="package.module:name of a function or module")
     check.add_argument("jax", metavar="JAX", help="the same program in JAX")
     _add_inputs(check, required=True)
     check.add_argument("--order", type=int, choices=(0, 1, 2), default=2, help="default: 2")
@@ -122,8 +151,9 @@ def _add_why_zero(commands: Commands) -> None:
         commands,
         "why-zero",
         "seeing.commands:print_why_zero",
-        "say where the gradient of a function's output to an argument is lost, and the mend",
-        "Exit status 0 if nothing is lost, 1 if something is, 2 if it cannot be told.",
+        "find the lines at which a gradient is lost or becomes NaN, and how to fix them",
+        "Exit status 0 if nothing is lost, 1 if something is, 2 if it could not be determined.",
+        example="mymodule:loss --shapes 8x8",
     )
     _add_function(command)
     _add_wrt(command)
@@ -134,8 +164,9 @@ def _add_graph(commands: Commands) -> None:
         commands,
         "graph",
         "seeing.commands:print_graph",
-        "show a function with its backward passes as a graph: text, or a file to look at",
-        "Exit status 0 if the graph was made, 2 if it could not be.",
+        "draw a function with its backward passes, as text or in a file",
+        "Exit status 0 if the graph was made, 2 if not.",
+        example="mymodule:loss --shapes 3x4,3 --order 2 -o loss.html",
     )
     orders = "0 forward alone, 1 with backward, 2 with backward of the backward (default: 1)"
     files = "by its suffix a page (.html), a picture (.svg), .dot, .mmd or .txt"
@@ -147,9 +178,9 @@ def _add_formula(commands: Commands) -> None:
         commands,
         "formula",
         "seeing.commands:print_formula",
-        "write a function and its gradient as mathematics, compared with the framework's",
-        "Exit status 0 if the formula was found and agrees with automatic differentiation, 1 if "
-        "parts of it could not be compared, 2 if it could not be found.",
+        "write a function and its gradient as mathematics, compared with automatic differentiation",
+        "Exit status 0 if they agree, 1 if parts could not be compared, 2 if no formula was found.",
+        example="mymodule:loss --shapes 3x4,3 --order 2 -o loss.tex",
     )
     orders = "1 with the gradient, 2 with the double backward as well (default: 1)"
     _add_written(command, (1, 2), orders, "by its suffix text (.txt), LaTeX (.tex) or .md")
@@ -194,8 +225,9 @@ def _add_measure(commands: Commands) -> None:
         commands,
         "measure",
         "seeing.commands:print_measure",
-        "say what a call of a function costs: flops, bytes, bytes kept for backward, time",
+        "count what a call costs: operations, bytes, bytes kept for backward, seconds",
         "Exit status 0 if it could be measured, 2 if not.",
+        example="mymodule:loss --shapes 64x64,256x64 --grad",
     )
     _add_function(command)
     said = "measure value and gradient, along all floating arguments, rather than the value"
@@ -219,12 +251,12 @@ def _not_negative(text: str) -> int:
 
 
 def backends(_: argparse.Namespace) -> int:
-    """Says what is installed."""
+    """Prints which frameworks are installed."""
     for backend, packages in _FRAMEWORKS.items():
         result = backend in gradtools.available_backends()
-        mend = f'not installed: pip install "gradtools[{backend}]"'
+        absent = f'not installed: pip install "gradtools[{backend}]"'
         versions = ", ".join(f"{package} {_version(package)}" for package in packages)
-        print(f"{backend}: {versions if result else mend}")
+        print(f"{backend}: {versions if result else absent}")
     return 0
 
 

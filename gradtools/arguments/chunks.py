@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
@@ -375,9 +376,10 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
 
 
 def progress_bar(count: int, unit: str = "chunk") -> Any:
-    """A bar of tqdm, or an error that says how to get it."""
+    """A bar of tqdm, shown in a terminal or a notebook; an error says how to install tqdm."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise GradtoolsError("progress=True needs the package tqdm; pip install tqdm.") from error
-    return tqdm(total=count, unit=unit, leave=False)
+    is_seen = "ipykernel" in sys.modules or sys.stderr.isatty()
+    return tqdm(total=count, unit=unit, leave=False, disable=not is_seen)

@@ -68,17 +68,26 @@ def _known(out: str, suffixes: tuple[str, ...]) -> None:
 def print_measure(options: argparse.Namespace) -> int:
     """Prints what a call costs."""
     try:
-        result = _measured(options)
+        given = Given.by(options)
+        result = _measured(options, given)
     except Exception as error:
-        kind, given = type(error).__name__, options.args or options.shapes or "no arguments"
-        error.add_note(f"gradtools measure: {options.function} raised {kind} on {given}")
+        kind, came = type(error).__name__, options.args or options.shapes or "no arguments"
+        error.add_note(f"gradtools measure: {options.function} raised {kind} on {came}")
         raise
-    print(result.to_json() if options.json else result.text(colour=in_colour()))
+    if options.json:
+        print(result.to_json())
+        return 0
+    backend = given.gt.__name__.rpartition(".")[2]
+    how = "" if options.backend else f" (imported by {_module(options)}; or pass --backend)"
+    print(f"backend      {backend}{how}\n{result.text(colour=in_colour())}")
     return 0
 
 
-def _measured(options: argparse.Namespace) -> Measurement:
-    given = Given.by(options)
+def _module(options: argparse.Namespace) -> str:
+    return str(options.function).partition(":")[0]
+
+
+def _measured(options: argparse.Namespace, given: Given) -> Measurement:
     f = given.f
     if options.grad:
         places = tuple(i for i, x in enumerate(given.args) if _is_inexact(given.gt, x))

@@ -346,12 +346,14 @@ def _judged_in_turn(number: int, cell: Cell) -> Cell:
 
 
 def _progress(cells: Sequence[Cell]) -> Iterator[Cell]:
-    """A bar of tqdm on standard error, where tqdm is installed."""
+    """A bar of tqdm on standard error, where tqdm is installed and a terminal shows it."""
     try:
         from tqdm import tqdm
     except ImportError:
-        return iter(cells)
-    return iter(tqdm(cells, desc="cells", file=sys.stderr))
+        yield from cells
+        return
+    with tqdm(cells, desc="cells", file=sys.stderr, disable=None) as bar:
+        yield from bar
 
 
 def _print(options: argparse.Namespace, devices: list[str], done: Sequence[Cell]) -> None:

@@ -1,4 +1,4 @@
-"""What `gradtools crosscheck` and `gradtools conventions` do."""
+"""What `gradtools cross-check` and `gradtools conventions` do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradtools.command_inputs import arrays_given, named
 from gradtools.errors import GradtoolsError
 
 
-def crosscheck(options: argparse.Namespace) -> int:
+def cross_check(options: argparse.Namespace) -> int:
     """Compares two programs; 0 if they agree, 1 if not."""
     for name in ("torch", "jax"):
         if name not in gradtools.available_backends():
@@ -18,9 +18,9 @@ def crosscheck(options: argparse.Namespace) -> int:
                 f"needs both frameworks; {name} is not installed. Fix: "
                 f'pip install "gradtools[{name}]"'
             )
-    from gradtools.testing.cross_checking.compare import cross_check
+    from gradtools.testing.cross_checking import compare
 
-    report = cross_check(
+    report = compare.cross_check(
         torch=named(options.torch),
         jax=named(options.jax),
         args=arrays_given(options.args, options.shapes, options.seed),

@@ -35,7 +35,29 @@ def test_version_is_the_packages():
 def test_no_command_shows_the_help_and_is_wrong_usage():
     done = run()
     assert done.returncode == 2
-    assert "crosscheck" in done.stdout
+    assert "cross-check" in done.stdout
+
+
+COMMANDS = [
+    *("backends", "check", "cross-check", "why-zero", "graph", "formula", "measure"),
+    "conventions",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_commands_help_begins_with_a_sentence_and_ends_with_an_example(capsys, command):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    _, sentence, *_, example = capsys.readouterr().out.rstrip().split("\n\n")
+    assert sentence[0].isupper() and sentence.endswith(".")
+    assert example.startswith(f"example:\n  gradtools {command}")
+
+
+def test_a_pipe_that_is_closed_ends_quietly():
+    command = [sys.executable, "-m", "gradtools", "backends"]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    done.stdout.close()
+    assert (done.stderr.read(), done.wait(60)) == (b"", 141)
 
 
 def test_a_seed_is_not_negative(capsys):

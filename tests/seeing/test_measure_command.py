@@ -56,9 +56,10 @@ BACKWARD = 4 + 2 * 4 * 3 + 4 * 3  # times exp; transposed product; outer product
 
 
 @pytest.mark.slow_at("torch")
-def test_a_plain_table_with_status_0(programs, capsys):
+def test_a_plain_table_with_status_0(programs, capsys, backend_name):
     assert main(["measure", "measured:loss", "--shapes", "4x3,3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    backend, *lines = capsys.readouterr().out.splitlines()
+    assert backend == f"backend      {backend_name} (imported by measured; or pass --backend)"
     assert lines[0] == f"flops        {FORWARD} FLOP"
     assert lines[2] == "saved bytes  16 B"
     assert lines[1].startswith("peak bytes   ") and lines[3].startswith("seconds      ")

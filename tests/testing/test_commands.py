@@ -1,4 +1,4 @@
-"""`gradtools crosscheck` and `gradtools conventions`."""
+"""`gradtools cross-check` and `gradtools conventions`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def programs(tmp_path, monkeypatch):
 
 def test_programs_that_agree_give_a_plain_table_and_status_0(programs, capsys):
     np.savez("inputs.npz", np.array([0.1, 0.2]), np.array([1.0, -1.0]))
-    status = main(["crosscheck", "ported:torch_loss", "ported:jax_loss", "--args", "inputs.npz"])
+    status = main(["cross-check", "ported:torch_loss", "ported:jax_loss", "--args", "inputs.npz"])
     out = capsys.readouterr().out
     assert status == 0
     assert "10 arrays compared, all agree" in out
@@ -57,14 +57,14 @@ def test_programs_that_agree_give_a_plain_table_and_status_0(programs, capsys):
 
 
 def test_programs_that_disagree_give_status_1_and_the_cause(programs, capsys):
-    status = main(["crosscheck", "ported:torch_loss", "ported:wrong_loss", "--shapes", "3,3"])
+    status = main(["cross-check", "ported:torch_loss", "ported:wrong_loss", "--shapes", "3,3"])
     out = capsys.readouterr().out
     assert status == 1
     assert "Likely cause: sign" in out
 
 
 def test_json_holds_every_comparison(programs, capsys):
-    command = ["crosscheck", "ported:torch_loss", "ported:wrong_loss", "--shapes", "3,3", "--json"]
+    command = ["cross-check", "ported:torch_loss", "ported:wrong_loss", "--shapes", "3,3", "--json"]
     assert main([*command, "--order", "0"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["agrees"], found["cause"]) == (False, "sign")
@@ -79,7 +79,7 @@ def test_a_terminal_gets_colours(programs, monkeypatch):
 
     stream = Terminal()
     monkeypatch.setattr(sys, "stdout", stream)
-    main(["crosscheck", "ported:here.torch_sin", "ported:here.jax_sin", "--shapes", "3"])
+    main(["cross-check", "ported:here.torch_sin", "ported:here.jax_sin", "--shapes", "3"])
     assert "\x1b[32mvalue" in stream.getvalue()
 
 
@@ -112,19 +112,19 @@ def test_integers_are_small():
 )
 def test_what_cannot_be_compared_is_said_with_status_2(programs, capsys, options, says):
     np.savez("objects.npz", np.array([None], object))
-    assert main(["crosscheck", *options]) == 2
+    assert main(["cross-check", *options]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_without_a_framework_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(gradtools, "available_backends", lambda: ("torch",))
-    assert main(["crosscheck", "a:b", "c:d", "--shapes", "3"]) == 2
+    assert main(["cross-check", "a:b", "c:d", "--shapes", "3"]) == 2
     assert 'pip install "gradtools[jax]"' in capsys.readouterr().err
 
 
 def test_inputs_must_be_given_one_way(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["crosscheck", "a:b", "c:d"])
+        main(["cross-check", "a:b", "c:d"])
     assert caught.value.code == 2
 
 

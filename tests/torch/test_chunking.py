@@ -1608,14 +1608,16 @@ def agreeing_with_verify(model, keep_graphs):
     return found
 
 
-def test_a_progress_bar_is_shown_when_asked_and_only_then(capfd):
-    for progress in (False, True):
+def test_a_progress_bar_is_shown_when_asked_in_a_terminal_and_only_then(capfd, monkeypatch):
+    for progress, terminal in ((False, True), (True, False), (True, True)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+        shown = progress and terminal
         out = gt.chunked(network(), 2, progress=progress, keep_graphs=0)(X)
         forward = capfd.readouterr()
         contrast(out).backward()
         backward = capfd.readouterr()
         assert forward.out == backward.out == ""
-        assert ("chunk" in forward.err, "chunk" in backward.err) == (progress, progress)
+        assert ("chunk" in forward.err, "chunk" in backward.err) == (shown, shown)
     gt.chunked(network(), 20, progress=True)(X)
     assert capfd.readouterr().err == ""
 

@@ -44,6 +44,7 @@ class Survey(NamedTuple):
         lost: Nodes of operators without a backward pass, where PyTorch only warns.
         wrong: Nodes of operations whose gradient PyTorch has wrong.
         compiled: Backward passes of compiled code, which lose derivatives.
+        hooked: Whether hooks were set where it was made.
     """
 
     leaves: list[Tensor]
@@ -51,6 +52,7 @@ class Survey(NamedTuple):
     lost: list[Any]
     wrong: list[Any]
     compiled: list[Any]
+    hooked: bool = False
 
 
 _PLAIN: set[type] = set()  # PyTorch's own nodes
@@ -262,6 +264,20 @@ def note_taken(
                 each.constant.add(i)
                 if before is not None and i not in before:
                     each.entered.discard(i)
+
+
+def tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with respect to which somebody may differentiate a graph again.
+
+    aliases: Leaves that belong to the derivative itself are not among them.
+    """
+    own = {id(x) for x in aliases}
+    leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
+    result = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
+    for x in (*aliases, *(x for opened in here.opened for x in opened.aliases)):
+        if x.grad_fn is not None and x.grad_fn in nodes:
+            result[id(x)] = x
+    return list(result.values())
 
 
 # --- TorchScript ----------------------------------------------------------------------------

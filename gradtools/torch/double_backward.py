@@ -35,12 +35,11 @@ from gradtools.torch.autograd_graph import (
     Survey,
     all_behind,
     graph_of,
-    here,
     is_cpp_function,
-    is_spent,
     is_torchscript,
     node_of,
     surveyed,
+    tracked_in,
 )
 from gradtools.torch.double_backward_trials import (
     InnerGraphs,
@@ -62,20 +61,6 @@ Args = tuple[Any, ...]
 
 
 # --- gates at custom code ----------------------------------------------------------------
-
-
-def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with respect to which somebody may differentiate a graph again.
-
-    aliases: Leaves that belong to the derivative itself are not among them.
-    """
-    own = {id(x) for x in aliases}
-    leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
-    result = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
-    for x in (*aliases, *(x for opened in here.opened for x in opened.aliases)):
-        if x.grad_fn is not None and x.grad_fn in nodes:
-            result[id(x)] = x
-    return list(result.values())
 
 
 def refuse_lossy(caller: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey) -> None:
@@ -171,7 +156,7 @@ class _Gating(NamedTuple):
             if not torch.is_grad_enabled():
                 return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
-            inputs = _tracked_in(all_behind(parents), self.aliases)
+            inputs = tracked_in(all_behind(parents), self.aliases)
             # A gate would make of a constant something that leads on.
             if not any(g.requires_grad for g in there) and (behind or inputs):
                 if not self._may_lose():
@@ -297,7 +282,7 @@ def gated_tangents(
             continue
         behind = all_behind([node])
         moved = [(x, t) for x, entered, t in points if node_of(entered) in behind]
-        inputs = [*_tracked_in(behind, ()), *[x for x, _ in moved if x.requires_grad]]
+        inputs = [*tracked_in(behind, ()), *[x for x, _ in moved if x.requires_grad]]
         # What comes before it may make its tangents of the inputs as well.
         along = [*inputs, *[t for _, t in moved if t.requires_grad]]
         gating = _Gating(caller, key, partial(_tried, fun, xs, key), ())

@@ -139,7 +139,7 @@ class Trial:
         moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
         plain = tuple([x.detach() if isinstance(x, Tensor) else x for x in args])
         tensors = [x for x in plain if isinstance(x, Tensor)]
-        waves = [_wave(plain[k], 3.0) for k in moving]
+        waves = [wave(plain[k], 3.0) for k in moving]
         return cls(apply, plain, moving, Randomness.now(tensors), waves, args, held)
 
     def lost(self, forward: bool) -> set[str] | None:
@@ -155,7 +155,7 @@ class Trial:
         for shift in (0.0, 0.1):
             try:
                 with restored(self.randomness), torch.inference_mode(False), unpacked():
-                    xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
+                    xs = [self.args[k] + shift * wave(self.args[k], 1.0) for k in self.moving]
                     found = self._lost_at(xs, forward)
                 result = result if found is None else found | (result or set())
             except Exception as error:
@@ -216,7 +216,7 @@ class Trial:
 
     def _moves(self, xs: Sequence[Any], k: int, before: Sequence[Any], place: int | None) -> bool:
         """Whether outputs and gradients, or the gradient at one place, change with argument k."""
-        for other in (xs[k] + _wave(xs[k], 1.5), -2 * xs[k], 10 * _wave(xs[k], 0.7)):
+        for other in (xs[k] + wave(xs[k], 1.5), -2 * xs[k], 10 * wave(xs[k], 0.7)):
             try:
                 outs, grads = self._numbers([*xs[:k], other, *xs[k + 1 :]])
             except Exception:  # it is read
@@ -231,22 +231,20 @@ class Trial:
         trial = replace(self, args=tuple(args))
         xs = [args[k] for k in self.moving]
         outs = [y.detach().clone() for y in trial._called(xs)[1]]
-        return outs, list(
-            trial._gradient(xs, [_wave(torch.ones_like(y), 2.0) for y in outs], False)
-        )
+        return outs, list(trial._gradient(xs, [wave(torch.ones_like(y), 2.0) for y in outs], False))
 
     def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
         """What g is linear in: cotangents."""
-        return [_wave(y, 2.0) for y in self._called(xs)[1]]
+        return [wave(y, 2.0) for y in self._called(xs)[1]]
 
     def _loses(self, point: list[Tensor], k: int, count: int, forward: bool) -> bool:
         """Whether the derivative along entry k is another than finite differences say."""
         try:
-            return self._loses_along(_wave(point[k], 1.5), point, k, count, forward)
+            return self._loses_along(wave(point[k], 1.5), point, k, count, forward)
         except _Loud:
             raise
         except Exception:  # it may check what it is given, such as signs: along x these stay
-            v = _wave(torch.ones_like(point[k]), 1.5) * point[k]
+            v = wave(torch.ones_like(point[k]), 1.5) * point[k]
             return self._loses_along(v, point, k, count, forward)
 
     def _loses_along(
@@ -255,14 +253,13 @@ class Trial:
         eps = torch.finfo(v.dtype).eps
         first, second = (self._slope(point, k, v, count, h) for h in (eps**0.3, 2 * eps**0.3))
         size = abs(self._value(point, count))
-        error = 10 * abs(first - second) + 100 * eps**0.7 * size
         try:
             known = (self._pushed if forward else self._pulled)(point, k, v, count)
         except Exception as why:
-            if abs(first) <= error:
+            if not differs(0.0, first, second, size, v.dtype):
                 return False  # too small to be told from rounding
             raise _Loud from why
-        return not abs(known - first) <= error + 1e-3 * abs(first)
+        return differs(known, first, second, size, v.dtype)
 
     def _slope(self, point: list[Tensor], k: int, v: Tensor, count: int, h: float) -> float:
         ends = [
@@ -337,7 +334,7 @@ class TangentTrial(Trial):
     """The same of the tangent that a class's own jvp gives: g of xs and of their tangents."""
 
     def _vectors(self, xs: list[Tensor]) -> list[Tensor]:
-        return [_wave(x, 2.0) for x in xs]
+        return [wave(x, 2.0) for x in xs]
 
     def _gradient(self, xs: Any, cts: Any, again: bool) -> Any:
         with dual_level():
@@ -346,7 +343,16 @@ class TangentTrial(Trial):
             return [forward_ad.unpack_dual(y).tangent for y in outs]
 
     def _weights(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        return [_wave(torch.ones_like(g), 3.0) if g is not None else torch.zeros(()) for g in grads]
+        return [wave(torch.ones_like(g), 3.0) if g is not None else torch.zeros(()) for g in grads]
+
+
+def differs(known: float, first: float, second: float, size: float, dtype: torch.dtype) -> bool:
+    """Whether a derivative is another than two central differences, at one step and twice that.
+
+    size: That of the number that is differentiated.
+    """
+    error = 10 * abs(first - second) + 100 * torch.finfo(dtype).eps ** 0.7 * size
+    return not abs(known - first) <= error + 1e-3 * abs(first)
 
 
 def told(error: BaseException) -> str:
@@ -354,7 +360,7 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ").rstrip(" :")
 
 
-def _wave(x: Tensor, shift: float) -> Tensor:
+def wave(x: Tensor, shift: float) -> Tensor:
     """Numbers of x's size, drawn from no generator."""
     at = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
     wave = torch.sin(at * shift + shift).reshape(x.shape)

@@ -34,6 +34,7 @@ from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import refusal
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
+from gradtools.torch._upstream import hooks_made
 from gradtools.torch.autograd_graph import (
     CPP_NODE,
     SPENT,
@@ -158,6 +159,8 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
                 raise refusal(error, f"{caller_of(fun)}: {GOES_BACKWARD}") from error
             explain(caller_of(fun), error)
             raise
+        if again and survey.hooked:
+            grads = _gated_at_hooks(fun, leaves, aliases, ys, given, grads)
         if here.opened:
             note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
@@ -239,6 +242,12 @@ def _pushing(push: Any, attached: bool) -> Any:
     return pushed
 
 
+def _gated_at_hooks(fun: Fun, *where: Any) -> list[Tensor | None]:
+    from gradtools.torch.hook_trials import gated_at_hooks
+
+    return gated_at_hooks(caller_of(fun), fun, *where)
+
+
 def _pulled(
     ys: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -303,6 +312,8 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
         # Any will do: the pullback is linear. At zero that of logcumsumexp gives NaN.
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         pulled = _pulled(tracked, aliases, dummies, True, True, inside.spent) if tracked else ()
+        if survey.hooked and pulled:
+            pulled = _gated_at_hooks(fun, leaves, aliases, tracked, dummies, pulled)
     refuse_cut(fun, inside.cut(pulled or [None] * len(leaves), outs))
 
     def push(tangents: list[Tensor]) -> list[Tensor]:
@@ -349,7 +360,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
         else _alias(x, keep)
         for x in leaves
     ]
-    inside = _begun(aliases, around)
+    inside, hooks = _begun(aliases, around), hooks_made()
     around.append(inside)
     try:
         if on:
@@ -364,6 +375,8 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     survey = surveyed(outs)
     if survey.compiled:
         refuse_lost(caller_of(fun), outs)
+    if hooks_made() != hooks:
+        survey = survey._replace(hooked=True)
     inside.spent[0] = True
     attached = keep and (any(map(_is_tracked, leaves)) or not all(map(is_spent, survey.leaves)))
     return outs, extras, aliases, attached, survey, inside

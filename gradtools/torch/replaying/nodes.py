@@ -24,6 +24,7 @@ from gradtools.torch.compiling import left_to_python, nodes_of, refuse_lost
 from gradtools.torch.double_backward import gate_graph
 from gradtools.torch.engines import pulled
 from gradtools.torch.functorch_wrappers import alive, is_dual
+from gradtools.torch.hook_trials import gated_at_hooks
 from gradtools.torch.known_errors import SAVED_CHANGED, explain, says
 from gradtools.torch.modes import NOTHING
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
@@ -254,6 +255,13 @@ class _Derived(ChunkProgram):
             gate_graph(self.caller, *self.forward.to_try(i, a, b), outs, [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
 
+    def _gated_at_hooks(
+        self, i: int, inputs: Entries, xs: Entries, outs: Entries, cts: Entries, grads: Any
+    ) -> list[Any]:
+        """A gradient of chunk i, of whose hooks is asked what they lose."""
+        run, leaves = self.forward.to_try(i, inputs[: len(xs)], inputs[len(xs) :])
+        return gated_at_hooks(self.caller, run, leaves, inputs, outs, cts, grads, linear=True)
+
 
 class Backward(_Derived):
     """The pullback: of cotangents, to cotangents of each chunk's inputs; the others are summed."""
@@ -278,6 +286,8 @@ class Backward(_Derived):
         how = create, create, same and forward.is_right
         with going_back(forward, create) if forward.hooked or forward.counts else NOTHING:
             grads = self._pulled_adding(sums, outs, inputs, cts, own, *how)
+        if create and forward.hooked:
+            grads = self._gated_at_hooks(i, inputs[:own], xs, outs, cts, grads)
         return grads[: len(xs)], grads[len(xs) :]
 
     def _pulled_adding(
@@ -356,6 +366,9 @@ class Pushed(_Derived):
         with torch.enable_grad():
             dummies = [_dummy(y) for y in outs]
             pulled = pulled_back(outs, inputs, dummies, True, True)
+            if self.forward.hooked:
+                own = inputs[: len(xs) + len(shared)]
+                pulled = self._gated_at_hooks(i, own, xs, outs, dummies, pulled)
         mask = [d is not None for d in dummies]
         wanted = [d for d in dummies if d is not None]
         pushed = self.pulled(pulled, wanted, [*dxs, *dshared], len(wanted), create, create)

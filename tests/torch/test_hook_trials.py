@@ -1,0 +1,144 @@
+"""Hooks on gradients at second order: PyTorch's own number where it is right, else a refusal."""
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools.errors import LostDerivativeError
+
+D = torch.float64
+
+
+class Equilibrium(torch.nn.Module):
+    """z = tanh(W z + x), with the gradient of the tutorial on deep equilibrium models."""
+
+    def __init__(self, dtype=D):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(3, 3, dtype=dtype)
+        self.linear.weight.data *= 0.3
+
+    def cell(self, z, x):
+        return torch.tanh(self.linear(z) + x)
+
+    def solved(self, x):
+        z = torch.zeros_like(x)
+        for _ in range(60):
+            z = self.cell(z, x)
+        return z
+
+    def forward(self, x):
+        with torch.no_grad():
+            z = self.solved(x)
+        z = self.cell(z, x)
+        z0 = z.clone().detach().requires_grad_()
+        f0 = self.cell(z0, x)
+
+        def hook(g):
+            v = g
+            for _ in range(60):
+                v = torch.autograd.grad(f0, z0, v, retain_graph=True)[0] + g
+            return v
+
+        if z.requires_grad:
+            self.handle = z.register_hook(hook)
+        return z
+
+
+def _x(dtype=D):
+    return torch.tensor([0.3, -0.8, 0.5], dtype=dtype)
+
+
+def _ways(f, x, net):
+    """Second derivatives of the sum of squares of f."""
+    loss, v = lambda x: f(x).square().sum(), torch.ones_like(x)
+
+    def to_parameters():
+        net.zero_grad()
+        gt.grad(loss)(x).square().sum().backward()
+        return net.linear.weight.grad
+
+    return {
+        "hvp": lambda: gt.hvp(loss, (x,), (v,))[1][0],
+        "hessian": lambda: gt.hessian(loss)(x),
+        "jvp of grad": lambda: gt.jvp(gt.grad(loss), (x,), (v,))[1],
+        "grad of grad": lambda: gt.grad(lambda x: gt.grad(loss)(x).square().sum())(x),
+        "backward to parameters": to_parameters,
+    }
+
+
+WITHIN = {
+    "plain": lambda f: f,
+    "checkpoint": gt.checkpoint,
+    "chunked": lambda f: lambda x: gt.chunked(f, 1)(x[None]),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("dtype", [torch.float32, D])
+def test_a_hook_that_solves_without_a_graph_is_refused_at_second_order_alone(within, dtype):
+    net, x = Equilibrium(dtype), _x(dtype)
+    loss = lambda f: lambda x: f(x).square().sum()
+    expected = gt.grad(loss(net.solved))(x)
+    torch.testing.assert_close(gt.grad(loss(WITHIN[within](net)))(x).detach(), expected.detach())
+    for name, way in _ways(WITHIN[within](net), x, net).items():
+        with pytest.raises(LostDerivativeError, match="sets a hook on a gradient whose result"):
+            raise AssertionError(f"{name}: {way()}")
+
+
+FINE = {
+    "scaled": lambda g: 2 * g,
+    "clamped": lambda g: g.clamp(-0.3, 0.3),
+    "clipped": lambda g: g / (1 + g.norm()),
+    "looked at": lambda g: None,
+    "constant": lambda g: torch.ones_like(g),
+}
+
+
+def _hooked(net, hook):
+    def f(x):
+        z = net.cell(net.cell(torch.zeros_like(x), x), x)
+        if z.requires_grad:
+            z.register_hook(hook)
+        return z.sin()
+
+    return f
+
+
+@pytest.mark.parametrize("hook", FINE)
+def test_a_hook_of_pytorchs_operations_passes(hook):
+    net, x = Equilibrium(), _x()
+    f, v = _hooked(net, FINE[hook]), torch.ones(3, dtype=D)
+    y = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(f(y).square().sum(), y, create_graph=True)
+    (expected,) = torch.autograd.grad(g, y, v, retain_graph=True)
+    weight = torch.autograd.grad(g.square().sum(), net.linear.weight)[0]
+    ways = _ways(f, x, net)
+    torch.testing.assert_close(ways["hvp"]().detach(), expected)
+    torch.testing.assert_close(ways["backward to parameters"](), weight)
+    for within in ("checkpoint", "chunked"):
+        way = _ways(WITHIN[within](f), x, net)["hvp"]
+        if hook in ("scaled", "looked at"):
+            torch.testing.assert_close(way().detach(), expected)
+            continue
+        with pytest.raises(LostDerivativeError, match="a gradient that is not linear in it"):
+            way()
+
+
+def test_a_hook_that_loses_what_comes_in_is_refused():
+    net, x = Equilibrium(), _x()
+    for name, way in _ways(_hooked(net, lambda g: g.detach() ** 3), x, net).items():
+        with pytest.raises(LostDerivativeError, match="respect to what comes in"):
+            raise AssertionError(f"{name}: {way()}")
+
+
+def test_the_trial_leaves_everything_as_it_was():
+    net, x = Equilibrium(), _x()
+    f = lambda x: torch.nn.functional.dropout(net(x), 0.5)
+    torch.manual_seed(3)
+    g = gt.value_and_grad(lambda x: f(x).square().sum())(x.clone().requires_grad_())[1]
+    weight, state = net.linear.weight.detach().clone(), torch.get_rng_state()
+    with pytest.raises(LostDerivativeError):
+        g.sum().backward()
+    assert torch.equal(net.linear.weight, weight) and torch.equal(torch.get_rng_state(), state)
+    assert net.linear.weight.grad is None

@@ -15,7 +15,7 @@ it is large enough, by Dekker's (Numerische Mathematik 18, 1971), before it is r
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, NamedTuple, NoReturn
@@ -257,17 +257,36 @@ class _State:
     Attributes:
         treedef: The gradients' structure.
         paths: Their leaf paths.
-        specs: What each leaf looked like when it came ("float32 of shape (2,) on cpu").
-        totals: The weighted sums.
+        specs: What each leaf looked like when it came: its dtype, shape and device.
+        totals: The weighted sums, which a wing may add to in place.
         errors: What the sums lack by rounding, when compensated.
         weight: The sum of the weights.
     """
 
     treedef: Any
     paths: tuple[str, ...]
-    specs: tuple[str, ...]
+    specs: tuple[Any, ...]
     totals: tuple[Any, ...]
     errors: tuple[Any, ...]
+    weight: Any
+
+
+@dataclass(frozen=True)
+class _Term:
+    """Gradients that are to be added.
+
+    Attributes:
+        treedef: Their structure.
+        grads: The tree itself, for messages.
+        arrays: Its leaves, detached.
+        specs: As in `_State`.
+        weight: Their weight.
+    """
+
+    treedef: Any
+    grads: Any
+    arrays: list[Any]
+    specs: tuple[Any, ...]
     weight: Any
 
 
@@ -294,7 +313,11 @@ class GradientAccumulator:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            return {k: x for k, x in self.__dict__.items() if k not in ("_wing", "_trace", "_lock")}
+            held = {k: x for k, x in self.__dict__.items() if k not in ("_wing", "_trace", "_lock")}
+            if self._state is not None:  # which others may add to before it is written
+                totals = tuple(map(self._wing.copied, self._state.totals))
+                held["_state"] = replace(self._state, totals=totals)
+            return held
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -316,11 +339,7 @@ class GradientAccumulator:
         self._check_trace("add")
         term = self._term(grads, self._weight(weight))
         with self._lock:
-            old = self._state
-            if old is None:
-                self._state = replace(term, totals=tuple(map(self._wing.copied, term.totals)))
-            else:
-                self._state = self._joined(old, term)
+            self._state = self._first(term) if self._state is None else self._after(term)
 
     def sum(self) -> Any:
         """The sum of weight times gradient, in the precision of `dtype`.
@@ -328,8 +347,8 @@ class GradientAccumulator:
         Raises:
             GradtoolsError: Nothing has been added.
         """
-        state = self._filled("sum")
-        return self._backend.unflatten(state.treedef, [*map(self._wing.copied, state.totals)])
+        state, sums = self._read("sum", lambda state, total: self._wing.copied(total))
+        return self._backend.unflatten(state.treedef, sums)
 
     def mean(self) -> Any:
         """The sum over the sum of the weights.
@@ -338,13 +357,7 @@ class GradientAccumulator:
             GradtoolsError: Nothing has been added, or the weights sum to zero. A total weight
                 that is traced is not known, and then zero gives NaN or infinity.
         """
-        state = self._filled("mean")
-        if isinstance(state.weight, (int, float)) and state.weight == 0:
-            raise GradtoolsError(
-                "GradientAccumulator.mean: the weights sum to 0, so there is no mean. Give "
-                "weights with a sum other than 0, or use sum()."
-            )
-        means = [t / self._factor(state.weight, t) for t in state.totals]
+        state, means = self._read("mean", lambda state, t: t / self._factor(state.weight, t))
         return self._backend.unflatten(state.treedef, means)
 
     def reset(self) -> None:
@@ -355,37 +368,51 @@ class GradientAccumulator:
 
     # --- one addition
 
-    def _term(self, grads: Any, weight: Any) -> _State:
-        """The state after a first `add` of grads; it may share the caller's memory."""
+    def _term(self, grads: Any, weight: Any) -> _Term:
         leaves, treedef = self._backend.flatten(grads)
-        paths = tuple(self._backend.leaf_paths(grads))
-        arrays = [self._array(path, x) for path, x in zip(paths, leaves, strict=True)]
+        arrays = [self._wing.detached(x) for x in leaves]
+        for k, array in enumerate(arrays):
+            if array is None or not self._backend.is_inexact(array):
+                self._refuse_leaf(grads, k, leaves[k])
         specs = tuple(map(self._wing.spec, arrays))
-        totals = [self._weighted(path, x, weight) for path, x in zip(paths, arrays, strict=True)]
-        return _State(treedef, paths, specs, tuple(totals), self._no_errors(totals), weight)
+        if self._compensated:
+            for k, spec in enumerate(specs):
+                if self._wing.spec_in_words(spec).startswith("sparse"):
+                    raise GradtoolsError(
+                        f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
+                        f"{self._wing.spec_in_words(spec)}; a compensated sum needs dense arrays. "
+                        "Use compensated=False, or give a dense gradient."
+                    )
+        return _Term(treedef, grads, arrays, specs, weight)
 
-    def _array(self, path: str, x: Any) -> Any:
-        """A leaf of grads, detached."""
+    def _refuse_leaf(self, grads: Any, k: int, x: Any) -> NoReturn:
         array = self._wing.detached(x)
-        if array is None or not self._name(array).startswith(("float", "bfloat", "complex")):
-            result = with_article(type(x).__name__) if array is None else self._wing.spec(array)
-            raise GradtoolsError(
-                f"GradientAccumulator.add: grads{path} is {result}; expected a floating or complex "
-                "array. Differentiate with respect to floating arguments only, or put None there."
-            )
-        if self._compensated and self._wing.spec(array).startswith("sparse"):
-            raise GradtoolsError(
-                f"GradientAccumulator.add: grads{path} is {self._wing.spec(array)}; a compensated "
-                "sum needs dense arrays. Use compensated=False, or give a dense gradient."
-            )
-        return array
+        came = with_article(type(x).__name__)
+        if array is not None:
+            came = self._wing.spec_in_words(self._wing.spec(array))
+        raise GradtoolsError(
+            f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is {came}; "
+            "expected a floating or complex array. Differentiate with respect to floating "
+            "arguments only, or put None there."
+        )
 
-    def _weighted(self, path: str, x: Any, weight: Any) -> Any:
-        """The weight times x, in the precision asked for."""
-        x = self._cast(path, x, self._precision)
-        if isinstance(weight, (int, float)) and weight == 1:
-            return x
-        return x * self._factor(weight, x)
+    def _first(self, term: _Term) -> _State:
+        """The state after a first `add`."""
+        paths = tuple(self._backend.leaf_paths(term.grads))
+        weighted = self._weighted(paths, term)
+        copied = self._wing.copied
+        totals = [copied(y) if y is x else y for x, y in zip(term.arrays, weighted, strict=True)]
+        return _State(
+            term.treedef, paths, term.specs, tuple(totals), self._no_errors(totals), term.weight
+        )
+
+    def _weighted(self, paths: Sequence[str], term: _Term) -> list[Any]:
+        """The weight times the arrays, in the precision asked for."""
+        pairs = zip(paths, term.arrays, strict=True)
+        cast = [self._cast(path, x, self._precision) for path, x in pairs]
+        if isinstance(term.weight, (int, float)) and term.weight == 1:
+            return cast
+        return [x * self._factor(term.weight, x) for x in cast]
 
     def _cast(self, path: str, x: Any, name: str | None) -> Any:
         if name is None:
@@ -408,15 +435,21 @@ class GradientAccumulator:
         real = {"complex64": "float32", "complex128": "float64"}
         return self._backend.cast(weight, real.get(self._name(x), self._name(x)))
 
-    def _joined(self, state: _State, term: _State) -> _State:
+    def _after(self, term: _Term) -> _State:
         """The state with the term added."""
-        _check_alike(state, term)
-        missing = state.errors or (None,) * len(state.totals)
-        pairs = [*map(self._sum, state.totals, missing, term.totals)]
-        totals = tuple(total for total, _ in pairs)
-        errors = tuple(e for _, e in pairs) if self._compensated else ()
+        state = self._state
+        assert state is not None
+        self._check_alike(state, term)
         weight = state.weight + term.weight
-        return _State(state.treedef, state.paths, state.specs, totals, errors, weight)
+        if not self._compensated and self._wing.added(state.totals, term.arrays, term.weight):
+            return replace(state, weight=weight)
+        missing = state.errors or (None,) * len(state.totals)
+        terms = self._weighted(state.paths, term)
+        pairs = [*map(self._sum, state.totals, missing, terms)]
+        errors = tuple(e for _, e in pairs) if self._compensated else ()
+        return replace(
+            state, totals=tuple(total for total, _ in pairs), errors=errors, weight=weight
+        )
 
     def _sum(self, a: Any, error: Any, b: Any) -> tuple[Any, Any]:
         """(s, e) with s = a + error + b rounded and, if compensated, e what s lacks."""
@@ -436,16 +469,22 @@ class GradientAccumulator:
             return ()
         return tuple(map(self._backend.zeros_like, totals))
 
-    def _filled(self, caller: str) -> _State:
+    def _read(self, caller: str, of: Callable[[_State, Any], Any]) -> tuple[_State, list[Any]]:
+        """The state, and for each sum `of(state, sum)`, which copies while nobody adds to it."""
         self._check_trace(caller)
         with self._lock:
             state = self._state
-        if state is None:
-            raise GradtoolsError(
-                f"GradientAccumulator.{caller}: nothing has been added, so there is no {caller}. "
-                "Call add(grads) first."
-            )
-        return state
+            if state is None:
+                raise GradtoolsError(
+                    f"GradientAccumulator.{caller}: nothing has been added, so there is no "
+                    f"{caller}. Call add(grads) first."
+                )
+            if caller == "mean" and isinstance(state.weight, (int, float)) and state.weight == 0:
+                raise GradtoolsError(
+                    "GradientAccumulator.mean: the weights sum to 0, so there is no mean. Give "
+                    "weights with a sum other than 0, or use sum()."
+                )
+            return state, [of(state, total) for total in state.totals]
 
     def _weight(self, weight: Any) -> Any:
         number = self._backend.as_number(weight)
@@ -474,6 +513,31 @@ class GradientAccumulator:
             "buffer = accumulate_gradients(buffer, grads)."
         )
 
+    def _check_alike(self, state: _State, term: _Term) -> None:
+        """Raises unless the term has the leaves that came before."""
+        if state.treedef != term.treedef:
+            paths = self._backend.leaf_paths(term.grads)
+            new = [path for path in paths if path not in state.paths]
+            lost = [path for path in state.paths if path not in paths]
+            what = "grads has containers of other types"
+            if new or lost:
+                what = f"grads{new[0]} is new" if new else f"grads{lost[0]} is missing"
+            raise GradtoolsError(
+                f"GradientAccumulator.add: {what}; came {in_words(term.treedef)}, expected "
+                f"{in_words(state.treedef)}, as in the first add. Use one accumulator for each "
+                "model, or call reset() first."
+            )
+        if state.specs == term.specs:
+            return
+        words = self._wing.spec_in_words
+        for path, expected, came in zip(state.paths, state.specs, term.specs, strict=True):
+            if expected != came:
+                raise GradtoolsError(
+                    f"GradientAccumulator.add: grads{path} is {words(came)}; expected "
+                    f"{words(expected)}, as in the first add. Use one accumulator for each model, "
+                    "or call reset() first."
+                )
+
     def _name(self, x: Any) -> str:
         return self._backend.dtype_name(x)
 
@@ -481,31 +545,6 @@ class GradientAccumulator:
 def refuse(caller: str, came: str, expected: str, mend: str) -> NoReturn:
     """Raises for a parameter, a buffer or a gradient that does not fit."""
     raise GradtoolsError(f"{caller}: {came}; expected {expected}. {mend}")
-
-
-def _check_alike(state: _State, term: _State) -> None:
-    """Raises unless the term has the leaves that came before."""
-    if state.treedef != term.treedef:
-        _refuse_structure(state, term)
-    for path, expected, result in zip(state.paths, state.specs, term.specs, strict=True):
-        if expected != result:
-            raise GradtoolsError(
-                f"GradientAccumulator.add: grads{path} is {result}; expected {expected}, as in the "
-                "first add. Use one accumulator for each model, or call reset() first."
-            )
-
-
-def _refuse_structure(state: _State, term: _State) -> None:
-    new = [path for path in term.paths if path not in state.paths]
-    lost = [path for path in state.paths if path not in term.paths]
-    what = "grads has containers of other types"
-    if new or lost:
-        what = f"grads{new[0]} is new" if new else f"grads{lost[0]} is missing"
-    raise GradtoolsError(
-        f"GradientAccumulator.add: {what}; came {in_words(term.treedef)}, expected "
-        f"{in_words(state.treedef)}, as in the first add. Use one accumulator for each model, or "
-        "call reset() first."
-    )
 
 
 def _precision(dtype: Any) -> str | None:

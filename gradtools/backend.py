@@ -553,8 +553,17 @@ class Recomputation(Programs):
 
         return self._again(fun, [*pieces, *chunks.shared]), list(after)
 
-    def sum_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
-        """The sums over chunks of the output leaves, each chunk's graph as it is, and the carry."""
+    weighs_sums = False
+    """Whether `sum_chunks` takes terms without their weight, and returns means."""
+
+    def sum_chunks(
+        self, chunks: Chunks, weigh: Callable[[Array, Array], Array] | None = None
+    ) -> tuple[list[Array], list[Array]]:
+        """The sums over chunks of the output leaves, each chunk's graph as it is, and the carry.
+
+        weigh: Where the backend weighs sums, `weigh(w, x)` is a term. The first leaf of each chunk
+            is its weight, and the result is the sum of the weights, and the weighted means.
+        """
         result, carry = [], chunks.carry
         for i, pieces in enumerate(self._pieces(chunks)):
             outs, carry = chunks.call(i, i, pieces, chunks.shared, carry)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import FunctionType
 from typing import Any, Literal
 
@@ -278,29 +279,37 @@ class Chunking(Operators):
             value, aux, grads = derivatives._scalar_gradient(spec, chunk[: len(args)], kwargs)
             aux, carry = aux if carried else (aux, None)
             aux = call.metrics(aux, options.reduction) if has_aux else None
-            result, treedef = backend.flatten((value, grads, aux))
-            seen[:] = [treedef, [backend.dtype_name(x) for x in result]]
-            wide = [*map(call.wide, result)]
+            parts = [backend.flatten(part) for part in (value, grads, aux)]
+            result = [x for leaves, _ in parts for x in leaves]
+            names = [backend.dtype_name(x) for x in result]
+            seen[:] = [[(treedef, len(leaves)) for leaves, treedef in parts], names]
+            wide = [call.wide(x, name) for x, name in zip(result, names, strict=True)]
             if options.reduction == "mean":
                 size = call.batch.size_of((*chunk, *kwargs.values()))
                 w = call.weight(chunk[: len(args)], kwargs, own, size)
-                w = backend.cast(w, call.wide(value))
-                wide = [w, *[call.weighted(w, x) for x in wide]]
+                w = backend.cast(w, wide[0])
+                if not backend.weighs_sums:
+                    wide = [call.weighted(w, x) for x in wide]
+                wide = [w, *wide]
             return (wide, carry) if carried else wide
 
         terms = like_function("", f, terms)
         chunks = call.cut(terms, options.chunk_size, keys, carried)
+        weigh = call.weighted if options.reduction == "mean" and backend.weighs_sums else None
         with shared_examples_named("microbatched_value_and_grad", given):
-            sums, carry = backend.sum_chunks(chunks)
+            sums, carry = backend.sum_chunks(chunks, weigh)
         if opened is not None and opened.opens_once:
             opened.refuse_changes()
         if options.reduction == "mean":
             total, *sums = sums
             call.check_total(total)
-            sums = [x / backend.real_scalar(total, x) for x in sums]
-        treedef, dtypes = seen
-        sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
-        value, grads, aux = backend.unflatten(treedef, sums)
+            if weigh is None:
+                sums = [x / backend.real_scalar(total, x) for x in sums]
+        parts, dtypes = seen
+        left = iter([backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)])
+        value, grads, aux = [
+            backend.unflatten(treedef, [*islice(left, count)]) for treedef, count in parts
+        ]
         result: Any = ((value, aux) if has_aux else value), grads
         if carried:
             result = result, backend.unflatten(chunks.call.carry_def, carry)
@@ -503,10 +512,9 @@ class _Microbatches:
                 "weights with a sum other than 0, or use reduction='sum'."
             )
 
-    def wide(self, x: Array) -> Array:
+    def wide(self, x: Array, dtype: str) -> Array:
         """In at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
-        narrow = self.backend.dtype_name(x) in ("float16", "bfloat16")
-        return self.backend.cast(x, "float32") if narrow else x
+        return self.backend.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
 
 
 def _selected(

@@ -56,6 +56,15 @@ def spec(x: Any) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}"
 
 
+def spec_in_words(spec: str) -> str:
+    return spec
+
+
+def added(totals: Any, xs: Any, weight: Any) -> bool:
+    """False: no array is written in place."""
+    return False
+
+
 # --- what is written ---------------------------------------------------------------------
 
 

@@ -86,7 +86,7 @@ def _shapes_again(carry: list[Array], other: Chunks) -> list[tuple[int, ...]]:
     return [y.shape for y in outs]
 
 
-def sum_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
+def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Array]]:
     """The sums over chunks of the output leaves, each chunk's graph as it is, and the carry."""
     with flax_explained(chunks.caller):
         steps = _Steps(chunks)

@@ -9,7 +9,7 @@ before the first write. `gradtools.accumulate` documents the public names.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,10 +66,33 @@ def current_trace() -> Any:
     return upstream.maybe_current_level()
 
 
-def spec(x: torch.Tensor) -> str:
-    """Layout (unless dense), dtype, shape and device, in words."""
-    layout = "" if x.layout == torch.strided else f"{_short(x.layout)} "
-    return f"{layout}{_short(x.dtype)} of shape {tuple(x.shape)} on {x.device}"
+def spec(x: torch.Tensor) -> tuple[Any, ...]:
+    """What two gradients of one parameter have in common."""
+    return x.layout, x.dtype, x.shape, x.device
+
+
+def spec_in_words(spec: tuple[Any, ...]) -> str:
+    """Layout (unless dense), dtype, shape and device."""
+    layout, dtype, shape, device = spec
+    words = "" if layout == torch.strided else f"{_short(layout)} "
+    return f"{words}{_short(dtype)} of shape {tuple(shape)} on {device}"
+
+
+def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: Any) -> bool:
+    """Adds weight times xs to the sums in place, where that is a sum of plain numbers."""
+    if type(weight) not in (int, float) or upstream.peek_interpreter_stack() is not None:
+        return False
+    both = (*totals, *xs)
+    if not all(type(x) is torch.Tensor and x.layout is torch.strided for x in both):
+        return False
+    if any(x.is_inference() for x in totals) or upstream.forward_level() >= 0:
+        return False
+    pairs = zip(totals, xs, strict=True)
+    if any(torch.promote_types(t.dtype, x.dtype) is not t.dtype for t, x in pairs):
+        return False
+    with torch.no_grad():
+        torch._foreach_add_([*totals], [*xs], alpha=weight)
+    return True
 
 
 # --- what is written, and how ------------------------------------------------------------
@@ -209,7 +232,9 @@ def _check_match(caller: str, path: str, p: torch.Tensor, g: torch.Tensor) -> No
         mend = f"Move it with .to({str(p.device)!r})."
     if g.shape != p.shape:
         mend = "Reduce it over the batch first, or give it under another name."
-    refuse(caller, f"grads{path} is {spec(g)}", f"{expected}, as the parameter", mend)
+    refuse(
+        caller, f"grads{path} is {spec_in_words(spec(g))}", f"{expected}, as the parameter", mend
+    )
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:

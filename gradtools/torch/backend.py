@@ -212,6 +212,7 @@ class TorchBackend(Wing):
 
     # --- chunks
 
+    weighs_sums = True
     is_recomputing = Lazily("replaying.guards", "asks_is_recomputing")
     frozen_uses = Lazily("freezing", "Uses")
 

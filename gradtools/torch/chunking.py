@@ -25,7 +25,7 @@ from gradtools.torch.replaying.guards import here, is_plain, is_recomputing, mar
 from gradtools.torch.replaying.nodes import node_of
 from gradtools.torch.replaying.replay import Forward
 from gradtools.torch.replaying.slicing import Rows, flattened, pieces_of, untracked
-from gradtools.torch.replaying.summing import Sums
+from gradtools.torch.replaying.summing import Sums, Weigh
 
 Tensor = torch.Tensor
 left_to_python(__name__)
@@ -116,14 +116,18 @@ def _is_differentiated(leaves: list[Tensor]) -> bool:
     return not pushed or both
 
 
-def sum_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
+def sum_chunks(chunks: Chunks, weigh: Weigh | None = None) -> tuple[list[Tensor], list[Tensor]]:
     sums, carry = Sums(), chunks.carry
     with marked("chunked"):
         for i, piece in enumerate(pieces_of(chunks)):
             outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
             carry = [x.detach() if isinstance(x, Tensor) else x for x in carry]
-            sums.add(outs)
-    return sums.total(), carry
+            if weigh is None:
+                sums.add(outs)
+            else:
+                sums.add_weighted(outs, weigh)
+            del outs  # before the next chunk runs
+    return (sums.total() if weigh is None else sums.means()), carry
 
 
 def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:

@@ -332,10 +332,14 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
         fields = dict(node.shared)
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
-        own: list[dict[str, Any]] = [node.parameters, node.buffers, node.children]
-        for name, own_slots, source in zip(upstream.SLOTS, own, slots.values(), strict=True):
-            fields[name] = filled.setdefault(id(own_slots), _filled(own_slots, source))
-        copy.__dict__.update(fields)
+        own = (node.parameters, params), (node.buffers, buffers), (node.children, copies)
+        for name, (places, source) in zip(upstream.SLOTS, own, strict=True):
+            result = filled.get(id(places))
+            if result is None:
+                result = {k: None if at is None else source[at] for k, at in places.items()}
+                filled[id(places)] = result
+            fields[name] = result
+        object.__setattr__(copy, "__dict__", fields)
     return copies
 
 
@@ -407,14 +411,11 @@ class Copy:
                     vars(original)[name] = value
 
 
-def _filled(slots: dict[str, Any], source: Any) -> dict[str, Any]:
-    return {name: None if slot is None else source[slot] for name, slot in slots.items()}
-
-
 def _buffers_of(plan: ModulePlan, copies: list[nn.Module], clones: dict) -> dict[str, Tensor]:
     """The buffers after the call: changed in place, or assigned anew at any of their places."""
     result = dict(clones)
-    for copy, node in zip(copies, plan.nodes, strict=True):
+    holding = [(c, node) for c, node in zip(copies, plan.nodes, strict=True) if node.buffers]
+    for copy, node in holding:
         for name, slot in node.buffers.items():
             value = upstream.slots_of(copy)[1].get(name)
             if slot is not None and value is not None and value is not clones[slot]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
@@ -1867,3 +1868,43 @@ def test_narrow_terms_are_summed_in_float32_and_rounded_once():
         sums.add([term, None])
     total, nothing = sums.total()
     assert (total.dtype, total.item(), nothing) == (torch.bfloat16, 1 + 2.0**-7, None)
+
+
+def test_microbatches_are_added_in_place_with_their_weight():
+    class Calls(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
+            self.names.append(fun.__name__)
+            return fun(*args, **(kwargs or {}))
+
+    w, x = torch.randn(8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
+    weights = torch.tensor([0.0] * 4 + [1.5] * 7, dtype=torch.float64)
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    with Calls() as calls:
+        value, grad = gt.microbatched_value_and_grad(loss, 4, weights=weights)(w, x)
+    assert calls.names.count("_foreach_add_.List") == 2
+    pairs = [*zip(x.split(4), weights.split(4), strict=True)]
+    total = sum(loss(w, c) * v.sum() for c, v in pairs) / weights.sum()
+    assert torch.allclose(value, total, rtol=1e-14, atol=0)
+    expected = torch.func.grad(lambda w: sum(loss(w, c) * v.sum() for c, v in pairs))(w)
+    assert torch.allclose(grad, expected / weights.sum(), rtol=1e-13, atol=0)
+
+
+def test_an_accumulator_adds_in_place_and_hands_out_copies():
+    total = gt.GradientAccumulator()
+    g = {"w": torch.randn(4), "b": torch.randn(2, dtype=torch.complex64)}
+    total.add(g, 3)
+    first, saved = total.sum(), copy.deepcopy(total)
+    expected = {name: 3 * x for name, x in g.items()}
+    total.add(g, 2.5)
+    for held in (first, saved.sum()):
+        assert all(torch.equal(held[name], expected[name]) for name in g)
+    for name, x in g.items():
+        assert torch.allclose(total.sum()[name], 5.5 * x, rtol=1e-6)
+        assert torch.allclose(total.mean()[name], x, rtol=1e-6)
+    with pytest.raises(GradtoolsError, match="float64 of shape"):
+        total.add({"w": g["w"].double(), "b": g["b"]})
+    assert torch.allclose(total.sum()["w"], 5.5 * g["w"], rtol=1e-6)

@@ -31,6 +31,7 @@ Tensor = torch.Tensor
 left_to_python(__name__)
 _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
+Weigh = Callable[[Tensor, Tensor], Tensor]
 _task = upstream.current_graph_task  # which call of the engine runs a hook
 
 
@@ -39,9 +40,11 @@ class Sums:
     """Terms that add up, narrow ones in float32, in place where nobody else sees it.
 
     terms: The sums so far; none before the first terms.
+    in_place: Whether weighted terms are added in place.
     """
 
     terms: list[Any] = field(default_factory=list)
+    in_place: bool = False
 
     def add(self, terms: Sequence[Any]) -> None:
         """One more of each; None is zero."""
@@ -63,12 +66,54 @@ class Sums:
             wide = total.float() if total.dtype in _NARROW else total
             self.terms[k], self._owned[k] = wide + term, True
 
+    def add_weighted(self, terms: list[Tensor], weigh: Weigh) -> None:
+        """One more of each, times their weight, which stands before them and is added as well.
+
+        weigh: Gives a term. Numbers on the CPU are added in place, without a copy of the terms.
+        """
+        w, *xs = terms
+        if not _is_plain(terms) or not (self.in_place or not self.terms):
+            self.in_place = False
+            self.add([w, *[weigh(w, x) for x in xs]])
+            return
+        number = w.item()
+        if not self.terms:
+            # Where the weight is zero a mean over nothing, 0/0, does not count.
+            scaled = [*torch._foreach_mul(xs, number)] if number else [*map(torch.zeros_like, xs)]
+            self.terms, self.in_place = [w, *scaled], True
+            self._dtypes, self._owned = [x.dtype for x in terms], [False, *[True] * len(xs)]
+            return
+        self.terms[0] = self.terms[0] + w
+        if number:
+            torch._foreach_add_(self.terms[1:], xs, alpha=number)
+
+    def means(self) -> list[Any]:
+        """The sum of the weights, and the sums over that."""
+        total, *sums = self.total()
+        if self.in_place:
+            torch._foreach_div_(sums, total.item())
+            return [total, *sums]
+        return [total, *[x / total.to(x.real.dtype) for x in sums]]
+
     def total(self) -> list[Any]:
         """The sums, in the terms' dtypes."""
         if not self.terms:
             return []
         pairs = zip(self.terms, self._dtypes, strict=True)
         return [s if s is None or s.dtype == dtype else s.to(dtype) for s, dtype in pairs]
+
+
+def _is_plain(xs: Sequence[Any]) -> bool:
+    """Whether these are numbers on the CPU, whose sum nobody differentiates or maps."""
+    if upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
+        return False
+    return all(
+        type(x) is Tensor
+        and x.device.type == "cpu"
+        and x.layout is torch.strided
+        and not (x.requires_grad or upstream.is_wrapped(x))
+        for x in xs
+    )
 
 
 @contextmanager

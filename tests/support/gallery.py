@@ -1,6 +1,6 @@
-"""The pictures of docs/gallery.md: ten programs and two in JAX, drawn and told in a few sentences.
+"""The pictures of docs/gallery.md: programs of PyTorch and JAX, drawn, each with a few sentences.
 
-`python -m tests.support.gallery` writes the page and its pictures anew; a test compares, and
+`python -m tests.support.gallery` writes the page and its pictures; a test compares, and
 computes each graph, operation by operation, beside PyTorch's own derivatives.
 """
 
@@ -211,8 +211,8 @@ PICTURES = (
         "square",
         "Square: an input is saved",
         "The rule saves its input `a`. Backward reads it: a dashed edge. And since `a` "
-        "is an input, double backward finds its way back to it: the second gradient of x is "
-        "there, 2 g v. The argument was alive anyway: the forward pass keeps {kept} bytes anew.",
+        "is an input, double backward can differentiate with respect to it: the second gradient "
+        "of x is 2 g v. The argument was alive anyway: the forward pass keeps {kept} new bytes.",
         lambda x: Square.apply(x),
         (X,),
         2,
@@ -221,7 +221,7 @@ PICTURES = (
         "exp",
         "Exp: an output is saved",
         "An output is as good as an input: `b` is saved, and its graph leads to x through the rule "
-        "itself. Kept anew are {kept} bytes, the output's.",
+        "itself. {kept} bytes are newly kept, the output's.",
         lambda x: Exp.apply(x),
         (X,),
         2,
@@ -231,15 +231,15 @@ PICTURES = (
         "Sinh, and its second gradient is lost",
         "Two exponentials are computed inside of the rule and kept on ctx. Nothing leads from them "
         "to x, so that what backward makes of them is a constant to double backward. PyTorch gives "
-        "None for the second gradient of x and says nothing; the picture crosses the two values "
-        "where backward reads them, says how to mend it, and draws the gradient as `missing`.",
+        "None for the second gradient of x without an error; the picture crosses the two values "
+        "where backward reads them, says how to fix it, and draws the gradient as `missing`.",
         lambda x: SinhLost.apply(x),
         (X,),
         2,
     ),
     Picture(
         "sinh",
-        "Sinh, mended",
+        "Sinh, fixed",
         "The exponentials are outputs of the rule, which the caller drops, and are saved as such. "
         "Backward takes a cotangent for each of them, and through these the second gradient "
         "flows. Nothing is crossed.",
@@ -263,7 +263,7 @@ PICTURES = (
         "{operations} operations; blocks are modules. The residual stream is what runs past "
         "`self_attn` and past the two linear layers into the two `add`, and on the way back the "
         "gradients of both ways meet in two `add` as well. Every weight's gradient leaves beside "
-        "its block. Kept anew are {kept} bytes; the weights are alive anyway.",
+        "its block. {kept} bytes are newly kept; the weights are alive anyway.",
         TRANSFORMER,
         (_drawn(2, 3, 8, seed=1),),
         held=_held(TRANSFORMER),
@@ -284,7 +284,7 @@ PICTURES = (
         "The loss holds a gradient, so the forward pass has an inner derivative in it, marked as "
         "such, and the critic's weights are read twice: forward, and by the inner backward. The "
         "outer backward sums both in `add`. The last bias has no gradient, for the slope does not "
-        "depend on it. Kept anew are {kept} bytes.",
+        "depend on it. {kept} bytes are newly kept.",
         penalty,
         (_drawn(3, 2, seed=1),),
         held=_held(critic, "critic."),
@@ -293,8 +293,8 @@ PICTURES = (
         "chunked_loss",
         "A chunked loss",
         "The encoder runs chunk by chunk and keeps nothing: of its `tanh` no dashed edge leads to "
-        "backward, where each chunk's `matmul` and `tanh` run once more. Kept anew are {kept} "
-        "bytes, the embeddings that all pairs need.",
+        "backward, where each chunk's `matmul` and `tanh` run once more. {kept} bytes "
+        "are newly kept, the embeddings that all pairs need.",
         contrastive,
         (_drawn(3, 2), _drawn(4, 3, seed=1)),
     ),
@@ -302,21 +302,20 @@ PICTURES = (
         "frozen_network",
         "A second derivative through a frozen network",
         "The loss is a function of the slope of y² G(z). Ordinary double backward would keep the "
-        "graph of G and of its backward pass; here only {kept} bytes are kept anew, and backward "
+        "graph of G and of its backward pass; here only {kept} new bytes are kept, and backward "
         "runs G forward over reverse, in one direction.",
         through_frozen,
         (torch.tensor(2.0), torch.tensor([1.0, 3.0])),
     ),
 )
 
-HEAD = """# A gallery of derivatives
+HEAD = """# Gallery of graphs
 
-What PyTorch runs for ten programs, as [`gradient_graph`](graphs.md) draws it: forward in blue,
-backward in orange, backward of the backward in violet. Dashed edges are values that a later pass
-reads; red is lost. The programs stand in tests/support/gallery.py, which writes this page. A test
-computes each graph from its operations, operands and constants alone and compares every result with
-PyTorch's own, and the bytes that are kept with `measure`. The last two pictures are what JAX
-traces; of these the marks, the gradients' names and the bytes are compared.
+Each picture is drawn by [`gradient_graph`](graphs.md). On the site, click a picture to open its
+interactive page: blocks open and close, and a value shows where it is used. Forward is blue, backward
+orange, backward of the backward violet. Dashed edges are values that a later pass reads; red is lost.
+A test compares every number of a graph with PyTorch's own derivatives. The last two are JAX programs.
+The programs are in tests/support/gallery.py, which writes this page.
 """
 
 

@@ -75,8 +75,8 @@ PICTURES = (
         "jax_wgan_gp",
         "In JAX: the gradient penalty",
         "`jax.grad` inside of the loss is traced into the forward pass, {operations} operations in "
-        "all, and the outer backward goes through it like through any other part. Kept anew are "
-        "{kept} bytes.",
+        "all, and the outer backward goes through it like through any other part. {kept} bytes "
+        "are newly kept.",
         penalty,
         (_PARAMS, _X),
     ),

@@ -272,7 +272,7 @@ number. Write `z / jnp.abs(z)`.
 **betaln** of two equal arguments has a wrong second derivative (jax#34353): whether they are equal
 is not known while a program is traced, so it is JAX's number in gradtools too.
 
-## Told, and not mended
+## Reported, not fixed
 
 What else the sweeps found is the frameworks' own number in gradtools too. What stands under both
 frameworks was found by holding one against the other; the program has its name in JAX.

@@ -36,16 +36,16 @@ class Accumulation(Operators):
         """A running weighted sum of gradients, safe from many threads.
 
         After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n and `mean()` is that
-        over w_1 + ... + w_n. So chunks of unequal size average rightly: give each chunk's mean
-        gradient with its number of examples (or tokens) as the weight. See `GradientAccumulator`
-        in `gradtools.accumulate` for its methods.
+        divided by w_1 + ... + w_n. For chunks of unequal size, pass the number of examples (or
+        tokens) of a chunk as the weight of its mean gradient. The methods are those of
+        `gradtools.accumulate.GradientAccumulator`.
 
         Args:
             dtype: The precision to add in, such as "float32" for bfloat16 gradients; complex
                 leaves use the complex dtype of that precision. None: the gradients' own.
-            compensated: Also carry the rounding error of the additions before, and add it in.
-                The result is then about as good as adding in twice the precision, for one more
-                buffer and nine more additions per entry. Rounding in w_i g_i itself stays.
+            compensated: Whether to keep the rounding errors of the additions in one more buffer
+                (Kahan summation). The result is about as accurate as in twice the precision, for
+                nine more additions per entry.
 
         Returns:
             An empty `GradientAccumulator`.
@@ -63,23 +63,23 @@ class Accumulation(Operators):
         return GradientAccumulator(self._backend, dtype, compensated)
 
     def accumulate_gradients(self, target: Any, grads: Any) -> Any:
-        """Adds gradients into a buffer: the one way, with `assign_gradients`, to write them.
+        """Adds gradients into a buffer.
 
-        PyTorch: target is the real parameters, and `.grad` of each is added to as `backward()`
-        would: in place where it can be, created where it is None. One lock makes calls from many
-        threads add up; it does not guard against a `backward()` or an optimiser's step that runs
-        at the same time. Gradients are copied and detached; hooks do not fire, and
-        DistributedDataParallel does not reduce. Either everything is written or nothing.
+        PyTorch: target holds the parameters. Each `.grad` is added to as by `backward()`: in place
+        where possible, created where it is None. Calls from many threads are serialized by one
+        lock, which does not guard against a `backward()` or an optimizer step at the same time.
+        Gradients are copied and detached; hooks do not run, and DistributedDataParallel does not
+        reduce. If anything does not fit, nothing is written.
 
-        JAX: target is the buffer, nothing is written, and the new buffer is what is returned; it
-        may be called under jit. Ask for the return value and one program serves both.
+        JAX: target is the buffer; the new buffer is returned and nothing is written. It works under
+        jit. A program that uses the return value runs in both frameworks.
 
-        Only what `grads` names is touched: a dict may hold some of the target's keys, and an
-        entry of None leaves everything below it alone.
+        Only what `grads` names is changed: a dict may hold some of the target's keys, and an entry
+        of None leaves everything below it unchanged.
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
-                which stands for the dict of its `named_parameters()`. JAX: a pytree of floating
+                which means the dict of its `named_parameters()`. JAX: a pytree of floating
                 or complex arrays, or None for zeros.
             grads: The gradients: of the target's structure, shapes and dtypes.
 
@@ -107,12 +107,11 @@ class Accumulation(Operators):
         return room.write_gradients(target, grads, add=True)
 
     def assign_gradients(self, target: Any, grads: Any) -> Any:
-        """Sets a buffer to gradients, in place of what it held.
+        """Sets a buffer to gradients.
 
-        As `accumulate_gradients`, but `.grad` becomes a new tensor that holds the gradient
-        (PyTorch), or the new buffer holds it (JAX). What `grads` does not name, or names as None,
-        keeps its old value. In PyTorch one parameter that stands at two places of the target
-        can be given one gradient only.
+        As `accumulate_gradients`, but the gradient replaces the old value. Entries that `grads`
+        does not name, or names as None, keep their old value. In PyTorch a shared parameter takes
+        one gradient only.
 
         Args:
             target: As in `accumulate_gradients`.

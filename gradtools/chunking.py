@@ -56,38 +56,35 @@ class Chunking(Operators):
     ) -> F:
         """f over a batch, chunk by chunk, at the memory of one chunk's graph.
 
-        The value is that of the loop `concat(f(chunk) for chunk in batch)`, and so is every
-        derivative, of whatever loss follows; what the backward pass needs of a chunk is computed
-        again there. This equals `f(batch)` where f treats examples alone and deterministically;
-        batch normalisation in training does not: it normalises each chunk by that chunk's own
-        statistics, and a warning says so once.
+        The values and all derivatives are those of the loop `concat(f(chunk) for chunk in batch)`,
+        whatever loss follows. In the backward pass each chunk is computed again. This equals
+        `f(batch)` if f treats examples independently and deterministically. Batch normalization in
+        training mode does not: it normalizes each chunk by that chunk's own statistics, which a
+        warning says once.
 
-        PyTorch: f is a module, or a function that uses modules, as they are. Parameters need not
-        be named; a captured tensor that is neither a parameter (a leaf) nor an argument is
-        refused. All that f's output or later behaviour depends on (random streams, buffers,
-        attributes of modules, containers that f closes over) is for the second computation what
-        it was for the first, and afterwards stands where the plain loop leaves it; autocast,
-        default dtype and deterministic flags are those of the first pass. Gradients reach each
-        parameter once, as one sum. If the forward or the backward pass of f raises, `.grad` of
-        f's parameters, buffers, attributes and random streams are as they stood before it;
-        leaves that autograd reached earlier, such as a temperature in the loss, have their
-        gradient already. Hooks of modules run in both computations, see `is_recomputing`. Of two
-        threads' backward passes that compute again one waits for the other.
+        PyTorch: f is a module, or a function that uses modules; parameters need not be passed. A
+        captured tensor that is neither a leaf nor an argument is refused. Before a chunk is
+        computed again, everything that its result depends on (random generators, buffers,
+        attributes of modules, containers that f captures) is restored to what it was in the first
+        pass, and afterwards set to what the plain loop leaves; autocast, default dtype and
+        deterministic flags are those of the first pass. Gradients reach each parameter once, as one
+        sum. If f raises in the forward or backward pass, `.grad` of its parameters, buffers,
+        attributes and random generators are restored; leaves that autograd reached earlier, such as
+        a temperature in the loss, already have their gradient. Hooks of modules run in both
+        computations: see `is_recomputing`. Backward passes that compute again run one at a time.
 
-        JAX: a scan over the chunks whose body is computed again in the backward pass: the same
-        program over the same arrays, so `verify` has nothing to compare. What `pure_callback`s
-        gave is kept, and not asked for again. A `grad` of a `grad` keeps every chunk's graph, as it
-        does around `jax.checkpoint`, but not where f is `checkpoint(f)`. Randomness comes by keys,
-        changing state by carries; the state of flax.nnx modules that f is, closes over or gets as
-        arguments is carried, not differentiated, and written back. Call it under jit: outside, each
-        call is traced, and compiled the first time.
+        JAX: a scan over the chunks whose body is computed again in the backward pass, the same
+        program over the same arrays, so `verify` has no effect. Results of `pure_callback` are kept
+        and not computed again. A `grad` of a `grad` keeps every chunk's graph, as around
+        `jax.checkpoint`, unless f is `checkpoint(f)`. Pass randomness as keys and changing state as
+        carries; the state of flax.nnx modules is carried, not differentiated, and written back.
+        Call it under jit: otherwise each call is traced.
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
-                examples along its entry of `out_axes`: its length there follows the chunk's. Where
-                all chunks are equal, f at another number of examples tells: in JAX by shapes
-                alone, in PyTorch by a run at the first call if shapes leave a doubt (and not with
-                `verify=False`), after which everything stands as it stood.
+                examples along its axis in `out_axes`. If all chunks are equally large, f is tried
+                with another number of examples to check this: in JAX by shapes alone, in PyTorch by
+                a run at the first call where shapes are ambiguous (not with `verify=False`).
             chunk_size: How many examples at once; the last chunk may hold fewer.
             in_axes: The batch axis, as in `vmap`: an integer or one entry for each positional
                 argument, or a dict from f's parameters to axes, however they are passed; None
@@ -100,23 +97,21 @@ class Chunking(Operators):
             carry_argnums: Which arguments are state that is handed from chunk to chunk; f then
                 returns `(out, new_carry)`, and so does the chunked function, with a tuple of
                 carries for several. Carries are not differentiated.
-            interleaved: Whether chunk i of n holds the rows i::n, and not a block of rows; the
-                order of outputs is restored. A batch that is sharded over devices then needs no
-                gather.
-            keep_graphs: How many of the last chunks keep their graph instead of computing it again.
-                The loss is computed while they are there, and in JAX their gradient is one more
-                buffer: `keep_graphs=0` is the leanest.
-            memory_budget: Bytes for graphs that are kept beyond the leanest run; `keep_graphs` then
-                follows from the size of a chunk's graph.
-            verify: PyTorch: whether what is computed again is compared with the first pass, to
-                raise if it differs, naming the chunk and the first submodule that does. None: in
-                the first backward pass of each f, and of each new shape, dtype, training mode and
-                autocast; numbers up to rounding, and the parameters that each chunk's graph
-                reaches. True: in each backward pass, all bits, also of every module. False: never.
+            interleaved: Whether chunk i of n holds the rows i::n instead of a block of rows; the
+                order of outputs is restored. Use it for a batch that is sharded over devices.
+            keep_graphs: How many of the last chunks keep their graph instead of being computed
+                again. These graphs exist while the loss is computed; 0 needs the least memory.
+            memory_budget: Bytes for kept graphs; `keep_graphs` then follows from the size of a
+                chunk's graph.
+            verify: PyTorch: whether a recomputed chunk is compared with its first computation; a
+                difference raises and names the chunk and the first submodule that differs. None: in
+                the first backward pass of each f and of each new shape, dtype, training mode and
+                autocast setting, up to rounding. True: in each backward pass, all bits, of every
+                module. False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
                 program that is lowered for another platform has none.
-            select: What of f's output is wanted, as a function of it; the rest is not kept. Such
-                as `lambda out: out.pooler_output` of a model that returns caches or a loss, too.
+            select: A function of f's output that returns the part to keep, such as `lambda out:
+                out.pooler_output` for a model that also returns caches.
 
         Returns:
             A function of f's arguments. A module stays one: in PyTorch a `torch.nn.Module` with
@@ -190,12 +185,12 @@ class Chunking(Operators):
     ) -> Callable[P, Any]:
         """The value and gradient of a loss that is a mean or a sum over examples, chunk by chunk.
 
-        With W_c the weight of chunk c, by default its number of examples, and f_c its mean,
+        With W_c the weight of chunk c (by default its number of examples) and f_c its mean,
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        which is the full batch's, also where the last chunk is smaller or token counts differ.
-        Unlike in `chunked`, each chunk's graph is used up at once: it costs no recomputation.
+        which equals the full batch's, also if the last chunk is smaller or token counts differ.
+        Unlike in `chunked`, each chunk's backward pass runs at once: nothing is recomputed.
 
         Args:
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
@@ -320,14 +315,13 @@ class Chunking(Operators):
     def all_gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
         """The rows of all processes (PyTorch) or devices (JAX), one after the other.
 
-        For losses over the global batch. The derivative is the adjoint: each process's cotangent
-        is summed where the row came from. So if every process computes the whole loss L and
-        gradients are averaged over processes afterwards (as DistributedDataParallel does, or
-        `jax.lax.pmean`), what comes out is the gradient of L, neither scaled by the number of
-        processes nor by its inverse; and likewise if process r computes L_r and L is their mean.
-        Under `shard_map` with check_vma=True make shared weights varying first
-        (`jax.lax.pcast(w, axis, to="varying")`), or put the pmean inside of what is
-        differentiated: else `jax.grad` sums over devices by itself.
+        For losses over the global batch. The derivative is the adjoint: the cotangents of each row
+        are summed over all processes. So if every process computes the whole loss L, or process r
+        computes L_r and L is their mean, the mean of the processes' gradients (as
+        DistributedDataParallel or `jax.lax.pmean` computes) is the gradient of L. Under `shard_map`
+        with check_vma=True make shared weights varying first (`jax.lax.pcast(w, axis,
+        to="varying")`) or put the pmean inside what is differentiated; otherwise `jax.grad` sums
+        over devices by itself.
 
         Args:
             x: A pytree of arrays with the local rows along axis 0, of the same shape everywhere.
@@ -349,9 +343,9 @@ class Chunking(Operators):
         return self._backend.compiler.uncompiled(self._backend.all_gather, x, axis_name, group)
 
     def is_recomputing(self) -> bool:
-        """Whether f is being computed a second time, for hooks with side effects.
+        """Whether f is being recomputed, for hooks with side effects.
 
-        In JAX hooks do not exist, and what is computed again is never traced again: False.
+        Always False in JAX, which has no hooks.
 
         Returns:
             True inside f and the hooks of its modules while `chunked`, `checkpoint` or `frozen`

@@ -40,26 +40,26 @@ class CustomRules(Operators):
         self, f: None = None, static_argnames: Any = (), check: str = "first"
     ) -> Callable[[Callable[..., Any]], CustomRule]: ...
     def custom_rule(self, f: Any = None, static_argnames: Any = (), check: str = "first") -> Any:
-        """A function with the value of `f` and a derivative that you give.
+        """A function with the value of `f` and a derivative that you write.
 
-        Give a reverse rule, a forward rule, or both; the missing one follows by transposing:
+        Give a reverse rule, a forward rule, or both; the missing one follows by transposition:
 
             f.defvjp(fwd, bwd)     fwd(*args) -> (out, residuals)
                                    bwd(residuals, cotangent) -> one cotangent per argument
             f.defjvp(rule)         rule(primals, tangents) -> (out, tangent_out)
 
-        Either gives forward and reverse mode, second order in every mix, vmap, compiled code and
-        loops. What `fwd` saves, be it an input, an output, an intermediate or no array at all, is
-        differentiated through `fwd` at second order. Cotangents are J^H v in both backends.
+        Either gives forward and reverse mode, second order in every combination, vmap, compiled
+        code and loops. What `fwd` saves (inputs, outputs, intermediates, non-arrays) is
+        differentiated through `fwd` at second order. Cotangents are J^H v in both frameworks.
 
         Args:
             f: Takes and returns pytrees of arrays. Keyword arguments are bound to its signature,
                 and a rule gets every argument by position, defaults included.
-            static_argnames: A name or names of arguments that are no arrays and select the
-                program; they must be hashable, and lead the arguments of fwd, bwd and rule. To
-                differentiate what a static function closes over raises.
-            check: When the rule is held to what a rule must be: "first" (once for each shape and
-                dtype), "always", or "never", for whoever measures or means what is refused.
+            static_argnames: A name or names of hashable arguments that are no arrays and select the
+                program. They come first in the arguments of fwd, bwd and rule. An array that a
+                static function captures cannot be differentiated.
+            check: When the rule is checked for structure, shapes, dtypes and linearity: "first"
+                (once for each shape and dtype), "always", or "never".
 
         Returns:
             A function with f's arguments. In `bwd`, None is a zero cotangent, and what belongs

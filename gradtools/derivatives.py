@@ -115,15 +115,15 @@ class Derivatives(Operators):
     ) -> Any:
         """The gradient function of a real scalar f: J^H 1.
 
-        f is evaluated once. Nothing but f's own effects remains: no `.grad` is touched. In JAX f
-        is traced, and what was traced is run; only where f branches on values, which a trace
-        cannot follow, does its Python run a second time, without one.
+        f is evaluated once, and no `.grad` is changed. In JAX f is traced and the trace is run; if
+        f branches on values, its Python code runs a second time without tracing.
 
         Args:
             f: Takes and returns pytrees of arrays; its output is one real array of shape ().
-            argnums: Which positional arguments to differentiate: an integer or a tuple. They may
-                be whole modules: a `torch.nn.Module` gives the gradients of its parameters by
-                name, one of equinox or flax.nnx what its library's own grad gives.
+            argnums: Which positional arguments to differentiate with respect to: an integer or a
+                tuple. An argument may be a whole module: a `torch.nn.Module` gives a dict of
+                gradients by parameter name, an equinox or flax.nnx module what its library's own
+                grad returns.
             has_aux: Whether f returns `(output, aux)`; aux may hold anything.
             disconnected_inputs: What happens when an argument does not reach the output:
                 "raise", "warn", "zeros", or "strict", which raises for any single leaf.
@@ -227,15 +227,15 @@ class Derivatives(Operators):
         maximize: Argnums,
         has_aux: bool = False,
     ) -> Callable[P, tuple[Any, tuple[Any, ...]]]:
-        """The value, and for every player the direction from which it descends.
+        """The value and the gradients of all players of a minimax problem.
 
-        One evaluation serves the players that minimise f and those that maximise it: the
-        gradients of the latter come out negated, so that each takes `x - lr * grad`.
+        The gradients of the maximizing players are negated, so every player updates by `x - lr *
+        grad` and ordinary optimizers serve (GANs, domain-adversarial training).
 
         Args:
             f: As in `grad`.
-            minimize: The argnums of the players that minimise f.
-            maximize: The argnums of the players that maximise it.
+            minimize: The argnums of the players that minimize f.
+            maximize: The argnums of the players that maximize it.
             has_aux: Whether f returns `(value, aux)`.
 
         Returns:
@@ -243,7 +243,7 @@ class Derivatives(Operators):
             grads in ascending argnum order.
 
         Raises:
-            GradtoolsError: As `grad` does, or if an argument both minimises and maximises.
+            GradtoolsError: As `grad` does, or if an argument both minimizes and maximizes.
             DisconnectedInputError: If a player does not reach f's output.
 
         Example:
@@ -351,10 +351,10 @@ class Derivatives(Operators):
     ) -> Any:
         """The value of f and J t, in forward mode: no graph is kept.
 
-        What f computes under `torch.no_grad` is a constant, as in reverse mode; but PyTorch's own
-        forward mode, which `torch.compile` runs, passes through it (pytorch#128600). Operations
-        that PyTorch pushes wrongly, or not at all, and custom operators are pushed by transposing
-        their backward (docs/upstream-bugs.md).
+        What f computes under `torch.no_grad` is a constant, as in reverse mode. (PyTorch's own
+        forward mode, which `torch.compile` runs, ignores `no_grad`: pytorch#128600.) For operations
+        whose forward mode is wrong or missing in PyTorch, and for custom operators, the backward
+        pass is transposed.
 
         Args:
             f: Takes and returns pytrees of arrays.
@@ -449,7 +449,7 @@ class Derivatives(Operators):
 
         Args:
             f: Takes and returns pytrees of arrays; real inputs.
-            argnums: Which positional arguments to differentiate.
+            argnums: Which positional arguments to differentiate with respect to.
             mode: "reverse" pulls back one unit cotangent for each output entry, "forward" pushes
                 one unit tangent for each input entry. "auto" takes the smaller number. In PyTorch
                 the size of the output is known once f is evaluated: if it is more than twice
@@ -548,7 +548,7 @@ class Derivatives(Operators):
 
         Args:
             f: As in `grad`.
-            argnums: Which positional arguments to differentiate.
+            argnums: Which positional arguments to differentiate with respect to.
 
         Returns:
             A function of f's arguments. For argument leaves of shapes s and t it returns an
@@ -591,7 +591,7 @@ class Derivatives(Operators):
 
         Args:
             f: A real scalar function of one example, as in `grad`.
-            argnums: Which positional arguments to differentiate.
+            argnums: Which positional arguments to differentiate with respect to.
             in_axes: Which axes are split, as in `vmap`. None altogether: the arguments in argnums
                 are shared, unless there is no other batch, and every array of the others is split
                 on axis 0. Else an integer, one entry for each positional argument, or a dict from
@@ -655,9 +655,8 @@ class Derivatives(Operators):
         What is kept does not grow with the depth of G. The result is differentiable, also with
         respect to z, u and what G captures: in PyTorch that evaluates G once more.
 
-        Several directions share one evaluation of f, and in JAX one of G. In PyTorch a dual
-        number carries one tangent, so G runs once for each of them, each time from the random
-        streams, buffers and attributes that stood before the first.
+        Several directions share one evaluation of f, and in JAX one of G. In PyTorch G runs once
+        for each direction, each time from the same random state, buffers and attributes.
 
         Args:
             f: A real scalar function of y and of what G returns.
@@ -666,7 +665,7 @@ class Derivatives(Operators):
                 which is said once.
             y: A pytree of floating or complex arrays.
             z: The same, for G.
-            u: A pytree like z, or a list of such pytrees.
+            u: The direction, a pytree like z, or a list of such pytrees.
 
         Returns:
             A pytree like y, or a list of them.

@@ -149,7 +149,7 @@ class Edits(Operators):
         self._clip_key = backend.compiler.constant_result(lambda *kind: key_of(rules(*kind)))
 
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
-        """The identity whose derivative is times `-scale`: y = x, dy = -scale dx.
+        """The identity, whose derivative is multiplied by `-scale`: y = x, dy = -scale dx.
 
         Linear, so it works in forward and reverse mode, at every order and in every mix. At
         second order the factor appears again: the Hessian of f(reverse_gradient(x)) is
@@ -161,7 +161,7 @@ class Edits(Operators):
                 be traced or scheduled. It is not differentiated.
 
         Returns:
-            x, bit for bit.
+            x, unchanged.
 
         Raises:
             GradtoolsError: scale is complex or does not broadcast; x is an object in which no array
@@ -177,7 +177,7 @@ class Edits(Operators):
         return self._scaled("reverse_gradient", x, scale, -1)
 
     def scale_gradient(self, x: T, scale: Any) -> T:
-        """The identity whose derivative is times `scale`: y = x, dy = scale dx.
+        """The identity, whose derivative is multiplied by `scale`: y = x, dy = scale dx.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
@@ -185,7 +185,7 @@ class Edits(Operators):
                 be traced or scheduled. It is not differentiated.
 
         Returns:
-            x, bit for bit.
+            x, unchanged.
 
         Raises:
             GradtoolsError: scale is complex or does not broadcast; x is an object in which no array
@@ -219,7 +219,7 @@ class Edits(Operators):
             x: A pytree of arrays.
 
         Returns:
-            x, bit for bit, cut from what it was computed from.
+            x, unchanged, without a gradient.
 
         Raises:
             GradtoolsError: x is an object in which no array is found, such as a function.
@@ -233,12 +233,12 @@ class Edits(Operators):
         return _map_inexact(self._backend, "stop_gradient", stopped, x)
 
     def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
-        """The identity whose cotangent is clipped: by modulus first, then by the global norm.
+        """The identity, whose cotangent is clipped by modulus and by global norm.
 
-        Each entry c becomes c min(1, max_value / |c|); then all leaves together are multiplied
-        by min(1, max_norm / norm), where norm is the 2-norm over all leaves of x. There is no
-        epsilon; a zero cotangent stays zero, and NaN stays NaN. Reverse mode only; at second
-        order the clip is met again.
+        Each entry c becomes c min(1, max_value / |c|). Then all leaves are multiplied by min(1,
+        max_norm / norm), where norm is the 2-norm over all leaves of x. There is no epsilon; a zero
+        cotangent stays zero, and NaN stays NaN. Reverse mode only; at second order the cotangent is
+        clipped again.
 
         Args:
             x: A pytree of arrays.
@@ -246,7 +246,7 @@ class Edits(Operators):
             max_value: A non-negative real scalar, or None.
 
         Returns:
-            x, bit for bit.
+            x, unchanged.
 
         Raises:
             GradtoolsError: Neither bound is given, or one is negative or no real scalar; under
@@ -292,7 +292,7 @@ class Edits(Operators):
                 leaves that are not floating or complex). At second order it is met again.
 
         Returns:
-            x, bit for bit.
+            x, unchanged.
 
         Raises:
             GradtoolsError: fn returns another structure or shape; under `gt.jvp`.
@@ -334,7 +334,7 @@ class Edits(Operators):
         return _edit_jointly(backend, rule.name, lambda found: backend.apply_rule(rule, *found), x)
 
     def replace_gradient(self, x: T, dx: Any) -> T:
-        """The identity whose cotangent becomes `dx`, whatever comes in (Theano's known_grads).
+        """The identity, whose cotangent is replaced by `dx` (Theano's known_grads).
 
         If x reaches the output by data flow, its gradient is dx, also where the incoming
         cotangent is zero. Leaf by leaf; reverse mode only. The gradient may itself be
@@ -345,7 +345,7 @@ class Edits(Operators):
             dx: A pytree like x, with the same shapes and dtypes.
 
         Returns:
-            x, bit for bit.
+            x, unchanged.
 
         Raises:
             GradtoolsError: dx has another structure, shape or dtype; under `gt.jvp`.

@@ -41,26 +41,25 @@ class Freezing(Operators):
         """A drop-in for G whose second derivatives store no graph of G.
 
         For gradients with respect to many z_i through a large pretrained G that feed a further
-        loss. A use keeps its arguments, and nothing that grows with the depth of G. With F the
-        work of a forward pass of G it costs F forward, F for the pullback (of arguments alone:
-        G's parameters are constants), and 2F for the second derivative: 4F, where double backward
-        takes 3F and keeps graphs of G for every use. In PyTorch, if all forward passes come before
-        the first pullback, only the last one's graph is there still, and the others cost 5F.
+        loss. A use keeps its arguments and nothing that grows with the depth of G. With F the work
+        of a forward pass, it costs F forward, F for the pullback, and 2F for the second derivative:
+        4F, where double backward takes 3F and keeps graphs of G for every use. In PyTorch, take
+        each first derivative before the next use of G: otherwise the cost is 5F. G's parameters are
+        constants.
 
-        The derivative of a first derivative along the arguments themselves, where they depend on
-        something that is differentiated, is exact too, and is computed only if it is asked for.
-        Third derivatives are exact; in PyTorch they keep the graph of one use at a time, in JAX
-        that of each use. Those of layer norm, and of batch norm in training mode, PyTorch computes
-        without one of their terms (torch#175754), so they are refused.
+        Derivatives along the arguments themselves, where they depend on something that is
+        differentiated, are exact and computed only if they are needed. Third derivatives are exact;
+        in PyTorch they keep the graph of one use at a time, in JAX that of each use. Those of layer
+        norm, and of batch norm in training mode, are refused, because PyTorch computes them wrongly
+        (torch#175754).
 
-        PyTorch: G is a module, or any function, as in `chunked`: random streams, buffers and
-        attributes are for each computation what they were for the first. A kernel without forward
-        mode (fused attention, recurrent layers on the CPU) is replaced by the framework's own
-        alternative for that pass alone, which is said once; where there is none, that pass takes
-        double backward, as it does where G sets hooks on gradients or takes derivatives by
-        `torch.autograd.grad`. JAX: G is any function, or a module of equinox or flax.nnx. Where it
-        has no forward mode (a `jax.custom_vjp`) that pass takes reverse mode twice, which is said;
-        a rule there that is not linear in its cotangent is refused.
+        PyTorch: G is a module or a function; random generators, buffers and attributes are restored
+        as in `chunked`. A kernel without forward mode (fused attention, recurrent layers on the
+        CPU) is replaced by plain operations for that pass, with a warning; if there is none, that
+        pass takes double backward, as it does if G sets gradient hooks or calls
+        `torch.autograd.grad`. JAX: G is a function, or a module of equinox or flax.nnx. Where it
+        has no forward mode (a `jax.custom_vjp`) that pass takes reverse mode twice, with a warning;
+        a rule that is nonlinear in its cotangent is refused.
 
         Args:
             G: Takes and returns pytrees of arrays.

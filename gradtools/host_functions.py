@@ -52,12 +52,12 @@ class HostFunctions(Operators):
         vectorized: bool = False,
         check: str = "first",
     ) -> Any:
-        """A kernel of NumPy arrays (NumPy, SciPy, ctypes, C++) inside the framework's program.
+        """A kernel on NumPy arrays (NumPy, SciPy, ctypes, C++) inside the framework's program.
 
         It runs in eager and compiled code, under vmap and in loops. It takes rules like a
-        `custom_rule`; they may call the function itself, and other host functions with rules of
-        their own: a bwd that is a host function with a bwd is double backward. From these two
-        forward mode and forward over reverse follow by the symmetry of the Hessian.
+        `custom_rule`; they may call the function itself and other host functions with rules. A bwd
+        that is a host function with a bwd gives double backward, and with it forward mode and
+        forward over reverse, because a Hessian is symmetric.
 
         Args:
             kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
@@ -67,8 +67,8 @@ class HostFunctions(Operators):
                 ArraySpecs, to one. Under vmap these are the specs of one example.
             vectorized: False: under vmap one call for each example. True: one call, each array
                 argument with the batch axes in front. Elementwise kernels allow it.
-            check: As in `custom_rule`: when the rule is held to its contract. What a kernel
-                returns is held to `out` in every call.
+            check: As in `custom_rule`. The kernel's results are checked against `out` in every
+                call.
 
         Returns:
             A function of arrays. Without a rule, differentiating it raises.

@@ -140,10 +140,10 @@ class Models(Operators):
         return self._backend.xp
 
     def asarray(self, x: Any) -> Array:
-        """One array in the backend, of the dtype that it had in NumPy.
+        """Converts to an array of the framework, with the dtype that it has in NumPy.
 
-        The result has memory of its own; an array of the backend passes through as it is. Python
-        numbers, and lists of them, have no dtype: they get the framework's default.
+        The result does not share memory with x; an array of the framework is returned as it is.
+        Python numbers and lists of them get the framework's default dtype.
 
         Args:
             x: A NumPy array or scalar of any shape (bfloat16 and float8 through ml_dtypes
@@ -184,7 +184,7 @@ class Models(Operators):
         return self._backend.to_numpy(x)
 
     def random_key(self, seed: int) -> Array:
-        """The random key of a seed: a value from which randomness follows.
+        """A random key, made from a seed.
 
         Args:
             seed: An integer of 64 bits with its sign; in JAX without x64 of 32 bits.
@@ -269,13 +269,12 @@ class Models(Operators):
         return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
 
     def checkpoint(self, f: F, verify: bool | None = None) -> F:
-        """The function f, whose intermediate results are computed again in the backward pass.
+        """The function f; its intermediate results are computed again in the backward pass.
 
         It trades one more forward pass of f for the memory of its graph. PyTorch: f is computed
-        again as by `chunked`, as one chunk: what its result depends on (random streams, buffers,
-        attributes, containers) is put back before and stands afterwards as after a plain call,
-        so batch normalisation counts once; what f closes over may be computed. In compiled code it
-        is ``torch.utils.checkpoint``, not the reentrant kind. JAX: ``jax.checkpoint``.
+        again as one chunk of `chunked`: random generators, buffers, attributes and containers are
+        restored, so batch normalization counts once. f may capture computed tensors. In compiled
+        code it is ``torch.utils.checkpoint`` (not reentrant). JAX: ``jax.checkpoint``.
 
         Args:
             f: A function of pytrees of arrays.

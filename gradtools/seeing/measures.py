@@ -104,10 +104,10 @@ class Measures(Operators):
     """The operator that says what a call costs."""
 
     def measure(self, f: Callable[P, Any], *args: Any, **kwargs: Any) -> Measurement:
-        """What the call ``f(*args, **kwargs)`` costs.
+        """Measures what the call ``f(*args, **kwargs)`` costs.
 
-        It is the call as it stands that is measured: of a loss its value, of ``gt.grad(loss)``
-        the gradient, backward pass included. Afterwards all is as if it had never run.
+        The call is measured as it is: for a loss its value, for ``gt.grad(loss)`` the gradient with
+        its backward pass. Everything is restored afterwards.
 
         - ``flops``: arithmetic on floating and complex arrays. One for each element that an
           elementwise operation gives, exp or tanh included; n - 1 for a sum or a maximum over n;
@@ -126,12 +126,11 @@ class Measures(Operators):
         - ``seconds``: the median of 3 to 25 runs after one that does not count; nothing else is
           measured meanwhile.
 
-        PyTorch: f is run several times, each time from the same state: random streams, buffers,
-        parameters, `.grad` and optimisers are put back. Bytes are counted storage by storage, so
-        views share, and what autograd keeps in the call for tensors that require grad belongs to
-        its peak. Operations and bytes are those of eager execution, underneath `torch.compile`
-        too; seconds are those of f as it is, compiled or not. On CUDA `device_peak_bytes` is the
-        peak of the allocator, whose statistics are reset.
+        PyTorch: f runs several times, each time from the same random generators, buffers,
+        parameters, `.grad` and optimizers. Bytes are counted by storage, so views share; what
+        autograd keeps for tensors that require grad belongs to the peak. Operations and bytes are
+        those of eager execution, also underneath `torch.compile`; seconds are those of f as it is.
+        On CUDA `device_peak_bytes` is the peak of the allocator, whose statistics are reset.
 
         JAX: the call is measured as `jax.jit` compiles it, the arguments' arrays traced and all
         else constant. Operations are counted in its jaxpr without what no result needs, and as

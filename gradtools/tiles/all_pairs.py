@@ -57,7 +57,7 @@ class Pairs(Operators):
         `logit_scale=exp(w)`.
 
         Args:
-            x: Features, [n, d]; normalise them before.
+            x: Features, [n, d]; normalize them first.
             y: The same of the other side.
             logit_scale: 1 / temperature, a number or an array without axes.
             logit_bias: A number or an array without axes.
@@ -147,7 +147,7 @@ class Pairs(Operators):
         memory_budget: int | None = None,
         progress: bool = False,
     ) -> Any:
-        """The cross entropy of `input @ weight.T + bias`, whose logits are never whole.
+        """The cross entropy of `input @ weight.T + bias`, without the matrix of logits.
 
         Args:
             input: Hidden states, [..., d].
@@ -240,9 +240,8 @@ class Pairs(Operators):
     ) -> Any:
         """Attention with every derivative at memory linear in the sequence.
 
-        In place of `torch.nn.functional.scaled_dot_product_attention` and
-        `jax.nn.dot_product_attention`, whose fused kernels have no forward mode and no second
-        derivatives: both modes, all orders, and no matrix of scores.
+        Like `torch.nn.functional.scaled_dot_product_attention` and `jax.nn.dot_product_attention`,
+        but with forward mode and derivatives of all orders, and without the matrix of scores.
 
         Args:
             query: [batch, heads, n, d] or [batch, n, heads, d], as `layout` says; in the first
@@ -251,7 +250,7 @@ class Pairs(Operators):
             value: The same as key, with its own last axis.
             attn_mask: What broadcasts to [..., heads, n, m], in either layout: bool (True takes
                 part) or numbers that are added to the scores and differentiated.
-            is_causal: Whether row i sees columns j <= i alone.
+            is_causal: Whether row i attends to columns j <= i only.
             scale: Of the scores; None is 1 / sqrt(d).
             layout: "heads_first" as in PyTorch or "heads_last" as in JAX; None is the
                 framework's own.

@@ -81,16 +81,15 @@ class Tiling(Operators):
         verify: bool | None = None,
         progress: bool = False,
     ) -> Callable[..., Any]:
-        """A function of all pairs of rows and columns, reduced, at the memory of one tile.
+        """Reduces a function of all pairs of rows and columns at the memory of one tile.
 
-        The value is that of `reduce(f(rows, columns))` over the whole matrix of pairs, and so is
-        every derivative, in both modes, of every order and mix; no matrix of pairs is made. With
-        F the work of f on all pairs the value takes F and a gradient 3F more, for tiles are
-        computed again.
+        The values and all derivatives are those of `reduce(f(rows, columns))` over the matrix of
+        pairs, which is never built. With F the work of f on all pairs, the value takes F and a
+        gradient 3F more, because tiles are computed again.
 
-        Masks and biases by index are arguments like others: pass `arange(n)` as a row and
-        `arange(m)` as a column, and return `where(i[:, None] >= j, scores, -inf)`. Batches and
-        heads: `vmap` of what this returns, whose tile is then one for each of them.
+        Masks and biases by index are arguments: pass `arange(n)` as a row and `arange(m)` as a
+        column, and return `where(i[:, None] >= j, scores, -inf)`. For batches and heads use `vmap`;
+        then one tile exists for each element.
 
         Args:
             f: Takes a tile of each argument in `rows` (a block of its first axis), the same of

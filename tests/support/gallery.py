@@ -312,10 +312,10 @@ PICTURES = (
 HEAD = """# Gallery of graphs
 
 Each picture is drawn by [`gradient_graph`](graphs.md). On the site, click a picture to open its
-interactive page: blocks open and close, and a value shows where it is used. Forward is blue, backward
-orange, backward of the backward violet. Dashed edges are values that a later pass reads; red is lost.
-A test compares every number of a graph with PyTorch's own derivatives. The last two are JAX programs.
-The programs are in tests/support/gallery.py, which writes this page.
+interactive page: blocks open and close, and a value shows where it is used. Forward is blue,
+backward orange, backward of the backward violet. Dashed edges are values that a later pass reads;
+red is lost. A test compares every number of a graph with PyTorch's own derivatives. The last two
+are JAX programs. The programs are in tests/support/gallery.py, which writes this page.
 """
 
 

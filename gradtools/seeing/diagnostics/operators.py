@@ -62,7 +62,7 @@ class SeeingOperators(Operators):
             argument 0  zero_derivative
             argument 1  cut
 
-        Source: data-flow analysis over the recorded program; asked for in jax#10867.
+        Source: data-flow analysis over the recorded program; requested in jax#10867.
         """
         program = LeafProgram(self._backend, "dependence", f, args, kwargs)
         recording = self._recorded(program)
@@ -84,38 +84,34 @@ class SeeingOperators(Operators):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> GradientReport:
-        """Every place at which a gradient of f's output is lost, becomes zero, or becomes NaN.
+        """Finds the lines at which a gradient is lost, becomes zero, or becomes NaN.
 
-        f runs once under observation. Where data flows on to the output and the derivative does
-        not, the line, the operation, the kind of loss and the fix are reported; so are single
-        terms of a sum that are lost while the others flow. If the argument is connected and its
-        gradient is zero at these values, the operations are named at which it becomes zero
-        (multiplied by zero, dead, saturated, underflow); if it is NaN or infinite, those at which
-        it becomes so (``nan``), with what to write there: the double where for sqrt and norm at 0,
-        distinct eigenvalues for eigh. What f changes is put back.
+        f runs once under observation. Where data flows to the output and the derivative does not,
+        the line, the operation, the kind of loss and the fix are reported; so are single terms of a
+        sum that are lost. If the argument is connected and its gradient is zero, NaN or infinite at
+        these values, the report names the operations at which this happens (multiplied by zero,
+        dead, saturated, underflow, ``nan``) and what to write there. What f changes is restored.
 
-        Masks, indices and branches that a comparison chooses are no losses; nor is a stopped value
-        that only scales. Effects that several runs of f would have are undone: random streams,
-        buffers.
+        Masks, indices and branches that a comparison chooses are no losses, nor is a stopped value
+        that only scales.
 
-        In training the question is asked of a model: give it as `model`, or as f, or give a
-        closure without arguments that computes the loss. Then the parameters are looked at in
-        place of the arguments: those that the loss does not read or whose gradient is lost, those
-        that the optimiser does not hold, what it holds of another model, what stands in a plain
-        list or is a tensor with requires_grad and no parameter. What may be meant so (frozen
-        parameters, buffers that the loss depends on) stands in the report's notes. It may be asked
-        in the midst of a loop, and in PyTorch after `loss.backward()`: f is then the loss itself.
+        In training pass the model as `model` (or as f), or a closure without arguments that
+        computes the loss. Then the parameters are examined instead of the arguments: those that the
+        loss does not read or whose gradient is lost, those that the optimizer does not hold, what
+        it holds of another model, and what is in a plain list or requires grad without being a
+        parameter. What may be intended (frozen parameters, buffers that the loss depends on) is in
+        the report's notes. In PyTorch f may also be the loss itself, after `loss.backward()`.
 
         Args:
             f: Takes and returns pytrees of arrays; a module, or a closure without arguments. With
                 `model`, in PyTorch, also a loss that was computed already.
-            *args: Arguments of f, at which it is looked at.
+            *args: Arguments of f.
             argnums: The position of the argument, or of several. Its leaves are floating or
                 complex.
             model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
-                one that f reads from outside, or a pytree of parameters.
-            optimizer: What steps it. PyTorch: an optimiser or a list of them. JAX: a
-                transformation of optax, its state, the pair of both, or an `nnx.Optimizer`.
+                one that f captures, or a pytree of parameters.
+            optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax, its
+                state, the pair of both, or an `nnx.Optimizer`.
             **kwargs: Keyword arguments of f.
 
         Returns:
@@ -135,7 +131,7 @@ class SeeingOperators(Operators):
             >>> bool(gt.why_zero(lambda x: (x ** 2).sum(), gt.asarray(np.float32([1.0, 2.0]))))
             False
 
-        Source: asked for in jax#10867.
+        Source: requested in jax#10867.
         """
         is_model = Framework(self._backend, "why_zero").recorded_run.is_model(f)
         in_training = model is not None or optimizer is not None or is_model or not args
@@ -181,11 +177,11 @@ class SeeingOperators(Operators):
         model: Any = None,
         optimizer: Any = None,
     ) -> Callable[P, R]:
-        """f, which on its first call checks that every differentiated leaf reaches its output.
+        """The loss f; its first call warns of parameters that do not reach its output.
 
-        Leaves that do not are named in one `GradtoolsWarning`, with the line at which each is
-        lost. That call runs f once more under observation, with its effects undone; all others
-        cost nothing.
+        Leaves that do not reach the output are named in one `GradtoolsWarning`, with the line at
+        which each is lost. The first call runs f once more under observation, with its effects
+        undone; later calls cost nothing.
 
         What is differentiated: in PyTorch every tensor that requires grad, among the arguments
         and among the parameters of the modules that f holds; where there is none, and in JAX, the
@@ -218,7 +214,7 @@ class SeeingOperators(Operators):
             guard_gradients: 1 of 2 leaves does not reach the output of f:
               argument 0['b']: unused
 
-        Source: asked for in jax#10867.
+        Source: requested in jax#10867.
         """
         if not callable(f):
             raise GradtoolsError(f"guard_gradients: f is {f!r}; expected a function.")

@@ -97,7 +97,7 @@ class Graphing(Operators):
         outputs: Any = None,
         **kwargs: Any,
     ) -> Graph:
-        """The program of f and of its gradients, as a graph to read and to draw.
+        """The program of f and of its gradients as a graph.
 
         With y = f(x), a cotangent c for each output and a cotangent v for each gradient::
 
@@ -105,10 +105,10 @@ class Graphing(Operators):
             backward                   x, c     ->  g = J^H c
             backward of the backward   x, c, v  ->  d<g, v>/dx, d<g, v>/dc
 
-        Each operation stands in its pass (``node.phase``), with the line of f that it comes from,
-        the modules around it, and a mark where it belongs to a rule of one's own, an edited
-        gradient, a chunk, a frozen function or a checkpoint. A value that a later pass reads was
-        saved for it: ``edge.saved``, with its bytes. Where a derivative is lost the edge says why.
+        Each operation belongs to a pass (``node.phase``) and has the line of f that it comes from,
+        the modules around it, and a mark if it belongs to a custom rule, an edited gradient, a
+        chunk, a frozen function or a checkpoint. A value that a later pass reads was saved for it:
+        ``edge.saved``, with its bytes. If a derivative is lost, the edge says why.
 
         In PyTorch f runs once and is differentiated, with its effects undone; the operations are
         those of aten. All that is computed is kept until the graph is made. In JAX f is traced.

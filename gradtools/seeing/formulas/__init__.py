@@ -11,8 +11,8 @@ one record (`operation_record.py`): how it is made, its value in NumPy, its cota
 and its axes. The records stand in `operations/`, by family. What is not among them keeps its name,
 and the framework computes and differentiates it (`operations/opaque.py`).
 
-`derive` is the entrance; `formulating.py` compares what it returns, a `Formula`, with a framework's
-numbers before it is shown, and derivations by hand with these.
+`derive` is the entrance; `compared_run.py` compares what it returns, a `Formula`, with a
+framework's numbers before `formulating.py` shows it, and derivations by hand with these.
 """
 
 from gradtools.seeing.formulas.comparing import Agreement as Agreement

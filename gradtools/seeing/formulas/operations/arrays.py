@@ -347,10 +347,10 @@ def _within(x: Expr, start: Any, limit: Any) -> tuple[Expr, list[int], list[int]
     for part in x.args:
         high = low + part.shape[axis]
         if low <= start[axis] and limit[axis] <= high:
-            moved = [[*at] for at in (start, limit)]
-            for at in moved:
-                at[axis] -= low
-            return (part, *moved)
+            begin, end = [*start], [*limit]
+            begin[axis] -= low
+            end[axis] -= low
+            return part, begin, end
         low = high
     return None
 

@@ -1,0 +1,513 @@
+"""A recorded run of a program, compared with automatic differentiation at many points.
+
+The formula is computed in NumPy, the program and its vjps by the framework: at the given arguments,
+and at random points near them at which the program is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gradtools.backend import Backend
+from gradtools.code_origin import place_of
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.formulas.comparing import (
+    Agreement,
+    Differs,
+    Outside,
+    all_finite,
+    compared,
+    least_of,
+    near,
+    returned,
+)
+from gradtools.seeing.formulas.derivation import Check, Formula, derive
+from gradtools.seeing.formulas.recorded import Recorded
+from gradtools.seeing.graphs.program import LeafProgram
+
+_POINTS = 3
+_EXACT = 1e-8
+_IN_SINGLE = 2e-4  # of float32: some thousand times its precision
+_STEPS = (0.1, 0.01, 0.001)  # to the random points, relative to the given arguments
+_AS_RECORDED = (
+    "written as f computes it, for with names such as softplus the values differ at the arguments:"
+)
+_OTHER_PROGRAM = (
+    "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
+)
+_OTHER_DRAWS = "nearby f draws other numbers, for what it draws from depends on the values"
+_NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
+_AT_AN_EDGE = (
+    "but not at the given arguments, which stand at a tie, at an edge or where a number is no "
+    "longer finite:"
+)
+_NO_DERIVATIVE = (
+    "formula: f runs, and automatic differentiation of it does not ({}), so there is nothing to "
+    "hold a formula against."
+)
+_NOWHERE = (
+    "formula: at none of {} points are all values finite, so nothing was compared; give "
+    "arguments at which the function and its derivatives are defined"
+)
+
+
+class _FormulaDiffers(GradtoolsError):
+    """The formula is not what the framework computes."""
+
+
+def _trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
+    """A block after which all that a run of f changed is put back.
+
+    wide: Arrays of 64 bits may be made; f's parameters and captured arrays are read in 64 bits.
+    """
+    block: AbstractContextManager[Any] = program.framework.programs.trying(program, wide)
+    return block
+
+
+def _formula_graph(program: LeafProgram) -> Recorded:
+    """One run, forward only, as expressions."""
+    recorded: Recorded = program.framework.programs.formula_graph(program)
+    return recorded
+
+
+def _told(error: BaseException) -> str:
+    """Its type, what it says, and the place in the user's code."""
+    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+
+
+def formulated(program: LeafProgram, order: int) -> Formula:
+    """The formula of one run, compared: in double precision where f runs in it, else in its own.
+
+    Raises:
+        GradtoolsError: f raises, is not differentiated by the framework, or differs from it.
+    """
+    leaves = list(program.leaves)
+    try:
+        return _of_one_precision(program, order, wide=True)
+    except _FormulaDiffers as error:
+        raise GradtoolsError(str(error)) from error.__cause__
+    except Exception:  # f does not run in double precision: in its own it says why
+        program.leaves = leaves
+    return _in_own_precision(program, order)
+
+
+def _of_one_precision(program: LeafProgram, order: int, wide: bool) -> Formula:
+    """The formula of one run, compared."""
+    backend = program.backend
+    given = [_values(backend, x) for x in program.leaves]
+    with _trying(program, wide):
+        if wide:
+            program.leaves = [_widened(backend, x) for x in program.leaves]
+        recorded = _formula_graph(program)
+        held = {p: _values(backend, x) for p, x in recorded.held.items()}
+    given += [held[p] for p in recorded.wanted]
+    active = [*program.wrt, *range(len(recorded.inputs), len(recorded.opened))]
+    run = _ComparedRun(program, recorded, order, wide, given, active)
+    recorded.held.update(held)
+    return run.compared(partial(derive, recorded, order, active))
+
+
+def _in_own_precision(program: LeafProgram, order: int) -> Formula:
+    try:
+        return _of_one_precision(program, order, wide=False)
+    except _FormulaDiffers as error:
+        raise GradtoolsError(str(error)) from error.__cause__
+    except GradtoolsError:
+        raise
+    except Exception as error:
+        what = _told(error)
+        missing = _missing(program)
+        if missing:
+            raise GradtoolsError(_NO_DERIVATIVE.format(missing)) from error
+        if _runs(program):
+            raise GradtoolsError(
+                f"formula: f runs, but its formula could not be made ({what}). If the framework "
+                "differentiates f at these arguments, please report the function."
+            ) from error
+        raise GradtoolsError(
+            f"formula: f raised {what}. It must run, and be differentiated, at the arguments at "
+            "which it is looked at."
+        ) from error
+
+
+def _missing(program: LeafProgram) -> str:
+    """What the framework raises when it differentiates f, which runs; empty if it does."""
+    if not _runs(program):
+        return ""
+    backend = program.backend
+    leaves = list(program.leaves)
+
+    def outputs(*xs: Any) -> tuple[list[Any], list[Any]]:
+        for k, x in zip(program.wrt, xs, strict=True):
+            leaves[k] = x
+        ys = [backend.asarray(y) for y in program.run(leaves)]
+        return [y for y in ys if backend.is_inexact(y)], []
+
+    try:
+        with _trying(program, wide=False):
+            xs = [program.leaves[k] for k in program.wrt]
+            result = backend.vjp(outputs, xs, groups=None, once=False)
+            result.pullback([backend.ones_like(y) for y in result.outs])
+    except Exception as error:
+        return _told(error)
+    return ""
+
+
+def _runs(program: LeafProgram) -> bool:
+    """Whether f runs when nobody writes it down."""
+    try:
+        program.framework.recorded_run.rerun(program.run, program.leaves)
+    except Exception:  # f's own error, which is told with its line
+        return False
+    return True
+
+
+def _values(backend: Backend, x: Any) -> np.ndarray:
+    """In float64 and complex128, integers as they are."""
+    result = np.asarray(backend.to_numpy(x))
+    if result.dtype.kind in "biuc":
+        return result.astype(np.complex128) if result.dtype.kind == "c" else result
+    return result.astype(np.float64)
+
+
+def _widened(backend: Backend, x: Any) -> Any:
+    if not backend.is_inexact(x):
+        return x
+    return backend.cast(x, "complex128" if backend.is_complex(x) else "float64")
+
+
+class _ComparedRun:
+    """A recorded run, to be compared with automatic differentiation.
+
+    Attributes:
+        program: The user's call.
+        recorded: Its record.
+        order: Of the formula.
+        wide: Whether it is computed in double precision.
+        given: The values of its inputs, and of what is wanted.
+        active: Which of them are differentiated.
+    """
+
+    def __init__(
+        self,
+        program: LeafProgram,
+        recorded: Recorded,
+        order: int,
+        wide: bool,
+        given: list[np.ndarray],
+        active: list[int],
+    ) -> None:
+        self.program, self.recorded, self.order, self.wide = program, recorded, order, wide
+        self.given, self.backend = given, program.backend
+        own = [*program.leaves, *(recorded.held[p] for p in recorded.wanted)]
+        self._dtypes = [self.backend.dtype_name(x) for x in own]
+        self._active = [k for k in active if recorded.opened[k].is_inexact]
+        self._inexact = [y.is_inexact for y in recorded.outputs]
+
+    def compared(self, derived: Callable[[bool], Formula]) -> Formula:
+        """The formula with the record of its comparison.
+
+        derived: Makes it, with the names of what is recognised or as it was recorded.
+        """
+        formula = derived(True).held_by(self.agreement)
+        try:
+            result = self._at_random(formula)
+        except Outside:
+            return self._of_one_run(formula, _NO_NEIGHBOURS)
+        except GradtoolsError as error:
+            if self._changes(formula):
+                return self._of_one_run(formula, _OTHER_PROGRAM)
+            if formula.draws:
+                return self._of_one_run(formula, _OTHER_DRAWS)
+            as_recorded = self._as_recorded(derived)
+            if as_recorded is None or not isinstance(error, Differs):
+                raise _FormulaDiffers(str(error)) from error
+            return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
+        try:
+            self._at_given(formula)
+        except Differs as error:
+            as_recorded = self._as_recorded(derived)
+            if as_recorded is not None:
+                return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
+            return result.noted(f"{_AT_AN_EDGE} {error.values()}")
+        return result.noted("", given=True)
+
+    def _at_random(self, formula: Formula, finite: bool = True) -> Formula:
+        """At points near the given arguments, and as near as f's domain asks for."""
+        for step in _STEPS:
+            try:
+                return self._checked(formula, self._sample(formula, step, 0, _POINTS), finite)
+            except Outside as error:
+                outside = error
+        raise outside
+
+    def _at_given(self, formula: Formula, finite: bool = False) -> Formula:
+        return self._checked(formula, [self._here(formula, 0)], finite, at_given=True)
+
+    def _here(self, formula: Formula, seed: int) -> Any:
+        """The given arguments, with random cotangents."""
+        return self._rounded((self.given, *formula.point(np.random.default_rng(seed))[1:]))
+
+    def _sample(self, formula: Formula, step: float, seed: int, points: int) -> list[Any]:
+        rng, sample = np.random.default_rng(seed), near(self.given, formula.point, step)
+        return [self._rounded(sample(rng)) for _ in range(points)]
+
+    def _checked(
+        self, formula: Formula, points: Sequence[Any], finite: bool, at_given: bool = False
+    ) -> Formula:
+        """The formula with the record of its comparison at these points.
+
+        Raises:
+            Differs: They differ; it says where, with both values.
+            Outside: The values are finite at none of the points, and must be.
+        """
+        names = [*formula.outputs, *formula.gradients, *formula.second]
+        worst, counted, tolerance = 0.0, 0, self._tolerance()
+        for point in points:
+            values = formula.evaluate(*point)
+            mine = (values.outputs, values.gradients, values.second)
+            counted += all_finite(mine)
+            theirs = self.numbers(point, not at_given)
+            if finite and _undefined(mine[0], theirs[0]):
+                continue
+            joined = lambda of: [x for group in of for x in group]
+            result = compared(names, joined(theirs), joined(mine), tolerance, least_of(mine))
+            if not result:
+                raise Differs(result)
+            worst = max(worst, result.error)
+        if finite and not counted:
+            raise Outside(_NOWHERE.format(len(points)))
+        return formula.checked(Check(len(points), worst, tolerance))
+
+    def _of_one_run(self, formula: Formula, why: str) -> Formula:
+        try:
+            result = self._at_given(formula, finite=True)
+        except GradtoolsError as error:
+            raise _FormulaDiffers(str(error)) from error
+        return result.noted(f"{why}; compared at the given arguments alone, for which it holds")
+
+    def _as_recorded(self, derived: Callable[[bool], Formula]) -> Formula | None:
+        """The formula without names, if it gives what the framework computes; NaN is NaN."""
+        formula = derived(False).held_by(self.agreement)
+        try:
+            self._at_given(formula)
+            return self._at_random(formula, finite=False)
+        except Differs:
+            return None
+
+    def agreement(
+        self,
+        formula: Formula,
+        derivation: Callable[..., Any],
+        points: int,
+        tolerance: float | None,
+        seed: int,
+        convert: Callable[[np.ndarray], Any] | None,
+    ) -> Agreement:
+        """A derivation by hand beside the framework's vjps; see `Formula.agrees_with`."""
+        names = formula.gradients if self.order == 1 else formula.second
+        tolerance = self._tolerance() if tolerance is None else tolerance
+        call = _counted(formula)
+        worst, counted = 0.0, 0
+        for point in [self._here(formula, seed), *self._near(formula, seed, points)]:
+            theirs = self.numbers(point, is_near=False)
+            counted += all_finite(theirs)
+            came = returned(self._derived(derivation, point, convert), names, theirs[-1], call)
+            result = compared(names, theirs[-1], came, tolerance, least_of(theirs))
+            if not result:
+                return result
+            worst = max(worst, result.error)
+        if not counted:
+            raise GradtoolsError(_NOWHERE.format(points + 1))
+        random = f"{points} random points" if points > 1 else "1 random point"
+        message = (
+            f"yes: agrees at the arguments and {random} (greatest relative error {worst:.1e}), "
+            f"called with {call}"
+        )
+        return Agreement(True, worst, message=message)
+
+    def _near(self, formula: Formula, seed: int, points: int) -> list[Any]:
+        """Points at which f is defined and runs the same program; none if there are none."""
+        if self._changes(formula):
+            return []
+        for step in _STEPS:
+            sample = self._sample(formula, step, seed, points)
+            try:
+                if all(all_finite(self.numbers(point, is_near=True)) for point in sample):
+                    return sample
+            except Outside:
+                continue
+        return []
+
+    def _derived(self, derivation: Callable[..., Any], point: Any, convert: Any) -> Any:
+        """What a derivation returns at a point, as NumPy's arrays."""
+        with _trying(self.program, self.wide):
+            values = [x for group in point for x in group]
+            arrays = self.arrays(values) if convert is None else [*map(convert, values)]
+            result = derivation(*arrays)
+            numpy = lambda x: None if x is None else self.backend.to_numpy(self._array(x))
+            if isinstance(result, tuple | list):
+                return tuple(map(numpy, result))
+            return numpy(result)
+
+    def _array(self, x: Any) -> Any:
+        return (
+            x
+            if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic)
+            else (self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None)))
+        )
+
+    # --- precision
+
+    def _tolerance(self) -> float:
+        if self.wide and not self.recorded.narrow:
+            return _EXACT
+        kinds = {self.recorded.narrow, *(() if self.wide else self._dtypes)}
+        if kinds & {"float16", "bfloat16", "complex32"}:
+            raise GradtoolsError(
+                "formula: f does not run in float64, and what it gives in 16 bits is too coarse "
+                "for a comparison. Pass float32 arguments."
+            )
+        single = kinds & {"float32", "complex64"}
+        return _IN_SINGLE * 10 ** (self.order - 1) if single else _EXACT
+
+    def _rounded(self, point: Any) -> Any:
+        """The point in the precision in which f runs."""
+        if self.wide:
+            return point
+        inputs, *others = point
+        pairs = zip(inputs, self._dtypes, strict=True)
+        arrays = [x.astype(dtype) if x.dtype.kind in "fc" else x for x, dtype in pairs]
+        single = any(a.dtype in (np.float32, np.complex64) for a in arrays)
+        return arrays, *([_single(x) if single else x for x in xs] for xs in others)
+
+    def _changes(self, formula: Formula) -> bool:
+        """Whether f runs another program at one of the points nearby."""
+        before, mark = self.program.leaves, self.recorded.fingerprint()
+        try:
+            for point in self._sample(formula, _STEPS[0], 0, _POINTS):
+                with _trying(self.program, self.wide):
+                    self.program.leaves = self.leaves(point[0][: len(before)])
+                    other = _formula_graph(self.program)
+                if other.fingerprint() != mark:
+                    return True
+        except Exception:  # f is not defined there
+            return True
+        finally:
+            self.program.leaves = before
+        return False
+
+    # --- the framework's own numbers
+
+    def leaves(self, values: Sequence[Any]) -> list[Any]:
+        """The framework's arrays of all inputs; integers and random keys as they were given."""
+        own = self.program.leaves
+        kept = [k < len(own) and not self.backend.is_inexact(own[k]) for k in range(len(values))]
+        rest = iter(self.arrays([x for x, keep in zip(values, kept, strict=True) if not keep]))
+        return [own[k] if keep else next(rest) for k, keep in enumerate(kept)]
+
+    def arrays(self, values: Sequence[Any]) -> list[Any]:
+        """The framework's arrays."""
+        beside = next(iter(self.program.leaves), None)
+        return [self.backend.asarray(np.asarray(x), beside) for x in values]
+
+    def numbers(self, point: Any, is_near: bool) -> tuple[list[Any], ...]:
+        """Outputs, gradients and, at order 2, their derivatives, as the framework computes them.
+
+        is_near: Whether the point is another than the given arguments, at which f may raise.
+        """
+        for attempt in range(2):  # what failed by chance is no edge of where f is defined
+            try:
+                return self._computed(*point)
+            except GradtoolsError:
+                raise
+            except Exception as error:  # at the given arguments f itself runs
+                message = _NO_DERIVATIVE.format(_told(error))
+                if not is_near:
+                    raise GradtoolsError(message) from error
+                if attempt:
+                    raise Outside(message) from error
+        raise AssertionError
+
+    def _computed(
+        self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
+    ) -> tuple[list[Any], ...]:
+        within = partial(_trying, self.program, self.wide)
+        with within():
+            self._leaves = self.leaves(inputs)
+            xs = [self._leaves[k] for k in self._active]
+            cts, us = self.arrays(cotangents), self.arrays(directions)
+            first = self.backend.vjp(self._outputs, xs, groups=None, once=False)
+            grads = self._filled(first.pullback(cts), xs)
+            some, others = iter(first.outs), iter(first.extras)
+            outs = [next(some) if inexact else next(others) for inexact in self._inexact]
+            results = [outs, self._spread(grads)]
+        if self.order == 2:
+            with within():  # the same draws again
+                results.append(self._second(xs, cts, us))
+        numpy = lambda x: None if x is None else np.asarray(self.backend.to_numpy(x))
+        with within():
+            groups = [[numpy(x) for x in group] for group in results]
+        return tuple(groups)
+
+    def _outputs(self, *xs: Any) -> tuple[list[Any], list[Any]]:
+        """f of the leaves that are differentiated: its inexact outputs, and the others."""
+        leaves = list(self._leaves)
+        for k, x in zip(self._active, xs, strict=True):
+            leaves[k] = x
+        run = self.recorded.run or self.program.run
+        beside = next(iter(leaves), None)
+        ys = [self.backend.asarray(y, beside) for y in run(leaves)]
+        pairs = list(zip(ys, self._inexact, strict=True))
+        return [y for y, inexact in pairs if inexact], [y for y, inexact in pairs if not inexact]
+
+    _outputs.caller = "formula"  # type: ignore[attr-defined]
+
+    def _second(self, xs: list[Any], cts: list[Any], us: list[Any]) -> list[Any]:
+        """The derivatives of <u, gradients> by the inputs and by the cotangents."""
+
+        def gradients(*both: Any) -> tuple[list[Any], list[Any]]:
+            inner, given = list(both[: len(xs)]), list(both[len(xs) :])
+            result = self.backend.vjp(self._outputs, inner, groups=None, once=False)
+            return self._filled(result.pullback(given), inner), []
+
+        again = self.backend.vjp(gradients, [*xs, *cts], groups=None, once=False)
+        result = self._filled(again.pullback(us), [*xs, *cts])
+        return [*self._spread(result[: len(xs)]), *result[len(xs) :]]
+
+    def _filled(self, found: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        zeros = self.backend.zeros_like
+        return [zeros(x) if g is None else g for g, x in zip(found, xs, strict=True)]
+
+    def _spread(self, grads: Sequence[Any]) -> list[Any]:
+        """One entry for each input; None for those that are not differentiated."""
+        place = dict(zip(self._active, grads, strict=True))
+        return [place.get(k) for k in range(len(self._leaves))]
+
+
+def _undefined(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether f has a value that is not finite, the same by both: its derivatives say nothing."""
+    pairs = [(a, np.asarray(b)) for a, b in zip(mine, theirs, strict=True) if b is not None]
+    return any(
+        not np.isfinite(b).all() and np.array_equal(np.isfinite(a), np.isfinite(b))
+        for a, b in pairs
+    )
+
+
+def _counted(formula: Formula) -> str:
+    """With what a derivation is called."""
+    counts = {
+        "input": len(formula.inputs),
+        "cotangent": len(formula.cotangents),
+        "direction": len(formula.directions),
+    }
+    return ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items() if n)
+
+
+def _single(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)

@@ -1,0 +1,240 @@
+"""`gradtools why-zero`, `graph`, `formula` and `measure`: a function by name, its inputs by shape.
+
+A row of `ANSWERS` or `REFUSALS` is a command and parts of what it prints.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import gradtools
+from gradtools.cli import main
+
+HEAD = {
+    "torch": "import torch\nfrom torch import exp, round\nstop = torch.detach\n",
+    "jax": "import jax\nfrom jax.numpy import exp, round\nstop = jax.lax.stop_gradient\n",
+}
+PROGRAM = """
+    PI = 3.14
+
+    def linear(W, x, b):
+        return W @ x + b
+
+    def cubes(x):
+        return x**3
+
+    def loss(w, x):
+        return exp(w @ x).sum()
+
+    def lost(x, y):
+        return round(x).sum() + stop(y).sum()
+
+    def whole(x):
+        return (x**2).sum()
+
+    def broken(x):
+        raise RuntimeError("on purpose")
+"""
+FLOPS = 2 * 4 * 3 + 4 + 3  # of the loss
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch, backend_name):
+    """A module `written` in the working directory, in one framework; `neutral` names none."""
+    text = HEAD[backend_name] + textwrap.dedent(PROGRAM)
+    (tmp_path / "written.py").write_text(text)
+    (tmp_path / "neutral.py").write_text("def double(x):\n    return x + x\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    np.savez("inputs.npz", first=np.ones((4, 3), "f"), second=np.ones(3, "f"))
+    yield tmp_path
+    sys.modules.pop("written", None)
+    sys.modules.pop("neutral", None)
+
+
+def run(command: str, backend: str = "") -> int:
+    """The status of a command; `<backend>` in it is the framework."""
+    return main(command.replace("<backend>", backend).split())
+
+
+ANSWERS = [
+    ("formula written:linear --shapes 3x4,4,3", 0, ["  y = W x + b\n", "W̄ = ȳ xᵀ", "agrees with"]),
+    ("formula written:linear --shapes 3x4,4,3 --argnums 0,1,2", 0, ["x̄ = Wᵀ ȳ\n", "b̄ = ȳ\n"]),
+    ("formula written:cubes --shapes 4 --order 2", 0, ["∂s/∂x = 6 ȳ ⊙ x ⊙ u", "∂s/∂ȳ = 3 u ⊙ x²"]),
+    ("formula written:loss --args inputs.npz --argnums 1", 0, ["x̄ = ", "i = 4, j = 3"]),
+    ("formula neutral:double --shapes 3 --backend <backend>", 0, ["x̄ = 2 ȳ"]),
+    ("graph written:loss --shapes 4x3,3 --argnums 0,1", 0, ["gradient of w", "gradient of x"]),
+    ("why-zero written:lost --shapes 3,3", 1, ["argument 0 gets no", "zero_derivative (round)"]),
+    ("why-zero written:lost --args inputs.npz --argnums 1", 1, ["detached"]),
+    ("why-zero written:whole --shapes 3", 0, ["Nothing is lost"]),
+    (
+        "measure written:loss --shapes 4x3,3",
+        0,
+        ["(imported by written; or pass --backend)", f"flops        {FLOPS} FLOP", "16 B"],
+    ),
+    ("measure neutral:double --shapes 3 --backend <backend> --json", 0, ['"flops": 3,']),
+]
+
+
+@pytest.mark.slow_at("torch-measure", "jax-formula")
+@pytest.mark.parametrize(
+    ("command", "status", "parts"), ANSWERS, ids=[command.split()[0] for command, _, _ in ANSWERS]
+)
+def test_a_command_prints_its_answer(program, capsys, backend_name, command, status, parts):
+    assert run(command, backend_name) == status
+    out = capsys.readouterr().out
+    assert [part for part in parts if part not in out] == []
+    assert "\033[" not in out  # a pipe
+
+
+def test_only_the_first_argument_at_order_one_is_differentiated_by_default(program, capsys):
+    assert run("formula written:linear --shapes 3x4,4,3") == 0
+    out = capsys.readouterr().out
+    assert "x̄ =" not in out and "∂s" not in out
+    assert run("graph written:loss --shapes 4x3,3") == 0
+    assert "gradient of x" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_the_graph_shows_a_pass_for_each_order(program, capsys, order):
+    assert run(f"graph written:loss --shapes 4x3,3 --order {order}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    passes = ["forward", "backward", "backward of the backward"][: order + 1]
+    assert [line for line in lines if line and not line.startswith((" ", "gradtools"))] == passes
+
+
+REFUSALS = [
+    (
+        "formula written:broken --shapes 3 -o f.pdf",
+        ["no form for '.pdf'; expected .txt, .tex"],
+    ),
+    ("formula written:broken --shapes 3", ["f raised RuntimeError: on purpose"]),
+    ("formula written:cubes --shapes 3:int64", ["gradtools formula: formula: argument 0"]),
+    ("graph written:broken --shapes 3 -o f.png", ["no form for '.png'; expected .svg"]),
+    ("graph written:broken --shapes 3", ["raised RuntimeError: on purpose (written.py:"]),
+    ("graph written:absent --shapes 3", ["written has no absent"]),
+    ("graph no_such:f -o absent/f.svg", ["there is no folder absent. Make it first."]),
+    ("graph written:loss --shapes 3", ["written:loss(w, x) was given 1 array: "]),
+    ("graph written:loss --shapes 4x3,3,3", ["written:loss(w, x) was given 3 arrays: "]),
+    ("why-zero written:broken --shapes 3", ["f raised RuntimeError: on purpose"]),
+    ("why-zero written:whole --shapes 3:int32", ["argument 0 is an array of dtype int32"]),
+    ("why-zero written:whole --shapes 3 --argnums 4", ["argnums holds 4"]),
+    ("why-zero written:whole --shapes 3y", ["'3y' is no shape"]),
+    ("measure written", ["package.module:name"]),
+    ("measure no_such_module:f", ["cannot be imported"]),
+    ("measure written:PI", ["is a float; expected a function"]),
+    ("measure written:loss --args absent.npz", ["absent.npz"]),
+    ("measure written:loss", ["(w, x) was given no arrays: missing a required argument: 'w'"]),
+    ("measure written:broken --shapes 3", ["written:broken raised RuntimeError on 3"]),
+    ("measure written:loss --shapes 3:int32,3:int32 --grad", ["no floating array"]),
+]
+
+
+@pytest.mark.parametrize(("command", "parts"), REFUSALS, ids=[command for command, _ in REFUSALS])
+def test_what_cannot_be_told_ends_with_2(program, capsys, command, parts):
+    assert run(command) == 2
+    error = capsys.readouterr().err
+    assert [part for part in parts if part not in error] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("why-zero written:whole --shapes 3 --argnums x", "such as 0 or 0,2; got 'x'"),
+        ("measure a:b --shapes 3 --args x.npz", "not allowed with"),
+    ],
+)
+def test_options_that_contradict_the_command_line_are_refused(program, capsys, command, said):
+    with pytest.raises(SystemExit) as left:
+        run(command)
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+FILES = [
+    ("graph", "svg", ["<svg", "exp"]),
+    ("graph", "html", ["<!doctype html", "exp"]),
+    ("graph", "dot", ["digraph", "exp"]),
+    ("graph", "mmd", ["flowchart", "exp"]),
+    ("formula", "txt", ["its adjoint, from L̄\n", "agrees with automatic"]),
+    ("formula", "tex", ["% needs the packages amsmath", "\\[\n\\begin{gathered}", "\\bar{w} = "]),
+    ("formula", "md", ["$$\n\\begin{gathered}", "\\end{gathered}\n$$\n"]),
+]
+
+
+@pytest.mark.parametrize(("command", "suffix", "parts"), FILES)
+def test_the_suffix_of_a_file_chooses_the_form(program, capsys, command, suffix, parts):
+    assert run(f"{command} written:loss --shapes 4x3,3 -o out.{suffix}") == 0
+    assert capsys.readouterr().out == f"wrote out.{suffix}\n"
+    text = (program / f"out.{suffix}").read_text(encoding="utf-8")
+    assert [part for part in parts if part not in text] == []
+
+
+def test_a_file_that_cannot_be_written_is_said(program, capsys):
+    (program / "taken.svg").mkdir()
+    assert run("graph written:loss --shapes 4x3,3 -o taken.svg") == 2
+    assert "-o taken.svg: it cannot be written: Is a directory." in capsys.readouterr().err
+
+
+def test_save_refuses_an_unknown_suffix_as_the_command_does(gt, tmp_path):
+    found = gt.formula(lambda x: 2.0 * x, gt.asarray(np.ones(3)))
+    with pytest.raises(gradtools.GradtoolsError, match=r"no form is known for the suffix '.png'"):
+        found.save(tmp_path / "formula.png")
+    found.save(tmp_path / "formula.TEX")
+    assert (tmp_path / "formula.TEX").read_text(encoding="utf-8").endswith("\\]\n")
+
+
+def test_what_is_lost_is_told_as_json(program, capsys):
+    assert run("why-zero written:lost --shapes 3,3 --argnums 0,1 --json") == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [(f["argument"], f["kind"]) for f in found] == [
+        ("argument 0", "zero_derivative"),
+        ("argument 1", "detached"),
+    ]
+
+
+@pytest.mark.slow_at("torch")
+def test_what_is_measured_is_told_as_json_with_the_gradient_if_asked_for(
+    program, capsys, backend_name
+):
+    assert run("measure written:loss --args inputs.npz --json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["flops"], found["saved_bytes"]) == (FLOPS, 16)
+    assert found["backend"] == backend_name and isinstance(found["notes"], list)
+    assert run("measure written:loss --shapes 4x3,3 --grad --json") == 0
+    backward = 4 + 2 * 4 * 3 + 4 * 3  # times exp; transposed product; outer product
+    # An outer product is elementwise in PyTorch, and a product over one term in JAX.
+    found = json.loads(capsys.readouterr().out)["flops"]
+    assert FLOPS + backward <= found <= FLOPS + backward + 4 * 3
+
+
+@pytest.mark.slow_at("torch")
+def test_a_terminal_gets_colours(program, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert run("why-zero written:lost --shapes 3,3") == 1
+    assert run("measure written:loss --shapes 4x3,3") == 0
+    assert "\033[31m" in stream.getvalue() and "\x1b[1mflops" in stream.getvalue()
+
+
+def test_a_backend_that_is_not_installed_is_said(program, monkeypatch, capsys):
+    monkeypatch.setattr(gradtools, "available_backends", lambda: ())
+    assert run("measure written:loss --shapes 4x3,3") == 2
+    assert "is not installed. Fix: pip install" in capsys.readouterr().err
+
+
+def test_a_module_that_imports_neither_asks_for_the_backend(program, capsys, monkeypatch):
+    monkeypatch.setattr(gradtools, "available_backends", lambda: ("torch", "jax"))
+    assert run("measure neutral:double --shapes 3") == 2
+    assert "say --backend torch or --backend jax" in capsys.readouterr().err

@@ -459,12 +459,13 @@ class Programs(Rules):
         """Whether the user switched off the framework's check of a rule's cotangent shapes."""
         return False
 
-    def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
-        """A fast path for the commonest calls of a custom rule or host function, or None.
+    def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
+        """What calls of a custom rule or host function are tried by first, or None.
 
-        It takes the positional arguments and returns NotImplemented for a call that it does not
-        cover. It calls a host function's kernel at once where the arguments are arrays with values
-        and nothing traces, transforms or differentiates the call.
+        It takes the arguments and the static ones, as `Parameters.bound` parts them, and returns
+        NotImplemented for a call that it does not cover. It calls a host function's kernel at once
+        where the arguments are arrays with values and nothing traces, transforms or differentiates
+        the call.
         """
         return None
 

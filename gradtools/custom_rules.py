@@ -180,7 +180,8 @@ class CustomRule:
             self._forget()
 
     def _forget(self) -> None:
-        self._taken = self._taking()
+        self._taken = taken = self._taking()
+        self._binds = any((*taken.static, *taken.keyword_only, taken.star))
         self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
         self._shapes.clear()
         self._by_key.clear()
@@ -290,12 +291,17 @@ class CustomRule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
+        statics: tuple[Any, ...] = ()
+        rest: tuple[Any, ...] = args
+        if kwargs or self._binds:
+            statics, rest = self._bound(args, kwargs)
         if self._direct is not None:
-            result = self._direct(self._bound(args, kwargs)[1] if kwargs else args)
+            result = self._direct(rest, statics)
             if result is not NotImplemented:
                 return result
         backend = self._backend
-        statics, rest = self._bound(args, kwargs)
+        if not kwargs and not self._binds:  # defaults
+            statics, rest = self._bound(args, kwargs)
         leaves, structure = backend.flatten_static(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
         arrays = tuple([backend.is_array(x) for x in leaves])

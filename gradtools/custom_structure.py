@@ -111,7 +111,7 @@ class Shaped:
         """Outputs and their tangents by the forward rule."""
         rest = self.arguments(xs)
         assert self.of.jvp is not None
-        return self.pushed(xs, self.of.jvp(*self.statics, rest, self._tangents(dxs)))
+        return self.pushed(xs, self.of.jvp(*self.statics, rest, self.tangents(dxs)))
 
     def pushed(self, xs: Entries, result: Any) -> tuple[list[Array], list[Any]]:
         """The same from what the forward rule returned."""
@@ -127,7 +127,8 @@ class Shaped:
         """The tangents alone."""
         return self.pushforward(xs, dxs)[1]
 
-    def _tangents(self, dxs: Sequence[Any]) -> Any:
+    def tangents(self, dxs: Sequence[Any]) -> Any:
+        """What the forward rule gets as tangents."""
         left, symbolic = iter(dxs), "tangent" in self.of.symbolic_zeros
         full = [
             next(left) if o is ARRAY else None if symbolic or not _is_number(o) else 0.0

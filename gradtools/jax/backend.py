@@ -136,7 +136,7 @@ class JaxBackend(Wing):
     def lets_shapes_pass(self) -> bool:
         return bool(jax.config.jax_disable_bwd_checks)  # type: ignore[attr-defined]  # made by JAX
 
-    def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
+    def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
         if not hasattr(of, "kernel"):
             return None
         from gradtools.jax import host

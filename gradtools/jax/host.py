@@ -40,7 +40,9 @@ def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
     return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
 
 
-def call_now(backend: Any, kernel: Kernel, count: int, args: Sequence[Any]) -> Any:
+def call_now(
+    backend: Any, kernel: Kernel, count: int, args: Sequence[Any], statics: tuple[()] = ()
+) -> Any:
     """The results where nothing is traced, NotImplemented elsewhere.
 
     count: How many arguments the kernel takes; 0: any number.

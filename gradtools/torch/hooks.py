@@ -46,7 +46,8 @@ def scaled(x: Any, factor: float) -> Tensor | None:
         and not upstream.is_wrapped(x)
         and upstream.tracing_state() is None
     ):
-        if not x.requires_grad:
+        tracked = x.requires_grad
+        if not tracked:
             return x
         if torch.is_grad_enabled() and x.layout is torch.strided and not x.is_nested:
             application = _scaling(factor.hex())

@@ -50,13 +50,13 @@ class KernelCalls:
         alike: Whether one array comes that is like the first argument.
     """
 
-    def __init__(self, of: Any, differentiated: Callable[[tuple[Any, ...]], Any] | None) -> None:
+    def __init__(self, of: Any, differentiated: Callable[[Any, Any], Any] | None) -> None:
         self.kernel, self.backend, self.differentiated = of.kernel, of._backend, differentiated
         self.count = len(of._taken.names)
         self.fun = self.kernel.fun
         self.alike = self.kernel.out is None and not self.kernel.raw
 
-    def call(self, args: tuple[Any, ...]) -> Any:
+    def call(self, args: tuple[Any, ...], statics: tuple[()] = ()) -> Any:
         """The result, or NotImplemented."""
         if _is_compiling() or not args or (len(args) != self.count and self.count):
             return NotImplemented
@@ -67,7 +67,7 @@ class KernelCalls:
             if graphs and x.requires_grad:
                 tracked = True
         if tracked:
-            return self.differentiated(args) if self.differentiated else NotImplemented
+            return self.differentiated(args, statics) if self.differentiated else NotImplemented
         if _levels() is not None or _modes() or _functions() or _tracing() is not None:
             return NotImplemented
         if _forward_level() >= 0:

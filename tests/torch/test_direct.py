@@ -259,3 +259,60 @@ def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
 )
 def test_an_operator_takes_no_more_calls_than_these(run, most):
     assert calls_of_ours(run) <= most
+
+
+# --- calls with constants, trees and keywords ------------------------------------------------
+
+
+def powers(static):
+    f = gt.custom_rule(lambda x, n: x**n, static_argnames=("n",) if static else ())
+    if static:
+        f.defvjp(lambda n, x: (x**n, x), lambda n, x, ct: (n * x ** (n - 1) * ct,))
+    else:
+        f.defvjp(lambda x, n: (x**n, (x, n)), lambda r, ct: (r[1] * r[0] ** (r[1] - 1) * ct, None))
+    return f
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_calls_with_other_constants_are_told_apart(static):
+    f, x = powers(static), numbers(requires_grad=True)
+    for n in (3, 2, 3.0, True, 2, 3):
+        for y in (f(x, n), f(x, n=n)):
+            assert torch.equal(y, x**n)
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], n * x.detach() ** (n - 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rule_on_a_tree_is_right_at_every_call(kind):
+    f = gt.custom_rule(lambda p: {"y": p["a"].sin() * p["b"]})
+    if kind != "jvp":
+        f.defvjp(
+            lambda p: ({"y": p["a"].sin() * p["b"]}, p),
+            lambda p, ct: ({"a": p["a"].cos() * p["b"] * ct["y"], "b": p["a"].sin() * ct["y"]},),
+        )
+    if kind != "vjp":
+        f.defjvp(
+            lambda p, t: (
+                {"y": p[0]["a"].sin() * p[0]["b"]},
+                {"y": p[0]["a"].cos() * p[0]["b"] * t[0]["a"] + p[0]["a"].sin() * t[0]["b"]},
+            )
+        )
+    a, b = numbers(requires_grad=True), numbers(requires_grad=True).flip(0)
+    for _ in range(3):
+        y = f({"a": a, "b": b})["y"]
+        da, db = torch.autograd.grad(y.sum(), (a, b), create_graph=True)
+        torch.testing.assert_close(da, a.cos() * b)
+        torch.testing.assert_close(db, a.sin())
+        (second,) = torch.autograd.grad(da.sum(), a)
+        torch.testing.assert_close(second, -a.sin() * b)
+        value, tangent = gt.jvp(f, ({"a": a, "b": b},), ({"a": b, "b": a},))
+        torch.testing.assert_close(tangent["y"], a.cos() * b * b + a.sin() * a)
+
+
+def test_cotangents_of_another_structure_are_refused_at_every_call():
+    f = gt.custom_rule(lambda p, n: p["a"] * p["b"] * n)
+    f.defvjp(lambda p, n: (p["a"] * p["b"] * n, p), lambda p, ct: (ct, ct))
+    a, b = numbers(requires_grad=True), numbers(requires_grad=True)
+    for _ in range(3):
+        with pytest.raises(GradtoolsError, match="bwd's entry 0 has the structure"):
+            torch.autograd.grad(f({"a": a, "b": b}, 2.0).sum(), a)

@@ -615,7 +615,7 @@ class _BothModes(_ReverseOnly):
         residuals = saved[0] if plan.form is Tensor else plan.residuals(saved)
         cotangents = signature.bwd(residuals, ct)
         avals = signature.avals
-        if type(cotangents) is tuple and len(cotangents) == len(avals):
+        if signature.flat and type(cotangents) is tuple and len(cotangents) == len(avals):
             for g, aval in zip(cotangents, avals, strict=True):
                 if type(g) is not Tensor or g.dtype is not aval[1] or g.shape != aval[0]:
                     break
@@ -742,7 +742,8 @@ def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
 def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
     rule, result, saved = ctx.point.rule, ctx.point.linearized, _saved(ctx, tensors)
     likes = ctx.like_ys[: ctx.point.count]
-    if result.cotangent is not None and rule.contract is not None:
+    is_checked = ctx.point.signature is not None and ctx.point.signature.pulled
+    if result.cotangent is not None and rule.contract is not None and not is_checked:
         hold_zero(_asked(ctx, "cotangent", result.cotangent, saved, likes))
     if result.opaque_residuals and torch.is_grad_enabled():
         xs = _xs(ctx, ctx.pulling, tensors)
@@ -787,9 +788,9 @@ def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
         return  # a transform's wrapper shows no graph
     known = [x for x in known if x is not None and x.requires_grad]
-    seen = {get_gradient_edge(x).node for x in known}
+    seen = {x.grad_fn or get_gradient_edge(x).node for x in known}
     todo = [x for x in results if x is not None and x.requires_grad]
-    nodes = [get_gradient_edge(x).node for x in todo]
+    nodes = [x.grad_fn or get_gradient_edge(x).node for x in todo]
     while nodes:
         node = nodes.pop()
         if node in seen:

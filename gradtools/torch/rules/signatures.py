@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Residuals, Shaped
 from gradtools.errors import GradtoolsError
+from gradtools.host_kernels import told_apart
 from gradtools.rules import Linearized
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, like
@@ -45,6 +47,11 @@ _is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_inter
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def _as_they_are(xs: Any) -> Any:
+    return xs
 
 
 @dataclass(eq=False)
@@ -52,7 +59,8 @@ class _Signature:
     """What is known of the calls with tensors of the same shapes, dtypes and devices.
 
     Attributes:
-        shaped: The rule for so many tensors.
+        shaped: The rule at this structure of its arguments.
+        flat: Whether these are tensors alone.
         avals: The shape, dtype and device of each.
         question: Under what the contract keeps that the forward pass was held to it.
         ready: Whether it was.
@@ -62,6 +70,7 @@ class _Signature:
     """
 
     shaped: Shaped
+    flat: bool
     avals: tuple[Any, ...]
     question: Any
     ready: bool = False
@@ -71,9 +80,13 @@ class _Signature:
 
     def __post_init__(self) -> None:
         self.count = len(self.avals)
-        self.fwd: Any = self.shaped.of.fwd
-        self.bwd: Any = self.shaped.of.bwd
-        self.jvp: Any = self.shaped.of.jvp
+        of, shaped, statics = self.shaped.of, self.shaped, self.shaped.statics
+        self.fun: Any = of.fun
+        self.fwd: Any = of.fwd
+        self.bwd: Any = of.bwd
+        self.jvp: Any = of.jvp
+        if statics or not self.flat:
+            self._of_trees(of, shaped, statics)
         self.nothing = (None,) * (2 + self.count)
         self.recorded: _Plan | None = None  # of a forward rule alone
         self.own = Transposing(self.shaped.rule, EAGER)
@@ -92,7 +105,18 @@ class _Signature:
         self.records = self.pushes and self.bwd is None
         self.saves_no_extras = False
         if self.bwd is None:
-            self.fwd, self.ready = self.shaped.of.fun, True  # its forward pass is f
+            self.fwd, self.ready = self.fun, True  # its forward pass is f
+
+    def _of_trees(self, of: Any, shaped: Shaped, statics: tuple[Any, ...]) -> None:
+        """The author's functions as functions of flat tensors."""
+        arguments = _as_they_are if self.flat else shaped.arguments
+        self.fun = lambda *xs: of._taken.call(of.fun, statics, arguments(xs))
+        if of.bwd is not None:
+            self.fwd = lambda *xs: of.fwd(*statics, *arguments(xs))
+            self.bwd = partial(of.bwd, *statics)
+        if of.jvp is not None:
+            tangents = _as_they_are if self.flat else shaped.tangents
+            self.jvp = lambda xs, dxs: of.jvp(*statics, arguments(xs), tangents(dxs))
 
     def pulled_back(self, ctx: Any, cts: tuple[Any, ...]) -> Sequence[Any]:
         """The backward pass of any order, with what `setup_context` left out."""
@@ -103,7 +127,7 @@ class _Signature:
         if point.linearized is None:
             point.linearized = self._maps(point, ctx.like_ys)
         result = installing.pulled_back(ctx, cts)
-        if None not in self.likes and not _graphs():
+        if None not in self.likes:
             self.pulled = self.bwd is not None
         return tuple(result)
 
@@ -122,7 +146,7 @@ class _Signature:
 
     def cotangents(self, cotangents: Any) -> Sequence[Any]:
         """What bwd returned, one for each argument."""
-        if type(cotangents) is tuple and len(cotangents) == self.count:
+        if self.flat and type(cotangents) is tuple and len(cotangents) == self.count:
             pairs = zip(cotangents, self.avals, strict=True)
             if all(type(g) is Tensor and (g.shape, g.dtype) == aval[:2] for g, aval in pairs):
                 return cotangents
@@ -157,37 +181,45 @@ class _Signature:
 
 
 class DirectCalls:
-    """Calls of one `CustomRule` by position."""
+    """Calls of one `CustomRule`."""
 
     def __init__(self, of: Any) -> None:
         self.of = of
-        self.count = len(of._taken.names)  # 0 where it takes any
+        self.count = 0 if of._binds else len(of._taken.names)  # 0 where any number may come
         self.signatures: dict[Any, _Signature] = {}
         self.closed = _Closed((of.fun, of.fwd, of.bwd, of.jvp))
 
     @staticmethod
     def fit(of: CustomRule) -> bool:
         """Whether the rule has calls that may go this way."""
-        parameters = of._taken
-        if any((*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic_zeros)):
-            return False
-        return of.check != "always" and bool(of.bwd or of.jvp)
+        return not of.symbolic_zeros and of.check != "always" and bool(of.bwd or of.jvp)
 
-    def call(self, args: tuple[Any, ...]) -> Any:
+    def call(self, args: tuple[Any, ...], statics: tuple[Any, ...]) -> Any:
         """What the rule gives, or NotImplemented."""
         if _is_compiling() or (len(args) != self.count and self.count) or _levels() is not None:
             return NotImplemented
-        key: tuple[Any, ...] = ()
+        structure, key = None, ()
+        for x in args:
+            if type(x) not in _PLAIN:
+                structure = self._structure(args, statics)
+                break
+        else:
+            if statics:
+                structure = self._structure(args, statics)
+        if structure is not None:
+            args, key = structure
+            if not args:
+                return NotImplemented
         tracked = False
         try:
             for x in args:
-                if type(x) not in _PLAIN or x.layout is not _STRIDED or is_wrapped(x):
+                if x.layout is not _STRIDED or is_wrapped(x):
                     return NotImplemented
                 key += x.shape, x.dtype, x.device
                 tracked = tracked or x.requires_grad
         except RuntimeError:  # a nested tensor has no shape
             return NotImplemented
-        signature = self.signatures.get(key) or self._signature(key, args)
+        signature = self.signatures.get(key) or self._signature(key, args, structure)
         if signature is None:
             return NotImplemented
         if not tracked or not _graphs():
@@ -257,21 +289,40 @@ class DirectCalls:
             if _graphs() is not enabled:  # the rule left it so
                 upstream.set_grad_enabled(enabled)
 
-    def _signature(self, key: Any, args: tuple[Any, ...]) -> _Signature | None:
+    def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+        """The tensors of a call, and what tells its structure and constants; none of others."""
+        xs, treedef, others, arrays = args, None, (), ()
+        if any(type(x) not in _PLAIN for x in args):
+            leaves, treedef = self.of._backend.flatten_static(args)
+            arrays = tuple([isinstance(x, Tensor) for x in leaves])
+            xs = tuple([x for x in leaves if isinstance(x, Tensor)])
+            others = tuple([x for x in leaves if not isinstance(x, Tensor)])
+            if any(type(x) not in _PLAIN for x in xs):
+                return (), ()
+        constants = (*statics, *others)
+        if any(type(x) not in _CONSTANTS for x in constants):
+            return (), ()
+        return xs, (treedef, statics, others, arrays, told_apart(constants))
+
+    def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> _Signature | None:
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             return None  # where sizes are tensors
         of, backend = self.of, self.of._backend
-        shaped = of._shape((), backend.flatten_static(args)[1], (True,) * len(args), ())
+        treedef, statics, others, arrays, _ = structure[1] if structure else (None, (), (), (), ())
+        flat = treedef is None
+        if flat:
+            treedef, arrays = backend.flatten_static(args)[1], (True,) * len(args)
+        shaped = of._shape(statics, treedef, arrays, others)
         who = "fwd" if of.bwd is not None else "the forward rule"
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])
         question = who, tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
-        result = self.signatures[key] = _Signature(shaped, avals, question)
+        result = self.signatures[key] = _Signature(shaped, flat, avals, question)
         if len(self.signatures) > _MOST:
             del self.signatures[next(iter(self.signatures))]
         return result
 
     def _value(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
-        out = self.of.fun(*args)
+        out = signature.fun(*args)
         if signature.valued and type(out) is Tensor:
             ys = [out]
         else:

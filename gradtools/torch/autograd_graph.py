@@ -127,9 +127,14 @@ def node_of(x: Tensor) -> Any:
 
 
 def _is_here(x: Tensor) -> bool:
-    """Whether a tensor of functorch's belongs to the level that runs, or is mapped in it."""
+    """Whether a tensor of functorch's belongs to the level that runs, or is mapped in it.
+
+    Levels are numbered as they begin: another one may have had this number.
+    """
     level = upstream.peek_interpreter_stack()
-    return level is not None and upstream.maybe_get_level(x) == level.level()
+    if level is None or upstream.maybe_get_level(x) != level.level():
+        return False
+    return upstream.is_batchedtensor(x) == (level.key() == upstream.TransformType.Vmap)
 
 
 def all_behind(nodes: Sequence[Any]) -> set[Any]:

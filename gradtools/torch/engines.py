@@ -101,6 +101,8 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
         if _in_functorch():
             if not _is_differentiated_again():
                 with suppress(NoForwardMode):
+                    if upstream.DYNAMO in sys.modules and not is_compiling():
+                        return uncompiled(_functorch_jvp, fun, leaves, tangents)
                     return _functorch_jvp(fun, leaves, tangents)
             outs, extras, push = _functorch_linearize(fun, leaves)
             return outs, extras, push(tangents)

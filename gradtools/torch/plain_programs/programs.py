@@ -286,6 +286,18 @@ def in_place(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda input, *args, **kw: input.copy_(formula(input.clone(), *args, **kw))
 
 
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    if weight.numel() > 1 and input.dim() > 1:
+        weight = weight.reshape(-1, *[1] * (input.dim() - 2))
+    return torch.where(input > 0, input, weight * input)
+
+
+def ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> Tensor:
+    """With lengths that are tensors: of others PyTorch has no batching rule."""
+    lengths = [torch.as_tensor(n, device=targets.device) for n in args[:2]]
+    return torch.ctc_loss(log_probs, targets, *lengths, *args[2:])
+
+
 def sinc(input: Tensor) -> Tensor:
     """sin(pi x) / (pi x), by its power series where |pi x| < 1."""
     z = torch.pi * (input if is_inexact(input) else input.to(torch.get_default_dtype()))

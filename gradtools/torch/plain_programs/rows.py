@@ -106,6 +106,10 @@ def _of_products(*args: Any, **kwargs: Any) -> bool:
     return "prod" in (*args[4:5], kwargs.get("reduce"))
 
 
+def _of_numbers(log_probs: Tensor, targets: Tensor, lengths: Any, *args: Any) -> bool:
+    return not isinstance(lengths, Tensor)
+
+
 def _of_options(*args: Any, **kwargs: Any) -> bool:
     return kwargs.get("options") is not None
 
@@ -259,6 +263,8 @@ TABLE = (
         PlainProgram(f"{name}_cell", {UNDER_VMAP: _ERROR}, programs.recurrent_cell(name))
         for name in ("gru", "lstm", "rnn_tanh", "rnn_relu")
     ],
+    PlainProgram("prelu", {UNDER_VMAP: _ERROR}, programs.prelu),
+    PlainProgram("ctc_loss", {UNDER_VMAP: _ERROR}, programs.ctc_loss, when=_of_numbers),
     PlainProgram(
         f"{_F}hardsigmoid",
         {GRADIENT_AGAIN: _ERROR},

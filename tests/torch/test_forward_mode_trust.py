@@ -402,3 +402,13 @@ def test_weight_norm_has_its_second_derivative_in_each_mode(dim):
     slope = lambda v: gt.grad(lambda v: fused(v, g).sum())(v)
     found = gt.vmap(lambda v: gt.jvp(slope, (v,), (v,))[1])(torch.stack((v, 2 * v)))
     torch.testing.assert_close(found[0], gt.jvp(slope, (v,), (v,))[1])
+
+
+def test_a_forward_jacobian_in_compiled_code_whose_graph_breaks():
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x**3
+
+    x = torch.tensor([0.5, -0.7], dtype=torch.float64)
+    found = gt.compile(lambda x: gt.jacobian(broken, mode="forward")(x))(x)
+    torch.testing.assert_close(found, torch.diag(3 * x**2))

@@ -359,3 +359,31 @@ def test_sinc_in_place_writes_where_it_is_differentiated_again():
     for mode in ("forward_over_reverse", "reverse_over_reverse"):
         way = lambda f, mode=mode: gt.hvp(f, (x,), (x + 1,), mode=mode)
         torch.testing.assert_close(way(f), way(lambda x: torch.sinc(x).pow(2).sum()))
+
+
+def test_prelu_has_second_derivatives_under_vmap():
+    torch.manual_seed(0)
+    x, a = torch.randn(3, 2, 4, dtype=torch.float64), torch.tensor([0.25], dtype=torch.float64)
+    f = lambda x, a: torch.nn.functional.prelu(x, a).pow(3).sum()
+    found = gt.vmap(gt.hessian(f), (0, None))(x, a)
+    expected = torch.stack([gt.hessian(f)(one, a) for one in x])
+    torch.testing.assert_close(found, expected)
+    weights = a.expand(4).clone()
+    found = gt.vmap(gt.hessian(f, argnums=1), (0, None))(x, weights)
+    torch.testing.assert_close(found, torch.stack([gt.hessian(f, 1)(one, weights) for one in x]))
+
+
+@pytest.mark.parametrize("lengths", [((6,), (2,)), (torch.tensor([6]), torch.tensor([2]))])
+def test_ctc_loss_takes_lengths_of_any_kind_example_by_example(lengths):
+    torch.manual_seed(0)
+    scores = torch.randn(3, 6, 1, 5, dtype=torch.float64)
+    targets, scale = (
+        torch.tensor([[[1, 2]], [[3, 4]], [[2, 2]]]),
+        torch.ones(5, dtype=torch.float64),
+    )
+    loss = lambda scale, scores, targets: torch.nn.functional.ctc_loss(
+        (scores * scale).log_softmax(-1), targets, *lengths
+    )
+    found = gt.per_example_grad(loss)(scale, scores, targets)
+    rows = [gt.grad(loss)(scale, *one) for one in zip(scores, targets, strict=True)]
+    torch.testing.assert_close(found, torch.stack(rows))

@@ -1,0 +1,1109 @@
+"""Training programs that people wrote in public for PyTorch, in our words.
+
+Each returns pairs of what comes out and what is right: by a closed form, by plain PyTorch, or by
+central differences. The source is a repository and a number of its tracker.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import gradtools.torch as gt  # noqa: E402
+from gradtools.errors import LostDerivativeError  # noqa: E402
+
+F, nn, D, Tensor = torch.nn.functional, torch.nn, torch.float64, torch.Tensor
+STORIES: dict[str, Callable[[], list[tuple[Any, Any]]]] = {}
+
+
+def story(source: str) -> Callable[[Any], Any]:
+    """Registers a story by the repository and the number of the report that it retells."""
+
+    def register(program: Any) -> Any:
+        STORIES[f"{program.__name__} ({source})"] = program
+        return program
+
+    return register
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=D)
+
+
+def mlp(*widths: int, act: Any = nn.Tanh) -> nn.Sequential:
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), act())]
+    return nn.Sequential(*layers[:-1]).to(D)
+
+
+def plain(f: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+    """The gradient by PyTorch alone, with a graph."""
+    return torch.autograd.grad(f(*xs), xs, create_graph=True)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def grads_of(net: nn.Module, loss: Any) -> list[Tensor]:
+    """What `loss().backward()` leaves at the parameters."""
+    net.zero_grad()
+    loss().backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def same_training(net: nn.Module, ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
+    return [*zip(grads_of(net, ours), grads_of(net, theirs), strict=True)]
+
+
+def slope(f: Any, x: Tensor, v: Tensor, h: float = 1e-5) -> Tensor:
+    """A central difference."""
+    with torch.no_grad():
+        return (f(x + h * v) - f(x - h * v)) / (2 * h)
+
+
+# --- penalties on gradients
+
+
+def _critic_penalty(critic: Any, norm: Any) -> list[tuple[Any, Any]]:
+    real, fake, eps = rand(4, 3), rand(4, 3), torch.rand(4, 1, dtype=D)
+    mixed = eps * real + (1 - eps) * fake
+    gap = lambda: critic(fake).mean() - critic(real).mean()
+
+    def ours():
+        g = gt.grad(lambda x: critic(x).sum())(mixed)
+        return gap() + 10 * norm(g)
+
+    def theirs():
+        return gap() + 10 * norm(plain(lambda x: critic(x).sum(), leaf(mixed))[0])
+
+    return same_training(critic, ours, theirs)
+
+
+@story("caogang/wgan-gp#4")
+def wgan_gp_penalty_trains_the_critic():
+    return _critic_penalty(mlp(3, 8, 1), lambda g: ((g.norm(dim=1) - 1) ** 2).mean())
+
+
+@story("igul222/improved_wgan_training#18")
+def the_penalty_reaches_the_network_through_relu():
+    critic = mlp(3, 8, 8, 1, act=nn.LeakyReLU)
+    return _critic_penalty(critic, lambda g: ((g.norm(dim=1) - 1) ** 2).mean())
+
+
+@story("pytorch/pytorch#7714")
+def a_gradient_penalty_of_a_residual_classifier():
+    net, x, y = mlp(4, 6, 3), rand(5, 4), torch.arange(5) % 3
+    loss = lambda x: F.cross_entropy(net(x) + x[:, :3], y)
+
+    def ours():
+        value, g = gt.value_and_grad(loss)(leaf(x))
+        return value + 5 * (g**2).mean()
+
+    def theirs():
+        z = leaf(x)
+        value = loss(z)
+        return value + 5 * (torch.autograd.grad(value, z, create_graph=True)[0] ** 2).mean()
+
+    return same_training(net, ours, theirs)
+
+
+@story("rosinality/stylegan2-pytorch#179")
+def r1_through_a_differentiable_augmentation():
+    """Along the image grid_sample is linear: its second derivative needs no kernel of its own."""
+    critic = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1)).to(D)
+    image, theta = rand(1, 1, 4, 4), torch.tensor([[[0.9, 0.1, 0.0], [-0.1, 0.8, 0.1]]], dtype=D)
+    grid = F.affine_grid(theta, [1, 1, 4, 4], align_corners=False)
+    score = lambda x: critic(F.grid_sample(x, grid, align_corners=False)).sum()
+    found = grads_of(critic, lambda: gt.grad(score)(image).square().sum())
+    expected = grads_of(critic, lambda: plain(score, leaf(image))[0].square().sum())
+    return [*zip(found, expected, strict=True)]
+
+
+@story("facebookresearch/jacobian_regularizer#6")
+def a_jacobian_regularizer_with_a_projection():
+    net, x, v = mlp(3, 5, 2), rand(4, 3), rand(4, 2)
+
+    def ours():
+        _, pullback = gt.vjp(lambda x: net(x), x)
+        return pullback(v)[0].square().sum()
+
+    return same_training(
+        net, ours, lambda: plain(lambda x: (net(x) * v).sum(), leaf(x))[0].square().sum()
+    )
+
+
+@story("pytorch/pytorch#4661")
+def a_penalty_on_the_gradient_norm_of_all_weights():
+    net, x, y = mlp(3, 4, 1), rand(6, 3), rand(6, 1)
+    loss = lambda net: F.mse_loss(net(x), y)
+
+    def ours():
+        return loss(net) + 0.1 * sum(g.square().sum() for g in gt.grad(loss)(net).values())
+
+    def theirs():
+        value = loss(net)
+        grads = torch.autograd.grad(value, [*net.parameters()], create_graph=True)
+        return value + 0.1 * sum(g.square().sum() for g in grads)
+
+    return same_training(net, ours, theirs)
+
+
+# --- force fields
+
+
+def _energy(net: Any, positions: Tensor) -> Tensor:
+    pairs = torch.pdist(positions)
+    return net(pairs[:, None]).sum() + torch.exp(-pairs).sum()
+
+
+@story("aiqm/torchani#238")
+def forces_are_trained_through_the_energy():
+    net, positions, forces = mlp(1, 6, 1), rand(4, 3), rand(4, 3)
+
+    def distances(x):
+        gaps = x[:, None] - x[None]
+        i, j = torch.triu_indices(4, 4, 1)
+        return gaps[i, j].square().sum(-1).sqrt()
+
+    def theirs():
+        d = lambda x: net(distances(x)[:, None]).sum() + torch.exp(-distances(x)).sum()
+        return (plain(d, leaf(positions))[0] + forces).square().mean()
+
+    ours = lambda: (gt.grad(lambda x: _energy(net, x))(positions) + forces).square().mean()
+    return same_training(net, ours, theirs)
+
+
+@story("lab-cosmo/torch-pme#188")
+def forces_do_not_depend_on_what_was_computed_before():
+    positions = leaf(rand(4, 3))
+    energy = lambda x: torch.cdist(x, x + 1).sum()
+    energy(positions).backward()  # contaminates .grad
+    expected = positions.grad.clone()
+    return [(gt.grad(energy)(positions), expected), (positions.grad, expected)]
+
+
+@story("tbmalt/tbmalt#76")
+def a_masked_distance_matrix_has_forces():
+    x = rand(4, 3)
+    mask = ~torch.eye(4, dtype=torch.bool)
+    energy = lambda x: (1 / torch.cdist(x, x)[mask]).sum()
+    closed = torch.stack(
+        [
+            sum(-2 * (x[i] - x[j]) / (x[i] - x[j]).norm() ** 3 for j in range(4) if j != i)
+            for i in range(4)
+        ]
+    )
+    return [(gt.grad(energy)(x), closed)]
+
+
+@story("lan496/torch-m3gnet#2")
+def stress_is_the_derivative_along_a_strain():
+    x, strain = rand(4, 3), torch.zeros(3, 3, dtype=D)
+    energy = lambda s: torch.exp(-torch.pdist(x + x @ s)).sum()
+    i, j = torch.triu_indices(4, 4, 1)
+    gap = x[i] - x[j]
+    r = gap.norm(dim=1)
+    closed = -(torch.exp(-r) / r)[:, None, None] * gap[:, :, None] * gap[:, None]
+    return [(gt.grad(energy)(strain), closed.sum(0))]
+
+
+@story("learningmatter-mit/NeuralForceField#15")
+def force_constants_are_the_hessian_of_the_energy():
+    x = rand(3, 3)
+    energy = lambda x: (torch.pdist(x) ** 3).sum()
+    hessian = gt.hessian(energy)(x)
+    v = rand(3, 3)
+    return [
+        (torch.tensordot(hessian, v, 2), slope(lambda y: gt.grad(energy)(y), x, v)),
+        (hessian.reshape(9, 9), hessian.reshape(9, 9).T),
+    ]
+
+
+# --- equations
+
+
+def _nested(f: Any, order: int) -> Any:
+    for _ in range(order):
+        f = (lambda g: lambda t: gt.grad(lambda s: g(s).sum())(t))(f)
+    return f
+
+
+@story("skyblueao77/civil-engineering-python#18")
+def a_beam_needs_the_fourth_derivative():
+    t = rand(5)
+    pairs = [(_nested(torch.sin, 4)(t), t.sin()), (_nested(lambda t: t**6, 4)(t), 360 * t**2)]
+    net = mlp(1, 5, 1)
+    u = lambda t: net(t[:, None])[:, 0]
+
+    def theirs():
+        s = leaf(t)
+        y = u(s)
+        for _ in range(4):
+            (y,) = torch.autograd.grad(y.sum(), s, create_graph=True)
+        return (y - 1).square().mean()
+
+    ours = lambda: (_nested(u, 4)(t) - 1).square().mean()
+    return pairs + same_training(net, ours, theirs)
+
+
+@story("fabiodimarco/torch-levenberg-marquardt#7")
+def a_residual_jacobian_with_a_derivative_inside():
+    net, t = mlp(1, 4, 1), rand(6)
+    named = dict(net.named_parameters())
+
+    def residual(params):
+        u = lambda t: torch.func.functional_call(net, params, (t[:, None],))[:, 0]
+        return gt.grad(lambda t: u(t).sum())(t) + u(t)
+
+    jac = gt.jacobian(residual)({k: p.detach() for k, p in named.items()})
+    v = {k: torch.randn_like(p) for k, p in named.items()}
+    along = sum(torch.tensordot(jac[k], v[k], v[k].dim()) for k in v)
+    base = {k: p.detach() for k, p in named.items()}
+    shifted = lambda s: residual({k: base[k] + s * v[k] for k in v})
+    expected = (shifted(1e-5) - shifted(-1e-5)) / 2e-5
+    return [((along - expected).abs().max() < 1e-8, torch.tensor(True))]
+
+
+@story("lululxvi/deepxde#575")
+def poisson_needs_a_laplacian_that_trains():
+    net, x = mlp(2, 6, 1), rand(5, 2)
+
+    def ours():
+        u = lambda x: net(x)[0]
+        lap = torch.stack([gt.hessian(u)(p).diagonal().sum() for p in x])
+        return (lap - 1).square().mean()
+
+    def theirs():
+        total = 0
+        for p in x:
+            q = leaf(p)
+            (g,) = plain(lambda q: net(q)[0], q)
+            lap = sum(torch.autograd.grad(g[i], q, create_graph=True)[0][i] for i in range(2))
+            total = total + (lap - 1) ** 2
+        return total / len(x)
+
+    return same_training(net, ours, theirs)
+
+
+@story("martenlienen/torchode#36")
+def a_loss_with_the_second_derivative_of_an_integrator():
+    a = torch.tensor(0.3, dtype=D)
+
+    def end(a, y):
+        for _ in range(10):
+            k1 = a * y
+            k2 = a * (y + 0.05 * k1)
+            y = y + 0.1 * k2
+        return y
+
+    step = 1 + 0.1 * a + 0.005 * a**2
+    d1 = 0.1 + 0.01 * a
+    second = 90 * step**8 * d1**2 + 10 * step**9 * 0.01
+    y = torch.tensor(1.0, dtype=D)
+    return [
+        (gt.grad(gt.grad(end))(a, y), second),
+        (gt.grad(end, argnums=1)(a, y), step**10),
+        (gt.grad(lambda y: gt.grad(end)(a, y))(y), 10 * step**9 * d1),
+    ]
+
+
+# --- adjoints and implicit layers
+
+
+class _Adjoint(torch.autograd.Function):
+    """odeint_adjoint by Euler steps: the backward pass runs under no_grad."""
+
+    @staticmethod
+    def forward(ctx, f, y, *params):
+        with torch.no_grad():
+            for _ in range(10):
+                y = y + 0.1 * f(y)
+        ctx.f = f
+        ctx.save_for_backward(y, *params)
+        return y
+
+    @staticmethod
+    def backward(ctx, ct):
+        y, *params = ctx.saved_tensors
+        total = [torch.zeros_like(p) for p in params]
+        with torch.no_grad():
+            for _ in range(10):
+                with torch.enable_grad():
+                    z = y.detach().requires_grad_()
+                    dy = ctx.f(z)
+                    dz, *dps = torch.autograd.grad(dy, (z, *params), ct, allow_unused=True)
+                y = y - 0.1 * dy
+                ct = ct + 0.1 * dz
+                total = [t + 0.1 * d for t, d in zip(total, dps, strict=True)]
+        return None, ct, *total
+
+
+def _refused(program: Any, match: str) -> bool:
+    with pytest.raises(LostDerivativeError, match=match):
+        program()
+    return True
+
+
+@story("rtqichen/torchdiffeq#29")
+def a_second_derivative_of_the_adjoint_is_no_silent_zero():
+    f, y = mlp(2, 2), rand(2)
+    loss = lambda y: _Adjoint.apply(f, y, *f.parameters()).square().sum()
+    first = gt.grad(loss)(y)
+    refused = [
+        _refused(lambda: gt.hvp(loss, (y,), (y,)), "_Adjoint"),
+        _refused(lambda: gt.grad(loss)(y).square().sum().backward(), "_Adjoint"),
+    ]
+    return [(first.shape, y.shape), (refused, [True, True])]
+
+
+@story("rtqichen/torchdiffeq#151")
+def the_plain_solver_has_all_derivatives():
+    f, y = mlp(2, 3, 2), rand(2)
+
+    def end(y):
+        for _ in range(10):
+            y = y + 0.1 * f(y)
+        return y.square().sum()
+
+    v = rand(2)
+    z = leaf(y)
+    (g,) = plain(end, z)
+    return [(gt.hvp(end, (y,), (v,))[1][0], torch.autograd.grad(g @ v, z)[0])]
+
+
+class _Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3, dtype=D)
+        self.lin.weight.data *= 0.3
+
+    def cell(self, z, x):
+        return torch.tanh(self.lin(z) + x)
+
+    def solve(self, x):
+        z = torch.zeros_like(x)
+        for _ in range(50):
+            z = self.cell(z, x)
+        return z
+
+    def forward(self, x):
+        with torch.no_grad():
+            z = self.solve(x)
+        z = self.cell(z, x)
+        z0 = z.clone().detach().requires_grad_()
+        f0 = self.cell(z0, x)
+
+        def hook(g):
+            v = g
+            for _ in range(50):
+                v = torch.autograd.grad(f0, z0, v, retain_graph=True)[0] + g
+            return v
+
+        if z.requires_grad:
+            z.register_hook(hook)
+        return z
+
+
+@story("locuslab/deq#25")
+def a_hook_of_an_equilibrium_is_right_once_and_refused_twice():
+    net, x = _Fixed(), rand(3)
+    loss = lambda f: lambda x: f(x).square().sum()
+    refused = _refused(lambda: gt.hessian(loss(net))(x), "sets a hook on a gradient")
+    return [(gt.grad(loss(net))(x), gt.grad(loss(net.solve))(x)), (refused, True)]
+
+
+@story("locuslab/deq#11")
+def an_implicit_rule_has_second_derivatives():
+    net, x = _Fixed(), rand(3)
+    w, b = net.lin.weight.detach(), net.lin.bias.detach()
+    cell = lambda z, x: torch.tanh(w @ z + b + x)
+
+    @gt.custom_rule
+    def equilibrium(x):
+        z = torch.zeros_like(x)
+        for _ in range(80):
+            z = cell(z, x)
+        return z
+
+    def bwd(saved, ct):
+        x, z = saved
+        along_z = gt.jacobian(cell, argnums=0)(z, x)
+        u = torch.linalg.solve(torch.eye(3, dtype=D) - along_z.T, ct)
+        return (gt.vjp(lambda x: cell(z, x), x)[1](u)[0],)
+
+    equilibrium.defvjp(lambda x: ((z := equilibrium(x)), (x, z)), bwd)
+    loss, unrolled = lambda x: equilibrium(x).square().sum(), lambda x: net.solve(x).square().sum()
+    v = rand(3)
+    z = leaf(x)
+    (g,) = plain(unrolled, z)
+    return [
+        (gt.grad(loss)(x), g),
+        (gt.hvp(loss, (x,), (v,))[1][0], torch.autograd.grad(g @ v, z)[0]),
+    ]
+
+
+@story("deepinv/deepinv#419")
+def jacobian_free_backpropagation_is_one_cell():
+    net, x = _Fixed(), rand(3)
+    free = lambda x: net.cell(gt.stop_gradient(net.solve(x)), x).square().sum()
+    z = net.solve(x)
+    closed = 2 * z * (1 - z**2)
+    return [((gt.grad(free)(x) - closed).abs().max() < 1e-8, torch.tensor(True))]
+
+
+# --- learning to learn
+
+
+def _inner(net: nn.Module, x: Tensor, y: Tensor, steps: int, update: Any, grad: Any) -> Any:
+    params = dict(net.named_parameters())
+    loss = lambda p: F.mse_loss(torch.func.functional_call(net, p, (x,)), y)
+    for k in range(steps):
+        params = update(params, grad(loss, params), k)
+    return params
+
+
+def _plain_grad(loss: Any, params: Any) -> Any:
+    names = [*params]
+    return dict(
+        zip(
+            names,
+            torch.autograd.grad(loss(params), [*params.values()], create_graph=True),
+            strict=True,
+        )
+    )
+
+
+def _maml(net: nn.Module, steps: int, update: Any) -> list[tuple[Any, Any]]:
+    x, y, xq, yq = rand(6, 3), rand(6, 1), rand(6, 3), rand(6, 1)
+
+    def outer(grad):
+        params = _inner(net, x, y, steps, update, grad)
+        return F.mse_loss(torch.func.functional_call(net, params, (xq,)), yq)
+
+    ours = lambda: outer(lambda loss, p: gt.grad(loss)(p))
+    return same_training(net, ours, lambda: outer(_plain_grad))
+
+
+def _sgd(params, grads, k):
+    return {n: p - 0.1 * grads[n] for n, p in params.items()}
+
+
+@story("dragen1860/MAML-Pytorch#26")
+def maml_is_of_second_order():
+    return _maml(mlp(3, 4, 1), 1, _sgd)
+
+
+@story("dragen1860/MAML-Pytorch#32")
+def maml_of_five_steps():
+    return _maml(mlp(3, 4, 1), 5, _sgd)
+
+
+@story("learnables/learn2learn#268")
+def maml_with_an_inner_adam():
+    state: dict[str, Any] = {}
+
+    def adam(params, grads, k):
+        result = {}
+        for n, p in params.items():
+            m, v = state.get(n, (0.0, 0.0)) if k else (0.0, 0.0)
+            m, v = 0.9 * m + 0.1 * grads[n], 0.99 * v + 0.01 * grads[n] ** 2
+            state[n] = m, v
+            result[n] = p - 0.05 * (m / (1 - 0.9 ** (k + 1))) / (
+                (v / (1 - 0.99 ** (k + 1))).sqrt() + 1e-3
+            )
+        return result
+
+    return _maml(mlp(3, 4, 1), 3, adam)
+
+
+@story("pytorch/functorch#534")
+def maml_with_a_layer_norm():
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).to(D)
+    return _maml(net, 3, _sgd)
+
+
+@story("dbaranchuk/memory-efficient-maml#2")
+def maml_with_an_lstm_cell():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.out = nn.LSTMCell(3, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.out(self.cell(x)[0])
+
+    return _maml(Net().to(D), 2, _sgd)
+
+
+@story("uvm-neurobotics-lab/ANML#3")
+def the_first_order_variant_differs_and_is_asked_for():
+    net, x, y = mlp(2, 3, 1), rand(4, 2), rand(4, 1)
+    stopped = lambda loss, p: gt.stop_gradient(gt.grad(loss)(p))
+
+    def outer(grad):
+        return F.mse_loss(
+            torch.func.functional_call(net, _inner(net, x, y, 1, _sgd, grad), (x,)), y
+        )
+
+    def theirs():
+        params = dict(net.named_parameters())
+        value = F.mse_loss(net(x), y)
+        grads = torch.autograd.grad(value, [*params.values()])
+        moved = {n: p - 0.1 * g for (n, p), g in zip(params.items(), grads, strict=True)}
+        return F.mse_loss(torch.func.functional_call(net, moved, (x,)), y)
+
+    return same_training(net, lambda: outer(stopped), theirs)
+
+
+@story("metaopt/torchopt#163")
+def a_learning_rate_is_learned_through_the_step():
+    w, x, y = rand(3), rand(5, 3), rand(5)
+    loss = lambda w: ((x @ w - y) ** 2).mean()
+    outer = lambda lr: loss(w - lr * gt.grad(loss)(w))
+    lr = torch.tensor(0.1, dtype=D)
+    g = 2 * x.T @ (x @ w - y) / 5
+    v = w - lr * g
+    return [(gt.grad(outer)(lr), -g @ (2 * x.T @ (x @ v - y) / 5))]
+
+
+# --- influence and curvature
+
+
+@story("nimarb/pytorch_influence_functions#30")
+def influence_is_an_inverse_hessian_product():
+    x, y = rand(20, 3), rand(20)
+    loss = lambda w: ((x @ w - y) ** 2).mean() + 0.1 * w @ w
+    w = torch.linalg.solve(x.T @ x / 20 + 0.1 * torch.eye(3, dtype=D), x.T @ y / 20)
+    hessian = gt.hessian(loss)(w)
+    one = gt.grad(lambda w: (x[0] @ w - y[0]) ** 2)(w)
+    closed = torch.linalg.solve(2 * (x.T @ x / 20 + 0.1 * torch.eye(3, dtype=D)), one)
+    return [(torch.linalg.solve(hessian, one), closed), (gt.hvp(loss, (w,), (closed,))[1][0], one)]
+
+
+@story("aai-institute/pyDVL#344")
+def the_hessian_at_a_module_is_that_of_its_parameters():
+    net, x, y = mlp(2, 3, 1), rand(6, 2), rand(6, 1)
+    loss = lambda net: F.mse_loss(net(x), y)
+    v = {n: torch.randn_like(p) for n, p in net.named_parameters()}
+    (found,) = gt.hvp(loss, (net,), (v,))[1]
+    params = [*net.parameters()]
+    grads = torch.autograd.grad(loss(net), params, create_graph=True)
+    total = sum((g * v[n]).sum() for g, n in zip(grads, v, strict=True))
+    expected = torch.autograd.grad(total, params)
+    return [(found[n], e) for n, e in zip(v, expected, strict=True)]
+
+
+@story("amirgholami/PyHessian#4")
+def the_largest_eigenvalue_by_power_iteration():
+    a = rand(5, 5)
+    sym = a @ a.T
+    f = lambda w: 0.5 * w @ sym @ w
+    v = rand(5)
+    for _ in range(400):
+        v = gt.hvp(f, (torch.zeros(5, dtype=D),), (v,))[1][0].detach()
+        v = v / v.norm()
+    value = v @ gt.hvp(f, (v,), (v,))[1][0]
+    return [((value - torch.linalg.eigvalsh(sym)[-1]).abs() < 1e-6, torch.tensor(True))]
+
+
+@story("noahgolmant/pytorch-hessian-eigenthings#23")
+def a_hessian_product_over_chunks_is_that_of_the_batch():
+    x, y = rand(6, 2), rand(6, 1)
+    whole = lambda w: ((torch.tanh(x @ w) - y[:, 0]) ** 2).mean()
+    part = lambda w, i: ((torch.tanh(x[i] @ w) - y[i, 0]) ** 2).mean()
+    w, v = rand(2), rand(2)
+    parts = [gt.hvp(lambda w, i=i: part(w, slice(i, i + 2)), (w,), (v,))[1][0] for i in (0, 2, 4)]
+    return [(sum(parts) / 3, gt.hvp(whole, (w,), (v,))[1][0])]
+
+
+@story("f-dangel/backpack#38")
+def a_gauss_newton_product():
+    x = rand(2)
+    w, v = rand(3, 2), rand(3, 2)
+    f = lambda w: torch.tanh(w @ x)
+    _, jv = gt.jvp(f, (w,), (v,))
+    _, pullback = gt.vjp(f, w)
+    jac = gt.jacobian(f)(w).reshape(3, 6)
+    return [(pullback(jv)[0].reshape(6), jac.T @ jac @ v.reshape(6))]
+
+
+# --- sharpness
+
+
+def _sam(net: nn.Module, x: Tensor, y: Tensor, grad: Any) -> Tensor:
+    loss = lambda p: F.mse_loss(torch.func.functional_call(net, p, (x,)), y)
+    params = dict(net.named_parameters())
+    g = {n: q.detach() for n, q in grad(loss, params).items()}
+    norm = sum(q.square().sum() for q in g.values()).sqrt()
+    return loss({n: p + 0.05 * g[n] / norm for n, p in params.items()})
+
+
+@story("davda54/sam#8")
+def sharpness_aware_minimization():
+    net, x, y = mlp(3, 4, 1), rand(6, 3), rand(6, 1)
+    ours = lambda: _sam(net, x, y, lambda loss, p: gt.grad(loss)(p))
+    return same_training(net, ours, lambda: _sam(net, x, y, _plain_grad))
+
+
+@story("davda54/sam#17")
+def two_passes_count_batch_statistics_twice_as_plain_passes_do():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(D)
+    x = rand(4, 2)
+    loss = lambda net: net(x).square().sum()
+    gt.grad(loss)(net)
+    gt.grad(loss)(net)
+    return [(net[1].num_batches_tracked, torch.tensor(2))]
+
+
+@story("wandb/senpai#2059")
+def the_perturbation_may_be_differentiated_too():
+    """In the full gradient of the perturbed loss nothing is detached."""
+    w, x, y = rand(3), rand(5, 3), rand(5)
+    loss = lambda w: ((x @ w - y) ** 2).mean()
+    full = lambda w: loss(w + 0.05 * gt.grad(loss)(w))
+    a = 2 * x.T @ x / 5
+    moved = w + 0.05 * (a @ w - 2 * x.T @ y / 5)
+    closed = (torch.eye(3, dtype=D) + 0.05 * a) @ (a @ moved - 2 * x.T @ y / 5)
+    return [(gt.grad(full)(w), closed)]
+
+
+# --- examples one by one
+
+
+def _norms(net: nn.Module, x: Tensor, y: Tensor) -> Any:
+    loss = lambda net, x, y: F.mse_loss(net(x), y)
+    return gt.per_example_grad(loss)(net, x, y)
+
+
+@story("meta-pytorch/opacus#578")
+def clipped_gradients_of_a_network_with_a_layer_norm():
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)).to(D)
+    x, y = rand(5, 3), rand(5, 1)
+    grads = _norms(net, x, y)
+    size = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
+    factor = (0.5 / size).clamp(max=1)
+    found = {n: torch.tensordot(factor, g, 1) for n, g in grads.items()}
+    expected = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
+    for a, b in zip(x, y, strict=True):
+        one = torch.autograd.grad(F.mse_loss(net(a), b), [*net.parameters()])
+        scale = (0.5 / sum(g.square().sum() for g in one).sqrt()).clamp(max=1)
+        expected = {n: e + scale * g for (n, e), g in zip(expected.items(), one, strict=True)}
+    return [(found[n], expected[n]) for n in found]
+
+
+@story("pytorch/functorch#622")
+def a_group_norm_one_example_at_a_time():
+    net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.Flatten(0)).to(D)
+    x = rand(3, 2, 2, 2)
+    grads = gt.per_example_grad(lambda net, x: net(x[None]).sin().sum())(net, x)
+    one = torch.autograd.grad(net(x[1:2]).sin().sum(), [*net.parameters()])
+    return [(g[1], o) for g, o in zip(grads.values(), one, strict=True)]
+
+
+@story("pytorch/pytorch#96655")
+def a_batch_norm_in_evaluation_mode_example_by_example():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(D).eval()
+    x = rand(4, 2)
+    grads = gt.per_example_grad(lambda net, x: net(x[None]).square().sum())(net, x)
+    one = torch.autograd.grad(net(x[:1]).square().sum(), [*net.parameters()])
+    return [(g[0], o) for g, o in zip(grads.values(), one, strict=True)]
+
+
+@story("f-dangel/backpack#258")
+def the_variance_of_examples_gradients_trains():
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).to(D)
+    x, y = rand(4, 3), rand(4, 1)
+
+    def ours():
+        return sum(g.var(0).sum() for g in _norms(net, x, y).values())
+
+    def theirs():
+        rows = [
+            torch.autograd.grad(F.mse_loss(net(a), b), [*net.parameters()], create_graph=True)
+            for a, b in zip(x, y, strict=True)
+        ]
+        return sum(torch.stack(g).var(0).sum() for g in zip(*rows, strict=True))
+
+    return same_training(net, ours, theirs)
+
+
+# --- estimators and edited gradients
+
+
+@story("CompVis/taming-transformers#35")
+def a_quantizer_passes_gradients_straight_through():
+    codes, z = rand(4, 2), rand(5, 2)
+    nearest = lambda z: codes[torch.cdist(z, codes).argmin(1)]
+    quantize = gt.straight_through(nearest)
+    loss = lambda q: (q**3).sum()
+    return [
+        (quantize(z), nearest(z)),
+        (gt.grad(lambda z: loss(quantize(z)))(z), 3 * nearest(z) ** 2),
+    ]
+
+
+@story("andylolu2/jax-vqvae-gpt#2")
+def commitment_and_codebook_losses_go_to_their_own_sides():
+    codes, z = rand(4, 2), rand(5, 2)
+    index = torch.cdist(z, codes).argmin(1)
+
+    def losses(z, codes):
+        q = codes[index]
+        return ((gt.stop_gradient(q) - z) ** 2).sum() * 0.25 + (
+            (q - gt.stop_gradient(z)) ** 2
+        ).sum()
+
+    dz, dc = gt.grad(losses, argnums=(0, 1))(z, codes)
+    expected = torch.zeros_like(codes).index_add_(0, index, 2 * (codes[index] - z))
+    return [(dz, 0.5 * (z - codes[index])), (dc, expected)]
+
+
+@story("lucidrains/vector-quantize-pytorch#40")
+def a_codebook_by_moving_averages_stands_where_one_pass_leaves_it():
+    class Quantizer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", rand(3, 2))
+
+        def forward(self, z):
+            index = torch.cdist(z, self.codes).argmin(1)
+            q = self.codes[index]
+            with torch.no_grad():
+                hot = F.one_hot(index, 3).to(D)
+                mean = hot.T @ z / hot.sum(0)[:, None].clamp(min=1)
+                self.codes = torch.where(
+                    hot.sum(0)[:, None] > 0, 0.9 * self.codes + 0.1 * mean, self.codes
+                )
+            return z + (q - z).detach()
+
+    one, two, z = Quantizer(), Quantizer(), rand(6, 2)
+    two.codes = one.codes.clone()
+    found = gt.grad(lambda z: (one(z) ** 3).sum())(z)
+    again = leaf(z)
+    (two(again) ** 3).sum().backward()
+    return [(found, again.grad), (one.codes, two.codes)]
+
+
+@story("ashawkey/stable-dreamfusion#335")
+def score_distillation_puts_a_given_gradient_in():
+    latents, noise = rand(2, 3), rand(2, 3)
+    render, params = (lambda p: torch.tanh(p)), rand(2, 3)
+    given = 0.7 * (latents - noise)
+    loss = lambda p: gt.replace_gradient(render(p), given).sum()
+    return [(gt.grad(loss)(params), given * (1 - torch.tanh(params) ** 2))]
+
+
+@story("threestudio-project/threestudio#266")
+def the_product_with_a_constant_is_the_same_gradient():
+    p, given = rand(4), rand(4)
+    by_product = lambda p: (torch.sin(p) * gt.stop_gradient(given)).sum()
+    by_target = lambda p: (
+        0.5 * F.mse_loss(torch.sin(p), (torch.sin(p) - given).detach(), reduction="sum")
+    )
+    return [
+        (gt.grad(by_product)(p), gt.grad(by_target)(p)),
+        (gt.grad(by_product)(p), given * p.cos()),
+    ]
+
+
+@story("CuthbertCai/pytorch_DANN#10")
+def a_reversed_gradient_with_a_scheduled_scale():
+    w, x = rand(3), rand(5, 3)
+    features = lambda w: torch.tanh(x * w)
+    loss = lambda w, s: features(w).sum() + gt.reverse_gradient(features(w), s).square().sum()
+    d = 1 - features(w) ** 2
+    s = torch.tensor(0.3, dtype=D)
+    closed = ((1 - s * 2 * features(w)) * d * x).sum(0)
+    return [(gt.grad(loss)(w, s), closed)]
+
+
+# --- attacks
+
+
+@story("locuslab/fast_adversarial#26")
+def an_attack_of_ten_steps_accumulates_nothing():
+    net, x, y = mlp(3, 5, 2), rand(4, 3), torch.arange(4) % 2
+    loss = lambda d: F.cross_entropy(net(x + d), y)
+    d, e = torch.zeros(4, 3, dtype=D), torch.zeros(4, 3, dtype=D)
+    for _ in range(10):
+        d = (d + 0.02 * gt.grad(loss)(d).sign()).clamp(-0.1, 0.1).detach()
+        z = leaf(e)
+        e = (e + 0.02 * torch.autograd.grad(loss(z), z)[0].sign()).clamp(-0.1, 0.1)
+    return [(d, e), ([p.grad for p in net.parameters()], [None] * 4)]
+
+
+@story("P2333/Bag-of-Tricks-for-AT#8")
+def adversarial_training_leaves_gradients_of_one_loss():
+    net, x, y = mlp(3, 5, 2), rand(4, 3), torch.arange(4) % 2
+
+    def ours():
+        with torch.no_grad():
+            d = 0.1 * gt.grad(lambda d: F.cross_entropy(net(x + d), y))(torch.zeros_like(x)).sign()
+        return F.cross_entropy(net(x + d), y)
+
+    def theirs():
+        z = torch.zeros_like(x).requires_grad_()
+        (g,) = torch.autograd.grad(F.cross_entropy(net(x + z), y), z)
+        return F.cross_entropy(net(x + 0.1 * g.sign()), y)
+
+    return same_training(net, ours, theirs)
+
+
+# --- accumulation
+
+
+@story("huggingface/transformers#35203")
+def token_means_over_unequal_batches():
+    w = rand(3, 4)
+    x, t = rand(10, 3), torch.arange(10) % 4
+    mean = lambda w, x, t: F.cross_entropy(x @ w, t)
+    weights = torch.rand(10, dtype=D)
+    whole = lambda w: (F.cross_entropy(x @ w, t, reduction="none") * weights).sum() / weights.sum()
+    weighted = lambda w, x, t, s: (F.cross_entropy(x @ w, t, reduction="none") * s).sum() / s.sum()
+    accumulator = gt.GradientAccumulator()
+    for rows in (slice(0, 4), slice(4, 8), slice(8, 10)):
+        g = gt.grad(weighted)(w, x[rows], t[rows], weights[rows])
+        accumulator.add(g, weight=weights[rows].sum())
+    value, grad = gt.microbatched_value_and_grad(mean, 4)(w, x, t)
+    return [
+        (accumulator.mean(), gt.grad(whole)(w)),
+        (grad, gt.grad(lambda w: mean(w, x, t))(w)),
+        (value, mean(w, x, t)),
+    ]
+
+
+@story("meta-pytorch/torchtune#1875")
+def the_sum_over_tokens_divided_once():
+    w, x, t = rand(3, 4), rand(9, 3), torch.arange(9) % 4
+    t[[1, 2, 7]] = -100  # padding
+    total = lambda w, x, t: F.cross_entropy(x @ w, t, ignore_index=-100, reduction="sum")
+    accumulator = gt.GradientAccumulator()
+    for rows in (slice(0, 3), slice(3, 9)):
+        accumulator.add(gt.grad(total)(w, x[rows], t[rows]))
+    count = (t != -100).sum()
+    closed = gt.grad(lambda w: F.cross_entropy(x @ w, t, ignore_index=-100))(w)
+    return [(accumulator.sum() / count, closed)]
+
+
+@story("ml-explore/mlx-lm#1413")
+def the_last_smaller_batch_is_not_overweighted():
+    w, x, y = rand(3), rand(7, 3), rand(7)
+    loss = lambda w, x, y: ((x @ w - y) ** 2).mean()
+    _, grad = gt.microbatched_value_and_grad(loss, 3)(w, x, y)
+    return [(grad, 2 * x.T @ (x @ w - y) / 7)]
+
+
+@story("OpenNMT/OpenNMT-py#2209")
+def another_loss_term_is_not_scaled_by_the_number_of_batches():
+    w, x, y = rand(3), rand(6, 3), rand(6)
+    loss = lambda w, x, y: ((x @ w - y) ** 2).mean()
+    accumulator = gt.GradientAccumulator()
+    for rows in (slice(0, 2), slice(2, 6)):
+        accumulator.add(gt.grad(loss)(w, x[rows], y[rows]), weight=rows.stop - rows.start)
+    prior = gt.grad(lambda w: 0.3 * w @ w)(w)
+    return [(accumulator.mean() + prior, 2 * x.T @ (x @ w - y) / 6 + 0.6 * w)]
+
+
+# --- gradient caching
+
+
+def _cached(encoder: nn.Module, chunk: int) -> list[tuple[Any, Any]]:
+    x = rand(6, 3)
+    target = torch.arange(6)
+
+    def loss(f):
+        a = f(x)
+        return F.cross_entropy(a @ a.T.detach() * 2, target)
+
+    torch.manual_seed(5)
+    found = grads_of(encoder, lambda: loss(gt.chunked(encoder, chunk)))
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    loop = lambda x: torch.cat([encoder(x[i : i + chunk]) for i in range(0, 6, chunk)])
+    expected = grads_of(encoder, lambda: loss(loop))
+    return [*zip(found, expected, strict=True), (after, torch.get_rng_state())]
+
+
+@story("luyug/GC-DPR#12")
+def a_cached_loss_draws_the_same_dropout():
+    return _cached(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).to(D), 2)
+
+
+@story("luyug/GradCache#7")
+def a_cached_loss_has_the_gradient_of_the_whole_batch():
+    return _cached(mlp(3, 4, 2), 4)
+
+
+@story("luyug/GradCache#15")
+def running_statistics_are_updated_once_for_each_chunk():
+    one, two = nn.BatchNorm1d(3, dtype=D), nn.BatchNorm1d(3, dtype=D)
+    x = rand(6, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that tells of each chunk's own statistics
+        gt.chunked(one, 3)(x).square().sum().backward()
+    torch.cat([two(x[:3]), two(x[3:])]).square().sum().backward()
+    return [
+        (one.running_mean, two.running_mean),
+        (one.num_batches_tracked, two.num_batches_tracked),
+        (one.weight.grad, two.weight.grad),
+    ]
+
+
+@story("huggingface/sentence-transformers#4027")
+def an_unequal_last_chunk():
+    return _cached(mlp(3, 5, 2), 5)
+
+
+# --- flows and models trained through a tangent
+
+
+@story("VincentStimper/normalizing-flows#27")
+def the_log_determinant_of_an_affine_coupling():
+    net = mlp(1, 3, 2)
+
+    def flow(z):
+        s, t = net(z[:1])
+        return torch.stack([z[0], z[1] * torch.exp(s) + t])
+
+    z = rand(2)
+    logdet = lambda z: torch.linalg.slogdet(gt.jacobian(flow)(z))[1]
+    s = lambda z: net(z[:1])[0]
+    return [(logdet(z), s(z)), (gt.grad(logdet)(z), gt.grad(s)(z))]
+
+
+@story("bayesflow-org/bayesflow#772")
+def hutchinsons_trace_is_a_mean_over_probes():
+    net, x = mlp(3, 4, 3), rand(3)
+    probes = torch.tensor([[a, b, c] for a in (1, -1) for b in (1, -1) for c in (1, -1)], dtype=D)
+    _, pullback = gt.vjp(net, x)
+    found = torch.stack([pullback(e)[0] @ e for e in probes]).mean()
+    return [(found, gt.jacobian(net)(x).diagonal().sum())]  # over all signs it is exact
+
+
+@story("SciML/DiffEqFlux.jl#282")
+def the_trace_of_the_dynamics_trains():
+    net, x = mlp(2, 4, 2), rand(2)
+
+    def theirs():
+        z = leaf(x)
+        y = net(z)
+        return sum(torch.autograd.grad(y[i], z, create_graph=True)[0][i] for i in range(2))
+
+    return same_training(net, lambda: gt.jacobian(net)(x).diagonal().sum(), theirs)
+
+
+@story("pytorch/pytorch#165530")
+def mean_flow_trains_through_a_tangent_with_attention():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(4, 12)
+
+        def forward(self, x, t):
+            q, k, v = (self.qkv(x) * (1 + t)).chunk(3, -1)
+            return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+
+    def attention(x, t, net):
+        q, k, v = (net.qkv(x) * (1 + t)).chunk(3, -1)
+        return (q @ k.mT / 2).softmax(-1) @ v
+
+    net, x, v = Net().to(D), rand(3, 4), rand(3, 4)
+    t, one = torch.tensor(0.3, dtype=D), torch.tensor(1.0, dtype=D)
+
+    def ours():
+        u, du = gt.jvp(net, (x, t), (v, one))
+        return (u - (v - 0.2 * du)).square().mean()
+
+    def theirs():
+        f = lambda x, t: attention(x, t, net)
+        u, du = torch.func.jvp(f, (x, t), (v, one))
+        return (u - (v - 0.2 * du)).square().mean()
+
+    return same_training(net, ours, theirs)
+
+
+@story("Dao-AILab/flash-attention#1672")
+def a_stopped_tangent_target():
+    net, x, v = mlp(2, 4, 2), rand(3, 2), rand(3, 2)
+
+    def ours():
+        u, du = gt.jvp(net, (x,), (v,))
+        return (u - gt.stop_gradient(v - 0.2 * du)).square().mean()
+
+    def theirs():
+        with torch.no_grad():
+            du = torch.func.jvp(net, (x,), (v,))[1]
+        return (net(x) - (v - 0.2 * du)).square().mean()
+
+    return same_training(net, ours, theirs)
+
+
+@story("ermongroup/sliced_score_matching#3")
+def sliced_score_matching():
+    score, x, v = mlp(2, 5, 2), rand(4, 2), rand(4, 2)
+
+    def ours():
+        s, along = gt.jvp(score, (x,), (v,))
+        return ((v * along).sum(1) + 0.5 * s.square().sum(1)).mean()
+
+    def theirs():
+        z = leaf(x)
+        s = score(z)
+        (g,) = torch.autograd.grad((s * v).sum(), z, create_graph=True)
+        return ((g * v).sum(1) + 0.5 * s.square().sum(1)).mean()
+
+    return same_training(score, ours, theirs)
+
+
+# --- wrong in PyTorch itself
+
+
+@story("pytorch/pytorch#106789")
+def a_product_with_two_zeros_has_a_hessian():
+    x = torch.tensor([2.0, 3.0, 0.0, 0.0], dtype=D)
+    expected = torch.zeros(4, 4, dtype=D)
+    expected[2, 3] = expected[3, 2] = 6
+    return [(gt.hessian(torch.prod)(x), expected)]
+
+
+@story("pytorch/pytorch#76185")
+def a_saved_intermediate_is_refused_or_right():
+    class Sinh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.e = x.exp()
+            return (ctx.e - 1 / ctx.e) / 2
+
+        @staticmethod
+        def backward(ctx, ct):
+            return ct * (ctx.e + 1 / ctx.e) / 2
+
+    x = rand(3)
+    loss = lambda x: Sinh.apply(x).sum()
+    return [(gt.grad(loss)(x), x.cosh()), (_refused(lambda: gt.hessian(loss)(x), "Sinh"), True)]
+
+
+@story("pytorch/pytorch#34704")
+def a_sampling_grid_has_second_derivatives():
+    grid, image = rand(1, 2, 2, 2).clamp(-0.9, 0.9), rand(1, 1, 3, 3)
+    f = lambda grid: F.grid_sample(image, grid, align_corners=False).square().sum()
+    v = rand(1, 2, 2, 2)
+    expected = slope(gt.grad(f), grid, v)
+    pairs = [gt.hvp(f, (grid,), (v,), mode=mode)[1][0] for mode in ("auto", "forward_over_reverse")]
+    return [((found - expected).abs().max() < 1e-7, torch.tensor(True)) for found in pairs]
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_story_comes_out_right(name):
+    torch.manual_seed(0)
+    pairs = STORIES[name]()
+    assert pairs
+    for found, expected in pairs:
+        found, expected = (x.detach() if isinstance(x, Tensor) else x for x in (found, expected))
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10, check_dtype=False)

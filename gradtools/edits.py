@@ -101,20 +101,16 @@ def _clip_norm(backend: Backend, cts: list[Array], bound: Array) -> list[Array]:
     """Times min(1, bound / norm). The norm is that of c / max|c|, which cannot overflow."""
     xp = backend.xp
     wide = [_wide(backend, ct) for ct in cts]
-    largest = None
-    for ct in wide:
-        if 0 not in ct.shape:
-            most = xp.max(xp.abs(ct))
-            largest = most if largest is None else xp.maximum(largest, most)
-    if largest is None:
+    largest_of = [xp.max(xp.abs(ct)) for ct in wide if 0 not in ct.shape]
+    if not largest_of:
         return cts
-    largest = backend.stop_gradient(largest)
+    largest = backend.stop_gradient(xp.max(xp.stack(largest_of)))
     zero = largest == 0
     unit = xp.where(zero, xp.ones_like(largest), largest)
     # A quarter, whose reciprocal is never denormal; XLA would flush that to zero.
     unit = xp.where(unit > 1, unit / 4, unit)
     scaled = [ct / unit for ct in wide]
-    total = sum(_squares(backend, ct) for ct in scaled if 0 not in ct.shape)
+    total = xp.sum(xp.stack([_squares(backend, ct) for ct in scaled if 0 not in ct.shape]))
     size = xp.sqrt(xp.where(zero, xp.ones_like(total), total))
     inside = zero | (unit * size <= backend.real_scalar(bound, size))
     factor = backend.real_scalar(bound, size) / size

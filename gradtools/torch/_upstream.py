@@ -405,8 +405,10 @@ def storage_key(x: Tensor) -> int:
     Gone: `is_alias_of`, pair by pair.
     """
     try:
+        if type(x) is Tensor and not count_of_function_modes():
+            return x.untyped_storage()._cdata
         with _c.DisableTorchFunction():
-            return int(x.untyped_storage()._cdata)
+            return x.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return id(x)
 

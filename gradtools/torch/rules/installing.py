@@ -351,8 +351,9 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
         y = ys[0]
         x = next((x for x in xs if _shares(x, y)), y)
         return ys if x is y or upstream.is_view(y) else [_view_like(x, y)]
-    first = {upstream.storage_key(x): x for x in reversed(xs)}
-    keys = list(map(upstream.storage_key, ys))
+    known = {id(x): upstream.storage_key(x) for x in xs}
+    first = {known[id(x)]: x for x in reversed(xs)}
+    keys = [known.get(id(y)) or upstream.storage_key(y) for y in ys]
     times = Counter(keys)
     result = list(ys)
     for i, (y, key) in enumerate(zip(ys, keys, strict=True)):

@@ -83,11 +83,13 @@ class Staged:
         reverse_only: Whether it holds a rule without forward mode.
         cut: As in `Evaluation`.
         jacobian_mode: Which mode takes fewer passes; "auto" if only an evaluation can tell.
+        forward_only: Whether it holds a loop that has no reverse mode.
     """
 
     run: Fun
     reverse_only: bool = False
     jacobian_mode: str = "auto"
+    forward_only: bool = False
     cut: Callable[[], list[int]] = list
 
 

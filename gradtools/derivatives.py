@@ -509,7 +509,8 @@ class Derivatives(Operators):
             tangents: The same structure, shapes and dtypes.
             mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp
                 of it), or "auto": the latter in PyTorch, the former in JAX, where f has no
-                reverse-only edit.
+                reverse-only edit. There a `while_loop`, which has no reverse mode, is pushed
+                forward twice.
 
         Returns:
             `(gradient, product)`, each a tuple with one pytree for each primal.
@@ -532,8 +533,8 @@ class Derivatives(Operators):
         call = Call(self._backend, "hvp", f, primals, {}, argnums, False, _CLOSED_OVER)
         moving = call.from_trees(tangents, "tangent")
         mode, fun = self._second_order(call, mode)
-        gradient = self._flat_gradient(call, fun)
-        if mode == "forward_over_reverse":
+        gradient = self._flat_gradient(call, fun, mode)
+        if mode.startswith("forward"):
             grads, extras, products = self._backend.jvp(gradient, call.leaves, moving)
         else:
             result = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
@@ -570,7 +571,7 @@ class Derivatives(Operators):
         call = Call(self._backend, "hessian", f, args, kwargs, positions)
         _refuse_complex(self._backend, call)
         mode, fun = self._second_order(call, "auto")
-        gradient = self._flat_gradient(call, fun)
+        gradient = self._flat_gradient(call, fun, mode)
         result = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
         call.refuse_changes()
         rows = [call.to_trees(row) for row in result]
@@ -732,8 +733,14 @@ class Derivatives(Operators):
         zeros = self._backend.zeros_like
         return [zeros(x) if g is None else g for x, g in zip(call.leaves, grads, strict=True)]
 
-    def _flat_gradient(self, call: Call, fun: Fun) -> Fun:
+    def _flat_gradient(self, call: Call, fun: Fun, mode: str) -> Fun:
         """The gradient of a call as a function of flat arrays; `fun` is what evaluates it."""
+
+        def pushed(*leaves: Array) -> tuple[list[Array], list[Array]]:
+            rows = blocks(self._backend, fun, list(leaves), "forward", None)
+            if len(rows) != 1 or [g.shape for g in rows[0]] != [x.shape for x in leaves]:
+                call.scalar(*fun(*leaves))  # which raises
+            return rows[0], []
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
             evaluation = self._backend.vjp(fun, list(leaves), groups=None, once=True)
@@ -742,8 +749,9 @@ class Derivatives(Operators):
             refuse_cut(call, evaluation.cut(grads))
             return self._filled(call, grads), evaluation.extras if call.opened is not None else []
 
-        gradient.caller = call.caller  # type: ignore[attr-defined]
-        return gradient
+        chosen = pushed if mode == "forward_over_forward" else gradient
+        chosen.caller = call.caller  # type: ignore[attr-defined]
+        return chosen
 
     def _second_order(self, call: Call, mode: str) -> tuple[str, Fun]:
         """The mode that "auto" means for this call, and what evaluates it."""
@@ -752,6 +760,8 @@ class Derivatives(Operators):
         staged = self._backend.stage(call, call.leaves)
         refuse_cut(call, staged.cut())
         mode = "reverse_over_reverse" if staged.reverse_only else "forward_over_reverse"
+        if staged.forward_only and not any(map(self._backend.is_complex, call.leaves)):
+            mode = "forward_over_forward"
         return mode, staged.run
 
     def _negated(self, tree: Any) -> Any:

@@ -38,14 +38,15 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
         return Staged(fun)
     traced.refuse_signs(fun)
     outs, inputs = (sum(x.size for x in xs) for xs in (traced.out_avals, leaves))
-    endless = any(eqn.primitive.name == "while" for eqn in traced.eqns)  # no reverse mode
-    mode = "forward" if (inputs < outs or endless) and not traced.reverse_only else "reverse"
+    pushes = jaxprs.moves_a_while(traced.jaxpr) and not traced.reverse_only
+    wide = inputs < outs and not traced.reverse_only
+    mode = "forward" if pushes or wide else "reverse"
 
     def run(*leaves: Array) -> Any:
         return traced.run(*leaves)
 
     run.caller = _caller(fun)  # type: ignore[attr-defined]  # for messages
-    return Staged(run, traced.reverse_only, mode, traced.cut)
+    return Staged(run, traced.reverse_only, mode, pushes, traced.cut)
 
 
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:

@@ -208,6 +208,31 @@ def is_ruled(eqn: Eqn) -> bool:
     return eqn.primitive.name in RULED
 
 
+def moves_a_while(jaxpr: Jaxpr, moved: Sequence[bool] | None = None) -> bool:
+    """Whether a `while` depends on inputs by inexact numbers: it has no reverse mode.
+
+    One that only draws random numbers, or that has a rule around it, is none.
+
+    moved: Which of the inputs count; all by default.
+    """
+    pairs = zip(jaxpr.invars, moved or [True] * len(jaxpr.invars), strict=True)
+    moving = {var for var, moves in pairs if moves and is_inexact(var)}
+    for eqn in jaxpr.eqns:
+        enters = [not isinstance(x, Literal) and x in moving for x in eqn.invars]
+        outs = [y for y in eqn.outvars if is_inexact(y)]
+        if not (any(enters) and outs):
+            continue
+        if eqn.primitive.name == "while":
+            return True
+        if not (is_ruled(eqn) or eqn.primitive.name == "custom_linear_solve"):
+            for inner in sub_jaxprs(eqn.params):
+                fits = len(inner.invars) == len(enters)
+                if moves_a_while(inner, enters if fits else None):
+                    return True
+        moving.update(outs)
+    return False
+
+
 def may_not_run(eqn: Eqn) -> bool:
     """Whether a loop may run no time at all."""
     name = eqn.primitive.name

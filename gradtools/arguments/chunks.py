@@ -27,7 +27,7 @@ class ChunkOptions:
     latest: What a wing remembers of the previous call of the same function.
     """
 
-    never_changes = True  # for a walk over what f holds: it is no state of the user's
+    never_changes = True  # for a search of what f holds: it is no state of the user's
 
     keep_graphs: int = 1
     memory_budget: int | None = None

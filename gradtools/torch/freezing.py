@@ -56,7 +56,7 @@ left_to_python(__name__)
 class Uses:
     """What the uses of one frozen function know of each other."""
 
-    never_changes = True  # for a walk over what f holds: it is no state of the user's
+    never_changes = True  # for a search of what f holds: it is no state of the user's
 
     def __init__(self, budget: int | None) -> None:
         self.budget, self.held, self.size = budget or 0, 0, 0

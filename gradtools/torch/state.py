@@ -1,40 +1,29 @@
-"""Snapshot and restore of all that a function's result depends on besides its arguments.
+"""Snapshot and restore of what a function's result depends on besides its arguments.
 
-A snapshot holds where the random streams stand and what can change behind a function. That is
-found by a walk from the function through closures, attributes and containers, the classes that the
-user wrote, and the globals that code of the user's names, also in other modules of Python's. Every
-object is walked once. What a library keeps for itself, and what C holds, is for
-`replaying/consistency.py` to see. A tensor's contents are copied only where they belong to a module
-or are few; of others it is noticed if they changed.
+A snapshot holds where the random streams stand, and the buffers and attributes of modules. Modules
+are found from what a function closes over: the variables of its closure, its defaults, and the
+globals that code of the user's names. Variables, plain containers, and attributes of objects and of
+the user's classes that are met on the way are put back as well. Everything else that changes a
+result (a slot, an iterator, a file) is for `replaying/consistency.py` to see. A tensor's contents
+are copied only where they belong to a module or are few; of others it is noticed if they changed.
 
-Snapshots of one function follow each other, and mostly nothing changed in between. So a snapshot
-is taken from an earlier one where it can: if every holder still holds the very same objects, the
-walk is spared, and contents whose bits are the same are shared.
+Snapshots of one function follow each other, and mostly nothing changed in between. So a snapshot is
+taken from an earlier one where it can: if every holder still holds the very same objects, the
+search is spared, and contents whose bits are the same are shared.
 """
 
 from __future__ import annotations
 
-import array
 import random
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
 from operator import getitem, is_, setitem
-from types import (
-    BuiltinMethodType,
-    CellType,
-    CodeType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -57,10 +46,9 @@ ATOMS = frozenset(
     | {torch.dtype, torch.device, torch.Size, torch.layout, np.dtype}
 )
 _FOREIGN = ("torch", "numpy", "jax", "builtins", "weakref", "logging", "threading")
-_STANDARD = frozenset({*_FOREIGN, *sys.stdlib_module_names, "gradtools"})
 _LARGE = 1 << 20  # bytes of an array that is not a module's: it is taken for data, and only watched
 _CONTAINERS = OrderedDict, dict, list, deque, set, tuple, frozenset
-_UNBOUND = object()  # what a place holds that holds nothing yet
+_UNBOUND = object()  # what a variable holds that holds nothing yet
 
 
 @dataclass(eq=False)
@@ -92,7 +80,7 @@ class Snapshot:
         kinds = {x.device.type for x in tensors}
         if like is not None and like.reached.starts_from(roots, kinds) and like.reached.stands():
             return like._taken_again()
-        reached = _Walk(roots, kinds).run()
+        reached = _Search(roots, kinds).run()
         contents = [x.detach().clone() for x in reached.owned]
         states = [get() for get, _ in reached.generators]
         versions = reached.versions()
@@ -104,7 +92,7 @@ class Snapshot:
         return start._taken_again()
 
     def watched_now(self) -> list[tuple[Tensor, str]]:
-        return _Walk(self.reached.roots, self.reached.kinds).run().watched
+        return _Search(self.reached.roots, self.reached.kinds).run().watched
 
     def _taken_again(self) -> Snapshot:
         reached = self.reached
@@ -176,16 +164,16 @@ class Reached:
     """The objects behind a function, and what each of them held.
 
     Attributes:
-        roots: Where the walk began.
+        roots: Where the search began.
         kinds: The types of devices.
         modules: Every module, with its name.
+        functions: Every function of the user's.
         watched: Tensors, with their names.
         owned: Tensors whose contents count, as those of modules' buffers do.
         generators: How the state of each is read and set; of arrays that are no tensors as well.
         empty: Containers in attributes that held nothing, of which modules have many.
         maps: Dictionaries by text, as those of attributes are, and what they held.
-        holders: Other containers, functions and classes, and what they held.
-        places: All else that holds one object: how it is read, how it is written, what it held.
+        places: Other containers, and variables: how each is read and written, what it held.
         comparable: Whether what is read is the same object each time.
         lasts: Whether the next call may find the same; else it is let go of, with the graphs in
             it. So are objects that were arguments, a batch of a class of its own for one.
@@ -196,20 +184,20 @@ class Reached:
     roots: list[Any]
     kinds: set[str]
     modules: dict[int, tuple[torch.nn.Module, str]] = field(default_factory=dict)
+    functions: list[FunctionType] = field(default_factory=list)
     watched: list[tuple[Tensor, str]] = field(default_factory=list)
     owned: list[Tensor] = field(default_factory=list)
     generators: list[tuple[Get, Put]] = field(default_factory=list)
     empty: list[Any] = field(default_factory=list)
     maps: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    holders: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
-    places: list[tuple[Get, Put, Any]] = field(default_factory=list)
+    places: list[tuple[Get, Put, tuple[Any, ...]]] = field(default_factory=list)
     comparable: bool = True
     lasts: bool = False
     tensors: list[Tensor] = field(default_factory=list)
     counted: list[Tensor] = field(default_factory=list)
 
     def starts_from(self, roots: list[Any], kinds: set[str]) -> bool:
-        """Whether a walk from these would be this one, if nothing changed."""
+        """Whether a search from these would be this one, if nothing changed."""
         same = len(roots) == len(self.roots) and all(map(is_, roots, self.roots))
         return same and kinds <= self.kinds
 
@@ -234,114 +222,119 @@ class Reached:
             and not any(self.empty)
             and [*map(list, maps)] == keys
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
-            and (not self.holders or all(_same(_entries(x), kept) for x, kept in self.holders))
-            and (not self.places or all(_got(get) is value for get, _, value in self.places))
+            and all(_same(get(), held) for get, _, held in self.places)
         )
 
     def now(self) -> Reached:
         result = copy(self)
         vars(result).pop("_flat", None)
         result.maps = [(x, dict(x)) for x, _ in self.maps]
-        filled = [(x, ()) for x in self.empty if x]
-        result.holders = [(x, _entries(x)) for x, _ in (*self.holders, *filled)]
-        result.places = [(get, put, _got(get)) for get, put, _ in self.places]
+        filled = [_place(x) for x in self.empty if x]
+        result.places = [(get, put, get()) for get, put, *_ in (*self.places, *filled)]
         return result
 
     def restore(self) -> None:
         for x in self.empty:
             if x:
                 x.clear()
-        for x, kept in self.maps:
-            _refill_map(x, kept)
-        for x, entries in self.holders:
-            if not _same(_entries(x), entries):
-                _refill(x, entries)
-        for get, put, value in self.places:
-            if value is not _UNBOUND and _got(get) is not value:
-                put(value)
+        for x, held in self.maps:
+            _refill_map(x, held)
+        for get, put, held in self.places:
+            if not _same(get(), held):
+                put(held)
 
 
-# --- what holds objects -----------------------------------------------------------------------
+def _same(xs: tuple[Any, ...], held: tuple[Any, ...]) -> bool:
+    return len(xs) == len(held) and all(map(is_, xs, held))
+
+
+# --- what holds objects: how it is read, as a tuple, and written ----------------------------------
 
 
 def contents_of(cell: CellType) -> Any:
     """What a variable of a closure holds; a mark if nothing yet."""
-    return _got(partial(getattr, cell, "cell_contents"))
+    return _entry(partial(getattr, cell, "cell_contents"))[0]
 
 
-def _got(get: Get) -> Any:
+def _variable(read: Get, write: Put) -> tuple[Get, Put]:
+    """A variable that may be unbound."""
+
+    def put(held: tuple[Any]) -> None:
+        if held[0] is not _UNBOUND:
+            write(held[0])
+
+    return partial(_entry, read), put
+
+
+def _entry(read: Get) -> tuple[Any]:
     try:
-        return get()
+        return (read(),)
     except (LookupError, ValueError, AttributeError):
-        return _UNBOUND
+        return (_UNBOUND,)
+
+
+def _place(x: Any) -> tuple[Get, Put]:
+    """A container, by the class that stores what it holds: no code of a user's subclass runs."""
+    kind = _kind_of(x)
+    if isinstance(x, dict):
+        return partial(_items, x), partial(_refill_items, x)
+
+    def put(held: tuple[Any, ...]) -> None:
+        kind.clear(x)
+        (kind.update if kind is set else kind.extend)(x, held)
+
+    return lambda: (*kind.__iter__(x),), put
 
 
 def _kind_of(x: Any) -> Any:
-    """The class that stores what x holds; its methods run no code of a user's subclass."""
-    return next((kind for kind in type(x).__mro__ if kind in _CONTAINERS), type(x))
+    return next(kind for kind in type(x).__mro__ if kind in _CONTAINERS)
 
 
-def _entries(x: Any) -> tuple[Any, ...]:
-    """The objects in a holder; of dictionaries the keys, then the values."""
-    if isinstance(x, FunctionType):
-        return x.__code__, x.__defaults__, x.__kwdefaults__
-    if isinstance(x, dict | type):
-        items = _items(x)
-        return (*items, *items.values())
-    return (*_kind_of(x).__iter__(x),)
+def _items(x: Any) -> tuple[Any, ...]:
+    """The keys, then the values, at one moment: another thread may write to it."""
+    items = vars(x).copy() if isinstance(x, type) else _copy(x)
+    return (*items, *items.values())
 
 
-def _items(x: Any) -> dict[Any, Any]:
-    """What a dictionary or a class holds, at one moment: another thread may write to it."""
-    if isinstance(x, type):
-        return vars(x).copy()
+def _copy(x: dict[Any, Any]) -> dict[Any, Any]:
     return dict.copy(x) if type(x) is dict else dict(_kind_of(x).items(x))
 
 
-def _refill(x: Any, entries: tuple[Any, ...]) -> None:
-    half = len(entries) // 2
-    if isinstance(x, type):
-        _refill_class(x, dict(zip(entries[:half], entries[half:], strict=True)))
-    elif isinstance(x, dict):
-        _refill_map(x, dict(zip(entries[:half], entries[half:], strict=True)))
-    elif not isinstance(x, FunctionType):  # which are only compared
-        own = _kind_of(x)
-        own.clear(x)
-        (own.update if isinstance(x, set) else own.extend)(x, entries)
+def _refill_items(x: dict[Any, Any], held: tuple[Any, ...]) -> None:
+    half = len(held) // 2
+    _refill_map(x, dict(zip(held[:half], held[half:], strict=True)))
 
 
-def _refill_map(x: Any, kept: dict[Any, Any]) -> None:
-    """Writes only the entries that differ: another thread may read the others."""
-    own, now = _kind_of(x), _items(x)
-    if any(a is not b for a, b in zip(now, kept, strict=False)):
-        own.clear(x)  # its order may count, too
-        now = {}
-    for key in now.keys() - kept.keys():
-        with suppress(KeyError):  # another thread did so
-            own.__delitem__(x, key)
-    for key, value in kept.items():
-        if own.get(x, key, _UNBOUND) is not value:
-            own.__setitem__(x, key, value)
-
-
-def _refill_class(x: type, kept: dict[str, Any]) -> None:
+def _refill_class(x: type, held: tuple[Any, ...]) -> None:
     """Not the names that Python itself writes."""
-    for key in [key for key in _items(x) if key not in kept and not key.startswith("__")]:
+    half = len(held) // 2
+    kept = dict(zip(held[:half], held[half:], strict=True))
+    for key in [key for key in vars(x).copy() if key not in kept and not key.startswith("__")]:
         delattr(x, key)
     for key, value in kept.items():
         if vars(x).get(key, _UNBOUND) is not value and not hasattr(type, key):
             setattr(x, key, value)
 
 
-def _same(xs: tuple[Any, ...], kept: tuple[Any, ...]) -> bool:
-    return len(xs) == len(kept) and all(map(is_, xs, kept))
+def _refill_map(x: dict[Any, Any], held: dict[Any, Any]) -> None:
+    """Writes only the entries that differ: another thread may read the others."""
+    kind, now = _kind_of(x), _copy(x)
+    if any(a is not b for a, b in zip(now, held, strict=False)):
+        kind.clear(x)  # its order may count, too
+        now = {}
+    for key in now.keys() - held.keys():
+        with suppress(KeyError):  # another thread did so
+            kind.__delitem__(x, key)
+    for key, value in held.items():
+        if kind.get(x, key, _UNBOUND) is not value:
+            kind.__setitem__(x, key, value)
 
 
-# --- the walk ---------------------------------------------------------------------------------
+# --- the search ---------------------------------------------------------------------------------
 
 
-class _Walk:
-    """Visits what can be reached, each object once.
+class _Search:
+    """Visits what a function closes over and what modules and plain objects hold, each once.
 
     kinds: The types of devices that count besides.
     """
@@ -349,20 +342,19 @@ class _Walk:
     def __init__(self, roots: list[Any], kinds: set[str]) -> None:
         self.reached = Reached(roots, {*kinds})
         self._seen: dict[int, Any] = {}
-        self._read: set[tuple[int, str]] = set()  # the globals that code names
         self._todo: list[tuple[Any, str, bool]] = []
         for root in roots:
             self.visit(root, "f", False)
 
     def visit(self, x: Any, name: str, owned: bool) -> None:
-        """Notes what is to be walked. owned: whether it belongs to a module."""
+        """Notes what is to be looked at. owned: whether it belongs to a module."""
         if type(x) not in ATOMS and id(x) not in self._seen:
             self._seen[id(x)] = x
             self._todo.append((x, name, owned))
 
     def run(self) -> Reached:
         while self._todo:
-            self._walk(*self._todo.pop())
+            self._look(*self._todo.pop())
         reached = self.reached
         reached.tensors = [x for x, _ in reached.watched]
         reached.counted = [x for x in reached.owned if not x.is_inference()]
@@ -370,25 +362,19 @@ class _Walk:
         reached.lasts = again and all(x.grad_fn is None for x in reached.tensors)
         return reached
 
-    def _place(self, get: Get, put: Put, *visit: Any) -> None:
-        value = _got(get)
-        self.reached.places.append((get, put, value))
-        if value is not _UNBOUND:
-            self.visit(value, *visit)
+    def _held(self, place: tuple[Get, Put]) -> tuple[Any, ...]:
+        held: tuple[Any, ...] = place[0]()
+        self.reached.places.append((*place, held))
+        return held
 
-    def _holder(self, x: Any) -> tuple[Any, ...]:
-        entries = _entries(x)
-        self.reached.holders.append((x, entries))
-        return entries
-
-    def _walk(self, x: Any, name: str, owned: bool) -> None:
+    def _look(self, x: Any, name: str, owned: bool) -> None:
         if isinstance(x, Tensor):
             self._tensor(x, name, owned)
         elif isinstance(x, torch.nn.Module):
             self._module(x, name)
         elif isinstance(x, FunctionType):
             self._function(x, owned)
-        elif isinstance(x, dict | list | deque | set | tuple | frozenset):
+        elif isinstance(x, _CONTAINERS):
             self._container(x, name, owned)
         elif isinstance(x, BuiltinMethodType):
             if isinstance(x.__self__, (Tensor, *_CONTAINERS)):  # as `h.matmul` and `seen.append`
@@ -399,34 +385,27 @@ class _Walk:
         elif isinstance(x, MethodType):
             for part in (x.__func__, x.__self__):
                 self.visit(part, name, owned)
-        elif isinstance(x, type):
-            self._class(x, name)
-        elif isinstance(x, ModuleType):
-            pass  # the parts of it that code names
-        elif isinstance(x, ContextVar):
-            self._place(x.get, x.set, name, owned)
         elif isinstance(x, np.ndarray):
             if x.flags.writeable and (owned or x.nbytes <= _LARGE):
                 self.reached.generators.append((x.copy, partial(x.__setitem__, ...)))
-        elif isinstance(x, bytearray | array.array):
-            whole = slice(None)
-            self.reached.generators.append((partial(getitem, x, whole), partial(setitem, x, whole)))
         elif (generator := _generator(x)) is not None:
             self.reached.generators.append(generator)
             self._attributes(x, name, owned)
-        else:
+        elif isinstance(x, type):
+            self._class(x, name)
+        elif not isinstance(x, ModuleType):
             self._object(x, name, owned)
 
     def _container(self, x: Any, name: str, owned: bool) -> None:
-        if isinstance(x, dict):
-            items = _items(x)
-            if type(x) is dict and set(map(type, items)) <= {str}:
-                self.reached.maps.append((x, items))
-            else:
-                self._holder(x)
+        if type(x) is dict and set(map(type, dict.copy(x))) <= {str}:
+            items = dict.copy(x)
+            self.reached.maps.append((x, items))
+        elif isinstance(x, dict):
+            held = self._held(_place(x))
+            items = dict(zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True))
         else:
             constant = isinstance(x, tuple | frozenset)
-            items = dict(enumerate(_entries(x) if constant else self._holder(x)))
+            items = dict(enumerate(x if constant else self._held(_place(x))))
         for key, part in items.items():
             if type(part) not in ATOMS:
                 self.visit(part, f"{name}[{key!r}]", owned)
@@ -474,56 +453,57 @@ class _Walk:
         """The attributes of a compiled module, which hands out copies of all but tensors."""
         self.reached.comparable = False
         for key, is_parameter, holder in upstream.scripted_attributes(x):
-            get, value = partial(holder.getattr, key), holder.getattr(key)
+            place = _variable(partial(holder.getattr, key), partial(holder.setattr, key))
+            (value,) = place[0]() if is_parameter else self._held(place)
             self.visit(value, f"{name}.{key}", True)
-            if not is_parameter:
-                self.reached.places.append((get, partial(holder.setattr, key), value))
         for key, module in x.named_children():
             self.visit(module, f"{name}.{key}", True)
 
     def _function(self, x: FunctionType, owned: bool) -> None:
-        for part in self._holder(x)[1:]:
+        """Of the user's code also the globals that it names."""
+        names = _names(x.__code__)
+        for part in (x.__defaults__, x.__kwdefaults__):
             self.visit(part, f"{x.__name__}'s default", owned)
         for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 get = partial(getattr, cell, "cell_contents")
-                self._place(get, partial(setattr, cell, "cell_contents"), key, owned)
-        if (names := _names(x.__code__)) is not None:
+                self._variable(key, _variable(get, partial(setattr, cell, "cell_contents")), owned)
+        if names is not None:
+            self.reached.functions.append(x)
             self._attributes(x, x.__name__, owned)
-            held = [vars(m) for cell in x.__closure__ or () if _is_module(m := contents_of(cell))]
-            for space in (x.__globals__, *held):
+            cells = [contents_of(cell) for cell in x.__closure__ or ()]
+            for space in (x.__globals__, *[vars(m) for m in cells if _is_users_module(m)]):
                 self._globals(space, names, owned)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], owned: bool) -> None:
-        """What code means by these names, in a module and in those that it names there."""
+        """What code means by these names, in a module and in those of the user's that it names."""
         for key in names.intersection(space):
-            if (id(space), key) not in self._read:
-                self._read.add((id(space), key))
-                self._place(partial(getitem, space, key), partial(setitem, space, key), key, owned)
-                if _is_module(space[key]):
+            if (id(space), key) not in self._seen:
+                self._seen[id(space), key] = space
+                place = _variable(partial(getitem, space, key), partial(setitem, space, key))
+                self._variable(key, place, owned)
+                if _is_users_module(space[key]):
                     self._globals(vars(space[key]), names, owned)
 
+    def _variable(self, key: str, place: tuple[Get, Put], owned: bool) -> None:
+        (value,) = self._held(place)
+        if value is not _UNBOUND:
+            self.visit(value, key, owned)
+
     def _object(self, x: Any, name: str, owned: bool) -> None:
-        if _package(type(x)) in _FOREIGN or getattr(type(x), "never_changes", False):
-            return
-        self.visit(type(x), type(x).__name__, False)
-        for kind in type(x).__mro__:
-            own = "__slots__" in vars(kind) and _package(kind) not in _STANDARD  # none of C's
-            slots = _items(kind).items() if own else ()
-            for key, slot in slots:
-                if isinstance(slot, MemberDescriptorType):
-                    get, put = partial(slot.__get__, x), partial(slot.__set__, x)
-                    self._place(get, put, f"{name}.{key}", owned)
-        self._attributes(x, name, owned, unset=True)
+        foreign = str(type(x).__module__).partition(".")[0] in _FOREIGN
+        if not foreign and not getattr(type(x), "never_changes", False):
+            self.visit(type(x), type(x).__name__, False)
+            self._attributes(x, name, owned, unset=True)
 
     def _class(self, x: type, name: str) -> None:
-        """The attributes and the code of a class of the user's, and of those it inherits from."""
+        """The attributes and methods of a class of the user's, and of those it inherits from."""
         for kind in x.__mro__:
             if whose(kind) == USER and (kind is x or id(kind) not in self._seen):
                 self._seen[id(kind)] = kind
-                self._holder(kind)
-                for key, part in _items(kind).items():
+                held = self._held((partial(_items, kind), partial(_refill_class, kind)))
+                for key, part in zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True):
                     part = getattr(part, "fget", None) or getattr(part, "__func__", part)
                     if isinstance(part, FunctionType) or not hasattr(type(part), "__get__"):
                         self.visit(part, f"{name}.{key}", False)
@@ -549,12 +529,8 @@ def _names(code: CodeType) -> frozenset[str] | None:
     return frozenset(names_in(code)) if whose(code) == USER else None
 
 
-def _is_module(x: Any) -> bool:
+def _is_users_module(x: Any) -> bool:
     return isinstance(x, ModuleType) and whose(x) == USER
-
-
-def _package(kind: type) -> str:
-    return str(kind.__module__).partition(".")[0]
 
 
 def _nbytes(x: Tensor) -> int:

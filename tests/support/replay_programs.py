@@ -1371,7 +1371,7 @@ def _() -> Any:
     return lambda: counts.tick(), lambda: len(seen)
 
 
-@counter("slots", RIGHT)
+@counter("slots")
 def _() -> Any:
     class Counts:
         __slots__ = ("n",)

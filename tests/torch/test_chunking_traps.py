@@ -358,7 +358,6 @@ STATES = {
     "observer": Observed,
     "globals and class attributes": Global,
     "order of a dict": Ordered,
-    "slots": InSlots,
     "arrays and containers": Tables,
 }
 
@@ -372,6 +371,14 @@ def test_state_that_changes_outputs_is_replayed(name, way):
     assert any(d.startswith("grad") for d in naive.differences(plain)), "a vacuous model"
     assert any(d.startswith("state") for d in naive.differences(plain)), "a vacuous model"
     assert step(way, STATES[name]).differences(plain) == []
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_state_out_of_reach_that_changes_outputs_is_refused(way):
+    naive, plain = step(Cache, InSlots), step(Plain, InSlots)
+    assert any(d.startswith("grad") for d in naive.differences(plain)), "a vacuous model"
+    with pytest.raises(GradtoolsError, match="gives other numbers when it is computed again"):
+        step(way, InSlots)
 
 
 @pytest.mark.parametrize("way", OURS)

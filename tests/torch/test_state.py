@@ -24,8 +24,8 @@ def helper(z):
     return z * SCALE
 
 
-class Slotted:
-    __slots__ = ("x",)
+class Plain:
+    pass
 
 
 class Model(nn.Module):
@@ -36,7 +36,7 @@ class Model(nn.Module):
         self.w = nn.Parameter(torch.ones(2))
         self.register_buffer("b", torch.zeros(2))
         self.plain, self.table, self.seen = 1.5, {"a": None, "b": None}, [1]
-        self.array, self.slotted, self.inner = np.zeros(2), Slotted(), nn.Linear(1, 1)
+        self.array, self.object, self.inner = np.zeros(2), Plain(), nn.Linear(1, 1)
         self.generator = torch.Generator(torch.get_default_device())
 
     def forward(self, z):
@@ -66,7 +66,7 @@ CHANGES = {
     "a buffer's shape": lambda m: m.b.resize_(3).fill_(1),
     "a parameter, by another": lambda m: setattr(m, "w", nn.Parameter(torch.zeros(2))),
     "an array": lambda m: m.array.__iadd__(1),
-    "a slot": lambda m: setattr(m.slotted, "x", 1),
+    "an object": lambda m: setattr(m.object, "x", 1),
     "a hook": lambda m: m.inner.register_forward_hook(lambda *_: None),
     "a generator": lambda m: torch.rand(1, generator=m.generator),
     "a class": in_class,
@@ -94,7 +94,7 @@ def everything(model):
     streams = [torch.get_rng_state(), model.generator.get_state()]
     return [
         *(model.plain, sorted(vars(model)), list(model.table), list(model.seen), buffers),
-        *(id(model.w), model.array.tolist(), getattr(model.slotted, "x", None), Model.count),
+        *(id(model.w), model.array.tolist(), getattr(model.object, "x", None), Model.count),
         *(SCALE, list(LIST), [x.numpy().tobytes() for x in streams], random.getstate(), numpy),
     ]
 
@@ -116,7 +116,7 @@ def test_a_snapshot_like_an_earlier_one_holds_what_changed(model, change):
 
 @pytest.mark.parametrize("change", [c for c in CHANGES if c not in ("a new attribute", "a hook")])
 def test_an_earlier_snapshot_puts_back_what_changed(model, change):
-    model.slotted.x = 0
+    model.object.x = 0
     before = everything(model)
     first = Snapshot.of([model], [])
     CHANGES[change](model)
@@ -141,40 +141,39 @@ def test_what_did_not_change_is_shared():
 
 
 def test_streams_that_were_drawn_from_are_kept():
-    for number, draw in enumerate((random.random, draw_numpy, lambda: torch.rand(1))):
+    streams = randomness.PYTHON, randomness.NUMPY, torch.device("cpu")
+    for stream, draw in zip(
+        streams, (random.random, draw_numpy, lambda: torch.rand(1)), strict=True
+    ):
         before = Snapshot.of([], [])
         first = draw()
-        streams = before.settled().streams
-        kept = streams.python is not None, streams.numpy is not None, bool(streams.states)
-        assert kept == tuple(number == k for k in range(3))
-        streams.restore()
+        settled = before.settled().streams
+        assert [*settled.states] == [stream]
+        settled.restore()
         assert draw() == first
-    seed_numpy(0)
-    draw_numpy()  # one number is left over, which takes nothing more from the stream
-    before = Snapshot.of([], [])
-    draw_numpy()
-    assert before.settled().streams.numpy is not None
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_python_s_generator_is_compared_where_it_lies_or_read_out(known, monkeypatch):
-    assert randomness._KNOWN, "CPython lays its generator out in another way; the slow one serves"
-    monkeypatch.setattr(randomness, "_KNOWN", known)
+@pytest.mark.parametrize("stream", [randomness.PYTHON, randomness.NUMPY])
+def test_a_number_that_a_stream_kept_back_counts_as_drawn(stream):
+    draw = {randomness.PYTHON: lambda: random.gauss(0, 1), randomness.NUMPY: draw_numpy}[stream]
+    draw()
+    before = Randomness.everywhere([])
+    draw()  # the number that was left over, which takes nothing more from the stream
+    assert [*before.used().states] == [stream]
+    assert before.again() is not before
+
+
+def test_streams_are_read_again_once_something_is_drawn():
     first = Randomness.everywhere([])
-    assert first.again() is first and first.used().python is None
+    assert first.again() is first and not first.used()
     for draw in (random.random, lambda: random.seed(1), lambda: random.gauss(0, 1), random.random):
         before = Randomness.everywhere([])
         draw()
-        assert before.used().python is not None
         later = before.again()
-        assert later is not before and later.numpy is before.numpy
-        assert later.python[0] == random.getstate()
+        assert later is not before
+        assert later.states[randomness.PYTHON][0] == random.getstate()
         before.restore()
-        assert random.getstate() == before.python[0]
-    random.gauss(0, 1)
-    before = Randomness.everywhere([])
-    random.gauss(0, 1)  # the number that was left over, which takes nothing more from the stream
-    assert before.again() is not before
+        assert random.getstate() == before.states[randomness.PYTHON][0]
 
 
 def test_a_container_that_was_empty_is_walked_once_it_is_not(model):
@@ -185,14 +184,14 @@ def test_a_container_that_was_empty_is_walked_once_it_is_not(model):
     assert any(x is state for x, _ in later.reached.watched)
 
 
-def test_another_numpy_generator_is_no_generator_that_stands():
+def test_another_numpy_generator_is_read_as_well():
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(0))
         known = Randomness.everywhere(())
-        assert known.used().numpy is None
-        np.random.set_bit_generator(np.random.MT19937(0))
-        assert known.used().numpy is not None
+        assert randomness.NUMPY not in known.used().states
+        draw_numpy()
+        assert randomness.NUMPY in known.used().states
     finally:
         np.random.set_bit_generator(before)
 
@@ -250,7 +249,7 @@ def test_what_another_thread_writes_while_a_snapshot_is_taken_or_put_back_is_no_
 ):
     """Threads of JAX's call what is bridged; what they write is as if each step met one."""
     held, write = made()
-    visit, same, count = state._Walk.visit, state._same, iter(range(1000))
+    visit, same, count = state._Search.visit, state._same, iter(range(1000))
 
     def meanwhile(plain):
         def call(*args):
@@ -259,10 +258,10 @@ def test_what_another_thread_writes_while_a_snapshot_is_taken_or_put_back_is_no_
 
         return call
 
-    monkeypatch.setattr(state._Walk, "visit", meanwhile(visit))
+    monkeypatch.setattr(state._Search, "visit", meanwhile(visit))
     snapshot = Snapshot.of([lambda: held], [])
     assert next(count) > 3
-    monkeypatch.setattr(state._Walk, "visit", visit)
+    monkeypatch.setattr(state._Search, "visit", visit)
     monkeypatch.setattr(state, "_same", meanwhile(same))
     snapshot.now()
     snapshot.restore()

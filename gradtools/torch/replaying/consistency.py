@@ -329,7 +329,7 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
 
 def is_compiled(forward: Forward) -> bool:
     modules = (m for m, _ in forward.start.reached.modules.values())
-    functions = (f for f, _ in forward.start.reached.holders)
+    functions = forward.start.reached.functions
     return any(map(upstream.is_compiled, (forward.chunks.call.f, *functions, *modules)))
 
 

@@ -40,7 +40,14 @@ from gradtools.torch.replaying.slicing import (
     tensors_of,
     view_of,
 )
-from gradtools.torch.replaying.summing import Joint, Sums, adding_leaves, join, joint_of
+from gradtools.torch.replaying.summing import (
+    Joint,
+    LeafHooks,
+    Sums,
+    adds_leaves,
+    join,
+    joint_of,
+)
 from gradtools.torch.rules.installing import BatchedRule, apply_rule, reverse_only_at
 
 left_to_python(__name__)
@@ -135,7 +142,7 @@ class _Derived(ChunkProgram):
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
-        self.sums: Sums | None = None  # while it is evaluated, chunk after chunk
+        self.adding: LeafHooks | None = None  # while it is evaluated, chunk after chunk
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result, widths = copy.copy(self), [*self.widths, self.shared_width]
@@ -202,19 +209,20 @@ class _Derived(ChunkProgram):
             rows, shared = [[*map(primal_of, xs)] for xs in rows], [*map(primal_of, shared)]
         result: Rows = [self.nothing(i) for i in range(count)]
         bare = without_hooks(self.forward.leaves) if self.forward.leaves else NOTHING
-        with bare, torch.set_grad_enabled(False):
+        with bare, torch.set_grad_enabled(False), self._adding(sums) as self.adding:
             had = self.from_retained(rows, shared, result, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
-                self.sums = None if self.forward.beneath else sums
-                try:
-                    with as_it_began(self.forward):
-                        self._run(again, result, sums, rows, shared)
-                finally:
-                    self.sums = None
+                with as_it_began(self.forward):
+                    self._run(again, result, sums, rows, shared)
+        self.adding = None
         if sums.terms:
             return result, sums.total()
         return result, [] if self.transposes else [None] * (self.shared_width + len(self.leaves))
+
+    def _adding(self, sums: Sums) -> Any:
+        """Where hooks add up what leaves get, chunk after chunk."""
+        return NOTHING
 
     def _run(self, again: list[int], found: Rows, sums: Sums, rows: Rows, shared: Entries) -> None:
         """Those chunks of which something is asked; the others up to the last of them pass by."""
@@ -280,30 +288,40 @@ class Backward(_Derived):
         inputs, ys, terms = self._within(i, xs, shared)
         cts += shared_cts if terms else []
         own, outs = len(xs) + len(shared), [*ys, *terms]
-        sums, forward = None if create else self.sums, self.forward
+        adding, forward = None if create else self.adding, self.forward
         # The graph is that of the first pass, of which it is known.
         same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
         with going_back(forward, create) if forward.hooked or forward.counts else NOTHING:
-            grads = self._pulled_adding(sums, outs, inputs, cts, own, *how)
+            grads = self._pulled_adding(adding, outs, inputs, cts, own, *how)
         if create and forward.hooked:
             grads = self._gated_at_hooks(i, inputs[:own], xs, outs, cts, grads)
         return grads[: len(xs)], grads[len(xs) :]
 
+    def _adding(self, sums: Sums) -> Any:
+        single = not (self.forward.batches or self.forward.beneath or any(self.vectors_only))
+        if not (single and adds_leaves(self.leaves)):
+            return NOTHING
+        sums.begin(self.shared_width + len(self.leaves))
+        return LeafHooks(sums, self.shared_width, self.leaves)
+
     def _pulled_adding(
-        self, sums: Sums | None, outs: Entries, inputs: Entries, cts: Entries, own: int, *how: bool
+        self,
+        adding: LeafHooks | None,
+        outs: Entries,
+        inputs: Entries,
+        cts: Entries,
+        own: int,
+        *how: bool,
     ) -> list[Any]:
-        """As `pulled`, but what leaves get is added to sums that are there, and None."""
-        single = not (self.forward.batches or any(self.vectors_only))
+        """As `pulled`; what hooks on leaves add to the sums is None."""
+        roots = outs if adding is None else adding.roots(outs)
         try:
-            if not (single and self.leaves and sums is not None and sums.terms):
-                return self.pulled(outs, inputs, cts, own, *how)
-            with adding_leaves(sums, self.shared_width, self.leaves, outs) as (roots, taken):
-                grads = self.pulled(roots, inputs, cts, own, *how)
+            grads = self.pulled(roots, inputs, cts, own, *how)
         except RuntimeError as error:
             self.explain(error)
             raise
-        for k in taken:
+        for k in adding.added if adding is not None else ():
             grads[own + k] = None
         return grads
 
@@ -323,7 +341,7 @@ class Backward(_Derived):
         try:
             with going_back(forward) if forward.counts and not forward.hooked else NOTHING:
                 how = keep, False, forward.is_right
-                grads = self._pulled_adding(sums, outs, inputs, cts, width, *how)
+                grads = self._pulled_adding(self.adding, outs, inputs, cts, width, *how)
         finally:
             forward.reading[0] = False
         had, left = set(retained), iter(grads)

@@ -450,38 +450,43 @@ class Forward(ChunkProgram):
             if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
                 raise captured_error(self, None)
         todo = [y.grad_fn or get_gradient_edge(y).node for y in tensors if y.requires_grad]
-        seen, nodes = {None, *map(_node_of, own)}, list[Any]()
+        seen, nodes, begin = {None, *map(_node_of, own)}, list[Any](), began[-1]
         for node in todo:  # which grows
-            if node not in seen:
-                seen.add(node)
-                nodes.append(node)
-                todo += map(_first_of, node.next_functions)
+            if node in seen:
+                continue
+            seen.add(node)
+            nodes.append(node)
+            kind: Any = type(node)
+            if kind is upstream.AccumulateGrad:
+                variable = node.variable
+                if id(variable) not in ends:
+                    leaves[id(variable)] = variable
+                continue
+            todo += map(_first_of, node.next_functions)
+            number = upstream.sequence_of(node)
+            if number < begin and not _is_cast_of_leaf(node):
+                of_pass = number >= began[0]
+                raise edge_error(self, i, node) if of_pass else captured_error(self, node)
+            if kind not in _PLAIN:
+                self._note_kind(kind, node)
         if self.captured:
             self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
             self.begun |= {y.grad_fn for y in tensors}
         if self.verification is not None:
             self.verification.kinds[i] = kinds_of(nodes)
-        for node in nodes:
-            kind: Any = type(node)
-            if kind is upstream.AccumulateGrad:
-                if id(node.variable) not in ends:
-                    leaves[id(node.variable)] = node.variable
-                continue
-            if upstream.sequence_of(node) < began[-1] and not _is_cast_of_leaf(node):
-                of_pass = upstream.sequence_of(node) >= began[0]
-                raise edge_error(self, i, node) if of_pass else captured_error(self, node)
-            if kind in _PLAIN:
-                continue
-            if kind.__name__ in WRONG:
-                self.is_right = False
-            elif not issubclass(kind, BackwardCFunction):
-                _PLAIN.add(kind)
-            else:
-                if upstream.is_once_differentiable(kind):
-                    self.once = kind.__name__.removesuffix("Backward")
-                self.edit = reverse_only_at(node) or self.edit
-                self.functions.add(upstream.forward_class(kind))
         return leaves
+
+    def _note_kind(self, kind: Any, node: Any) -> None:
+        """What a kind of node means for derivatives of the pullback; PyTorch's own nothing."""
+        if kind.__name__ in WRONG:
+            self.is_right = False
+        elif not issubclass(kind, BackwardCFunction):
+            _PLAIN.add(kind)
+        else:
+            if upstream.is_once_differentiable(kind):
+                self.once = kind.__name__.removesuffix("Backward")
+            self.edit = reverse_only_at(node) or self.edit
+            self.functions.add(upstream.forward_class(kind))
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if not self.beneath:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,12 +46,16 @@ class Sums:
     terms: list[Any] = field(default_factory=list)
     in_place: bool = False
 
+    def begin(self, count: int) -> None:
+        """So many sums, of nothing yet."""
+        if not self.terms:
+            self.terms = [None] * count
+            self._dtypes: list[Any] = [None] * count
+            self._owned = [False] * count
+
     def add(self, terms: Sequence[Any]) -> None:
         """One more of each; None is zero."""
-        if not self.terms:
-            self.terms = [None] * len(terms)
-            self._dtypes: list[Any] = [None] * len(terms)
-            self._owned = [False] * len(terms)
+        self.begin(len(terms))
         for k, term in enumerate(terms):
             if term is not None:
                 self.add_one(k, term)
@@ -116,47 +120,64 @@ def _is_plain(xs: Sequence[Any]) -> bool:
     )
 
 
-@contextmanager
-def adding_leaves(
-    sums: Sums, at: int, leaves: Sequence[Tensor], outs: Sequence[Any]
-) -> Iterator[tuple[list[Any], set[int]]]:
-    """Inside, gradients of leaves are added to the sums from `at` on; autograd gives zeros.
+class LeafHooks:
+    """Inside, what autograd computes for leaves is added to sums; autograd itself gets zeros.
 
-    Yields outs for autograd to begin at, and the numbers of those leaves whose gradient is added.
-    Another thread's backward pass through the same leaves has another task, and goes by.
+    The hooks are set once for all chunks of a backward pass. Another thread's backward pass through
+    the same leaves is another call of the engine, and goes by.
+
+    Args:
+        at: From which of the sums on those of the leaves are.
     """
-    tracked = [isinstance(y, Tensor) and y.requires_grad for y in outs]
-    pairs = list(zip(outs, tracked, strict=True))
-    plain = [x for x in leaves if type(x) in _PLAIN]
-    if len(plain) < len(leaves) or any(t and y.layout is not torch.strided for y, t in pairs):
-        yield list(outs), set()
-        return
-    begun, taken = set[int](), set[int]()
-    with torch.enable_grad():
-        roots = [y.view_as(y) if t else y for y, t in pairs]
-    for y, t in zip(roots, tracked, strict=True):
-        if t:
-            register_own_hook(y, lambda ct: begun.add(_task()))
 
-    def taker(k: int) -> Callable[[Tensor], Tensor | None]:
-        def take(grad: Tensor) -> Tensor | None:
-            if _task() not in begun or type(grad) is not Tensor or grad.is_sparse:
-                return None
-            sums.add_one(at + k, grad)
-            taken.add(k)
-            return grad.new_zeros(()).expand(grad.shape)
+    def __init__(self, sums: Sums, at: int, leaves: Sequence[Tensor]) -> None:
+        self.added: set[int] = set()  # the leaves whose gradient was added in the latest call
+        self._sums, self._at, self._leaves = sums, at, leaves
+        self._calls = set[int]()  # of the engine, that began at our roots
+        self._zeros: dict[int, Tensor] = {}
 
-        return take
+    def __enter__(self) -> LeafHooks:
+        tracked = [(k, x) for k, x in enumerate(self._leaves) if x.requires_grad]
+        self._bare = [x for _, x in tracked if upstream.tensor_hooks(x) is None]
+        self._handles = [register_own_hook(x, partial(self._take, k)) for k, x in tracked]
+        return self
 
-    bare = [x for x in leaves if upstream.tensor_hooks(x) is None]
-    handles = [register_own_hook(x, taker(k)) for k, x in enumerate(leaves)]
-    try:
-        yield roots, taken
-    finally:
-        for handle in handles:
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
             handle.remove()
-        for x in bare:
+        for x in self._bare:
             upstream.set_tensor_hooks(x, None)
+
+    def roots(self, outs: Sequence[Any]) -> Sequence[Any]:
+        """The outputs, for autograd to begin at."""
+        self.added.clear()
+        tracked = [isinstance(y, Tensor) and y.requires_grad for y in outs]
+        if any(t and y.layout is not torch.strided for y, t in zip(outs, tracked, strict=True)):
+            return outs  # whose gradients are handed over at the end
+        with torch.enable_grad():
+            roots = [y.view_as(y) if t else y for y, t in zip(outs, tracked, strict=True)]
+        for y, t in zip(roots, tracked, strict=True):
+            if t:
+                register_own_hook(y, self._begin)
+        return roots
+
+    def _begin(self, ct: Tensor) -> None:
+        self._calls.add(_task())
+
+    def _take(self, k: int, grad: Tensor) -> Tensor | None:
+        if _task() not in self._calls or type(grad) is not Tensor or grad.is_sparse:
+            return None
+        self._sums.add_one(self._at + k, grad)
+        self.added.add(k)
+        zero = self._zeros.get(k)
+        if zero is None:  # of no memory
+            zero = self._zeros[k] = grad.new_zeros(()).expand(grad.shape)
+        return zero
+
+
+def adds_leaves(leaves: Sequence[Tensor]) -> bool:
+    """Whether hooks can add up what these get: on a subclass they are other code's."""
+    return bool(leaves) and all(type(x) in _PLAIN for x in leaves)
 
 
 # --- one sum for several nodes --------------------------------------------------------------

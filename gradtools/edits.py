@@ -201,7 +201,7 @@ class Edits(Operators):
         is_number = isinstance(scale, int | float)  # of these no operation takes the sign
         signed = -scale if is_number and sign < 0 else scale
 
-        def one(leaf: Array, path: str) -> Array:
+        def one(leaf: Array, path: Path) -> Array:
             factor = _factor(backend, name, leaf, path, signed)
             turned = factor if sign > 0 or is_number else -factor
             return backend.apply_rule(SCALE, leaf, turned)[0]
@@ -362,12 +362,13 @@ class Edits(Operators):
                 f"replace_gradient: dx has the structure {in_words(given_def)}, expected that of "
                 f"x, {in_words(treedef)}. Give one array for each of x's."
             )
-        paths = backend.leaf_paths(x)
         if not any(_edited(backend, leaf) for leaf in leaves):
             _check_editable(backend, "replace_gradient", x, leaves)
         edited = [
-            _known(backend, *leaf) if _edited(backend, leaf[0]) else leaf[0]
-            for leaf in zip(leaves, given, paths, strict=True)
+            _known(backend, leaf, new, partial(_path, backend, x, i))
+            if _edited(backend, leaf)
+            else leaf
+            for i, (leaf, new) in enumerate(zip(leaves, given, strict=True))
         ]
         return backend.unflatten(treedef, edited)
 
@@ -426,18 +427,24 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
         )
 
 
-def _map_inexact(backend: Backend, name: str, one: Callable[[Array, str], Array], x: Any) -> Any:
+Path = Callable[[], str]  # of a leaf, for messages
+
+
+def _path(backend: Backend, x: Any, i: int) -> str:
+    return backend.leaf_paths(x)[i]
+
+
+def _map_inexact(backend: Backend, name: str, one: Callable[[Array, Path], Array], x: Any) -> Any:
     """`one` at every leaf of x that is a floating or complex array."""
     if _edited(backend, x):
-        return one(x, "")
+        return one(x, str)
     leaves, treedef = backend.flatten(x)
     _check_editable(backend, name, x, leaves)
-    paths = backend.leaf_paths(x)
     return backend.unflatten(
         treedef,
         [
-            one(leaf, path) if _edited(backend, leaf) else leaf
-            for leaf, path in zip(leaves, paths, strict=True)
+            one(leaf, partial(_path, backend, x, i)) if _edited(backend, leaf) else leaf
+            for i, leaf in enumerate(leaves)
         ],
     )
 
@@ -455,7 +462,7 @@ def _edit_jointly(
     return backend.unflatten(treedef, replaced_at(leaves, places, edited))
 
 
-def _factor(backend: Backend, name: str, leaf: Array, path: str, scale: Any) -> Array:
+def _factor(backend: Backend, name: str, leaf: Array, path: Path, scale: Any) -> Array:
     if isinstance(scale, float | int):
         return backend.real_scalar(scale, leaf)
     if isinstance(scale, complex) or "complex" in str(getattr(scale, "dtype", "")):
@@ -474,7 +481,7 @@ def _factor(backend: Backend, name: str, leaf: Array, path: str, scale: Any) -> 
     )
     if not fits:
         raise GradtoolsError(
-            f"{name}: scale has shape {shape}, which does not broadcast to leaf x{path} of shape "
+            f"{name}: scale has shape {shape}, which does not broadcast to leaf x{path()} of shape "
             f"{wanted}. Give a scalar, or an array that broadcasts to every leaf."
         )
     return factor
@@ -485,14 +492,15 @@ def _has_real_dtype(x: Any) -> bool:
     return not any(kind in dtype for kind in ("complex", "object", "str", "<U"))
 
 
-def _known(backend: Backend, x: Array, dx: Any, path: str) -> Array:
-    dx = as_array(backend, "replace_gradient", dx, f"dx{path}")
+def _known(backend: Backend, x: Array, dx: Any, path: Path) -> Array:
+    if not backend.is_array(dx):
+        dx = as_array(backend, "replace_gradient", dx, f"dx{path()}")
     came = (tuple(dx.shape), backend.dtype_name(dx))
     wanted = (tuple(x.shape), backend.dtype_name(x))
     if came != wanted:
         raise GradtoolsError(
-            f"replace_gradient: dx{path} has shape {came[0]} and dtype {came[1]}, expected "
-            f"{wanted[0]} and {wanted[1]}, those of x{path}. Reshape or cast it."
+            f"replace_gradient: dx{path()} has shape {came[0]} and dtype {came[1]}, expected "
+            f"{wanted[0]} and {wanted[1]}, those of x{path()}. Reshape or cast it."
         )
     return backend.apply_rule(KNOWN, x, dx)[0]
 

@@ -171,6 +171,9 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             )
     if torch.compiler.is_exporting() and upstream.peek_interpreter_stack() is None:
         return _exported(rule, xs)
+    if rule.reaches == "identity" and rule.tangent is not None and _is_plain_eager(xs):
+        xs = _apart(xs)
+        return attach(edit_application(rule), tuple(rule.primal(*xs)), *xs)
     plain = rule.reaches is None and not isinstance(rule, BatchedRule)
     if plain and not _differentiated(xs):
         return _undifferentiated(rule, xs)
@@ -184,6 +187,15 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     point = _point(rule, xs)
     out = _apply_at(point, xs)
     return out[: point.count]
+
+
+def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
+    """Whether autograd alone differentiates here, and nothing records."""
+    if not in_eager() or upstream.forward_level() >= 0 or are_watched():
+        return False
+    if upstream.count_of_function_modes() or upstream.count_of_dispatch_modes():
+        return False
+    return not any(x.layout is not torch.strided or is_wrapped(x) for x in xs)
 
 
 def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
@@ -641,12 +653,12 @@ class _BothModes(_ReverseOnly):
 
 @dataclass(eq=False, slots=True)
 class _EditPlan:
-    """What an edit that saves nothing leaves, at any shape: its cotangent map.
+    """What an edit of one array leaves, at any shape; its maps need no check.
 
     It is the signature and the plan of the edit's one application.
     """
 
-    pulled_back: Callable[[Any, Sequence[Any]], Sequence[Any]]  # does not read what was saved
+    pulled_back: Callable[[Any, Sequence[Any]], Sequence[Any]]
     pulling: tuple[int, ...] = ()
     likes: Any = None
     fresh: bool = True
@@ -654,10 +666,23 @@ class _EditPlan:
 
 
 def edit_application(rule: Rule) -> RuleApplication:
-    """An application of an edit that saves nothing, which serves all of its calls."""
-    assert rule.cotangent is not None and rule.saves == ()
-    plan = _EditPlan(rule.cotangent)
-    return RuleApplication(rule, count=1, signature=plan, plan=plan)
+    """An application of an edit of one array that serves all of its calls."""
+    known = _EDITS.get(rule)
+    if known is None:
+        cotangent, saves = rule.cotangent, rule.saves
+        assert cotangent is not None and saves is not None
+
+        def pulled_back(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+            if cts[0] is None:
+                return (None,) * len(ctx.needs_input_grad[2:])
+            return cotangent(ctx.saved_tensors, [alive(cts[0])])
+
+        plan = _EditPlan(pulled_back if saves else cotangent, saves)  # type: ignore[arg-type]
+        known = _EDITS[rule] = RuleApplication(rule, count=1, signature=plan, plan=plan)
+    return known
+
+
+_EDITS: weakref.WeakKeyDictionary[Rule, RuleApplication] = weakref.WeakKeyDictionary()
 
 
 class _Recorded(_BothModes):

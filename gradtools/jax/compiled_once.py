@@ -25,7 +25,7 @@ import numpy as np
 
 from gradtools.function_variables import cells_of, globals_of, names_in, parts_of
 from gradtools.jax._upstream import Literal
-from gradtools.jax.jaxprs import Jaxpr, open_jaxpr
+from gradtools.jax.jaxprs import Jaxpr, open_jaxpr, without_consts
 from gradtools.jax.rules.kept_alive import LIFE
 from gradtools.jax.rules.primitives import LinearizedRule, holds_nothing
 from gradtools.rules import JvpRule, Rule
@@ -47,7 +47,7 @@ def compiled(f: Any, closed: Jaxpr, derive: Callable[[Program], Any] | None = No
         derive: What makes a function of it; by default `jax.jit`.
     """
     derive = derive or _jitted
-    jaxpr = open_jaxpr(closed)
+    jaxpr = without_consts(closed)
     try:
         key = _Key(jaxpr, (_source(f), _program(jaxpr)))
     except _NotComparable:

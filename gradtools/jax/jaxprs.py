@@ -20,6 +20,12 @@ Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on
 Eqn = Any
 
 
+def without_consts(closed: Jaxpr) -> Any:
+    """The open jaxpr of a closed one; from JAX 0.12 on it would hold the constants as well."""
+    jaxpr = open_jaxpr(closed)
+    return jaxpr.replace(constvars=jaxpr.constvars)
+
+
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr itself, which before jax 0.12 stands in another with its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr)

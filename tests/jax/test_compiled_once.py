@@ -186,10 +186,6 @@ def test_two_rules_of_one_shape_are_two():
         assert jax.grad(lambda x, edit=edit: gt.chunked(edit, 2)(x).sum())(X)[0, 0] == factor
 
 
-@pytest.mark.xfail(
-    jax.__version_info__ >= (0, 11),
-    reason="with JAX 0.12 the array of a function that chunked was given stays alive; open",
-)
 def test_arrays_that_a_function_or_its_rule_closes_over_are_not_kept():
     w = jnp.full(2, 2.0)
     gone = weakref.ref(w)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
+from gradtools.jax.jaxprs import without_consts
 from gradtools.jax.rules.checking import (
     avals_of,
     hold_evaluated,
@@ -252,8 +253,7 @@ def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], 
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*examples)
     treedef = jax.tree.structure(shapes)
-    # Without consts, which the closed one holds, and from JAX 0.12 on the open one as well.
-    jaxpr = closed.jaxpr.replace(constvars=closed.jaxpr.constvars)
+    jaxpr = without_consts(closed)
 
     def hoisted(consts: Sequence[Any], *args: Any) -> Any:
         flat = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))

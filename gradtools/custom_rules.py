@@ -16,6 +16,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from gradtools.arguments.keyword_hints import with_hints
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe
 from gradtools.backend import Backend, F, Operators
@@ -39,6 +40,7 @@ class CustomRules(Operators):
     def custom_rule(
         self, f: None = None, static_argnames: Any = (), check: str = "first"
     ) -> Callable[[Callable[..., Any]], CustomRule]: ...
+    @with_hints
     def custom_rule(self, f: Any = None, static_argnames: Any = (), check: str = "first") -> Any:
         """A function with the value of `f` and a derivative that you write.
 

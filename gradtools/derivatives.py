@@ -19,6 +19,7 @@ from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.calls import NOT_NAMED, Call
 from gradtools.arguments.checks import normalized_argnums, refuse_arguments, whole_or_none
 from gradtools.arguments.in_axes import Argument, arguments_of_call
+from gradtools.arguments.keyword_hints import with_hints
 from gradtools.arguments.wording import describe, with_article
 from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
 from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
@@ -106,6 +107,7 @@ class Derivatives(Operators):
         has_aux: Literal[True],
         disconnected_inputs: Disconnected = "raise",
     ) -> Callable[Concatenate[T, P], tuple[T, A]]: ...
+    @with_hints
     def grad(
         self,
         f: Any,
@@ -184,6 +186,7 @@ class Derivatives(Operators):
         has_aux: Literal[True],
         disconnected_inputs: Disconnected = "raise",
     ) -> Callable[Concatenate[T, P], tuple[tuple[R, A], T]]: ...
+    @with_hints
     def value_and_grad(
         self,
         f: Any,
@@ -278,6 +281,7 @@ class Derivatives(Operators):
     def vjp(
         self, f: Callable[P, tuple[R, A]], *primals: Any, has_aux: Literal[True]
     ) -> tuple[R, Callable[[Any], tuple[Any, ...]], A]: ...
+    @with_hints
     def vjp(self, f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         """The value of f and its pullback c -> J^H c, from one evaluation.
 
@@ -342,6 +346,7 @@ class Derivatives(Operators):
         tangents: Sequence[Any],
         has_aux: Literal[True],
     ) -> tuple[R, R, A]: ...
+    @with_hints
     def jvp(
         self,
         f: Callable[..., Any],
@@ -438,6 +443,7 @@ class Derivatives(Operators):
         out = attach(call.output(outs, extras)[0], _first)
         return out, self._backend.linear_map(pushforward, push)
 
+    @with_hints
     def jacobian(
         self,
         f: Callable[P, Any],
@@ -491,6 +497,7 @@ class Derivatives(Operators):
     ) -> Any:
         return self._jacobian("jacobian", f, argnums, mode, chunk_size, args, kwargs)
 
+    @with_hints
     def hvp(
         self,
         f: Callable[P, Any],
@@ -544,6 +551,7 @@ class Derivatives(Operators):
         pair = call.to_trees(grads), call.to_trees(products)
         return call.attaching(self.hvp, f, primals, tangents, mode)(pair)
 
+    @with_hints
     def hessian(self, f: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
         """The Hessian of a real scalar f of real arguments.
 
@@ -581,6 +589,7 @@ class Derivatives(Operators):
             result = call.to_trees([row[0] for row in rows])[0]
         return call.attaching(self._hessian_at, f, argnums, *args, **kwargs)(result)
 
+    @with_hints
     def per_example_grad(
         self,
         f: Callable[P, Any],

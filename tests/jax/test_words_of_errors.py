@@ -91,3 +91,15 @@ def test_an_equinox_modules_own_error_about_a_key_is_its_own():
 def test_a_kernel_that_calls_jax_is_still_refused_by_name():
     kernel = gt.host_function(lambda x: np.asarray(jnp.asarray(x) + 1))
     assert "it calls JAX" in str(_raised(lambda f: kernel(X), None))
+
+
+def test_a_linen_module_is_no_argument_to_differentiate():
+    linen = pytest.importorskip("flax.linen")
+    layer, x = linen.Dense(2), jnp.ones((4, 3))
+    variables = layer.init(jax.random.key(0), x)
+    loss = lambda layer, variables, x: (layer.apply(variables, x) ** 2).sum()
+    for take in (gt.grad(loss), lambda *xs: gt.vjp(loss, *xs)):
+        with pytest.raises(GradtoolsError, match=r"flax\.linen module Dense, which holds no arr"):
+            take(layer, variables, x)
+    grads = gt.grad(loss, argnums=1)(layer, variables, x)
+    assert jax.tree.structure(grads) == jax.tree.structure(variables)

@@ -1,0 +1,329 @@
+"""Programs from public reports about JAX, retold, each with its source and its truth.
+
+Part one: derivatives, edits, and why a gradient is zero or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools import DisconnectedInputError, GradtoolsError
+
+STORIES: dict[str, Callable[[], None]] = {}
+
+
+def story(source: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Registers a program under its source, `owner/repository#number`."""
+
+    def register(program: Callable[[], None]) -> Callable[[], None]:
+        name = f"{source} {program.__name__}"
+        assert name not in STORIES
+        STORIES[name] = program
+        return program
+
+    return register
+
+
+def near(result: Any, expected: Any, rtol: float = 1e-10) -> None:
+    pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12)
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def kinds(f: Callable[..., Any], *args: Any) -> set[str]:
+    return {finding.kind for finding in gt.why_zero(f, *args).findings}
+
+
+# --- NaN
+
+
+@story("jax-ml/jax#5798")
+def where_hides_a_value_and_not_a_slope():
+    f = lambda x: jnp.where(x < 1, x, jnp.sqrt(x))
+    assert bool(jnp.isnan(gt.grad(f)(0.0)))
+    assert "nan" in kinds(f, jnp.asarray(0.0))
+    safe = lambda x: jnp.where(x < 1, x, jnp.sqrt(jnp.where(x < 1, 1.0, x)))
+    near(gt.grad(safe)(0.0), 1.0)
+    near(gt.grad(safe)(4.0), 0.25)
+
+
+@story("jax-ml/jax#1052")
+def the_logarithm_of_the_branch_not_taken():
+    f = lambda x: jnp.where(x > 0, jnp.log(x), 0.0)
+    assert bool(jnp.isnan(gt.grad(f)(0.0)))
+    assert "nan" in kinds(f, jnp.asarray(0.0))
+
+
+@story("jax-ml/jax#6484")
+def the_squared_norm_at_equal_points():
+    distance = lambda x, y: jnp.linalg.norm(x - y) ** 2
+    x = jnp.array([1.0, 2.0, 3.0])
+    assert bool(jnp.isnan(gt.grad(distance)(x, x)).all())
+    assert "nan" in kinds(lambda x: distance(x, jnp.array([1.0, 2.0, 3.0])), x)
+    near(gt.grad(lambda x, y: ((x - y) ** 2).sum())(x, x), jnp.zeros(3))
+
+
+@story("jax-ml/jax#3058")
+def the_norm_at_zero():
+    assert "nan" in kinds(jnp.linalg.norm, jnp.zeros(3))
+    near(gt.grad(jnp.linalg.norm)(jnp.array([3.0, 4.0])), jnp.array([0.6, 0.8]))
+
+
+@story("jax-ml/jax#26248")
+def a_scale_before_and_after_the_norm():
+    """Equal values, and the gradient of the scale is 0 in one form and NaN in the other."""
+    x = jnp.zeros(2)
+    inside, outside = (
+        lambda a: jnp.linalg.norm(a * x),
+        lambda a: jnp.abs(a) * jnp.linalg.norm(x),
+    )
+    assert bool(jnp.isnan(gt.grad(inside)(1.3)))
+    near(gt.grad(outside)(1.3), 0.0)
+    assert "nan" in kinds(inside, jnp.asarray(1.3))
+
+
+@story("jax-ml/jax#654")
+def distances_of_charges_to_themselves():
+    """Zeros on the diagonal are masked after the division; both modes agree where it is safe."""
+    charges, points = draw(4), draw(4, 3, seed=1)
+    keep = 1 - jnp.eye(4)
+
+    def energy(points, safe):
+        square = ((points[:, None] - points[None]) ** 2).sum(-1)
+        distance = jnp.sqrt(jnp.where(keep, square, 1.0) if safe else square)
+        pairs = charges[:, None] * charges[None]
+        return jnp.where(keep, pairs / distance, 0.0).sum()
+
+    assert bool(jnp.isnan(gt.grad(energy)(points, False)).any())
+    assert "nan" in kinds(lambda p: energy(p, False), points)
+    reverse = gt.jacobian(lambda p: energy(p, True), mode="reverse")(points)
+    near(gt.jacobian(lambda p: energy(p, True), mode="forward")(points), reverse)
+    assert bool(jnp.isfinite(reverse).all())
+
+
+@story("deepmodeling/deepmd-kit#4668")
+def the_hessian_of_a_normalised_difference():
+    def safe_norm(x):
+        square = (x**2).sum(-1, keepdims=True)
+        positive = square > 0
+        return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
+
+    def energy(x):
+        d = x[:, None] - x[None]
+        return ((d / (safe_norm(d) + 1e-6)) * draw(2, 2, 3)).sum()
+
+    assert bool(jnp.isfinite(gt.hessian(energy)(draw(2, 3, seed=2))).all())
+
+
+# --- complex numbers
+
+
+@story("jax-ml/jax#9110")
+def the_gradient_of_a_squared_modulus_descends():
+    f = lambda z: jnp.real(z) ** 2 + jnp.imag(z) ** 2
+    near(gt.grad(f)(3.0 + 4.0j), 6.0 + 8.0j)
+    near(jax.grad(f)(3.0 + 4.0j), 6.0 - 8.0j)
+
+
+@story("jax-ml/jax#15872")
+def the_slope_along_the_imaginary_part():
+    near(gt.grad(lambda z: z.imag**2)(2.0j), 4.0j)
+
+
+@story("jax-ml/jax#1853")
+def the_modulus_at_an_imaginary_number():
+    near(gt.grad(jnp.abs)(1.0j), 1.0j)
+
+
+@story("jax-ml/jax#4891")
+def a_gradient_is_what_the_inner_product_says():
+    """<grad, v> = jvp(v) with the real part of vdot, for every v."""
+    f = lambda z: jnp.abs(jnp.sin(z).sum()) ** 2
+    z, v = draw(3) + 1j * draw(3, seed=1), draw(3, seed=2) + 1j * draw(3, seed=3)
+    near(jnp.vdot(gt.grad(f)(z), v).real, gt.jvp(f, (z,), (v,))[1])
+
+
+@story("yhtang/FunFact#130")
+def gradient_descent_on_complex_factors_needs_no_conjugate():
+    target = draw(4, 3) + 1j * draw(4, 3, seed=1)
+    loss = lambda a, b: (jnp.abs(a @ b - target) ** 2).sum()
+    a, b = draw(4, 1, seed=2) + 0j, draw(1, 3, seed=3) + 0j
+    first = loss(a, b)
+    for _ in range(20):
+        da, db = gt.grad(loss, (0, 1))(a, b)
+        a, b = a - 0.02 * da, b - 0.02 * db
+    assert float(loss(a, b)) < 0.7 * float(first)
+
+
+# --- cut and edited gradients
+
+
+@story("jax-ml/jax#9032")
+def a_straight_through_estimator_has_the_value_exactly():
+    x = jnp.asarray(np.float32([0.1, 1e8 + 0.5, -7.3]))
+    through = gt.straight_through(jnp.round)
+    np.testing.assert_array_equal(through(x), jnp.round(x))
+    near(gt.grad(lambda x: through(x).sum())(x), np.ones(3, np.float32))
+
+
+@story("jax-ml/jax#27304")
+def a_quantizer_passes_the_gradient_where_it_does_not_saturate():
+    limit = 2.0
+    clipped = lambda x: jnp.clip(x, -limit, limit)
+    quantized = gt.straight_through(lambda x: jnp.round(clipped(x)), clipped)
+    x = jnp.array([-3.0, -0.4, 1.3, 5.0])
+    near(quantized(x), jnp.array([-2.0, 0.0, 1.0, 2.0]))
+    near(gt.grad(lambda x: quantized(x).sum())(x), jnp.array([0.0, 1.0, 1.0, 0.0]))
+
+
+@story("jax-ml/jax#10867")
+def an_unused_parameter_is_named():
+    loss = lambda w, b, x: ((x * w) ** 2).sum()
+    with pytest.raises(DisconnectedInputError, match="argument 1"):
+        gt.grad(loss, (0, 1))(2.0, 3.0, jnp.ones(2))
+    near(gt.grad(loss, (0, 1), disconnected_inputs="zeros")(2.0, 3.0, jnp.ones(2)), (8.0, 0.0))
+
+
+@story("fungtion/DANN#7")
+def the_domain_classifier_descends_while_the_features_ascend():
+    """One pass with the reversal equals the two passes with their own signs."""
+    features = lambda w, x: jnp.tanh(x @ w)
+    head = lambda v, h: jax.nn.softplus(h @ v).sum()
+    w, v, x = draw(3, 2), draw(2, seed=1), draw(4, 3, seed=2)
+    dw, dv = gt.grad(lambda w, v: head(v, gt.reverse_gradient(features(w, x))), (0, 1))(w, v)
+    plain = jax.grad(lambda w, v: head(v, features(w, x)), (0, 1))(w, v)
+    near((dw, dv), (-plain[0], plain[1]))
+
+
+@story("keras-team/keras#3119")
+def the_reversal_has_a_schedule():
+    f = jax.jit(lambda x, scale: gt.grad(lambda x: (gt.reverse_gradient(x, scale) ** 2).sum())(x))
+    for scale in (0.0, 0.5, 2.0):
+        near(f(jnp.array([1.0, 3.0]), scale), -scale * jnp.array([2.0, 6.0]))
+
+
+@story("scikit-adaptation/skada#253")
+def encoder_and_classifier_by_one_minimax_call():
+    loss = lambda encoder, head: (jnp.tanh(encoder) * head).sum()
+    encoder, head = draw(3), draw(3, seed=1)
+    value, (de, dh) = gt.minimax_value_and_grad(loss, minimize=1, maximize=0)(encoder, head)
+    near(value, loss(encoder, head))
+    near(de, -(1 - jnp.tanh(encoder) ** 2) * head)
+    near(dh, jnp.tanh(encoder))
+
+
+# --- second order and mixed modes
+
+
+@story("google-research/t5x#351")
+def a_reverse_rule_for_a_loss_serves_hessians():
+    def value(logits, label):
+        return jax.nn.logsumexp(logits) - logits[label]
+
+    loss = gt.custom_rule(value)
+    loss.defvjp(
+        lambda z, t: (value(z, t), (z, t)),
+        lambda res, c: (c * (jax.nn.softmax(res[0]) - jax.nn.one_hot(res[1], 4)), None),
+    )
+    z = draw(4)
+    near(jax.jacfwd(jax.grad(loss))(z, 2), jax.hessian(value)(z, 2))
+    near(gt.hessian(loss)(z, 2), jax.hessian(value)(z, 2))
+
+
+@story("google/jaxopt#474")
+def the_hessian_of_a_ridge_solution():
+    """An implicit derivative given in reverse mode, differentiated forward over reverse."""
+    x, y = draw(8, 3), draw(8, seed=1)
+    solve = lambda theta: jnp.linalg.solve(x.T @ x + theta * jnp.eye(3), x.T @ y)
+    ridge = gt.custom_rule(solve)
+
+    def bwd(res, ct):
+        theta, w = res
+        u = jnp.linalg.solve(x.T @ x + theta * jnp.eye(3), ct)
+        return (-(u @ w),)
+
+    ridge.defvjp(lambda theta: ((w := ridge(theta)), (theta, w)), bwd)
+    loss = lambda f: lambda theta: ((x @ f(theta) - y) ** 2).sum()
+    near(jax.hessian(loss(ridge))(0.7), jax.hessian(loss(solve))(0.7), rtol=1e-8)
+
+
+@story("jax-ml/jax#3727")
+def forward_mode_under_vmap_of_a_reverse_rule():
+    f = gt.custom_rule(jnp.sin)
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, c: (jnp.cos(x) * c,))
+    x = draw(3)
+    near(jax.jacfwd(f)(x), jnp.diag(jnp.cos(x)))
+    near(jax.vmap(jax.jacfwd(f))(draw(2, 3)), jax.vmap(jax.jacfwd(jnp.sin))(draw(2, 3)))
+
+
+@story("jax-ml/jax#7401")
+def the_hessian_through_an_integrator():
+    """A likelihood of an integrated equation; the loop between Python integers has both modes."""
+
+    def solution(rate, steps=20):
+        step = lambda y, _: (y + (-rate * y) / steps, None)
+        return jax.lax.scan(step, 1.0, None, steps)[0]
+
+    f = lambda rate: (solution(rate) - 0.3) ** 2
+    y, n = lambda r: (1 - r / 20) ** 20, 20
+    dy, ddy = lambda r: -((1 - r / n) ** (n - 1)), lambda r: (n - 1) / n * (1 - r / n) ** (n - 2)
+    expected = 2 * dy(0.8) ** 2 + 2 * (y(0.8) - 0.3) * ddy(0.8)
+    near(gt.hessian(f)(0.8), expected)
+
+
+@story("pytorch/functorch#328")
+def the_residual_of_a_poisson_equation():
+    u = lambda x, y: jnp.sin(jnp.pi * x) * jnp.sin(jnp.pi * y)
+    second = lambda f, i: gt.grad(gt.grad(f, i), i)
+    x, y = draw(5), draw(5, seed=1)
+    residual = jax.vmap(lambda x, y: second(u, 0)(x, y) + second(u, 1)(x, y))(x, y)
+    near(residual, -2 * jnp.pi**2 * u(x, y))
+
+
+@story("Ceyron/machine-learning-and-simulation#23")
+def a_loss_that_matches_jacobians():
+    net = lambda w, x: jnp.tanh(w @ x)
+    w, target, x = draw(3, 2), draw(3, 2, seed=1), draw(2, seed=2)
+    loss = lambda w: ((gt.jacobian(net, 1)(w, x) - target) ** 2).sum()
+    plain = lambda w: ((jax.jacrev(net, 1)(w, x) - target) ** 2).sum()
+    near(gt.grad(loss)(w), jax.grad(plain)(w))
+
+
+@story("ASEM000/Physics-informed-neural-network-in-JAX#1")
+def a_derivative_for_each_time_needs_no_sum():
+    y = lambda t: jnp.exp(-(t**2))
+    t = jnp.linspace(0.0, 2.0, 7)
+    near(jax.vmap(gt.grad(y))(t), -2 * t * y(t))
+    near(gt.jvp(y, (t,), (jnp.ones_like(t),))[1], -2 * t * y(t))
+
+
+@story("jax-ml/jax#4670")
+def a_gradient_of_many_numbers_is_refused_with_what_to_do():
+    with pytest.raises(GradtoolsError, match="must return one real number"):
+        gt.grad(jnp.sin)(jnp.arange(3.0))
+    near(jax.vmap(gt.grad(jnp.sin))(jnp.arange(3.0)), jnp.cos(jnp.arange(3.0)))
+
+
+@story("jax-ml/jax#2736")
+def eigenvalues_of_a_hessian_differentiated():
+    """Of a symmetric matrix eigh has a derivative; the trace is the sum of the eigenvalues."""
+    inner = lambda x, a: (a * x**4).sum()
+    x = jnp.array([1.0, 2.0])
+    total = lambda a: jnp.linalg.eigvalsh(gt.hessian(inner)(x, a)).sum()
+    near(gt.grad(total)(jnp.array([1.0, 3.0])), 12 * x**2)
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_the_program_gives_what_is_true(name):
+    STORIES[name]()

@@ -1,0 +1,333 @@
+"""Programs from public reports about JAX, retold, each with its source and its truth.
+
+Part two: rules, host functions, chunks, accumulation, losses over all pairs, flax.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+from tests.stories.test_jax_first import draw, near
+
+STORIES = {}
+
+
+def story(source: str):
+    """Registers a program under its source, `owner/repository#number`."""
+
+    def register(program):
+        STORIES[f"{source} {program.__name__}"] = program
+        return program
+
+    return register
+
+
+def sine(**options):
+    f = gt.custom_rule(jnp.sin, **options)
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, c: (jnp.cos(x) * c,))
+    return f
+
+
+# --- rules
+
+
+@story("jax-ml/jax#3996")
+def one_function_with_both_rules():
+    f = gt.custom_rule(lambda x: x**3)
+    f.defvjp(lambda x: (x**3, x), lambda x, c: (3 * x**2 * c,))
+    f.defjvp(lambda xs, dxs: (xs[0] ** 3, 3 * xs[0] ** 2 * dxs[0]))
+    near(jax.grad(f)(2.0), 12.0)
+    near(jax.jvp(f, (2.0,), (1.0,)), (8.0, 12.0))
+    near(jax.hessian(f)(2.0), 12.0)
+
+
+@story("jax-ml/jax#2912")
+def an_array_among_the_arguments_that_have_no_derivative():
+    """`nondiff_argnums` of a traced array leaks a tracer; here it is an argument like another."""
+    f = gt.custom_rule(lambda s, p: s * p)
+    f.defvjp(lambda s, p: (s * p, s), lambda s, c: (None, s * c))
+    g = jax.jit(lambda s, p: f(s, p))
+    near(gt.grad(lambda p: g(0.2, p))(0.1), 0.2)
+
+
+@story("jax-ml/jax#20889")
+def a_mask_in_a_scan():
+    func = gt.custom_rule(lambda x, mask: x * mask)
+    func.defjvp(lambda xs, dxs: (func(*xs), dxs[0] * xs[1]))
+
+    def loss(x, mask):
+        step = lambda carry, _: (func(carry, mask), None)
+        return jax.lax.scan(step, x, None, length=2)[0].sum()
+
+    x, mask = jnp.ones(6), jnp.arange(6) % 2 == 0
+    near(gt.grad(loss)(x, mask), mask * 1.0)
+    near(jax.jit(jax.grad(loss))(x, mask), mask * 1.0)
+
+
+@story("jax-ml/jax#23065")
+def integer_indices_are_an_argument():
+    f = gt.custom_rule(lambda x, at: x[at])
+    f.defjvp(lambda xs, dxs: (f(*xs), dxs[0][xs[1]]))
+    x, at = jnp.arange(6.0), jnp.array([1, 3, 5])
+    with jax.checking_leaks():
+        near(jax.jit(jax.jacobian(lambda x: f(x, at)))(x), jnp.eye(6)[at])
+
+
+@story("jax-ml/jax#9374")
+def a_rule_in_a_branch():
+    f = gt.custom_rule(lambda x, y: y**2)
+    f.defjvp(lambda xs, dxs: (f(*xs), 2 * xs[1] * dxs[1]))
+    g = lambda y, x: jax.lax.cond(x < y, f, lambda _, y: y, x, y)
+    near(jax.grad(g)(3.0, 1.0), 6.0)
+    near(jax.grad(g)(1.0, 1.0), 1.0)
+
+
+@story("jax-ml/jax#4173")
+def a_rule_in_scan_under_vmap():
+    f = gt.custom_rule(lambda x: x.sum())
+    f.defvjp(lambda x: (x.sum(), x), lambda x, c: (jnp.broadcast_to(c, x.shape),))
+
+    def train(x):
+        step = lambda x, _: (x - 0.1 * jax.grad(lambda x: jax.vmap(f)(x).sum())(x), None)
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    near(train(jnp.ones((4, 3))), jnp.full((4, 3), 0.7))
+
+
+@story("jax-ml/jax#4008")
+def a_differentiated_value_that_a_rule_closes_over_is_refused():
+    def f(w, x):
+        scaled = gt.custom_rule(lambda x: w * x)
+        scaled.defvjp(lambda x: (w * x, None), lambda _, c: (w * c,))
+        return scaled(x)
+
+    near(jax.jit(jax.vmap(f))(jnp.array([2.0, 3.0]), jnp.ones(2)), jnp.array([2.0, 3.0]))
+    near(gt.grad(f, 1)(2.0, 1.0), 2.0)
+    with pytest.raises(GradtoolsError, match="closes over"):
+        gt.grad(f)(2.0, 1.0)
+
+
+@story("jax-ml/jax#19087")
+def a_forward_rule_over_a_reverse_rule():
+    inner = sine()
+    outer = gt.custom_rule(lambda x: inner(x) ** 2)
+    outer.defjvp(lambda xs, dxs: (outer(*xs), 2 * inner(xs[0]) * jnp.cos(xs[0]) * dxs[0]))
+    x = 0.7
+    near(jax.grad(outer)(x), jnp.sin(2 * x))
+    near(jax.jacfwd(jax.grad(outer))(x), 2 * jnp.cos(2 * x))
+    near(jax.grad(jax.jacfwd(outer))(x), 2 * jnp.cos(2 * x))
+
+
+@story("astro-informatics/s2fft#165")
+def forward_mode_of_a_transform_with_its_own_adjoint():
+    """A linear transform whose reverse rule is its adjoint, pushed by transposing it."""
+    matrix = draw(5, 4) + 1j * draw(5, 4, seed=1)
+    transform = gt.custom_rule(lambda x: matrix @ x)
+    transform.defvjp(lambda x: (matrix @ x, None), lambda _, c: (matrix.conj().T @ c,))
+    x, dx = draw(4, seed=2) + 0j, draw(4, seed=3) + 1j * draw(4, seed=4)
+    near(gt.jvp(transform, (x,), (dx,))[1], matrix @ dx)
+
+
+@story("PennyLaneAI/pennylane#2791")
+def parameter_shift_in_both_modes():
+    """A circuit's expectation cos(a) cos(b) and its exact shifted differences."""
+    circuit = lambda p: jnp.cos(p[0]) * jnp.cos(p[1])
+
+    def shifted(p):
+        half = jnp.pi / 2 * jnp.eye(2)
+        return jnp.stack([(circuit(p + h) - circuit(p - h)) / 2 for h in half])
+
+    node = gt.custom_rule(circuit)
+    node.defvjp(lambda p: (circuit(p), p), lambda p, c: (c * shifted(p),))
+    p = jnp.array([0.3, 0.9])
+    near(jax.jacfwd(node)(p), jax.grad(circuit)(p))
+    near(jax.hessian(node)(p), jax.hessian(circuit)(p))
+
+
+# --- host functions
+
+
+@story("jax-ml/jax#1142")
+def a_numpy_function_with_a_numpy_derivative():
+    f, slope = gt.host_function(np.sin), gt.host_function(np.cos)
+    f.defvjp(lambda x: (f(x), x), lambda x, c: (slope(x) * c,))
+    slope.defvjp(lambda x: (slope(x), x), lambda x, c: (-f(x) * c,))
+    x = 0.6
+    near(jax.jit(jax.grad(f))(x), np.cos(x))
+    near(jax.grad(jax.grad(f))(x), -np.sin(x))
+
+
+@story("jax-ml/jax#30401")
+def a_linear_kernel_called_on_its_tangent():
+    """`pure_callback` of the tangent has no transpose; a kernel with both rules has."""
+    matrix = np.random.default_rng(0).normal(size=(3, 3))
+    apply = gt.host_function(lambda x: matrix @ x)
+    adjoint = gt.host_function(lambda y: matrix.T @ y)
+    apply.defjvp(lambda xs, dxs: (apply(*xs), apply(*dxs)))
+    apply.defvjp(lambda x: (apply(x), None), lambda _, c: (adjoint(c),))
+    adjoint.defvjp(lambda y: (adjoint(y), None), lambda _, c: (apply(c),))
+    x = draw(3)
+    near(jax.jit(jax.grad(lambda x: (apply(x) ** 2).sum()))(x), 2 * matrix.T @ matrix @ x)
+    near(jax.jacfwd(apply)(x), matrix)
+
+
+@story("jax-ml/jax#13587")
+def a_kernel_for_each_example():
+    f = gt.host_function(lambda x: x / np.linalg.norm(x))
+    near(jax.vmap(f)(jnp.array([[3.0, 4.0], [0.0, 2.0]])), jnp.array([[0.6, 0.8], [0.0, 1.0]]))
+
+
+# --- chunks and accumulation
+
+
+@story("google-deepmind/optax#1567")
+def accumulation_of_unequal_chunks_is_the_mean_of_all():
+    x, y, w = draw(10, 3), draw(10, seed=1), draw(3, seed=2)
+    loss = lambda w, x, y: ((x @ w - y) ** 2).mean()
+    near(gt.microbatched_value_and_grad(loss, 4)(w, x, y), jax.value_and_grad(loss)(w, x, y))
+
+
+@story("google/flax#2031")
+def token_means_over_chunks_are_weighted_by_tokens():
+    x, mask, w = draw(6, 5), jnp.asarray(np.arange(30).reshape(6, 5) % 3 != 0) * 1.0, draw(5)
+    loss = lambda w, x, m: (((x * w) ** 2) * m).sum() / m.sum()
+    step = gt.microbatched_value_and_grad(loss, 2, weights=mask.sum(1))
+    near(step(w, x, mask), jax.value_and_grad(loss)(w, x, mask))
+
+
+@story("AI-Hypercomputer/maxtext#812")
+def metrics_of_the_whole_batch_beside_the_gradient():
+    x, w = draw(8, 3), draw(3, seed=1)
+
+    def loss(w, x):
+        logits = x @ w
+        return (logits**2).mean(), {"accuracy": (logits > 0).mean()}
+
+    (value, metrics), grads = gt.microbatched_value_and_grad(loss, 2, has_aux=True)(w, x)
+    (expected, whole), slopes = jax.value_and_grad(loss, has_aux=True)(w, x)
+    near((value, metrics, grads), (expected, whole, slopes))
+
+
+@story("google-deepmind/optax#320")
+def accumulation_holds_one_chunk():
+    """Temporaries of the compiled step, in bytes: one chunk's and not the batch's."""
+    w, x = jnp.ones((32, 32)), jnp.ones((512, 32))
+
+    def loss(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    size = lambda f: jax.jit(f).lower(w, x).compile().memory_analysis().temp_size_in_bytes
+    assert size(gt.microbatched_value_and_grad(loss, 32)) < 0.4 * size(jax.value_and_grad(loss))
+
+
+@story("luyug/GradCache#7")
+def negatives_of_all_chunks_count():
+    """Cached chunks of an encoder give the gradient of the whole batch's loss."""
+    a, b, w = draw(8, 4), draw(8, 4, seed=1), draw(4, 3, seed=2)
+
+    def loss(w, encode):
+        x, y = encode(lambda a: jnp.tanh(a @ w))(a), encode(lambda b: jnp.tanh(b @ w))(b)
+        logits = x @ y.T
+        return (jax.nn.logsumexp(logits, 1) - jnp.diag(logits)).mean()
+
+    near(jax.grad(loss)(w, lambda f: gt.chunked(f, 3)), jax.grad(loss)(w, lambda f: f))
+
+
+@story("jax-ml/jax#3646")
+def one_key_for_several_draws():
+    """The same key for each chunk is refused; a key that is named is folded for each chunk."""
+    drop = lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape)
+    x, key = jnp.ones((6, 8)), jax.random.key(0)
+    with pytest.raises(GradtoolsError, match="key that all chunks share"):
+        gt.chunked(lambda x: drop(x, key), 2)(x)
+    rows = gt.chunked(drop, 2, key_argnums=1)(x, key)
+    assert not bool((rows[:2] == rows[2:4]).all())
+
+
+@story("google/flax#339")
+def batch_statistics_are_handed_from_chunk_to_chunk():
+    def loss(w, x, mean):
+        h = x @ w
+        return (h**2).mean(), 0.9 * mean + 0.1 * h.mean(0)
+
+    w, x = draw(3, 2), draw(6, 3, seed=1)
+    step = gt.microbatched_value_and_grad(loss, 2, carry_argnums=2)
+    (value, grads), mean = step(w, x, jnp.zeros(2))
+    near((value, grads), jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w))
+    expected = jnp.zeros(2)
+    for i in range(0, 6, 2):
+        expected = 0.9 * expected + 0.1 * (x[i : i + 2] @ w).mean(0)
+    near(mean, expected)
+
+
+# --- gradients of single examples
+
+
+@story("google-deepmind/optax#50")
+def clipped_gradients_of_single_examples():
+    loss = lambda w, x: jnp.tanh(x @ w) ** 2
+    w, x = draw(3), draw(5, 3, seed=1)
+    grads = gt.per_example_grad(loss, chunk_size=2)(w, x)
+    near(grads, jax.vmap(jax.grad(loss), (None, 0))(w, x))
+    norms = jnp.linalg.norm(grads, axis=1, keepdims=True)
+    clipped = grads * jnp.minimum(1, 0.1 / norms)
+    assert float(jnp.linalg.norm(clipped, axis=1).max()) <= 0.1 + 1e-12
+
+
+@story("google/flax#1852")
+def the_mean_of_single_gradients_is_the_gradient_of_the_mean():
+    loss = lambda p, x: ((p["w"] @ x + p["b"]) ** 2).sum()
+    p, x = {"w": draw(2, 3), "b": draw(2, seed=1)}, draw(4, 3, seed=2)
+    single = gt.per_example_grad(loss)(p, x)
+    mean = lambda p: jax.vmap(lambda x: loss(p, x))(x).mean()
+    near(jax.tree.map(lambda g: g.mean(0), single), jax.grad(mean)(p))
+
+
+# --- losses over all pairs
+
+
+@story("google-research/big_vision#130")
+def the_sigmoid_loss_in_tiles():
+    x, y = draw(7, 4), draw(7, 4, seed=1)
+
+    def dense(x, y):
+        signs = 2 * jnp.eye(7) - 1
+        return -jax.nn.log_sigmoid(signs * (2.0 * x @ y.T - 1.0)).sum() / 7
+
+    tiled = lambda x, y: gt.contrastive_loss(x, y, 2.0, -1.0, sigmoid=True, tile_size=3)
+    near(jax.value_and_grad(tiled, (0, 1))(x, y), jax.value_and_grad(dense, (0, 1))(x, y))
+
+
+@story("huggingface/transformers#13217")
+def the_loss_of_clip():
+    x, y = draw(6, 4), draw(6, 4, seed=1)
+
+    def dense(x, y, scale):
+        z = jnp.exp(scale) * x @ y.T
+        rows, columns = jax.nn.log_softmax(z, 1), jax.nn.log_softmax(z, 0)
+        return -(jnp.diag(rows).mean() + jnp.diag(columns).mean()) / 2
+
+    tiled = lambda x, y, scale: gt.contrastive_loss(x, y, jnp.exp(scale), tile_size=4)
+    near(jax.grad(tiled, (0, 1, 2))(x, y, 0.3), jax.grad(dense, (0, 1, 2))(x, y, 0.3))
+
+
+# --- devices
+
+
+@story("jax-ml/jax#7047")
+def a_rule_that_sums_over_a_mapped_axis():
+    f = gt.custom_rule(lambda x: jax.lax.psum(x, "i"))
+    f.defvjp(lambda x: (jax.lax.psum(x, "i"), None), lambda _, c: (c,))
+    near(jax.vmap(f, axis_name="i")(jnp.arange(4.0)), jnp.full(4, 6.0))
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_the_program_gives_what_is_true(name):
+    STORIES[name]()

@@ -34,13 +34,13 @@ def print_graph(options: argparse.Namespace) -> int:
     return 0
 
 
-def _put(found: Graph | Formula, out: str | None) -> None:
-    """Prints what was found, or writes it."""
+def _put(drawn: Graph | Formula, out: str | None) -> None:
+    """Prints what was drawn, or writes it."""
     if out is None:
-        print(found)
+        print(drawn)
         return
     try:
-        found.save(out)
+        drawn.save(out)
     except OSError as error:
         raise GradtoolsError(f"-o {out}: it cannot be written: {error.strerror}.") from error
     print(f"wrote {out}")

@@ -167,17 +167,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(line)
 
 
-def summary_lines(found: list[tuple[str, dict[str, Any]]]) -> list[str]:
+def summary_lines(recorded: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """The summary of records, each with the test that it comes from."""
-    records = [record for _, record in found]
+    records = [record for _, record in recorded]
     arrays = sum(record["arrays"] for record in records)
-    test, closest = max(found, key=lambda pair: pair[1]["error"])
+    test, closest = max(recorded, key=lambda pair: pair[1]["error"])
     checks = f"{len(records)} check{'s' * (len(records) > 1)}"
     lines = [
         f"{checks}, {arrays} arrays compared; largest error of what agrees "
         f"{closest['error']:.2g} of the tolerance ({test})"
     ]
-    for test, record in found:
+    for test, record in recorded:
         if record["cause"] is not None:
             lines.append(f"disagrees: {test}: {record['first']}: {record['cause']}")
     known = sorted({cause for record in records for cause in record["conventions"]})

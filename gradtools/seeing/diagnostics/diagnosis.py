@@ -104,11 +104,11 @@ def refused(program: LeafProgram, refusal: Refusal) -> Finding:
 
 
 def from_losses(
-    name: str, graph: PlainGraph, found: Sequence[Loss], kind: str | None = None
+    name: str, graph: PlainGraph, losses: Sequence[Loss], kind: str | None = None
 ) -> list[Finding]:
     """One finding for each line and kind of the losses of one leaf; of this kind, if given."""
     findings = []
-    for loss in found:
+    for loss in losses:
         for node in [loss.node] if kind else _led_to(graph, loss):
             own = "piecewise_linear" if _is_slope(graph, node) else node.loss
             findings.append(
@@ -243,16 +243,16 @@ class Factor:
 
 
 def starting(
-    backend: Backend, graph: PlainGraph, factors: Sequence[Factor], found: Vanished
+    backend: Backend, graph: PlainGraph, factors: Sequence[Factor], vanished: Vanished
 ) -> str:
     """The trained factor that is zero where a gradient becomes zero; empty if there is none.
 
     LoRA's second matrix and ReZero's scale start at zero, have a gradient themselves, and let that
     of the other factor be zero in the first step alone.
     """
-    if _numerical_kind(found) != "multiplied_by_zero":
+    if _numerical_kind(vanished) != "multiplied_by_zero":
         return ""
-    return next((f.name for f in factors if _multiplies(backend, graph, found.node, f)), "")
+    return next((f.name for f in factors if _multiplies(backend, graph, vanished.node, f)), "")
 
 
 def _multiplies(backend: Backend, graph: PlainGraph, node: Node, factor: Factor) -> bool:
@@ -288,7 +288,7 @@ def from_values(
                 primitive=place.node.operation,
             )
             for place in vanished
-            if place.node.loss != "zero_derivative"  # that is told already
+            if place.node.loss != "zero_derivative"  # that is reported already
         ]
     )
 
@@ -317,8 +317,10 @@ def apart(
                 place = result[name][0].source
                 text = f"{_NO_EFFECT}, at {place}" if place else _NO_EFFECT
                 noted.setdefault(text, []).append(name)
-    told = {name for text, names in noted.items() if text.startswith(_NO_EFFECT) for name in names}
-    kept = [f for f in findings if f.argument not in told and not f.meant]
+    without_effect = {
+        name for text, names in noted.items() if text.startswith(_NO_EFFECT) for name in names
+    }
+    kept = [f for f in findings if f.argument not in without_effect and not f.meant]
     return kept, list(noted.items())
 
 
@@ -331,26 +333,28 @@ _NO_EFFECT = (
 )
 
 
-def _numerical_kind(found: Vanished) -> str:
-    if found.kind:
-        return found.kind
-    if found.cancelled:
+def _numerical_kind(vanished: Vanished) -> str:
+    if vanished.kind:
+        return vanished.kind
+    if vanished.cancelled:
         return "cancelled"
-    if found.node.loss == "rule":
+    if vanished.node.loss == "rule":
         return "rule"
-    if found.node.native in _DERIVATIVES and found.node.operation in _FLAT | {"threshold_backward"}:
+    if vanished.node.native in _DERIVATIVES and vanished.node.operation in _FLAT | {
+        "threshold_backward"
+    }:
         return "piecewise_linear"
-    if found.empty:
+    if vanished.empty:
         return "empty"
-    if found.underflow:
+    if vanished.underflow:
         return "underflow"
-    if found.node.native in _SETTING and found.operands == (0,):
+    if vanished.node.native in _SETTING and vanished.operands == (0,):
         return "overwritten"
-    if _ZEROING & {found.node.operation, found.node.native}:
+    if _ZEROING & {vanished.node.operation, vanished.node.native}:
         return "multiplied_by_zero"
-    if found.node.operation in _SELECTING:
+    if vanished.node.operation in _SELECTING:
         return "empty"
-    return "dead" if found.node.operation in _FLAT else "saturated"
+    return "dead" if vanished.node.operation in _FLAT else "saturated"
 
 
 def source_of(f: Any) -> Source | None:

@@ -131,13 +131,13 @@ def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -
     own = _training(backend, loop)
     held = None if loop.model is None else own.held(loop.caller, loop.model)
     run = _LossRun.of(backend, loop, held, record)
-    result = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
-    run.look(result, values)
-    result.findings, notes = apart(result.findings, [result.names])
-    result.notes += notes
-    _optimised(backend, loop, run, result)
-    _set_apart(run, result, loop.is_named)
-    return result
+    diagnosis = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
+    run.look(diagnosis, values)
+    diagnosis.findings, notes = apart(diagnosis.findings, [diagnosis.names])
+    diagnosis.notes += notes
+    _optimised(backend, loop, run, diagnosis)
+    _set_apart(run, diagnosis, loop.is_named)
+    return diagnosis
 
 
 def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiagnosis:
@@ -155,18 +155,18 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiag
         )
     if not loss.requires_grad:
         return TrainingDiagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
-    result = trained(backend, replace(loop, f=lambda: loss), record, values=False)
-    result.findings = [
-        replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in result.findings
+    diagnosis = trained(backend, replace(loop, f=lambda: loss), record, values=False)
+    diagnosis.findings = [
+        replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in diagnosis.findings
     ]
     for held in _training(backend, loop).held(loop.caller, loop.model):
         grad = getattr(held.array, "grad", None)
-        is_told = any(finding.argument == held.name for finding in result.findings)
+        is_told = any(finding.argument == held.name for finding in diagnosis.findings)
         if held.role != PARAMETER or grad is None or is_told:
             continue
         if not backend.to_numpy(grad.detach()).any():
-            result.findings.append(Finding(held.name, "zero_gradient", "backward"))
-    return result
+            diagnosis.findings.append(Finding(held.name, "zero_gradient", "backward"))
+    return diagnosis
 
 
 class _LossRun:
@@ -213,11 +213,13 @@ class _LossRun:
         named = of_modules_in_use(recording.parameters)
         return [HeldArray(name, arrays[name]) for name, _ in named]
 
-    def look(self, found: TrainingDiagnosis, values: bool) -> None:
+    def look(self, diagnosis: TrainingDiagnosis, values: bool) -> None:
         """Adds what the run says of each array."""
         if self.recording.refusal is not None:
             lost = refused(self.program, self.recording.refusal)
-            found.findings += [replace(lost, argument=n) for n in found.names or ["the loss"]]
+            diagnosis.findings += [
+                replace(lost, argument=n) for n in diagnosis.names or ["the loss"]
+            ]
             return
         graph = self.recording.graph
         matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
@@ -231,18 +233,18 @@ class _LossRun:
             if held.role in _NO_PARAMETER:
                 continue
             if held.role in _NOT_LISTED:
-                found.findings.append(Finding(held.name, held.role, "module"))
+                diagnosis.findings.append(Finding(held.name, held.role, "module"))
             elif best < Dependence.DIFFERENTIABLE:
-                found.findings += self._lost(held.name, numbers, best)
+                diagnosis.findings += self._lost(held.name, numbers, best)
             else:
                 for n in numbers if lossy else ():
                     lost = losses_of(graph, n, trained)
-                    found.findings += from_losses(held.name, graph, lost)
+                    diagnosis.findings += from_losses(held.name, graph, lost)
                 if values and not self._spent:
-                    self._at_these_values(k, found)
-        self._note_what_is_read(found, matters)
+                    self._at_these_values(k, diagnosis)
+        self._note_what_is_read(diagnosis, matters)
         if self._spent:
-            found.notes.append((_SPENT, []))
+            diagnosis.notes.append((_SPENT, []))
 
     def _lost(self, name: str, numbers: Sequence[int], best: Dependence) -> list[Finding]:
         graph = self.recording.graph
@@ -258,7 +260,7 @@ class _LossRun:
             ]
         return result or [Finding(name, "unread", "parameter")]
 
-    def _at_these_values(self, k: int, found: TrainingDiagnosis) -> None:
+    def _at_these_values(self, k: int, diagnosis: TrainingDiagnosis) -> None:
         """Adds where the gradient of one that is reached becomes zero."""
         try:
             vanished = self._vanished(k)
@@ -273,7 +275,7 @@ class _LossRun:
             if held.role == PARAMETER and j != k
         ]
         factor = partial(starting, self.backend, self.recording.graph, others)
-        found.findings += from_values(self.held[k].name, vanished, factor)
+        diagnosis.findings += from_values(self.held[k].name, vanished, factor)
 
     def _vanished(self, k: int) -> list[Vanished] | None:
         """Where the gradient of one becomes zero; None where it does not."""
@@ -323,7 +325,7 @@ class _LossRun:
             for node in graph.nodes
         )
 
-    def _note_what_is_read(self, found: TrainingDiagnosis, matters: Any) -> None:
+    def _note_what_is_read(self, diagnosis: TrainingDiagnosis, matters: Any) -> None:
         """Notes arrays that the loss would give a gradient, and that ask for none."""
         for role, text in _NOTES:
             names = [
@@ -336,7 +338,7 @@ class _LossRun:
                 )
             ]
             if names:
-                found.notes.append((text, names))
+                diagnosis.notes.append((text, names))
 
 
 def _ends_of_steps(name: str) -> list[int]:
@@ -366,16 +368,16 @@ def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
     return [(name, "; ".join(dict.fromkeys(said))) for name, said in result.items()]
 
 
-def _optimised(backend: Backend, loop: Loop, run: _LossRun, found: TrainingDiagnosis) -> None:
+def _optimised(backend: Backend, loop: Loop, run: _LossRun, diagnosis: TrainingDiagnosis) -> None:
     """Adds what the optimiser does not hold, and what it holds besides."""
     if loop.optimizer is None:
         if run.held and all(
             held.role == FROZEN for held in run.held if held.role not in (TABLE, LOOSE, STATIC)
         ):
             names = [held.name for held in run.held if held.role == FROZEN]
-            found.findings += [Finding(name, "frozen", "requires_grad") for name in names]
-            found.names += names
-            found.notes = [note for note in found.notes if note[0] != _NOTES[0][1]]
+            diagnosis.findings += [Finding(name, "frozen", "requires_grad") for name in names]
+            diagnosis.names += names
+            diagnosis.notes = [note for note in diagnosis.notes if note[0] != _NOTES[0][1]]
         return
     optimised = _training(backend, loop).optimised(
         loop.caller, loop.optimizer, loop.model, run.held
@@ -385,44 +387,46 @@ def _optimised(backend: Backend, loop: Loop, run: _LossRun, found: TrainingDiagn
         holds = optimised.holds(held)
         if held.role == PARAMETER and holds is False:
             detail = optimised.why(held)
-            found.findings.append(Finding(held.name, "not_optimised", "optimizer", detail=detail))
+            diagnosis.findings.append(
+                Finding(held.name, "not_optimised", "optimizer", detail=detail)
+            )
         elif held.role == FROZEN and holds:
             in_vain.append(held.name)
-    found.findings += [Finding(name, "frozen", "requires_grad") for name in in_vain]
-    found.names += in_vain
+    diagnosis.findings += [Finding(name, "frozen", "requires_grad") for name in in_vain]
+    diagnosis.names += in_vain
     for name, detail in optimised.strangers:
-        found.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
-        found.names.append(name)
-    found.notes = [
-        (text, [name for name in names if name not in in_vain]) for text, names in found.notes
+        diagnosis.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
+        diagnosis.names.append(name)
+    diagnosis.notes = [
+        (text, [name for name in names if name not in in_vain]) for text, names in diagnosis.notes
     ]
-    found.notes = [note for note in found.notes if note[1]]
+    diagnosis.notes = [note for note in diagnosis.notes if note[1]]
 
 
 # --- networks that are not trained on purpose --------------------------------------------
 
 
-def _set_apart(run: _LossRun, found: TrainingDiagnosis, is_named: bool) -> None:
+def _set_apart(run: _LossRun, diagnosis: TrainingDiagnosis, is_named: bool) -> None:
     """Makes notes of parameters that are stopped on purpose: of target networks and teachers.
 
     They are stopped as a whole, by a stop or no_grad alone; and they are the twin of a network that
     is trained, or nobody named them and no step of the optimiser changes them.
     """
     kinds: dict[str, set[str]] = {}
-    for finding in found.findings:
+    for finding in diagnosis.findings:
         kinds.setdefault(finding.argument, set()).add(finding.kind)
     stopped = {name for name, of in kinds.items() if of <= _STOPS | {"not_optimised"}}
     stopped = {name for name in stopped if kinds[name] & _STOPS}
     unstepped = {n for n in stopped if "not_optimised" in kinds[n] and not is_named}
     for text, names in ((_TWIN, run.twins(stopped)), (_UNSTEPPED, unstepped)):
         places: dict[str, list[str]] = {}
-        for finding in found.findings:
+        for finding in diagnosis.findings:
             if finding.argument in names and finding.kind in _STOPS:
                 place = f"{finding.kind} at {finding.source or 'a line of f'}: {text}"
                 places.setdefault(place, []).append(finding.argument)
-        found.notes += [(place, list(dict.fromkeys(of))) for place, of in places.items()]
-        found.findings = [f for f in found.findings if f.argument not in names]
-        found.names = [name for name in found.names if name not in names]
+        diagnosis.notes += [(place, list(dict.fromkeys(of))) for place, of in places.items()]
+        diagnosis.findings = [f for f in diagnosis.findings if f.argument not in names]
+        diagnosis.names = [name for name in diagnosis.names if name not in names]
 
 
 _STOPS = {"detached", "no_grad"}

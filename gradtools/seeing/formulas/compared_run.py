@@ -75,7 +75,7 @@ def _formula_graph(program: LeafProgram) -> Recorded:
     return recorded
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """Its type, what it says, and the place in the user's code."""
     return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
 
@@ -120,7 +120,7 @@ def _in_own_precision(program: LeafProgram, order: int) -> Formula:
     except GradtoolsError:
         raise
     except Exception as error:
-        what = _told(error)
+        what = _described(error)
         missing = _missing(program)
         if missing:
             raise GradtoolsError(_NO_DERIVATIVE.format(missing)) from error
@@ -154,7 +154,7 @@ def _missing(program: LeafProgram) -> str:
             result = backend.vjp(outputs, xs, groups=None, once=False)
             result.pullback([backend.ones_like(y) for y in result.outs])
     except Exception as error:
-        return _told(error)
+        return _described(error)
     return ""
 
 
@@ -162,7 +162,7 @@ def _runs(program: LeafProgram) -> bool:
     """Whether f runs when nobody writes it down."""
     try:
         program.framework.recorded_run.rerun(program.run, program.leaves)
-    except Exception:  # f's own error, which is told with its line
+    except Exception:  # f's own error, reported with its line
         return False
     return True
 
@@ -427,7 +427,7 @@ class _ComparedRun:
             except GradtoolsError:
                 raise
             except Exception as error:  # at the given arguments f itself runs
-                message = _NO_DERIVATIVE.format(_told(error))
+                message = _NO_DERIVATIVE.format(_described(error))
                 if not is_near:
                     raise GradtoolsError(message) from error
                 if attempt:
@@ -480,9 +480,9 @@ class _ComparedRun:
         result = self._filled(again.pullback(us), [*xs, *cts])
         return [*self._spread(result[: len(xs)]), *result[len(xs) :]]
 
-    def _filled(self, found: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    def _filled(self, gradients: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         zeros = self.backend.zeros_like
-        return [zeros(x) if g is None else g for g, x in zip(found, xs, strict=True)]
+        return [zeros(x) if g is None else g for g, x in zip(gradients, xs, strict=True)]
 
     def _spread(self, grads: Sequence[Any]) -> list[Any]:
         """One entry for each input; None for those that are not differentiated."""

@@ -59,7 +59,7 @@ def display_factors(
 
 
 class Defined:
-    """Elementwise products that have been told, found by their factors."""
+    """Elementwise products that have names already, looked up by their factors."""
 
     def __init__(self) -> None:
         self._by_factor: dict[Expr, list[Expr]] = {}
@@ -75,19 +75,19 @@ class Defined:
         return sorted((p for p in result if factors >= set(p.args)), key=lambda p: p.serial)
 
 
-def _with_named(found: list[Entry], defined: Defined | None, x: Expr) -> list[Entry]:
+def _with_named(entries: list[Entry], defined: Defined | None, x: Expr) -> list[Entry]:
     """Several factors that are a product with a name are written by the name."""
-    if len(found) < 2 or defined is None:
-        return found
-    for p in defined.within({f for f, _ in found}):
+    if len(entries) < 2 or defined is None:
+        return entries
+    for p in defined.within({f for f, _ in entries}):
         if p is not x:
-            found = _replaced(found, p) or found
-    return found
+            entries = _replaced(entries, p) or entries
+    return entries
 
 
-def _replaced(found: list[Entry], p: Expr) -> list[Entry] | None:
+def _replaced(entries: list[Entry], p: Expr) -> list[Entry] | None:
     place: dict[int, int] = {}
-    left = list(found)
+    left = list(entries)
     for f, names in zip(p.args, p["labels"], strict=True):
         match = next((e for e in left if e[0] is f and _fits(place, names, e[1])), None)
         if match is None:

@@ -113,10 +113,10 @@ def _sum_over(x: Expr) -> tuple[Expr, set[int]] | None:
 def _softmax(x: Expr) -> Expr | None:
     """An exponential over its own sum along one axis."""
     for e, names, below, low_names, rest in _quotients(x):
-        result = _sum_over(below)
-        if result is None or result[0] is not e or len(result[1]) != 1:
+        summed = _sum_over(below)
+        if summed is None or summed[0] is not e or len(summed[1]) != 1:
             continue
-        (axis,) = result[1]
+        (axis,) = summed[1]
         kept = [n for a, n in enumerate(names) if a != axis]
         if list(low_names) != kept:
             continue
@@ -145,10 +145,10 @@ def _log_softmax(x: Expr) -> Expr | None:
     """X - logsumexp(x), up to what is constant along the axis."""
     terms = _terms(x) if x.op == "add" else []
     for t in terms:
-        result = _minus_logsumexp(t)
-        if result is None:
+        normalizer = _minus_logsumexp(t)
+        if normalizer is None:
             continue
-        z, axis = result
+        z, axis = normalizer
         rest = [r for r in terms if r is not t]
         y = add(rest) if rest else None
         if y is None or y.shape != z.shape:
@@ -196,28 +196,28 @@ def _log_sum_exp(f: Expr) -> tuple[Expr, set[int]] | None:
     """The array and the axes, if f is the log of a sum of exponentials."""
     if f.op != "log":
         return None
-    result = _sum_over(f.args[0])
-    if result is None:
+    summed = _sum_over(f.args[0])
+    if summed is None:
         return None
-    z = _exponent(result[0])
-    return None if z is None else (z, result[1])
+    z = _exponent(summed[0])
+    return None if z is None else (z, summed[1])
 
 
 def _logsumexp(x: Expr) -> Expr | None:
     """Log sum exp(z - c) + c, c being constant along the axes."""
     for t in _terms(x):
-        found = _log_sum_exp(t)
-        if found is None:
+        normalizer = _log_sum_exp(t)
+        if normalizer is None:
             continue
-        z, axes = found
+        z, axes = normalizer
         inner, shift = _shifted(z, axes)
         kept = [a for a in range(z.rank) if a not in axes]
         back = [drop_axes(-s, kept) for s in shift]
         left = _taken_away([r for r in _terms(x) if r is not t], back)
         if left is None:
             continue
-        result = reduced("logsumexp", inner, axes)
-        return plus(result, *left) if left else result
+        named = reduced("logsumexp", inner, axes)
+        return plus(named, *left) if left else named
     return None
 
 
@@ -303,22 +303,22 @@ def _mean_of(x: Expr) -> tuple[Expr, set[int]] | None:
         return None
     f = factors[0]
     if contracts(f) and labels[0] == out:
-        result = _sum_over(f)
+        summed = _sum_over(f)
     elif contracts(x):
-        result = _sum_over(product(x.args, x["labels"], out, x.shape))
+        summed = _sum_over(product(x.args, x["labels"], out, x.shape))
     else:
         return None
-    if result is None:
+    if summed is None:
         return None
-    count = math.prod(result[0].shape[a] for a in result[1])
-    return result if abs(c * count - 1) < 1e-6 else None
+    count = math.prod(summed[0].shape[a] for a in summed[1])
+    return summed if abs(c * count - 1) < 1e-6 else None
 
 
 def _variance(x: Expr) -> Expr | None:
     """The mean of (z - mean z)**2, or mean z**2 - (mean z)**2."""
-    result = _mean_of(x)
-    if result is not None:
-        y, axes = result
+    averaged = _mean_of(x)
+    if averaged is not None:
+        y, axes = averaged
         if y.op == "power" and y["exponent"] == 2 and not y.is_complex:
             z = _uncentred(_modulus_of(y.args[0]), axes)
             if z is not None:
@@ -364,10 +364,10 @@ def _variance_of_moments(x: Expr) -> Expr | None:
     if len(terms) != 2:
         return None
     for first, second in (terms, terms[::-1]):
-        result = _mean_of(first)
-        if result is None or result[0].op != "power" or result[0]["exponent"] != 2:
+        averaged = _mean_of(first)
+        if averaged is None or averaged[0].op != "power" or averaged[0]["exponent"] != 2:
             continue
-        z, axes = result[0].args[0], result[1]
+        z, axes = averaged[0].args[0], averaged[1]
         z = _modulus_of(z)
         m = 1 / _count(z, axes) * total(z, axes)
         if second is -(m * m) and not z.is_complex:
@@ -383,10 +383,10 @@ def _standardize(x: Expr) -> Expr | None:
     for k, (f, names) in enumerate(zip(factors, labels, strict=True)):
         if f.op != "power" or f["exponent"] not in (-0.5, -1.0):
             continue
-        result = _width(f)
-        if result is None:
+        width = _width(f)
+        if width is None:
             continue
-        z, axes, eps = result
+        z, axes, eps = width
         if z.is_complex:
             continue
         rest = [(g, n) for j, (g, n) in enumerate(zip(factors, labels, strict=True)) if j != k]

@@ -2,7 +2,7 @@
 
     subtract(1, a)    sum(b, axis=0)    power(a, 2)    slice(c, [1:3, :])    compare(a > 0)
 
-A shape is not told here, for what comes out has its own beside it.
+A shape is left out, for the output has its own next to it.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 
 from gradtools.seeing.graphs.nodes import Node
 
-_BESIDE = ("shape", "name", "size", "rule")  # told elsewhere
-_PLAIN = ("dtype", "subscripts", "permutation")  # told without their names
+_BESIDE = ("shape", "name", "size", "rule")  # written elsewhere
+_PLAIN = ("dtype", "subscripts", "permutation")  # written without their names
 _LONGEST = 48
 
 
 def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) -> str:
     """An operation with its operands, as one writes it in a program; `shape`: of the first."""
-    result = node.attributes
-    if "relation" in result and len(operands) == 2:
-        return f"{node.operation}({operands[0]} {result['relation']} {operands[1]})"
-    return f"{node.operation}({', '.join([*operands, *told(node, shape)])})"
+    attributes = node.attributes
+    if "relation" in attributes and len(operands) == 2:
+        return f"{node.operation}({operands[0]} {attributes['relation']} {operands[1]})"
+    return f"{node.operation}({', '.join([*operands, *attribute_texts(node, shape)])})"
 
 
-def told(node: Node, shape: Sequence[int] = ()) -> list[str]:
+def attribute_texts(node: Node, shape: Sequence[int] = ()) -> list[str]:
     """The attributes, each as a piece of text."""
-    result = {key: value for key, value in node.attributes.items() if key not in _BESIDE}
-    sliced = [f"[{_slices(result, shape)}]"] if "start" in result and "limit" in result else []
+    shown = {key: value for key, value in node.attributes.items() if key not in _BESIDE}
+    sliced = [f"[{_slices(shown, shape)}]"] if "start" in shown and "limit" in shown else []
     if sliced:
-        result = {k: v for k, v in result.items() if k not in ("start", "limit", "stride", "drop")}
-    return [*sliced, *filter(None, (_piece(key, value) for key, value in result.items()))]
+        shown = {k: v for k, v in shown.items() if k not in ("start", "limit", "stride", "drop")}
+    return [*sliced, *filter(None, (_piece(key, value) for key, value in shown.items()))]
 
 
 def mark_text(node: Node) -> str:
@@ -61,14 +61,14 @@ def text_of(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def _slices(found: Mapping[str, Any], shape: Sequence[int]) -> str:
+def _slices(bounds: Mapping[str, Any], shape: Sequence[int]) -> str:
     """What is taken of each axis."""
-    rank = len(found["start"])
+    rank = len(bounds["start"])
     ends = shape if len(shape) == rank else (None,) * rank
-    stride, dropped = found.get("stride", (1,) * rank), found.get("drop", ())
+    stride, dropped = bounds.get("stride", (1,) * rank), bounds.get("drop", ())
     pieces = []
     for axis, (start, limit, step, end) in enumerate(
-        zip(found["start"], found["limit"], stride, ends, strict=True)
+        zip(bounds["start"], bounds["limit"], stride, ends, strict=True)
     ):
         whole = f"{start or ''}:{limit if limit != end else ''}"
         whole += f":{step}" if step != 1 else ""

@@ -229,10 +229,10 @@ def _behind_terms(
     for term in dict.fromkeys(a for v in terms for a in _addends(graph, v, flows)):
         if is_added_again(graph, term, before, reached):
             continue
-        found = [*met(graph, start, {term: _FULL}, call, lossy)]
-        stops = [loss for loss in found if _is_stop(graph, loss, term)]
+        losses_met = [*met(graph, start, {term: _FULL}, call, lossy)]
+        stops = [loss for loss in losses_met if _is_stop(graph, loss, term)]
         trains = stops and flows.others.get(term) == _FULL
-        for loss in found:
+        for loss in losses_met:
             is_choice = loss.node.loss in ("discrete", "integer_cast")
             stopped = loss in stops or (is_choice and _is_stopped_after(graph, loss, term))
             if (is_residual and stopped) or scaling.intersection(_place(graph, loss).outputs):

@@ -60,8 +60,8 @@ class Box:
         """What is made of what, as in a program."""
         if self.kind == "output":
             return f"{self.title} = {self.call}" if self.call else self.title
-        told = self.call if self.kind == "operation" and self.call else self.title
-        return f"{self.made} = {told}" if self.made else told
+        expression = self.call if self.kind == "operation" and self.call else self.title
+        return f"{self.made} = {expression}" if self.made else expression
 
 
 @dataclass(frozen=True)

@@ -89,12 +89,12 @@ def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
 def with_spoken_names(graph: PlainGraph, spoken: Mapping[str, str]) -> PlainGraph:
     """The graph with what texts and pictures call the leaves and what belongs to them."""
 
-    def told(value: Value) -> Value:
+    def named(value: Value) -> Value:
         role = next((r for r in _ROLES if value.name.startswith(r)), "")
         name = spoken.get(value.name.removeprefix(role))
         return replace(value, spoken=role + name) if name else value
 
-    return replace(graph, values={v: told(value) for v, value in graph.values.items()})
+    return replace(graph, values={v: named(value) for v, value in graph.values.items()})
 
 
 def _phase_of(output: str) -> int:

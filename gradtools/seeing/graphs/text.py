@@ -30,8 +30,8 @@ def to_text(graph: PlainGraph, **view: Any) -> str:
     left = max((len(line.left) for line in lines if line.right), default=0)
     left = min(left, _WIDEST)
     width = max((len(line.right) for line in lines), default=0)
-    told = [line.told(left, width) for line in lines]
-    return "\n".join([*([outline.title, ""] if outline.title else []), *told])
+    padded = [line.padded(left, width) for line in lines]
+    return "\n".join([*([outline.title, ""] if outline.title else []), *padded])
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class _Text:
     right: str = ""
     notes: str = ""
 
-    def told(self, left: int, width: int) -> str:
+    def padded(self, left: int, width: int) -> str:
+        """The line, its parts filled up to these widths."""
         gap = "   " if self.right else ""
         return f"{self.left:{left}}{gap}{self.right:{width}}   {self.notes}".rstrip()
 

@@ -1,6 +1,6 @@
 """The letters of values: one names one value, in the text and in every picture of a graph.
 
-They are given in the order in which the whole graph is told, so they are the same whichever blocks
+They are given in the order in which the whole graph is printed, and do not depend on which blocks
 are open.
 """
 
@@ -56,7 +56,7 @@ class Letters:
         for operand in unit.operands:
             text = operand.text or "|".join(self._of(operand))
             if text:
-                yield _told(operand, text)
+                yield _bracketed(operand, text)
 
     def around(self, group: BlockGroup) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What a block makes for others, and what it reads of others."""
@@ -92,11 +92,11 @@ class Letters:
             if not any(group is other for other in source):
                 result = self._given.setdefault(id(group), {})
                 if result.get(name) != name:
-                    result[name] = _told(operand, name)
+                    result[name] = _bracketed(operand, name)
 
 
-def _told(operand: Operand, text: str) -> str:
-    """An operand; one through which no derivative flows is told by its brackets."""
+def _bracketed(operand: Operand, text: str) -> str:
+    """An operand; one through which no derivative flows is in brackets."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE

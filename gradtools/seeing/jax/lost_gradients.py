@@ -7,7 +7,7 @@ back over it, step by step::
 
 A step whose results have a cotangent that is not zero, and which hands zeros to an operand, is
 where the gradient vanishes. A value that is handed several which add up to zero is where it
-cancels; told is the step at which the paths from that value come together again. Zeros go on, for
+cancels: reported is the step where the paths from that value come together again. Zeros go on, for
 zero times an infinite slope is NaN.
 
 What is rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
@@ -43,12 +43,12 @@ def vanishing(
     traced = trace(run, leaves)
     if traced not in _known:
         _known[traced] = _returned(traced, leaves)
-    result = _known[traced]
-    if index in result.extremes:
-        return result.extremes[index]
-    if result.reached >> index & 1 or not leaves[index].size:
+    returned = _known[traced]
+    if index in returned.extremes:
+        return returned.extremes[index]
+    if returned.reached >> index & 1 or not leaves[index].size:
         return None
-    places = [*_stopped(result, 1 << index), *_cancelled(result, 1 << index)]
+    places = [*_stopped(returned, 1 << index), *_cancelled(returned, 1 << index)]
     return [vanished for _, vanished in sorted(places, key=lambda place: place[0])]
 
 
@@ -61,7 +61,7 @@ class _Returned:
 
     Attributes:
         steps: The tape.
-        reached: The leaves, one bit each, that have a gradient, or of which it cannot be told.
+        reached: The leaves, one bit each, that have a gradient, or of which nothing is known.
         stops: The steps, by position, that handed nothing to some operand: the cotangents of
             their results, and the operands.
         sums: The values whose cotangents add up to zero, with the steps that handed them on.
@@ -98,32 +98,34 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
     args = [tape.moving(x, 1 << i) for i, x in enumerate(leaves)]
     try:
         outs = tape.run(closed, graph, args)
-        result = _Returned(tape.steps)
+        returned = _Returned(tape.steps)
         ys = [y for y in outs if is_inexact(y.array)]
-        grads = _Back(result, ys).gradients(args)
+        grads = _Back(returned, ys).gradients(args)
         if any(map(_is_nan, grads.values())) and not _is_nan_at_once(closed, leaves):
-            result = _Returned(tape.steps)  # a zero that JAX leaves out met an infinite slope
-            grads = _Back(result, ys, zeros=False).gradients(args)
-        result.reached |= sum(args[k].leaves for k in grads)
+            returned = _Returned(tape.steps)  # a zero that JAX leaves out met an infinite slope
+            grads = _Back(returned, ys, zeros=False).gradients(args)
+        returned.reached |= sum(args[k].leaves for k in grads)
         if noise := _noise(tape.steps, ys, args, grads):
-            result = _without_noise(result, ys, [args[k] for k in noise])
-        result.extremes = _extremes(result, args, ys, {k: grads[k] for k in grads.keys() - noise})
+            returned = _without_noise(returned, ys, [args[k] for k in noise])
+        returned.extremes = _extremes(
+            returned, args, ys, {k: grads[k] for k in grads.keys() - noise}
+        )
         if jaxprs.uses_primitive(
             closed, lambda e: jaxprs.targets(e) != list(e.outvars)
         ):  # what goes through one is on no tape
             at_once = _gradients_at_once(closed, leaves)
-            result.reached |= sum(1 << i for i, g in at_once.items() if _any(g))
-            unseen = [i for i, g in at_once.items() if _is_nan(g) and i not in result.extremes]
-            result.extremes |= {i: bad_gradients.places("nan", []) for i in unseen}
+            returned.reached |= sum(1 << i for i, g in at_once.items() if _any(g))
+            unseen = [i for i, g in at_once.items() if _is_nan(g) and i not in returned.extremes]
+            returned.extremes |= {i: bad_gradients.places("nan", []) for i in unseen}
         else:
-            result.reached |= _not_connected(args, outs)
+            returned.reached |= _not_connected(args, outs)
     except GradtoolsError:
         raise
     except Exception as error:
         raise GradtoolsError(
             f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
         ) from error
-    return result
+    return returned
 
 
 def _not_connected(args: Sequence[Moving], outs: Sequence[Moving]) -> int:
@@ -138,7 +140,7 @@ class _Back:
     """The cotangents of a tape, from the last step to the first.
 
     Args:
-        found: Where what they meet is noted.
+        returned: Where what they meet is noted.
         outs: What they start from.
         kept: Where they are kept, if asked for.
         draw: The seed of the rounding errors that shake them, if asked for.
@@ -147,20 +149,20 @@ class _Back:
 
     def __init__(
         self,
-        found: _Returned,
+        returned: _Returned,
         outs: Sequence[Moving],
         kept: _Kept | None = None,
         draw: int | None = None,
         zeros: bool = True,
     ) -> None:
-        self._found, self._kept, self._draw, self._zeros = found, kept, draw, zeros
+        self._returned, self._kept, self._draw, self._zeros = returned, kept, draw, zeros
         self._cts: dict[int, Any] = {}
         self._from: dict[int, list[int]] = {}
         for y, seed in zip(outs, _seeds([y.array for y in outs]), strict=True):
             if y.leaves:
-                self._add(y, seed, len(found.steps))
-        for at in reversed(range(len(found.steps))):
-            self._back(at, found.steps[at])
+                self._add(y, seed, len(returned.steps))
+        for at in reversed(range(len(returned.steps))):
+            self._back(at, returned.steps[at])
 
     def gradients(self, args: Sequence[Moving]) -> dict[int, Any]:
         """The gradient of each leaf that has one which is not zero, by its position."""
@@ -178,7 +180,7 @@ class _Back:
         if self._kept is not None:
             pairs = zip(wanted, pulled, strict=True)
             self._kept[at] = given, {i: ct for i, ct in pairs if ct is not None}
-        noise = self._found.noise.handed
+        noise = self._returned.noise.handed
         for i, ct in zip(wanted, pulled, strict=True):
             moves = ct is None or _any(ct)
             if (at, i) in noise or not moves:
@@ -187,7 +189,7 @@ class _Back:
                 self._add(step.operands[i], ct, at, moves)
         moving = {k: ct for k, ct in given.items() if _any(ct)}
         if stopped and moving and not step.packs:
-            self._found.stops[at] = moving, stopped
+            self._returned.stops[at] = moving, stopped
 
     def _shaken(self, ct: Any, at: int, k: int) -> Any:
         """A cotangent, with rounding errors if asked for."""
@@ -207,7 +209,7 @@ class _Back:
             if not (is_of("jax", error) and _leaves_jax(step)):
                 raise
         for x in step.operands.values():
-            self._found.reached |= x.leaves
+            self._returned.reached |= x.leaves
         return [None] * len(wanted)
 
     def _add(self, x: Moving, ct: Any, at: int, moves: bool = True) -> None:
@@ -223,9 +225,9 @@ class _Back:
         """The whole cotangent of a value; None if there is none."""
         ct, readers = self._cts.pop(x.number, None), self._from.get(x.number, [])
         if len(readers) > 1:
-            is_noise = x.number in self._found.noise.values
+            is_noise = x.number in self._returned.noise.values
             if is_noise or not _any(ct):
-                self._found.sums.append((x, readers))
+                self._returned.sums.append((x, readers))
                 return None if is_noise or not self._zeros else ct
         return ct
 
@@ -250,8 +252,10 @@ def _noise(
     return left
 
 
-def _without_noise(found: _Returned, outs: Sequence[Moving], leaves: Sequence[Moving]) -> _Returned:
-    steps, plain, other = found.steps, _Kept(), _Kept()
+def _without_noise(
+    returned: _Returned, outs: Sequence[Moving], leaves: Sequence[Moving]
+) -> _Returned:
+    steps, plain, other = returned.steps, _Kept(), _Kept()
     _Back(_Returned(steps), outs, plain)
     _Back(_Returned(steps), outs, other, draw=0)
     values, handed = {x.number for x in leaves}, set()
@@ -262,7 +266,7 @@ def _without_noise(found: _Returned, outs: Sequence[Moving], leaves: Sequence[Mo
         handed |= {(at, i) for i, ct in on.items() if _is_noise(ct, on_again.get(i))}
     lost = sum(x.leaves for x in leaves)
     noise = _Noise(lost, values, handed)
-    again = _Returned(steps, found.reached & ~lost, noise=noise)
+    again = _Returned(steps, returned.reached & ~lost, noise=noise)
     _Back(again, outs).gradients(leaves)
     return again
 
@@ -279,7 +283,7 @@ def _is_noise(ct: Any, other: Any) -> bool:
 
 
 def _extremes(
-    found: _Returned, args: Sequence[Moving], ys: Sequence[Moving], grads: Mapping[int, Any]
+    returned: _Returned, args: Sequence[Moving], ys: Sequence[Moving], grads: Mapping[int, Any]
 ) -> dict[int, list[Vanished] | None]:
     """Where the gradients became NaN or vanishing that are so."""
     output = max((_size(y.array) for y in ys), default=0.0)
@@ -292,19 +296,19 @@ def _extremes(
     if not odd:
         return {}
     kept = _Kept()
-    _Back(_Returned(found.steps), ys, kept)
-    told: dict[int, list[Vanished] | None] = {}
+    _Back(_Returned(returned.steps), ys, kept)
+    places: dict[int, list[Vanished] | None] = {}
     for k, kind in odd.items():
         handed = []
         for at in sorted(kept):
             given, on = kept[at]
-            operands = found.steps[at].operands
+            operands = returned.steps[at].operands
             mine = [_size(ct) for i, ct in on.items() if operands[i].leaves >> k & 1]
-            if mine and not found.steps[at].packs:
+            if mine and not returned.steps[at].packs:
                 sizes = [float(np.max(each)) for each in ([*map(_size, given.values())], mine)]
-                handed.append(bad_gradients.Handed(found.steps[at].node, *sizes))
-        told[k] = bad_gradients.places(kind, handed)
-    return told
+                handed.append(bad_gradients.Handed(returned.steps[at].node, *sizes))
+        places[k] = bad_gradients.places(kind, handed)
+    return places
 
 
 def _size(x: Any) -> float:
@@ -335,16 +339,16 @@ def _any_of(x: Any) -> Any:
 # --- which operation ---------------------------------------------------------------------
 
 
-def _stopped(found: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
+def _stopped(returned: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
     """The steps that were handed a cotangent and hand none to an operand on the leaf's path."""
-    for at, (cts, operands) in found.stops.items():
-        step = found.steps[at]
+    for at, (cts, operands) in returned.stops.items():
+        step = returned.steps[at]
         given = {k: ct for k, ct in cts.items() if step.results[k].leaves & leaf}
         stopped = [i for i in operands if step.operands[i].leaves & leaf]
         if given and stopped:
-            noise = any((at, i) in found.noise.handed for i in stopped)
+            noise = any((at, i) in returned.noise.handed for i in stopped)
             cancels = Vanished(step.node, operands=tuple(stopped), cancelled=True)
-            yield at, _at(step, given, stopped) if not noise else _noted(found, leaf, cancels)
+            yield at, _at(step, given, stopped) if not noise else _noted(returned, leaf, cancels)
 
 
 def _at(step: TapeStep, given: dict[int, Any], stopped: list[int]) -> Vanished:
@@ -378,19 +382,19 @@ def _is_always_zero(step: TapeStep, given: dict[int, Any], stopped: list[int]) -
     return True
 
 
-def _cancelled(found: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
+def _cancelled(returned: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
     """The steps at which what cancels on the leaf's path comes together."""
-    for x, readers in found.sums:
+    for x, readers in returned.sums:
         if x.leaves & leaf:
-            flows = [(_numbers(step.operands), _numbers(step.results)) for step in found.steps]
+            flows = [(_numbers(step.operands), _numbers(step.results)) for step in returned.steps]
             at = joined(flows, readers)
             if at is not None:
-                yield at, _noted(found, leaf, Vanished(found.steps[at].node, cancelled=True))
+                yield at, _noted(returned, leaf, Vanished(returned.steps[at].node, cancelled=True))
 
 
-def _noted(found: _Returned, leaf: int, cancels: Vanished) -> Vanished:
+def _noted(returned: _Returned, leaf: int, cancels: Vanished) -> Vanished:
     """What cancels on a leaf's path, and whether noise is left of it."""
-    return replace(cancels, noise=bool(found.noise.leaves & leaf))
+    return replace(cancels, noise=bool(returned.noise.leaves & leaf))
 
 
 def _numbers(xs: Mapping[int, Moving]) -> list[int]:
@@ -417,7 +421,7 @@ def _is_nan_at_once(closed: Any, leaves: Sequence[Any]) -> bool:
     """Whether a gradient by JAX's own reverse mode is NaN; so it is where that does not run."""
     try:
         return any(map(_is_nan, _gradients_at_once(closed, leaves).values()))
-    except Exception:  # something on the way leaves JAX: that is told already
+    except Exception:  # something on the way leaves JAX: that is reported already
         return True
 
 

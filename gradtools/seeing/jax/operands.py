@@ -1,8 +1,8 @@
 """Name, operand order and attributes of a JAX equation, in the names that both frameworks share.
 
-The order in which its operands are told, and as attributes all else that makes it what it is and
+The order in which its operands are written, and as attributes all else that makes it what it is and
 is not as it is by default. The names are those of `seeing/formulas/operations/`; what has no word
-there keeps JAX's own. How an array is laid out, and on which devices, is not told.
+there keeps JAX's own. How an array is laid out, and on which devices, is left out.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def attributes_of(eqn: Eqn) -> Attributes:
     name = eqn.primitive.name
     form = _FORMS.get(name)
     if form is not None:
-        told = form(eqn.params, eqn)
-        return {key: _plain(value) for key, value in told.items() if value is not None}
+        attributes = form(eqn.params, eqn)
+        return {key: _plain(value) for key, value in attributes.items() if value is not None}
     if name in _NAMED:
         result = {"name": eqn.params["name"]} if "name" in eqn.params else {}
     else:

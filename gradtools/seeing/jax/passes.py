@@ -218,14 +218,14 @@ class _Passes:
         nodes = [replace(n, saved=saved.get(i, ())) for i, n in enumerate(nodes)]
         read = {value for node in nodes for value in node.inputs} | set(outputs)
         captured = tuple(value for value in self.whole.captured if value in read)
-        told = replace(
+        whole = replace(
             self.whole, nodes=tuple(nodes), values=values, outputs=tuple(outputs), captured=captured
         )
-        return with_named_outputs(told, [name for _, name in ends])
+        return with_named_outputs(whole, [name for _, name in ends])
 
     def with_missing(
         self,
-        found: Sequence[tuple[int, str]],
+        leaving: Sequence[tuple[int, str]],
         ends: list[tuple[int, str]],
         pairs: Sequence[tuple[Node, Any]],
     ) -> tuple[list[tuple[Node, Any]], dict[int, Value]]:
@@ -234,13 +234,13 @@ class _Passes:
         It is added to the ends, and what reads the stopped value is cut from it.
         """
         values, nodes = dict(self.whole.values), [node for node, _ in pairs]
-        gradients = [v for v, name in found if name.startswith(gradient_of(""))]
+        gradients = [v for v, name in leaving if name.startswith(gradient_of(""))]
         lost: dict[int, object] = {}
         made: list[tuple[Node, Any]] = []
         present = {name for _, name in ends}
         for leaf in self.whole.inputs:
             name = second_gradient_of(values[leaf].name)
-            if name in present or name not in {n for _, n in found}:
+            if name in present or name not in {n for _, n in leaving}:
                 continue
             cuts = tuple(sorted(self.stopped & smoothly_between(nodes, leaf, gradients)))
             if cuts:
@@ -270,9 +270,9 @@ class _Passes:
                 result[i] = min((readers.get(v, SECOND) for v in node.outputs), default=result[i])
             for v in node.inputs:
                 readers[v] = min(result[i], readers.get(v, SECOND))
-        return [self.told(i, phase) for i, phase in enumerate(result)]
+        return [self.attributed(i, phase) for i, phase in enumerate(result)]
 
-    def told(self, i: int, phase: int) -> Node:
+    def attributed(self, i: int, phase: int) -> Node:
         """A node with its pass, and the line, modules and mark of what it was made of."""
         node, step = self.whole.nodes[i], self.steps[i]
         node = node_in_phase(node, phase)

@@ -199,10 +199,10 @@ _PLAIN = (str, bytes, int, float, complex, type, ModuleType, CodeType, type(None
 _MOST = 20_000
 
 
-def _stand_ins(traced: Traced, leaves: Sequence[Any], found: Mapping[int, str]) -> tuple[str, ...]:
+def _stand_ins(traced: Traced, leaves: Sequence[Any], names: Mapping[int, str]) -> tuple[str, ...]:
     """For each leaf the name of the same array, if the program reads it from outside."""
     read = set(map(id, traced.closed.consts))
-    return tuple(found.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves)
+    return tuple(names.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves)
 
 
 def captured_arrays(run: Run) -> dict[int, str]:

@@ -3,8 +3,8 @@
 The gradient is taken once as it is. If it is zero everywhere, it is taken again with every node
 of autograd watched that leads to the leaf: one that is given a cotangent that is not zero, and
 gives on nothing but zeros, is where it vanishes. Whether the factor is zero or only the product
-is too small is told by giving the same node a cotangent of far greater size. Where nodes hand on
-several that add up to zero, it cancels: told is the call at which their paths come together.
+is too small is found by giving the same node a cotangent of far greater size. Where nodes hand on
+several that add up to zero, it cancels: reported is the call at which their paths come together.
 
 What is rounding noise counts as zero (`seeing/diagnostics/bad_gradients.py`).
 """
@@ -208,7 +208,7 @@ def _with_extremes(
     outs: Sequence[Tensor],
     xs: Sequence[Any],
     grads: Mapping[int, Tensor],
-    found: Sequence[list[Vanished] | None],
+    stopped: Sequence[list[Vanished] | None],
 ) -> list[list[Vanished] | None]:
     """The same, with places for the gradients that are not zero and of no use."""
     output = max(_size(y) for y in outs)
@@ -217,9 +217,9 @@ def _with_extremes(
         for k, grad in grads.items()
     }
     odd = {k: kind for k, kind in kinds.items() if kind}
-    told = list(found)
+    places = list(stopped)
     if not odd:
-        return told
+        return places
     sizes: dict[Any, tuple[float, list[float]]] = {}
 
     def watch(node: Any) -> Callable[[Any, Any], None]:
@@ -241,8 +241,8 @@ def _with_extremes(
             on = [size for (to, _), size in edges if to in leading]
             if on:
                 handed.append(bad_gradients.Handed(_named(recorder, node), given, _greatest(on)))
-        told[k] = bad_gradients.places(kind, handed)
-    return told
+        places[k] = bad_gradients.places(kind, handed)
+    return places
 
 
 def _size(x: Any) -> float:

@@ -73,11 +73,11 @@ def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[st
     return flops.total, live.peak, costs.not_counted(flops.unknown)
 
 
-def _finished(found: Any) -> Any:
+def _finished(out: Any) -> Any:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized()):
         torch.accelerator.synchronize()
-    return found
+    return out
 
 
 def _device_peak(run: Callable[[], Any]) -> int | None:

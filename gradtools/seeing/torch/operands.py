@@ -22,6 +22,8 @@ from gradtools.torch.functorch_wrappers import tensors_in
 from gradtools.torch.rerunning import name_of
 
 Tensor = torch.Tensor
+Attributes = dict[str, Any]
+Translated = tuple[str, Attributes]  # the operation's neutral name, and its attributes
 
 
 class AtenCall:
@@ -113,20 +115,20 @@ class AtenCall:
         last = max((i for i, given in enumerate(there) if given), default=0)
         return tuple(name for name, given in zip(kinds[:last], there, strict=False) if not given)
 
-    def _with_axes(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _with_axes(self, attributes: Attributes) -> Attributes:
         """Axes from 0: `axis` where one is asked for, `axes` where several may be."""
         rank = max(1, self.rank + (self.name == "stack"))
         for name in ("dim", "dims"):
-            if name in found:
-                axis = found.pop(name)
+            if name in attributes:
+                axis = attributes.pop(name)
                 axes = axis if isinstance(axis, tuple) else (axis,)
                 if not isinstance(axis, tuple) and self.name not in _OF_AXES:
-                    found["axis"] = axis % rank
+                    attributes["axis"] = axis % rank
                 elif axes and self.rank:  # of a number all of its axes are none
-                    found["axes"] = tuple(sorted(a % rank for a in axes))
-        if found.pop("keepdim", False):
-            found["keep"] = True
-        return found
+                    attributes["axes"] = tuple(sorted(a % rank for a in axes))
+        if attributes.pop("keepdim", False):
+            attributes["keep"] = True
+        return attributes
 
 
 def _is_out(argument: Any) -> bool:
@@ -204,14 +206,14 @@ _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     "polygamma": lambda xs: xs[-1:],
     **dict.fromkeys(("clamp_min", "clamp_max"), lambda xs: [x for x in xs if not _number(x)]),
 }
-_Form = Callable[[AtenCall, str, dict[str, Any]], tuple[str, dict[str, Any]]]
+_Form = Callable[[AtenCall, str, Attributes], Translated]
 
 
-def _out_shape(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    return operation, {"shape": tuple(call.out.shape)} if call.out is not None else found
+def _out_shape(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
+    return operation, {"shape": tuple(call.out.shape)} if call.out is not None else attributes
 
 
-def _permuted(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _permuted(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     order = [*range(call.rank)]
     if call.name in ("movedim", "moveaxis"):
         ends = [x if isinstance(x, list | tuple) else [x] for x in map(call.given.get, _ENDS)]
@@ -230,7 +232,7 @@ def _permuted(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[st
 _ENDS = ("source", "destination")  # of movedim
 
 
-def _sliced(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _sliced(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     assert call.first is not None
     shape = call.first.shape
     axis = call.given.get("dim", 0) % max(1, call.rank)
@@ -245,15 +247,15 @@ def _sliced(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str,
         ).indices(shape[axis])
         start[axis], limit[axis], stride[axis] = lower, upper, step
         dropped = {}
-    found = {"start": tuple(start), "limit": tuple(limit)}
+    attributes = {"start": tuple(start), "limit": tuple(limit)}
     if any(n != 1 for n in stride):
-        found["stride"] = tuple(stride)
-    return operation, found | dropped
+        attributes["stride"] = tuple(stride)
+    return operation, attributes | dropped
 
 
-def _compared(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _compared(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     relation = _RELATIONS.get(call.name)
-    return operation, {**found, "relation": relation} if relation else found
+    return operation, {**attributes, "relation": relation} if relation else attributes
 
 
 _RELATIONS = {
@@ -272,52 +274,52 @@ _RELATIONS = {
 }
 
 
-def _convolved(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    if found.get("transposed") and not call.name.endswith("backward"):
+def _convolved(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
+    if attributes.get("transposed") and not call.name.endswith("backward"):
         operation = "convolution_transposed"
-    return operation, _convolution(found)
+    return operation, _convolution(attributes)
 
 
-def _convolution(found: dict[str, Any]) -> dict[str, Any]:
+def _convolution(attributes: Attributes) -> Attributes:
     """Stride, padding and dilation, where they are not what one means without them."""
     usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
     kept: dict[str, Any] = {}
     for name, default in usual.items():
-        value = found.get(name, default)
+        value = attributes.get(name, default)
         values = value if isinstance(value, tuple) else (value,)
         if any(n != default for n in values):
             kept[name] = tuple((n, n) for n in values) if name == "padding" else value
     return kept
 
 
-def _pooled(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _pooled(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """Along the last axes; where windows of one size fit, one that adapts says which."""
-    found = dict(found)
+    attributes = dict(attributes)
     count = int(next(letter for letter in call.name if letter.isdigit()))
     each = lambda values: values * count if len(values) == 1 else values
-    if "kernel_size" in found:
-        window = found["window"] = each(found.pop("kernel_size"))
-        if each(found.get("stride", ())) in (window, ()):
-            found.pop("stride", None)
-        padding = each(found.pop("padding", ()))
+    if "kernel_size" in attributes:
+        window = attributes["window"] = each(attributes.pop("kernel_size"))
+        if each(attributes.get("stride", ())) in (window, ()):
+            attributes.pop("stride", None)
+        padding = each(attributes.pop("padding", ()))
         if any(padding):
-            found["padding"] = tuple((n, n) for n in padding)
+            attributes["padding"] = tuple((n, n) for n in padding)
     elif call.out is not None and call.first is not None:
         sizes = [*zip(call.first.shape[-count:], call.out.shape[-count:], strict=True)]
         if not any(n % m for n, m in sizes):
-            found = {"window": tuple(n // m for n, m in sizes)}
-    return operation, found
+            attributes = {"window": tuple(n // m for n, m in sizes)}
+    return operation, attributes
 
 
-def _normed(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    found = dict(found)
-    shape = found.pop("normalized_shape", ())
+def _normed(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
+    attributes = dict(attributes)
+    shape = attributes.pop("normalized_shape", ())
     if shape:
-        found["axes"] = tuple(range(call.rank - len(shape), call.rank))
-    return operation, found
+        attributes["axes"] = tuple(range(call.rank - len(shape), call.rank))
+    return operation, attributes
 
 
-def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _clipped(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """Of one array as a bound its place does not tell which of the two it is: its word does."""
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
@@ -328,82 +330,79 @@ def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
         if not isinstance(bound, Tensor):
             return operation, {ends[name]: bound}
         operation = "minimum" if name == "max" else "maximum"
-        found = {key: value for key, value in found.items() if key != "without"}
-    return operation, known | {ends.get(key, key): value for key, value in found.items()}
+        attributes = {key: value for key, value in attributes.items() if key != "without"}
+    return operation, known | {ends.get(key, key): value for key, value in attributes.items()}
 
 
-def _padded(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _padded(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     widths = call.given["pad"]
     missing = call.rank - len(widths) // 2
     low = [0] * missing + list(widths[0::2])[::-1]
     high = [0] * missing + list(widths[1::2])[::-1]
     value = call.given.get("value", 0) or 0
-    told = {"low": tuple(low), "high": tuple(high)}
-    return operation, told | ({"value": value} if value else {})
+    attributes = {"low": tuple(low), "high": tuple(high)}
+    return operation, attributes | ({"value": value} if value else {})
 
 
-def _parted(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _parted(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """Consecutive parts along an axis, by their sizes."""
-    axis = found["axis"]
+    axis = attributes["axis"]
     return operation, {"sizes": tuple(y.shape[axis] for y in call.outs), "axis": axis}
 
 
-def _on_diagonal(
-    call: AtenCall, operation: str, found: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
+def _on_diagonal(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """Along two axes, where these are not the last ones."""
     rank = call.rank + (operation == "diagonal_matrix")
     given = dict(call.arguments())
     axes = tuple(given[name] % rank for name in ("dim1", "dim2"))
-    told = {"axes": axes} if axes != (rank - 2, rank - 1) else {}
-    return operation, told | ({"offset": given["offset"]} if given["offset"] else {})
+    attributes = {"axes": axes} if axes != (rank - 2, rank - 1) else {}
+    return operation, attributes | ({"offset": given["offset"]} if given["offset"] else {})
 
 
-def _bits(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _bits(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """Of booleans a logical operation, of whole numbers one of their bits."""
     of_truth = call.first is not None and call.first.dtype == torch.bool
-    return (operation if of_truth else call.name), found
+    return (operation if of_truth else call.name), attributes
 
 
-def _triangle(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    offset = found.get("diagonal", 0)
+def _triangle(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
+    offset = attributes.get("diagonal", 0)
     return operation, {"upper": call.name == "triu"} | ({"offset": offset} if offset else {})
 
 
-def _indexed(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _indexed(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     indices = call.given.get("indices")
     if isinstance(indices, list | tuple):
-        found = {**found, "axes": tuple(i for i, x in enumerate(indices) if x is not None)}
-    elif "axis" in found:
-        found = dict(found)
-        found["axes"] = (found.pop("axis"),)
-    if found.pop("accumulate", False):
-        found["mode"] = "add"
-    return operation, found
+        attributes = {
+            **attributes,
+            "axes": tuple(i for i, x in enumerate(indices) if x is not None),
+        }
+    elif "axis" in attributes:
+        attributes = dict(attributes)
+        attributes["axes"] = (attributes.pop("axis"),)
+    if attributes.pop("accumulate", False):
+        attributes["mode"] = "add"
+    return operation, attributes
 
 
-def _of_triangle(
-    call: AtenCall, operation: str, found: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
+def _of_triangle(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """Which triangle of the matrix is meant; on which side it stands."""
     given = dict(call.arguments())
-    told = {"lower": not given["upper"], "left": given.get("left", True)}
-    told = {key: False for key, value in told.items() if not value}
-    told |= {"unit": True} if given["unitriangular"] else {}
-    return operation, told | ({"transpose": True} if given.get("transpose") else {})
+    attributes = {"lower": not given["upper"], "left": given.get("left", True)}
+    attributes = {key: False for key, value in attributes.items() if not value}
+    attributes |= {"unit": True} if given["unitriangular"] else {}
+    return operation, attributes | ({"transpose": True} if given.get("transpose") else {})
 
 
-def _factored(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _factored(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """A reduced factorisation of a matrix with as many rows as columns or more."""
     assert call.first is not None
     rows, columns = call.first.shape[-2:]
-    plain = rows >= columns and (found.get("mode", "reduced") == "reduced" or rows == columns)
-    return ("qr", {}) if plain else (operation, found)
+    plain = rows >= columns and (attributes.get("mode", "reduced") == "reduced" or rows == columns)
+    return ("qr", {}) if plain else (operation, attributes)
 
 
-def _transformed(
-    call: AtenCall, operation: str, found: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
+def _transformed(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """Its direction, the axes, and what it is divided by: nothing, the root of n, or n."""
     given = call.given
     halved = call.name == "fft_r2c" and given["onesided"]
@@ -411,31 +410,34 @@ def _transformed(
     operation = "irfft" if call.name == "fft_c2r" else "r" * halved + "i" * (not forward) + "fft"
     divisor = given["normalization"] if forward else 2 - given["normalization"]
     norm = ("backward", "ortho", "forward")[divisor]
-    told = {"axes": tuple(a % call.rank for a in given["dim"])}
-    told |= {"length": given["last_dim_size"]} if call.name == "fft_c2r" else {}
-    return operation, told | ({"norm": norm} if norm != "backward" else {})
+    attributes = {"axes": tuple(a % call.rank for a in given["dim"])}
+    attributes |= {"length": given["last_dim_size"]} if call.name == "fft_c2r" else {}
+    return operation, attributes | ({"norm": norm} if norm != "backward" else {})
 
 
-def _norm(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _norm(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     ord_ = call.given.get("ord", call.given.get("p", 2))
-    found = {key: value for key, value in found.items() if key not in ("ord", "p")}
+    attributes = {key: value for key, value in attributes.items() if key not in ("ord", "p")}
     if ord_ not in (2, 2.0, None):
-        found["ord"] = ord_ if abs(ord_) != inf else float(ord_)
-    return operation, found
+        attributes["ord"] = ord_ if abs(ord_) != inf else float(ord_)
+    return operation, attributes
 
 
-def _variance(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    found = dict(found)
-    corrected = found.pop("correction", None if "unbiased" not in found else 1)
-    corrected = int(found.pop("unbiased", True)) if corrected is None else corrected
-    return operation, {**found, "correction": corrected}
+def _variance(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
+    attributes = dict(attributes)
+    corrected = attributes.pop("correction", None if "unbiased" not in attributes else 1)
+    corrected = int(attributes.pop("unbiased", True)) if corrected is None else corrected
+    return operation, {**attributes, "correction": corrected}
 
 
-def _rolled(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    return operation, {**found, "axes": tuple(a % call.rank for a in call.given.get("dims", ()))}
+def _rolled(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
+    return operation, {
+        **attributes,
+        "axes": tuple(a % call.rank for a in call.given.get("dims", ())),
+    }
 
 
-def _made(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _made(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """A constant: what it is filled with; its shape and dtype are those of its value."""
     values = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
     if call.name == "lift_fresh" and call.out is not None:
@@ -447,20 +449,20 @@ def _made(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, d
     return operation, filled
 
 
-def _strided(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _strided(call: AtenCall, operation: str, attributes: Attributes) -> Translated:
     """All of an array that lies in order, in another shape, or entries at distances in memory."""
     x, y = call.first, call.out
     in_order = [z is not None and z.is_contiguous() for z in (x, y)]
     if x is not None and y is not None and all(in_order) and x.shape.numel() == y.shape.numel():
         return "reshape", {"shape": tuple(y.shape)}
-    return operation, found
+    return operation, attributes
 
 
 _FORMS: Mapping[str, _Form] = {
     **dict.fromkeys(("reshape", "broadcast"), _out_shape),
     "transpose": _permuted,
     **dict.fromkeys(("slice", "select", "slice_scatter", "select_scatter"), _sliced),
-    "tile": lambda call, operation, found: (operation, {"reps": found["repeats"]}),
+    "tile": lambda call, operation, attributes: (operation, {"reps": attributes["repeats"]}),
     "compare": _compared,
     **dict.fromkeys(("convolution", "convolution_backward"), _convolved),
     **dict.fromkeys(("max_pool", "avg_pool", "max_pool2d_with_indices_backward"), _pooled),
@@ -473,7 +475,7 @@ _FORMS: Mapping[str, _Form] = {
     "linalg_qr": _factored,
     **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), _transformed),
     **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"), _bits),
-    "polygamma": lambda call, operation, found: (operation, {"order": call.given["n"]}),
+    "polygamma": lambda call, operation, attributes: (operation, {"order": call.given["n"]}),
     "pad": _padded,
     "triangle": _triangle,
     **dict.fromkeys(("index", "scatter"), _indexed),

@@ -67,13 +67,13 @@ def gradient_graph(request: Differentiated | Live) -> PlainGraph:
         kernel = kernel_without(NO_DERIVATIVE, error)
         if kernel is None or request.order < SECOND:
             raise
-    _tell(kernel)
+    _warn_of_missing_derivative(kernel)
     kinds = {x.device.type for x in request.program.leaves if isinstance(x, Tensor)}
     with Modes.now(kinds).by_other_kernels().again():
         return _hooked_or_not(request)
 
 
-def _tell(kernel: str) -> None:
+def _warn_of_missing_derivative(kernel: str) -> None:
     warn(
         f"gradient_graph: {kernel} has no derivative; the passes are those of PyTorch's own "
         "alternative to that kernel."
@@ -246,8 +246,8 @@ class _PassRecorder(Recorder[int]):
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
             attributes = MappingProxyType({**attributes, "rule": origin.rule})
-        native, told = f"aten.{call.raw}", {"attributes": attributes, "phase": self._phase}
-        node = self.node(operation, native, numbers, made, origin, **told)
+        native, more = f"aten.{call.raw}", {"attributes": attributes, "phase": self._phase}
+        node = self.node(operation, native, numbers, made, origin, **more)
         inner = not self._phase and upstream.current_node() is not None
         self.made.append(_Made(node, sequence, torch.is_grad_enabled(), inner))
         for y, number in zip(outs, made, strict=True):
@@ -380,8 +380,8 @@ class _PassRecorder(Recorder[int]):
         for write in writes:
             number = self.new(x)
             operation, inputs, attributes = _effect_of(write.tensor, x)
-            given, told = (before, write.value)[inputs:], MappingProxyType(attributes)
-            more = {"attributes": told, "phase": self._phase}
+            given = (before, write.value)[inputs:]
+            more = {"attributes": MappingProxyType(attributes), "phase": self._phase}
             node = self.node(operation, "update", given, [number], write.by, **more)
             self.made.append(_Made(node, -1, torch.is_grad_enabled()))
             before = number

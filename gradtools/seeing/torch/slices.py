@@ -40,9 +40,9 @@ def slice_of(part: Tensor, whole: Tensor) -> dict[str, Any] | None:
     if rest or any(not 0 <= a < b <= n for a, b, n in zip(start, limit, shape, strict=True)):
         return None
     drop = tuple(a for a in range(len(shape)) if a not in result)
-    told = {"start": tuple(start), "limit": tuple(limit)}
+    attributes = {"start": tuple(start), "limit": tuple(limit)}
     strided = {"stride": tuple(step)} if any(n != 1 for n in step) else {}
-    return {**told, **strided, **({"drop": drop} if drop else {})}
+    return {**attributes, **strided, **({"drop": drop} if drop else {})}
 
 
 def _axis_along(n: int, stride: int, first: int, whole: Tensor, start: Sequence[int]) -> int | None:

@@ -152,12 +152,12 @@ class Comparisons:
         direction: Direction,
         gradient: np.ndarray,
         line: slopes.Line,
-        found: slopes.Slope,
+        measured: slopes.Slope,
     ) -> Comparison:
         """Re<J^H v, u> against Re<v, D_u f>; entry by entry where that fails or cannot be had."""
         i = direction.leaf or 0
         mine = np.array(inner([direction.us[i]], [gradient]))
-        along = self._contracted(found)
+        along = self._contracted(measured)
         if not np.isfinite(along.error) or (self.holes and not np.isfinite(mine)):
             return self._entrywise(mode, i, gradient)
         weights = (self.vs, self.vs, [np.abs(v) for v in self.vs])
@@ -172,22 +172,22 @@ class Comparisons:
         entries = self._entrywise(mode, i, gradient)
         return record if entries.agrees else entries
 
-    def _contracted(self, found: slopes.Slope) -> slopes.Slope:
+    def _contracted(self, measured: slopes.Slope) -> slopes.Slope:
         """The slope of Re<v, f>, of the slopes of f."""
-        value = shaped_like(found.value, self.probe.out)
+        value = shaped_like(measured.value, self.probe.out)
         rounding = self._tolerance() * size(self.vs, value) / 10
         weights = np.abs(flattened(self.vs))
-        error = float(np.sum(weights[weights > 0] * found.error[weights > 0])) + rounding
+        error = float(np.sum(weights[weights > 0] * measured.error[weights > 0])) + rounding
         error = error if math.isfinite(error) else math.inf
         number = np.array(inner(self.vs, value))
-        return slopes.Slope(number, np.array(error), np.array(0.0), found.smallest)
+        return slopes.Slope(number, np.array(error), np.array(0.0), measured.smallest)
 
     def _against_slope(
         self,
         mode: str,
         path: str,
         analytic: np.ndarray,
-        found: slopes.Slope,
+        measured: slopes.Slope,
         order: int,
         kink: Callable[[], Sequence[np.ndarray]] | None = None,
         add: bool = True,
@@ -197,11 +197,11 @@ class Comparisons:
         Where f itself is not finite there is no slope; where no step gave one, or rounding is as
         large as the slope, only NaN is known to be wrong.
         """
-        limit, here = self._tolerance(), np.isfinite(found.at)
+        limit, here = self._tolerance(), np.isfinite(measured.at)
         mine = np.where(here, wide(analytic), 0)
-        known = here & np.isfinite(found.error)
-        value = np.where(known, found.value, np.where(np.isnan(mine), 0, mine))
-        noise = 10 * np.where(known, found.error, 0.0)
+        known = here & np.isfinite(measured.error)
+        value = np.where(known, measured.value, np.where(np.isnan(mine), 0, mine))
+        noise = 10 * np.where(known, measured.error, 0.0)
         with np.errstate(invalid="ignore"):
             off = np.where(mine == value, 0.0, np.abs(mine - value))
             near = off <= noise
@@ -215,7 +215,7 @@ class Comparisons:
             allowed = np.maximum(limit * biggest + noise, np.finfo(float).tiny)
             record = replace(record, error=float(np.max(off / allowed, initial=0.0)))
         else:
-            record = self._explained(record, mine, value, found, kink, limit)
+            record = self._explained(record, mine, value, measured, kink, limit)
         if add:
             self.report.comparisons.append(record)
         return record
@@ -225,7 +225,7 @@ class Comparisons:
         record: Comparison,
         analytic: np.ndarray,
         value: np.ndarray,
-        found: slopes.Slope,
+        measured: slopes.Slope,
         kink: Any,
         limit: float,
     ) -> Comparison:
@@ -243,7 +243,7 @@ class Comparisons:
                 )
         detail = (
             f"Analytic {shown(record.first)}, numeric {shown(record.second)} "
-            f"(steps down to {found.smallest:.1e} of the argument's size)."
+            f"(steps down to {measured.smallest:.1e} of the argument's size)."
         )
         return record.because(pattern(analytic, value) or "", detail)
 
@@ -252,14 +252,14 @@ class Comparisons:
         path = self.probe.paths[i]
         if self.xs[i].size > _ENTRIES:
             nothing = np.full(gradient.shape, np.inf)
-            result = slopes.Slope(gradient, nothing, np.zeros(gradient.shape), math.nan)
-            return self._against_slope(mode, path, gradient, result, 1, add=False)
+            measured = slopes.Slope(gradient, nothing, np.zeros(gradient.shape), math.nan)
+            return self._against_slope(mode, path, gradient, measured, 1, add=False)
         if i not in self.by_entries:
             self.by_entries[i] = self._slopes_of_entries(i)
-        result, kink = self.by_entries[i]
+        measured, kink = self.by_entries[i]
         if self.holes:
-            result = replace(result, at=gradient)
-        return self._against_slope(mode, path, gradient, result, 1, kink, add=False)
+            measured = replace(measured, at=gradient)
+        return self._against_slope(mode, path, gradient, measured, 1, kink, add=False)
 
     def _slopes_of_entries(self, i: int) -> tuple[slopes.Slope, Any]:
         """The slopes of Re<v, f> along each entry of leaf i; a function to those on each side."""
@@ -271,7 +271,7 @@ class Comparisons:
                 us = [np.zeros_like(y) for y in self.xs]
                 us[i][place] = unit * step
                 lines[place, unit] = partial(along, us)
-        result = {key: slopes.slope(line, self.probe.eps) for key, line in lines.items()}
+        measured = {key: slopes.slope(line, self.probe.eps) for key, line in lines.items()}
 
         def gathered(each: Callable[[Any], Any]) -> np.ndarray:
             out = np.zeros(x.shape, wide(x).dtype)
@@ -280,13 +280,13 @@ class Comparisons:
             return out
 
         def sides() -> list[np.ndarray]:
-            found = {key: slopes.one_sided(line, self.probe.eps) for key, line in lines.items()}
-            picked = lambda k, key: found[key][k]
+            one_sided = {key: slopes.one_sided(line, self.probe.eps) for key, line in lines.items()}
+            picked = lambda k, key: one_sided[key][k]
             return [gathered(partial(picked, k)) for k in range(3)]
 
-        error = np.abs(gathered(lambda key: result[key].error))
-        smallest = min((slope.smallest for slope in result.values()), default=math.nan)
-        value = gathered(lambda key: result[key].value)
+        error = np.abs(gathered(lambda key: measured[key].error))
+        smallest = min((slope.smallest for slope in measured.values()), default=math.nan)
+        value = gathered(lambda key: measured[key].value)
         return slopes.Slope(value, error, np.zeros(x.shape), smallest), sides
 
     def _tolerance(self) -> float:

@@ -113,8 +113,8 @@ def no_such_mode(error: Exception) -> bool:
         return False
     if isinstance(error, NotImplementedError | MissingRuleError):
         return True
-    told = isinstance(error, RuntimeError | TypeError | ValueError | GradtoolsError)
-    return told and _NO_SUCH_MODE.search(str(error)) is not None
+    expected = isinstance(error, RuntimeError | TypeError | ValueError | GradtoolsError)
+    return expected and _NO_SUCH_MODE.search(str(error)) is not None
 
 
 def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:

@@ -196,8 +196,8 @@ class RuleCheck:
         self.check._linear("jvp", "tangent", push, draw, self.values.out_paths)
         return pushed
 
-    def _jvp_against(self, path: str, pushed: list[np.ndarray], found: Any) -> Comparison:
-        return self.check._against_slope("jvp", path, flattened(pushed), found, 1, add=False)
+    def _jvp_against(self, path: str, pushed: list[np.ndarray], measured: Any) -> Comparison:
+        return self.check._against_slope("jvp", path, flattened(pushed), measured, 1, add=False)
 
     def _check_adjoint(self, pulled: list[np.ndarray]) -> None:
         for i, path in enumerate(self.values.paths):
@@ -316,17 +316,17 @@ class RuleCheck:
         result = self.rule.bwd(*static, residuals, self.waist.unflatten(tree, full))
         return self._entries(result, args)
 
-    def _entries(self, found: Any, args: tuple[Any, ...]) -> list[Any]:
+    def _entries(self, cotangents: Any, args: tuple[Any, ...]) -> list[Any]:
         wanted = [i for i in range(len(args)) if i not in self.rule.static]
-        if not isinstance(found, tuple | list) or len(found) != len(wanted):
-            count = f"{len(found)}" if isinstance(found, tuple | list) else "no tuple"
+        if not isinstance(cotangents, tuple | list) or len(cotangents) != len(wanted):
+            count = f"{len(cotangents)}" if isinstance(cotangents, tuple | list) else "no tuple"
             raise GradtoolsError(
                 f"{CALLER}: bwd returned {count} entries, expected a tuple of {len(wanted)}, one "
                 "for each argument (None for a zero)."
             )
         entries: list[Any] = []
         self.nones.clear()
-        for i, entry in zip(wanted, found, strict=True):
+        for i, entry in zip(wanted, cotangents, strict=True):
             entries += self._entry(i, entry, args[i], len(entries))
         return entries
 

@@ -436,26 +436,26 @@ def _pair_names(
     return result
 
 
-def _pair_owners(found: dict[Name, Name], ours: list[Name], others: list[Name]) -> None:
+def _pair_owners(paired: dict[Name, Name], ours: list[Name], others: list[Name]) -> None:
     """Modules whose paired parts lie in one module of the other model, and parts with one name."""
     count = -1
-    while count != len(found):
-        count = len(found)
-        owners = _owners(found)
+    while count != len(paired):
+        count = len(paired)
+        owners = _owners(paired)
         for name in ours:
             near = [other for owner, other in owners if owner == name]
             near += [(*other, name[-1]) for owner, other in owners if name and owner == name[:-1]]
             keys = [_key(n) for n in near]
-            match = next((o for o in others if _key(o) in keys and o not in found.values()), None)
-            if name not in found and match is not None:
-                found[name] = match
+            match = next((o for o in others if _key(o) in keys and o not in paired.values()), None)
+            if name not in paired and match is not None:
+                paired[name] = match
 
 
-def _owners(found: dict[Name, Name]) -> list[tuple[Name, Name]]:
+def _owners(paired: dict[Name, Name]) -> list[tuple[Name, Name]]:
     """Pairs of modules that hold parts of one name."""
     alike = [
         (name[:-1], target[:-1])
-        for name, target in found.items()
+        for name, target in paired.items()
         if name and target and _key(name[-1:]) == _key(target[-1:])
     ]
     return list(dict.fromkeys(alike))

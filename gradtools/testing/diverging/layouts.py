@@ -336,8 +336,8 @@ class _Matching:
         pairs = self._paired_leaves(module, jax_module)
         mine = [leaf for leaf in self._leaves(module) if leaf not in _STATISTICS]
         theirs = [leaf for leaf in self._jax_leaves(jax_module) if leaf not in ("mean", "var")]
-        told = [leaf for leaf, _, _ in pairs if leaf not in _STATISTICS]
-        return bool(pairs) and len(told) == len(mine) == len(theirs)
+        trained = [leaf for leaf, _, _ in pairs if leaf not in _STATISTICS]
+        return bool(pairs) and len(trained) == len(mine) == len(theirs)
 
     def _pair(self, module: str, jax_module: Path) -> None:
         for leaf, path, layout in self._paired_leaves(module, jax_module):

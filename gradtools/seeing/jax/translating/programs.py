@@ -220,12 +220,12 @@ class _Translator:
 
     def _as_said(self, eqn: Any, xs: Sequence[Expr]) -> list[Expr] | None:
         """As the graph says it (`../operands.py`), where that is of the vocabulary."""
-        told = [xs[i] for i in operands.order_of(eqn)]
+        ordered = [xs[i] for i in operands.order_of(eqn)]
         exponent = operands.exponent_of(eqn)
         if exponent is not None:
-            told.append(constant(value=float(exponent)))
+            ordered.append(constant(value=float(exponent)))
         likes = [_like(v) for v in eqn.outvars]
-        return said(operands.name_of(eqn), told, operands.attributes_of(eqn), likes)
+        return said(operands.name_of(eqn), ordered, operands.attributes_of(eqn), likes)
 
     def _named(
         self, eqn: Any, entries: Sequence[Entry], name: str, with_words: bool = True

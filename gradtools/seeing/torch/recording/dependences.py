@@ -90,7 +90,7 @@ def _read(call: RecordedCall, dropped: set[int]) -> list[int]:
     return [k for k in kept if call.tensors[k] is not form]
 
 
-def _link(call: RecordedCall, k: int, y: Tensor, found: Sequence[int]) -> Dependence:
+def _link(call: RecordedCall, k: int, y: Tensor, reached: Sequence[int]) -> Dependence:
     if call.name in operations.EACH_ITS_OWN and not may_share(unwrapped(y), call.tensors[k]):
         return _NONE
     if not (is_inexact(y) and is_inexact(call.tensors[k])):
@@ -98,7 +98,7 @@ def _link(call: RecordedCall, k: int, y: Tensor, found: Sequence[int]) -> Depend
     if not call.tracked[k]:
         return _ZERO if _is_flat(call) else _FULL
     number = call.numbers[k]
-    if number not in found or number in call.unruled:
+    if number not in reached or number in call.unruled:
         return _NONE if _is_gradient(call) else _CUT
     if call.name in operations.UNDIFFERENTIABLE:
         return _CUT

@@ -1,7 +1,7 @@
 """Functionalization: views and in-place writes of a recorded run become indexing.
 
 The first tensor that is met on a piece of memory is its root. Any other shows some of the root's
-elements, which its strides tell. A write to it makes a new root; what is read afterwards is taken
+elements, which its strides give. A write to it makes a new root; what is read afterwards is taken
 from the new root.
 """
 

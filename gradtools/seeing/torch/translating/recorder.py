@@ -218,7 +218,7 @@ class FormulaRecorder(Recorder[Expr]):
                     "Give f dense arguments, or leave to_sparse out."
                 )
         outs = made or writes
-        self._tell(bound, call, out, outs)
+        self._bind_questions(bound, call, out, outs)
         bound.writes = writes
         if name.startswith("hardsigmoid"):
             self.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
@@ -236,7 +236,7 @@ class FormulaRecorder(Recorder[Expr]):
             self._note(writes, [self.constant(x) for x in writes], written=True)
         return out
 
-    def _tell(self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]) -> None:
+    def _bind_questions(self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]) -> None:
         """What a translation asks of a call: what came out, and the call as one by name."""
 
         def places() -> np.ndarray:

@@ -654,16 +654,17 @@ def is_of_checkpoint(frame: Any) -> bool:
 def is_summed_by_autograd(node: Any) -> bool:
     """Whether autograd itself adds gradients that meet, and no Python code of a node's backward.
 
-    Who asks does so in a dispatch mode; it and frames of gradtools do not count. Between a backward
-    of ours and the engine stands PyTorch's own `apply`.
+    Who asks does so in a dispatch mode; it and frames of gradtools do not count, but for the
+    backward pass of the node itself, where it is one of ours.
 
     Buys that a sum in a picture is not drawn as a part of the rule before it; costs that, if
     PyTorch renames `_engine_run_backward`, it is.
     """
     if not isinstance(node, function.BackwardCFunction):
         return False
+    backward = getattr(type(node).apply, "__code__", None)
     frame: Any = sys._getframe(2)  # below who asks
-    while _package(frame) == "gradtools":
+    while _package(frame) == "gradtools" and frame.f_code is not backward:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 

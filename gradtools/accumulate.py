@@ -496,8 +496,8 @@ class GradientAccumulator:
             result = repr(weight) if isinstance(weight, (str, complex)) else _described(weight)
             raise GradtoolsError(
                 f"GradientAccumulator.add: weight is {result}; expected a real number or a real "
-                "array of shape (). Weights that differ from example to example belong into the "
-                "loss, before the gradient is taken."
+                "array of shape (). Apply weights that differ by example inside the loss, "
+                "before the gradient is taken."
             )
         return number
 

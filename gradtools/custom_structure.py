@@ -279,7 +279,7 @@ class Shaped:
             name = str(dtype).removeprefix("torch.")
             raise self._error(
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
-                f"expected {shape} and {name}, those of what it belongs to."
+                f"expected {shape} and {name}, as its argument has."
             )
         return None if zero else x
 

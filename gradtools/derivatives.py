@@ -470,7 +470,7 @@ class Derivatives(Operators):
             argument (a tuple of trees if argnums is a tuple) at each leaf.
 
         Raises:
-            GradtoolsError: An input is complex (its Jacobian is no complex matrix: use pairs of
+            GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
                 real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
                 unknown; the chunk size is below 1.
 
@@ -870,7 +870,7 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
         if backend.is_complex(x):
             raise GradtoolsError(
                 f"{call.caller}: {path} is complex ({backend.dtype_name(x)}). The Jacobian of a "
-                "function that is not holomorphic is no complex matrix. Pass the real and "
+                "function that is not holomorphic is not a complex matrix. Pass the real and "
                 "imaginary parts as two real arrays, or use hvp, jvp or vjp, which are real-linear."
             )
 

@@ -422,8 +422,8 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
     if not plain and len(leaves) == 1 and leaves[0] is x:
         raise GradtoolsError(
             f"{name}: x is {describe(backend, x)}, in which no array is found; expected an array "
-            "or a pytree of arrays. Of a function or a module edit what it takes or returns, of "
-            "another object its arrays."
+            "or a pytree of arrays. For a function or a module edit its arguments or results, "
+            "for another object its arrays."
         )
 
 

@@ -464,7 +464,7 @@ def _mend(y: np.ndarray | np.generic, spec: ArraySpec, same_shape: bool) -> str:
     own = f"out=ArraySpec({y.shape}, {y.dtype.name!r})"
     if same_shape:
         return f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or say {own}."
-    return f" Say what it returns: {own}, or a function of the arguments' ArraySpecs."
+    return f" Declare the result: {own}, or a function of the arguments' ArraySpecs."
 
 
 def carrier(dtype: str) -> str:

@@ -151,7 +151,7 @@ class Contract:
 
 
 _LIKELY = {
-    "fwd": ": fwd(*args) returns (f(*args), residuals); is there a cast, or an axis too many",
+    "fwd": ": fwd(*args) returns (f(*args), residuals); is there a cast, or an extra axis",
     "the forward rule": ": the rule returns (f(*primals), tangent)",
 }
 _OF = {

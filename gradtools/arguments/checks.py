@@ -91,7 +91,7 @@ def refuse_arguments(caller: str, argnums: Any) -> None:
 
 def _by_position(name: str) -> str:
     if name in ("key_argnums", "carry_argnums"):
-        return "Keyword arguments are no such arguments; pass by position what it names."
+        return "Keyword arguments cannot be named; pass them by position."
     return (
         "Keyword arguments are not differentiated; pass what is to be differentiated by position."
     )
@@ -149,7 +149,7 @@ def _as_inexact(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
 
 def _not_differentiable(caller: str, name: str, elsewhere: str, came: str) -> GradtoolsError:
     return GradtoolsError(
-        f"{caller}: {name} is {came}; what is differentiated must be a floating or complex array. "
+        f"{caller}: {name} is {came}; expected a floating or complex array. "
         f"Cast it, or {elsewhere}."
     )
 

@@ -57,7 +57,8 @@ def random_key(seed: Any) -> jax.Array:
         if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
             came = f"an array of shape {seed.shape} and dtype {seed.dtype}"
             raise GradtoolsError(
-                f"random_key: a seed is an integer, got {came}. Of several, vmap random_key."
+                f"random_key: a seed is an integer, got {came}. For several seeds use "
+                "vmap(random_key)."
             )
         return jax.random.key(seed)
     seed = as_seed(seed)

@@ -96,7 +96,7 @@ def _reason(cell: Cell) -> str:
     """Why a cell cannot be, or an empty string."""
     operator, torch = cell.operator, cell.backend == "torch"
     if OPERATORS[operator].real and cell.dtype.startswith("complex"):
-        return "a Jacobian of a complex function is no complex matrix; refused by name"
+        return "a Jacobian of a complex function is not a complex matrix; refused by name"
     if cell.dtype == "bfloat16" and "linear algebra" in cell.scenario.tags:
         return "the framework has no linear algebra in bfloat16"
     if torch and cell.transform == "compile" and "checkpoint" in operator:

@@ -38,7 +38,7 @@ BATCHES = [
 RUN = {"torch": (1548, 0), "jax": (1102, 451)}
 EVERYWHERE = {
     "the operator has no has_aux": 35,
-    "a Jacobian of a complex function is no complex matrix; refused by name": 17,
+    "a Jacobian of a complex function is not a complex matrix; refused by name": 17,
     "the framework has no linear algebra in bfloat16": 10,
     "all_gather needs several processes or devices; its tests start them": 1,
 }

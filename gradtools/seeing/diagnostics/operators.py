@@ -275,8 +275,8 @@ class SeeingOperators(Operators):
         except Exception as error:
             said = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
             raise GradtoolsError(
-                f"{program.caller}: f raised {said}{place_of(error)}. It must run at the arguments "
-                "at which it is looked at."
+                f"{program.caller}: f raised {said}{place_of(error)}. It must run at the given "
+                "arguments."
             ) from error
 
 

@@ -168,6 +168,5 @@ class Graphing(Operators):
             what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
             once = ("", ", differentiated once,", ", differentiated twice,")[order]
             raise GradtoolsError(
-                f"gradient_graph: f{once} raised {what}. "
-                "It must run at the arguments at which it is looked at."
+                f"gradient_graph: f{once} raised {what}. It must run at the given arguments."
             ) from error

@@ -215,7 +215,7 @@ def _fitting(dtype: str) -> tuple[Scenario, ...]:
 # --- what cannot be ----------------------------------------------------------------------
 
 _LINALG = "the framework has no linear algebra in bfloat16"
-_COMPLEX = "a Jacobian of a complex function is no complex matrix; refused by name"
+_COMPLEX = "a Jacobian of a complex function is not a complex matrix; refused by name"
 
 
 _NOT_COMPILED = {

@@ -264,7 +264,7 @@ class Differentiation(Arrays):
         """`jvp` along many tangents, and the outputs of one evaluation.
 
         Where a kernel has no forward mode, the framework's own alternative takes its place, and
-        that is said once. No graph is kept.
+        that is reported once. No graph is kept.
         """
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, [push(tangents) for tangents in many]

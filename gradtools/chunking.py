@@ -455,7 +455,7 @@ class _Microbatches:
                 raise GradtoolsError(
                     f"microbatched_value_and_grad: aux{path} is {describe(backend, x)}; expected a "
                     "floating array, the mean over the chunk's examples, as the loss is. Counts "
-                    "are summed with reduction='sum', or handed on by carry_argnums."
+                    "are summed with reduction='sum', or passed on by carry_argnums."
                 )
             arrays.append(x)
         return backend.unflatten(treedef, arrays)

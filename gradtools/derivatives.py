@@ -672,7 +672,7 @@ class Derivatives(Operators):
             f: A real scalar function of y and of what G returns.
             G: Any function of z that has a forward mode. PyTorch: fused attention and recurrent
                 layers on the CPU, which have none, are replaced by PyTorch's own alternatives,
-                which is said once.
+                which is reported once.
             y: A pytree of floating or complex arrays.
             z: The same, for G.
             u: The direction, a pytree like z, or a list of such pytrees.

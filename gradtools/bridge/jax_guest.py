@@ -89,8 +89,9 @@ class JaxGuest:
             ys = jax.eval_shape(of.run, *map(_struct, specs))
         except jax.errors.JAXTypeError as error:
             raise GradtoolsError(
-                f"to_torch: what {of.name} returns could not be told without running it. Say it: "
-                "to_torch(f, out=ArraySpec(shape, dtype), jit=False), a pytree of ArraySpecs, or a "
+                f"to_torch: what {of.name} returns could not be determined without running it. "
+                "Declare it: to_torch(f, out=ArraySpec(shape, dtype), jit=False), a pytree of "
+                "ArraySpecs, or a "
                 f"function of the arguments' ArraySpecs. JAX says: {error}"
             ) from error
         return [ArraySpec(y.shape, y.dtype.name) for y in ys]

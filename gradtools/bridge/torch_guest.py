@@ -112,9 +112,10 @@ class TorchGuest:
             raise
         except Exception as error:
             raise GradtoolsError(
-                f"to_jax: what {of.name} returns could not be told without running it, which a "
-                "traced program (jit, vmap, scan) needs. Say it: to_jax(f, out=ArraySpec(shape, "
-                "dtype)), a pytree of ArraySpecs, or a function of the arguments' ArraySpecs. "
+                f"to_jax: what {of.name} returns could not be determined without running it, which "
+                "a traced program (jit, vmap, scan) needs. Declare it: "
+                "to_jax(f, out=ArraySpec(shape, dtype)), a pytree of ArraySpecs, or a function of "
+                "the arguments' ArraySpecs. "
                 f"PyTorch says: {error}"
             ) from error
         return [_spec(y) for y in ys]
@@ -280,7 +281,7 @@ def _refuse_written(base: KnownOfShapes, versions: Sequence[int]) -> None:
             raise GradtoolsError(
                 f"to_jax: {base.of.name} writes in place in {key}, which it closes over, at each "
                 "evaluation: that of a derivative too. Bridge the module: apply, params, state = "
-                "to_jax(module) hands its buffers in and out."
+                "to_jax(module) takes and returns its buffers."
             )
 
 

@@ -38,7 +38,7 @@ def flax_explained(caller: str) -> Iterator[None]:
             f"{caller}: the function changes a flax.nnx module that belongs to another trace "
             f"(flax.errors.TraceContextError: {str(error).partition(' (')[0]}). Pass the module "
             "through flax's own transforms (nnx.jit, nnx.grad) or as an argument, or use "
-            "gt.make_functional and hand its state on."
+            "gt.make_functional and pass its state on."
         ) from error
 
 

@@ -309,7 +309,7 @@ class _Graphs:
             for path, x in self.nnx.iter_graph(modules):
                 if isinstance(x, self.nnx.Param) and owners.setdefault(id(x), i) != i:
                     raise GradtoolsError(
-                        f"{caller}: the parameter {'.'.join(map(str, path[1:]))} stands in two of "
+                        f"{caller}: the parameter {'.'.join(map(str, path[1:]))} is in two of "
                         "the differentiated arguments, so that its gradient belongs to both. Pass "
                         "the modules in one argument, as a tuple or a dict."
                     )

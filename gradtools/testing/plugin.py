@@ -72,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     wanted: list[Any] = list(wanted_backends(metafunc.config))
     if not wanted:
-        reason = "no backend of gradtools is installed or asked for"
+        reason = "no backend of gradtools is installed or selected"
         wanted = [pytest.param("none", marks=pytest.mark.skip(reason=reason))]
     metafunc.parametrize("gradtools_backend", wanted, scope="session")
 
@@ -103,7 +103,9 @@ def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """
     missing = [b for b in BACKENDS if b not in wanted_backends(request.config)]
     if missing:
-        pytest.skip(f"cross_check needs both frameworks; not there or not asked for: {missing[0]}")
+        pytest.skip(
+            f"cross_check needs both frameworks; not installed or not selected: {missing[0]}"
+        )
 
     def checked(*, raises: bool = True, **options: Any) -> Any:
         from gradtools.testing.cross_checking.compare import cross_check as run

@@ -296,8 +296,8 @@ class TiledCall:
                 if not at:
                     known = ", ".join(str(key[-1]) for key in keys) or "none"
                     raise GradtoolsError(
-                        f"{self.caller}: {side} names argument {name!r}, which this call has not; "
-                        f"it has {known}."
+                        f"{self.caller}: {side} names argument {name!r}, which is no argument "
+                        f"of this call; it has {known}."
                     )
                 if roles[at[0]] not in (SHARED, side):
                     raise GradtoolsError(

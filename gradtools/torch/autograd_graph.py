@@ -312,7 +312,8 @@ def scripts_refused(caller: str) -> AbstractContextManager[None]:
 nodes_made = upstream.nodes_made
 TORCHSCRIPT_LOSES = (
     "f holds a function of TorchScript (torch.jit), in which PyTorch loses tangents, and second "
-    "derivatives inside of torch.func's transforms, in silence (torch#73972). Call the function "
-    "that was scripted or traced; or stay in reverse mode outside of torch.func: linearize for "
+    "derivatives inside of torch.func's transforms, without an error (torch#73972). Call the "
+    "function that was scripted or traced; or stay in reverse mode outside of torch.func: "
+    "linearize for "
     "jvp, hvp(mode='reverse_over_reverse')."
 )

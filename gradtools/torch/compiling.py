@@ -129,7 +129,7 @@ if not upstream.dynamo_is_loaded():
 LOST = "CompiledFunctionBackwardBackward"
 NO_DOUBLE_BACKWARD = (
     "a function compiled by torch.compile was differentiated twice from outside, and PyTorch has "
-    "no compiled double backward (pytorch#91469): it loses that derivative in silence. Compile the "
+    "no compiled double backward (pytorch#91469): it silently loses that derivative. Compile the "
     "derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), (v,))), or use gt.compile "
     "without fullgraph, which then runs the function outside of the graph."
 )

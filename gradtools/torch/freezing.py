@@ -276,7 +276,7 @@ class _Use(Forward):
         if self.once is not None:
             raise GradtoolsError(
                 f"frozen: G holds the autograd.Function {self.once}, whose backward is marked with "
-                "@once_differentiable, and its derivative is asked for. To have one, "
+                "@once_differentiable, and its derivative is needed. To have one, "
                 f"{mend}write a backward of PyTorch's operations, without that mark."
             )
 
@@ -508,7 +508,7 @@ def _nonlinear(hooked: bool, functions: set[Any]) -> str:
     function = f"the autograd.Function {names}, whose backward is not linear in the gradient"
     held = "a hook on a gradient that is not linear in it" if hooked else function
     return (
-        f"frozen: G holds {held}, and a derivative of G's pullback is asked for, which frozen "
+        f"frozen: G holds {held}, and a derivative of G's pullback is needed, which frozen "
         "takes for linear. Edit gradients outside of G, or take G itself."
     )
 
@@ -576,8 +576,9 @@ class _PullbackInputs(torch.autograd.Function):
 
 
 _CONSTANTS = (
-    "frozen: a parameter of G is asked for its derivative, and G's parameters are constants here. "
-    "Switch them off (module.requires_grad_(False)), ask for chosen inputs (torch.autograd.grad, "
+    "frozen: a derivative with respect to a parameter of G is needed, and G's parameters "
+    "are constants here. Switch them off (module.requires_grad_(False)), ask for chosen inputs "
+    "(torch.autograd.grad, "
     "or backward(inputs=...)), or use G itself."
 )
 

@@ -69,7 +69,7 @@ def gated_at_hooks(
         except Exception as error:
             raise LostDerivativeError(
                 f"{caller}: f sets a hook on a gradient, and the gradient is to be differentiated. "
-                "What the hook makes of it may lose its derivative in silence, so it is tried "
+                "What the hook makes of it may silently lose its derivative, so it is tried "
                 f"once, by finite differences, and this one could not be: {told(error)}. Use "
                 "gt.transform_gradient, or a gt.custom_rule."
             ) from error

@@ -187,7 +187,7 @@ def _checked(caller: str, modules: Sequence[nn.Module]) -> dict[nn.Module, Modul
         for name, p in read[module].parameters.items() if len(modules) > 1 else ():
             if p.requires_grad and owners.setdefault(id(p), k) != k:
                 raise GradtoolsError(
-                    f"{caller}: the parameter {name} stands in two of the differentiated modules, "
+                    f"{caller}: the parameter {name} is in two of the differentiated modules, "
                     "so that its gradient belongs to both. Pass one module that holds them, as "
                     "nn.ModuleDict or nn.ModuleList."
                 )

@@ -115,8 +115,12 @@ def test_every_public_name_is_shown_in_the_tour(gt):
     assert missing == ["accumulate_gradients"]  # docs/grad-or-backward.md shows it
 
 
-def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+def test_the_readme_is_short_and_its_report_is_what_a_page_prints():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    (report,) = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    printed = (ROOT / "docs" / "lost-gradients.md").read_text(encoding="utf-8")
+    assert report in printed
 
 
 def test_every_link_leads_to_a_file():

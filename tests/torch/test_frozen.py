@@ -829,7 +829,7 @@ def test_a_use_is_freed_with_its_last_holder():
 
 # --- parameters -------------------------------------------------------------------------------
 
-REFUSED = "a parameter of G is asked for its derivative"
+REFUSED = "a derivative with respect to a parameter of G is needed"
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -81,7 +81,7 @@ def test_another_kernel_takes_the_place_of_one_without_forward_mode(name, monkey
     expected = by_double_backward(G, U)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * expected.abs().max())
     with warnings.catch_warnings():
-        warnings.simplefilter("error", GradtoolsWarning)  # it is said once
+        warnings.simplefilter("error", GradtoolsWarning)  # it is reported once
         again = gt.mixed_partial(f, G, Y, Z, [U, V])
     torch.testing.assert_close(again[0], found, rtol=0, atol=tolerance)
 

@@ -176,7 +176,7 @@ KINDS: dict[str, FindingKind] = {
         has_place=False,
     ),
     "plain_list": FindingKind(
-        "it stands in a plain list, tuple or dict, in which a module does not see its parts",
+        "it is in a plain list, tuple or dict, in which a module does not see its parts",
         "use nn.ModuleList, nn.ModuleDict or nn.ParameterList",
         headline=_NOT_TRAINED,
         has_place=False,

@@ -353,7 +353,7 @@ _SPENT = (
 _NOTES = (
     (FROZEN, "requires_grad is False, so it is not trained"),
     (TABLE, "a buffer that the loss depends on; no optimiser changes it"),
-    (STATIC, "it stands in a static field, so it is a constant: no optimiser changes it"),
+    (STATIC, "it is in a static field, so it is a constant: no optimiser changes it"),
     (LOOSE, "a tensor that the loss depends on and the model does not hold as a parameter"),
 )
 
@@ -433,4 +433,4 @@ _STOPS = {"detached", "no_grad"}
 _UNSTEPPED = (
     "not trained, and no optimiser steps it, as a target network, a teacher, what is frozen"
 )
-_TWIN = "not trained, beside a network like it that is, as a target network or a teacher"
+_TWIN = "not trained, next to a network like it that is, as a target network or a teacher"

@@ -43,7 +43,7 @@ _OTHER_PROGRAM = (
 _OTHER_DRAWS = "nearby f draws other numbers, for what it draws from depends on the values"
 _NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
 _AT_AN_EDGE = (
-    "but not at the given arguments, which stand at a tie, at an edge or where a number is no "
+    "but not at the given arguments, which are at a tie, at an edge or where a number is no "
     "longer finite:"
 )
 _NO_DERIVATIVE = (
@@ -130,8 +130,7 @@ def _in_own_precision(program: LeafProgram, order: int) -> Formula:
                 "differentiates f at these arguments, please report the function."
             ) from error
         raise GradtoolsError(
-            f"formula: f raised {what}. It must run, and be differentiated, at the arguments at "
-            "which it is looked at."
+            f"formula: f raised {what}. It must run and be differentiable at the given arguments."
         ) from error
 
 

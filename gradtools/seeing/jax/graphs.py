@@ -1,7 +1,7 @@
 """A jaxpr as a `Graph`, the form that both frameworks share.
 
 Each equation is a node, each variable a value; loops, branches and calls keep their jaxprs as
-bodies. What an equation carries is said once, here and in `reachability.py`: without more it is
+bodies. What an equation carries is reported once, here and in `reachability.py`: without more it is
 differentiable between inexact arrays and cut elsewhere. A custom rule replaces what its function
 does inside, so no cut counts there. A mutable reference that an equation is given is a new value
 afterwards.

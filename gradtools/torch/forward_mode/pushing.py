@@ -143,7 +143,7 @@ def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any
     if plain is None:
         raise GradtoolsError(
             f"jvp: f holds the operator {fun.__name__} of PyTorch's, which takes functions and may "
-            "drop their tangents in silence. Write it by plain operations, or use linearize."
+            "silently drop their tangents. Write it by plain operations, or use linearize."
         )
     return plain(*args, **kwargs)
 

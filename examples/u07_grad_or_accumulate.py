@@ -1,7 +1,7 @@
 """Pure gradients touch no buffer; accumulating ones add into it, for chosen inputs only.
 
 Eight threads share the parameters of a digit classifier, each with a shard of the data. Gradients
-that are returned belong to the thread that asked, so nothing races; one lock orders what is added.
+that are returned belong to the calling thread, so nothing races; one lock orders what is added.
 docs/grad-or-backward.md says which of the two to use when.
 """
 

@@ -1,4 +1,4 @@
-"""The formula behind the gradient of a complex affine layer O = W I + b, held against one's own.
+"""The formula behind the gradient of a complex affine layer O = W I + b, checked by hand.
 
     dL/dI = W^H dL/dO        dL/dW = dL/dO I^H        dL/db = the sum of dL/dO over the batch
 

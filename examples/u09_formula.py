@@ -1,4 +1,4 @@
-"""What automatic differentiation computes, as mathematics, and one's own derivation beside it.
+"""What automatic differentiation computes, as mathematics, compared with a derivation by hand.
 
 Square, exp, sinh and cube to second order, with pictures of why double backward works; the rule
 W^H of a complex affine layer, found natively and from separate real and imaginary parts; and a
@@ -69,7 +69,7 @@ def tutorial(gt, backend):
 
 
 def drawn(gt, backend, name, f, x):
-    """The picture of a rule of one's own: what it keeps for backward, and for backward of that."""
+    """The picture of a custom rule: what it keeps for backward, and for backward of that."""
     for order in (1, 2):
         graph = gt.gradient_graph(f, x, order=order)
         saved = {edge.value: edge.bytes for edge in graph.edges if edge.saved}

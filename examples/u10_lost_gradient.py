@@ -1,9 +1,9 @@
-"""Style transfer in which one term of the loss has no effect, until the doctor names the line.
+"""Style transfer in which one term of the loss has no effect, until `why_zero` names the line.
 
 A photograph is to take on the style of another, stay smooth, and have a given part of its pixels
 bright: its volume fraction. The fraction is counted on a binarised image, through NumPy, so its
 gradient is lost and nothing says so: training ignores the term. ``why_zero`` names the line and
-the mend, ``straight_through`` with a sigmoid surrogate; then the fraction reaches its target.
+the fix, ``straight_through`` with a sigmoid surrogate; then the fraction reaches its target.
 A picture of before and after is written to ``out/``.
 """
 
@@ -46,7 +46,7 @@ def show(gt, backend):
         lambda b: b > 0.5, surrogate=lambda b: 1 / (1 + xp.exp(-10 * (b - 0.5)))
     )
 
-    def fraction_mended(image):
+    def fraction_fixed(image):
         return xp.mean(is_bright(brightness(image)))
 
     def features(image):
@@ -75,7 +75,7 @@ def show(gt, backend):
         return lambda image: sum(WEIGHTS[name] * term for name, term in terms(image).items())
 
     ignored = trained(gt, backend, loss_with(fraction_through_numpy), photo)
-    before, after = (float(fraction_mended(x)) for x in (photo, ignored))
+    before, after = (float(fraction_fixed(x)) for x in (photo, ignored))
     claim(
         f"through NumPy the volume fraction goes from {before:.2f} to {after:.2f}, not to {TARGET}",
         abs(after - TARGET) > 0.1,
@@ -84,17 +84,17 @@ def show(gt, backend):
     report = gt.why_zero(loss_with(fraction_through_numpy), photo)
     print("\n".join(f"  | {line}" for line in str(report).splitlines()))
     places = {finding.source.function for finding in report if finding.source}
-    claim("the doctor names fraction_through_numpy", places == {"fraction_through_numpy"})
+    claim("why_zero names fraction_through_numpy", places == {"fraction_through_numpy"})
     kinds = {finding.kind for finding in report}
     claim(f"as a lost part, of kind {kinds}", "left_framework" in kinds)
     claim("as one part of the loss", not any(finding.whole for finding in report))
 
-    mended = trained(gt, backend, loss_with(fraction_mended), photo)
-    reached = float(fraction_mended(mended))
+    fixed = trained(gt, backend, loss_with(fraction_fixed), photo)
+    reached = float(fraction_fixed(fixed))
     claim(f"with straight_through it reaches {reached:.3f}", abs(reached - TARGET) < 0.01)
-    claim("and nothing is lost any more", not gt.why_zero(loss_with(fraction_mended), photo))
-    draw(gt, backend, {"photograph": photo, "term ignored": ignored, "term mended": mended})
-    return {"ignored": ignored, "mended": mended}
+    claim("and nothing is lost any more", not gt.why_zero(loss_with(fraction_fixed), photo))
+    draw(gt, backend, {"photograph": photo, "term ignored": ignored, "term fixed": fixed})
+    return {"ignored": ignored, "fixed": fixed}
 
 
 def trained(gt, backend, loss, image):

@@ -161,9 +161,9 @@ class _Gating(NamedTuple):
             if not any(g.requires_grad for g in there) and (behind or inputs):
                 if not self._may_lose():
                     return None
-                if self.key.attaches:
-                    there = _with_inner_graphs(upstream.current_node(), there, cts)
-                    behind, inputs = [], []
+                attached = self.key.attaches and _with_inner_graphs(given, cts)
+                if attached:
+                    return attached
             left = iter(self.beside(there, inputs, behind))
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 
@@ -209,15 +209,20 @@ class _Gating(NamedTuple):
             raise LostDerivativeError(_message(self.caller, self.key, which))
 
 
-def _with_inner_graphs(node: Any, given: Sequence[Tensor], cts: Any) -> list[Tensor]:
-    """The gradient that a node gives, once more, with the graphs of derivatives that it takes."""
+def _with_inner_graphs(given: Sequence[Any], cts: Any) -> tuple[Any, ...] | None:
+    """What the node that runs gives, once more, with the graphs of derivatives that it takes."""
+    node = upstream.current_node()
     if any(ct is None for ct in cts):
-        return list(given)
+        return None
     with torch.enable_grad(), InnerGraphs():
         grads = upstream.forward_class(type(node)).backward(node, *cts)
     grads = grads if isinstance(grads, tuple | list) else (grads,)
-    result = [g for g, n in zip(grads, node.needs_input_grad, strict=False) if n and g is not None]
-    return result if len(result) == len(given) else list(given)
+    wanted = [g for g, needed in zip(grads, node.needs_input_grad, strict=False) if needed]
+    tracked = [parent is not None for parent, _ in node.next_functions]
+    if len(wanted) != sum(tracked) or len(given) != len(tracked):
+        return None
+    left = iter(wanted)
+    return tuple([next(left) if t else g for g, t in zip(given, tracked, strict=True)])
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -999,6 +999,37 @@ def test_a_class_that_reads_its_arguments_in_a_module_has_its_derivatives(dtype)
             torch.testing.assert_close(found[name], expected[name])
 
 
+class Recomputes(torch.autograd.Function):
+    """The checkpoint of guided-diffusion, whose input is cut off in its backward."""
+
+    @staticmethod
+    def forward(ctx, run, x, *params):
+        ctx.run, ctx.x, ctx.params = run, x, params
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, ct):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.run(x.view_as(x))
+        return None, *torch.autograd.grad(out, (x, *ctx.params), ct, allow_unused=True)
+
+
+def test_a_checkpoint_of_ones_own_is_right_at_the_weights_and_refused_at_the_input():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    ones = {name: torch.ones_like(p) for name, p in net.named_parameters()}
+    through = lambda x: lambda net: Recomputes.apply(net, x, *net.parameters()).sin().sum()
+    (found,) = gt.hvp(through(_X), (net,), (ones,))[1]
+    (expected,) = gt.hvp(lambda net: net(_X).sin().sum(), (net,), (ones,))[1]
+    for name in ones:
+        torch.testing.assert_close(found[name], expected[name])
+    with pytest.raises(LostDerivativeError, match="Recomputes, whose backward"):
+        gt.hvp(through(_X.clone().requires_grad_()), (net,), (ones,))
+    with pytest.raises(LostDerivativeError, match="Recomputes, whose backward"):
+        gt.hvp(lambda x: through(x)(net), (_X,), (_X,))
+
+
 class ReadsAGlobal(ReadsAModule):
     """The same of a module that no argument holds."""
 

@@ -100,9 +100,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support.xla_defaults import compile_quickly, keep_compiled
 
         keep_compiled(config.rootpath / ".pytest_cache" / "jax")
-        import jax
+        import jax.experimental
+        import jax.export  # which older versions do not import by themselves
 
         compile_quickly()
+        if not hasattr(jax, "enable_x64"):  # JAX 0.7
+            jax.enable_x64 = jax.experimental.enable_x64
 
         jax.config.update("jax_enable_x64", True)
     if "torch" in wanted:

@@ -117,9 +117,20 @@ def _reseed(model: Any, key: jax.Array) -> None:
     """Each random stream of the model gets a key of its own, in the shape that it has."""
     streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
     for own, stream in zip(keys(key, len(streams)), streams, strict=True):
-        shape = stream.key.get_value().shape
-        stream.key.set_value(jax.random.split(own, shape) if shape else own)
-        stream.count.set_value(jax.numpy.zeros(shape, jax.numpy.uint32))
+        shape = stream.key.get_value().shape if _HAS_METHODS else stream.key.value.shape
+        _set(stream.key, jax.random.split(own, shape) if shape else own)
+        _set(stream.count, jax.numpy.zeros(shape, jax.numpy.uint32))
+
+
+def _set(variable: Any, value: Any) -> None:
+    """Changes a Variable's value, in flax 0.11 by the property that later versions deprecate."""
+    if _HAS_METHODS:
+        variable.set_value(value)
+    else:
+        variable.value = value
+
+
+_HAS_METHODS = hasattr(nnx.Variable, "set_value")
 
 
 # --- modules inside of loops and rules

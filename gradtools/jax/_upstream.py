@@ -16,11 +16,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from itertools import pairwise
 from types import CellType, FunctionType, ModuleType
 from typing import Any, cast
 
 import jax
+import jax.experimental
 import numpy as np
 from jax._src import core as _core
 from jax._src.core import Jaxpr as Jaxpr
@@ -34,6 +36,20 @@ from jax.interpreters import mlir
 from gradtools.code_origin import is_in
 
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.12 on
+
+
+enable_x64: Any = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+"""A block with or without float64. JAX 0.7 has it in `jax.experimental` alone."""
+
+
+def constants_of(closed: Any) -> list[Any]:
+    """The constants of a closed jaxpr, arrays of NumPy as such.
+
+    JAX 0.7 and 0.8 wrap these in a class of their own, with a field `val` and without operators;
+    from 0.9 on that is a subclass of NumPy's.
+    """
+    own = jax.Array | np.ndarray
+    return [getattr(c, "val", c) if not isinstance(c, own) else c for c in closed.consts]
 
 
 def stack_of(eqn: Any) -> Sequence[Any]:
@@ -80,7 +96,26 @@ def is_of_random(jaxpr: Any) -> bool:
 
 
 class Tracer(jax.core.Tracer):  # type: ignore[misc]
-    """A tracer of ours. Gone: JAX's own text of where it was made, which names JAX's internals."""
+    """A tracer of ours. Gone: JAX's own text of where it was made, which names JAX's internals.
+
+    JAX before 0.10 takes no `aval`: a tracer's type is a property of its class.
+    """
+
+    if "aval" in signature(jax.core.Tracer.__init__).parameters:
+
+        def __init__(self, trace: Any, aval: Any) -> None:
+            super().__init__(trace, aval)
+
+    else:
+        __slots__ = ("_aval",)
+
+        def __init__(self, trace: Any, aval: Any) -> None:
+            super().__init__(trace)
+            self._aval = aval
+
+        @property
+        def aval(self) -> Any:
+            return self._aval
 
     def _origin_msg(self) -> str:
         return ""
@@ -103,6 +138,56 @@ def is_for_one_cpu(ctx: Any) -> bool:
     devices = getattr(getattr(module, "axis_context", None), "num_devices", 0)
     emits = hasattr(mlir, "emit_python_callback")
     return emits and devices == 1 and list(getattr(module, "platforms", ())) == ["cpu"]
+
+
+def emit_callback(ctx: Any, run: Callable[..., Any], xs: Sequence[Any]) -> Any:
+    """Lowers a call back into Python, where `is_for_one_cpu` says that it can be."""
+    avals = ctx.avals_in, ctx.avals_out
+    emit: Any = mlir.emit_python_callback
+    return emit(ctx, run, None, xs, *avals, has_side_effect=False, **_no_token())[0]
+
+
+@cache
+def _no_token() -> dict[str, bool]:
+    """The argument that JAX 0.8 added. Without it a token is made, which is not used."""
+    parameters = signature(mlir.emit_python_callback).parameters
+    return {"returns_token": False} if "returns_token" in parameters else {}
+
+
+def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
+    """The results of an equation's primitive at other operands.
+
+    `get_bind_params` gives the parameters from JAX 0.9 on; before, functions that come before the
+    operands, and the parameters.
+    """
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    return eqn.primitive.bind(*functions, *xs, **params)
+
+
+def backward_shapes_are_checked() -> bool:
+    """Whether a rule's cotangents must have the shapes of its primals, as JAX checks.
+
+    The switch `jax_disable_bwd_checks` is documented with `jax.custom_vjp`, and no attribute of
+    `jax.config` that a type checker knows. JAX before 0.9 has none, and always checks.
+    """
+    return not getattr(jax.config, "jax_disable_bwd_checks", False)
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """The mesh axes over which a type is different under shard_map.
+
+    `aval.vma` until JAX 0.9, `aval.manual_axis_type.varying` from 0.10 on.
+    """
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
+
+
+def as_varying(x: Any, axes: Sequence[Any]) -> Any:
+    """x, typed as different along these mesh axes too. JAX 0.7 has `pvary` for `pcast`."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, tuple(axes), to="varying")
+    return jax.lax.pvary(x, tuple(axes))
 
 
 def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradtools.backend import Array, Lazily, Wing
 from gradtools.jax import arrays, engines, module_arguments, shardings, transformed_modules, trees
+from gradtools.jax._upstream import backward_shapes_are_checked
 from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.recomputing import checkpointed
 from gradtools.jax.rules.installing import apply_rule, attempt
@@ -134,7 +135,7 @@ class JaxBackend(Wing):
             )
 
     def lets_shapes_pass(self) -> bool:
-        return bool(jax.config.jax_disable_bwd_checks)  # type: ignore[attr-defined]  # made by JAX
+        return not backward_shapes_are_checked()
 
     def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
         if not hasattr(of, "kernel"):

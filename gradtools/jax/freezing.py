@@ -22,7 +22,7 @@ import numpy as np
 from gradtools.arguments.chunks import Chunks
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError, is_of, warn
-from gradtools.jax._upstream import ClosedJaxpr
+from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.arrays import asarray
 from gradtools.jax.jaxprs import uses_primitive
 from gradtools.jax.known_errors import explained
@@ -93,7 +93,7 @@ class _TracedOnce:
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
         closed = jax.make_jaxpr(fun)(*xs)
         # NumPy's arrays are the caller's, who may write to them before the second derivative
-        consts = [np.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
+        consts = [np.array(c) if isinstance(c, np.ndarray) else c for c in constants_of(closed)]
         self.fun, self.closed = fun, ClosedJaxpr(closed.jaxpr, consts)
         self.avals = [_strong(aval) for aval in self.closed.in_avals]
         self.captured: list[Any] = consts if all(map(_is_plain, consts)) else []

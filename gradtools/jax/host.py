@@ -26,7 +26,14 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gradtools.host_kernels import Kernel, KernelCall, Results, Shape
 from gradtools.jax import shardings
-from gradtools.jax._upstream import is_exporting, is_for_one_cpu, transfers_refused
+from gradtools.jax._upstream import (
+    as_varying,
+    emit_callback,
+    is_exporting,
+    is_for_one_cpu,
+    transfers_refused,
+    varying_axes,
+)
 from gradtools.jax.arrays import X64
 from gradtools.jax.known_errors import CALLS_JAX, OTHER_PLATFORM, says
 from gradtools.jax.reachability import within_a_trace
@@ -146,8 +153,8 @@ def _abstract(*xs: Any, **params: Any) -> list[Any]:
 
 def _varying(ys: list[Any], xs: Sequence[Any]) -> list[Any]:
     """The same, typed as different on the devices on which an input may be different."""
-    axes = {axis for x in xs for axis in jax.typeof(x).manual_axis_type.varying}
-    return [jax.lax.pcast(y, tuple(axes), to="varying") for y in ys] if axes else ys
+    axes = {axis for x in xs for axis in varying_axes(jax.typeof(x))}
+    return [as_varying(y, tuple(axes)) for y in ys] if axes else ys
 
 
 def _batch(xs: Any, dims: Any, *, call: KernelCall, expected: Results, batch: Shape) -> Any:
@@ -173,9 +180,7 @@ def _lower(ctx: Any, *xs: Any, call: KernelCall, **params: Any) -> Any:
         if not is_for_one_cpu(ctx):
             return _LOWERED(ctx, *xs, call=call, **params)
         run = partial(_run, call=call, **params)
-        emit: Any = mlir.emit_python_callback
-        avals = ctx.avals_in, ctx.avals_out
-        return emit(ctx, run, None, xs, *avals, has_side_effect=False, returns_token=False)[0]
+        return emit_callback(ctx, run, xs)
     except ValueError as error:
         if not says(error, OTHER_PLATFORM):
             raise

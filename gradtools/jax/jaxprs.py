@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from gradtools.jax._upstream import Literal
+from gradtools.jax._upstream import Literal, bind_again
 from gradtools.jax.rules.kept_alive import LIFE
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
@@ -90,7 +90,7 @@ def equations(closed_jaxpr: Jaxpr) -> list[Eqn]:
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
     """The results of an equation, run at these operands in the settings that it was traced in."""
     with eqn.ctx.manager:
-        result = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+        result = bind_again(eqn, xs)
     return list(result) if eqn.primitive.multiple_results else [result]
 
 

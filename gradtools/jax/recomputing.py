@@ -15,7 +15,7 @@ from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
-from gradtools.jax._upstream import ClosedJaxpr
+from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.compiled_once import compiled
 from gradtools.jax.known_errors import NO_EFFECTS, flax_explained, says
 
@@ -103,7 +103,7 @@ def owning(closed: Any) -> Any:
 
     They are the caller's, who may write to them before the backward pass.
     """
-    return ClosedJaxpr(closed.jaxpr, [_own(c) for c in closed.consts])
+    return ClosedJaxpr(closed.jaxpr, [_own(c) for c in constants_of(closed)])
 
 
 def _own(x: Any) -> Any:

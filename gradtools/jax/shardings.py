@@ -17,6 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradtools.backend import Array
+from gradtools.jax._upstream import as_varying, varying_axes
 
 
 def entries(x: Any) -> tuple[Any, ...]:
@@ -180,12 +181,12 @@ def varying_alike(xs: Sequence[Any]) -> list[Any]:
 def varying(x: Any, axes: frozenset[Any]) -> Any:
     """x, typed as varying over these mesh axes too."""
     missing = axes - varies(x)
-    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+    return as_varying(x, sorted(missing)) if missing else x
 
 
 def varies(x: Any) -> frozenset[Any]:
     """The mesh axes over which x is typed as different."""
-    return frozenset(_aval(x).manual_axis_type.varying)
+    return varying_axes(_aval(x))
 
 
 @jax.custom_jvp

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax.jaxprs import without_consts
+from gradtools.jax._upstream import backward_shapes_are_checked, constants_of
 from gradtools.jax.rules.checking import (
     avals_of,
     hold_evaluated,
@@ -236,8 +237,7 @@ def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
     """A zero for None; an error where a map's result does not have the shape it must have."""
     if value is None:
         return zeros_of(like)
-    unchecked = jax.config.jax_disable_bwd_checks  # type: ignore[attr-defined]  # made by JAX
-    if jnp.shape(value) != tuple(like.shape) and not unchecked:
+    if jnp.shape(value) != tuple(like.shape) and backward_shapes_are_checked():
         raise GradtoolsError(
             f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
             f"expected {tuple(like.shape)}, that of what it belongs to."
@@ -259,4 +259,4 @@ def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], 
         flat = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(treedef, flat)
 
-    return hoisted, list(closed.consts)
+    return hoisted, constants_of(closed)

@@ -289,7 +289,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "iota": lambda p, e: {"axis": p["dimension"]},
     "integer_pow": lambda p, e: {},
     "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"] or None},
-    "top_k": lambda p, e: {"k": p["k"], "axis": p["axis"] % len(_shape(e.invars[0]))},
+    "top_k": lambda p, e: {"k": p["k"], "axis": p.get("axis", -1) % len(_shape(e.invars[0]))},
     "round": lambda p, e: {
         "rounding_method": _unless("to_nearest_even", _plain(p["rounding_method"]))
     },

@@ -122,8 +122,8 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     """What an optimiser changes: one of optax, its state, the pair of both, or one of flax.nnx."""
     nnx, part = sys.modules.get("flax.nnx"), part_of(model)
     if nnx is not None and _is_an_optimizer(optimizer):
-        part = nnx.as_pure(nnx.state(model, optimizer.wrt))
-        return _probed(optimizer.tx, nnx.as_pure(optimizer.opt_state), part)
+        part = _pure(nnx, nnx.state(model, optimizer.wrt))
+        return _probed(optimizer.tx, _pure(nnx, optimizer.opt_state), part)
     if _is_transform(optimizer):
         try:
             state = optimizer.init(part)
@@ -191,12 +191,17 @@ def _stranger(name: str) -> tuple[str, str]:
     return f"optimizer{name}" if name.startswith("[") else f"optimizer.{name}", ""
 
 
+def _pure(nnx: Any, state: Any) -> Any:
+    """A state with arrays in the place of its Variables. Older flax calls it `pure`."""
+    return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)
+
+
 def _by_names(state: Any, held: Sequence[HeldArray]) -> Optimised:
     """By the names of what the state keeps for each array, where it keeps anything."""
     nnx = sys.modules.get("flax.nnx")
     arrays = [
         (_name(path), jnp.shape(x))
-        for path, x in jax.tree.leaves_with_path(nnx.as_pure(state) if nnx else state)
+        for path, x in jax.tree.leaves_with_path(_pure(nnx, state) if nnx else state)
         if jnp.shape(x)
     ]
     kept = {

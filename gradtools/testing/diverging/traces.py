@@ -257,7 +257,8 @@ class _Equinox:
     def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
         import equinox
         import jax
-        from jax.extend.core import get_opaque_trace_state
+
+        from gradtools.jax._upstream import get_opaque_trace_state
 
         leaves = [reduce(getitem, path, params) for path in self.paths]
         model = equinox.combine(jax.tree.unflatten(self.treedef, leaves), self.rest)

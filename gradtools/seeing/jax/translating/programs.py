@@ -25,7 +25,7 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import is_of_random
+from gradtools.jax._upstream import enable_x64, is_of_random
 from gradtools.jax.operation_marks import function_name, is_chunk
 from gradtools.seeing.formulas.algebra import apply, constant_of
 from gradtools.seeing.formulas.evaluation import evaluate
@@ -244,7 +244,7 @@ class _Translator:
             return [jnp.asarray(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
 
         inexact = tuple(bool(jnp.issubdtype(dtype, jnp.inexact)) for dtype in dtypes)
-        kernel = OpaqueFunction(self.backend, run, arrays, inexact, partial(jax.enable_x64, wide))
+        kernel = OpaqueFunction(self.backend, run, arrays, inexact, partial(enable_x64, wide))
         outs = [_like(v) for v in eqn.outvars]
         args = [self.expr(entries[k]) for k in moving]
         rank = max((x.rank for x in args), default=0)
@@ -314,7 +314,7 @@ class _Translator:
 
 def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
     """Inside, f may run: JAX keeps nothing of it. wide: arrays of 64 bits may be made."""
-    return jax.enable_x64(True) if wide else nullcontext()
+    return enable_x64(True) if wide else nullcontext()
 
 
 _RULES = tuple(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter, methodcaller
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -180,10 +181,10 @@ must be constant to its tangent. Gone: detach each tensor instead."""
 softmax_pullback: Callable[..., Tensor] = torch._softmax_backward_data
 """y (g - sum(g y)) in one kernel. Gone: by that formula, three kernels and a copy."""
 
-fp32_precision: Callable[[str, str], str] = _c._get_fp32_precision_getter
+fp32_precision: Any = getattr(_c, "_get_fp32_precision_getter", None)
 """How products of float32 are computed by a library and operation, which each use of a frozen
-function asks several times. Gone: the attributes `fp32_precision` of `torch.backends`, in Python.
-"""
+function asks several times; None before PyTorch 2.9. Gone: the attributes `fp32_precision` of
+`torch.backends`, in Python."""
 
 flag_getters: dict[str, Callable[[], Any]] = {
     "deterministic": _c._get_deterministic_algorithms,
@@ -250,6 +251,45 @@ DisableTorchFunction: Any = _c.DisableTorchFunction
 Functions: Any = function._SingleLevelFunction
 """The base beneath `torch.autograd.Function`: an `apply` set here for the time of a call is met by
 who keeps a bound `Function.apply`, too. Gone: patch Function, and miss those."""
+
+_HANDLERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _redispatch(fun: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls a function inside of its own ``__torch_function__``, past its look for modes.
+
+    The operations that it makes are seen. A function in Python looks by one of `_HANDLERS`, so a
+    copy of it runs in which these answer no; a higher-order operator goes on to its kernel.
+    """
+    if isinstance(fun, HigherOrderOperator):
+        keys = torch._ops._compute_keyset(args, kwargs, fun.non_fallthrough_keys)  # type: ignore[arg-type]
+        return fun.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
+    looks = [name for name in _HANDLERS if name in fun.__code__.co_names]
+    if not all(name in fun.__globals__ for name in looks):  # as `torch.overrides.has_...`
+        with _c.DisableTorchFunction():
+            return fun(*args, **kwargs)
+    scope = {**fun.__globals__, **dict.fromkeys(looks, lambda *args: False)}
+    copy = FunctionType(fun.__code__, scope, fun.__name__, fun.__defaults__, fun.__closure__)
+    copy.__kwdefaults__ = fun.__kwdefaults__
+    return copy(*args, **kwargs)
+
+
+redispatch_function: Callable[..., Any] = getattr(
+    torch.overrides, "redispatch_function", _redispatch
+)
+"""Public from PyTorch 2.13 on."""
+
+
+def size_hint(n: Any, fallback: int) -> int:
+    """The length that an axis has where the compiler keeps it open. `hint_int` before 2.12."""
+    from torch.fx.experimental import symbolic_shapes
+
+    hint = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int
+    return int(hint(n, fallback=fallback))
+
+
+linear_cross_entropy: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
+"""The loss without all logits, from PyTorch 2.13 on; None before."""
 
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack

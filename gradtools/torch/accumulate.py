@@ -238,8 +238,8 @@ def _check_match(caller: str, path: str, p: torch.Tensor, g: torch.Tensor) -> No
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
-    """`p.grad_dtype`; where that allows any, what `.grad` has now."""
-    return p.grad_dtype or (g.dtype if p.grad is None else p.grad.dtype)
+    """`p.grad_dtype`, its own before PyTorch 2.10; where that allows any, what `.grad` has now."""
+    return getattr(p, "grad_dtype", p.dtype) or (g.dtype if p.grad is None else p.grad.dtype)
 
 
 def _is_traced(x: torch.Tensor) -> bool:

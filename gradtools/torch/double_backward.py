@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.overrides import TorchFunctionMode, redispatch_function
+from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
@@ -356,7 +356,7 @@ class _Calls(TorchFunctionMode):
         self._example = before or SeenCall.of(args[1:])
         try:
             with self:  # which sees the class that vmap makes of this one
-                return redispatch_function(fun, (), args, {})
+                return upstream.redispatch_function(fun, (), args, {})
         finally:
             self._example = before
 

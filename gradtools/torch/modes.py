@@ -284,11 +284,13 @@ def _precisions() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     and so come first. An older one that the newer ones contradict cannot be read, and is None.
     """
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-    newer = {
-        "cuda.matmul": cuda.matmul,
-        **{f"cudnn.{name}": getattr(cudnn, name) for name in ("conv", "rnn")},
-        **{f"mkldnn.{name}": getattr(mkldnn, name) for name in ("matmul", "conv", "rnn")},
-    }
+    newer: dict[str, Any] = {}
+    if upstream.fp32_precision is not None:
+        newer = {
+            "cuda.matmul": cuda.matmul,
+            **{f"cudnn.{name}": getattr(cudnn, name) for name in ("conv", "rnn")},
+            **{f"mkldnn.{name}": getattr(mkldnn, name) for name in ("matmul", "conv", "rnn")},
+        }
     return {
         "float32_matmul_precision": _if_readable(
             upstream.flag_getters["float32 products"], torch.set_float32_matmul_precision

@@ -19,7 +19,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, redispatch_function
+from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.forward_mode.pushing import pushed_rightly
@@ -136,7 +136,7 @@ class NoGradStopsTangents(TorchFunctionMode):
         before, self._inside = self._inside, fun
         TorchFunctionMode.__enter__(self)
         try:
-            return redispatch_function(fun, (), args, kwargs)
+            return upstream.redispatch_function(fun, (), args, kwargs)
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)
             self._inside = before

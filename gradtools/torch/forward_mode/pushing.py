@@ -49,7 +49,6 @@ Tensor = torch.Tensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-_LINEAR_CROSS_ENTROPY = torch.nn.functional.linear_cross_entropy
 _OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
 _TRANSPOSABLE = (*_OPERATORS, BuiltinFunctionType, MethodDescriptorType)  # no Function of a user's
 
@@ -103,7 +102,7 @@ def _called_otherwise(
     if not row.applies(args, kwargs):
         return pushed_by_pytorch(fun, args, kwargs)
     if row.program is None:
-        return _transposed(fun, args, kwargs, opaque=fun is _LINEAR_CROSS_ENTROPY)
+        return _transposed(fun, args, kwargs, opaque=fun is upstream.linear_cross_entropy)
     return row.program(*args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode, redispatch_function
+from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_mapped, levels_differentiating
@@ -70,7 +70,7 @@ class PlainPrograms(TorchFunctionMode):
         before, self._inside = self._inside, fun
         try:
             with self:
-                return redispatch_function(fun, types, args, kwargs)
+                return upstream.redispatch_function(fun, types, args, kwargs)
         finally:
             self._inside = before
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.plain_programs import programs
 
@@ -419,7 +420,7 @@ TABLE = (
 )
 _BY_NAME = {row.name: row for row in TABLE}
 _IN_PYTHON = (
-    *(torch.nn.functional.linear_cross_entropy, torch.cdist),
+    *(upstream.linear_cross_entropy, torch.cdist),
     *(torch.nn.functional.hardsigmoid, torch.nn.functional.silu),
 )
 

@@ -247,11 +247,7 @@ def _concrete(like: Any) -> Any:
 
 
 def _length(n: Any) -> int:
-    if isinstance(n, int):
-        return n
-    from torch.fx.experimental.symbolic_shapes import optimization_hint
-
-    return optimization_hint(n, fallback=2)
+    return n if isinstance(n, int) else upstream.size_hint(n, fallback=2)
 
 
 def is_plain(x: Tensor) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 
 USER, PACKAGE, LIBRARY = range(3)
 ENGINES = ("torch", "jax", "jaxlib", "numpy", "gradtools")
+_INSTALLED = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _LIBRARIES = frozenset({*ENGINES, *sys.stdlib_module_names})
@@ -56,7 +57,7 @@ def kind_of(file: str) -> int:
         return USER if file.startswith(_TYPED_IN) else LIBRARY
     if is_in(ENGINES, file):
         return LIBRARY
-    if "-packages" in file:
+    if any(folder in file for folder in _INSTALLED):
         return PACKAGE
     return LIBRARY if file.startswith(_STANDARD) else USER
 

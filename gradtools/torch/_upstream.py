@@ -603,6 +603,12 @@ COMPILED_CODE = "torch._functorch."
 """The modules whose Functions hold compiled code: their backward is no code of a user's."""
 
 
+saved_views_are_detached: bool = torch.__version__ < "2.13"
+"""Whether compiled code saves an input that is a view without its graph, so that a second
+derivative is lost without `CompiledFunctionBackwardBackward`. No name tells; seen in 2.8 to 2.12.
+"""
+
+
 def skip_module(name: str) -> None:
     """No line of a module is compiled, though what it calls may be."""
     from torch._dynamo import trace_rules

@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from gradtools.backend import Fun
 from gradtools.errors import LostDerivativeError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import LOST, nodes_of
+from gradtools.torch.compiling import COMPILED, LOST, nodes_of
 from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.patches import scripts_called
 from gradtools.torch.plain_programs.backward_nodes import WRONG, is_wrong
@@ -45,6 +45,7 @@ class Survey(NamedTuple):
         wrong: Nodes of operations whose gradient PyTorch has wrong.
         compiled: Backward passes of compiled code, which lose derivatives.
         hooked: Whether hooks were set where it was made.
+        compiled: Nodes of compiled code, whose backward passes lose derivatives.
     """
 
     leaves: list[Tensor]
@@ -84,7 +85,9 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
     if kind.__name__ == LOST:
         found.compiled.append(node)
     elif issubclass(kind, BackwardCFunction):
-        if not upstream.forward_class(kind).__module__.startswith(OWN):
+        if kind.__name__ == COMPILED:
+            found.compiled.append(node)
+        elif not upstream.forward_class(kind).__module__.startswith(OWN):
             found.custom.append(node)
     elif kind.__name__ in WRONG:
         if is_wrong(node):

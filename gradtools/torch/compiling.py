@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -126,7 +126,8 @@ if not upstream.dynamo_is_loaded():
 
 # --- double backward of compiled code ----------------------------------------------------
 
-LOST = "CompiledFunctionBackwardBackward"
+COMPILED = "CompiledFunctionBackward"
+LOST = f"{COMPILED}Backward"
 NO_DOUBLE_BACKWARD = (
     "a function compiled by torch.compile was differentiated twice from outside, and PyTorch has "
     "no compiled double backward (pytorch#91469): it silently loses that derivative. Compile the "
@@ -141,6 +142,43 @@ def refuse_lost(caller: str, outs: Sequence[Tensor]) -> None:
         type(node).__name__ == LOST for node in nodes_of(outs)
     ):
         raise GradtoolsError(f"{caller}: {NO_DOUBLE_BACKWARD}")
+
+
+class CompiledFunctionBackward(torch.autograd.Function):
+    """Stands for a compiled backward pass whose derivative is lost; its node is named `LOST`."""
+
+    @staticmethod
+    def forward(ctx: Any, ct: Tensor, tracked: Tensor) -> Tensor:
+        return ct.view_as(ct)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        raise GradtoolsError(NO_DOUBLE_BACKWARD)
+
+
+def mark_lost(nodes: Sequence[Any]) -> None:
+    """Marks gradients of compiled code that come without a graph.
+
+    Where an input is a view, PyTorch before 2.13 saves it detached and gives no
+    `CompiledFunctionBackwardBackward`, so the second derivative would be zero in silence.
+    """
+    if not upstream.saved_views_are_detached:
+        return
+    for node in nodes:
+        if type(node).__name__ == COMPILED and LOST not in node.metadata:
+            node.metadata[LOST] = True
+            node.register_hook(partial(_marked, node.saved_tensors))
+
+
+def _marked(saved: Sequence[Any], cts: Sequence[Any], _: Any) -> Any:
+    """The gradients of a compiled call, those without a graph behind a node named `LOST`."""
+    given = [ct for ct in cts if isinstance(ct, Tensor)]
+    depends = any(x is not None and x.is_floating_point() for x in saved)
+    if not torch.is_grad_enabled() or not depends or any(ct.requires_grad for ct in given):
+        return None
+    tracked = torch.zeros((), requires_grad=True)
+    apply = CompiledFunctionBackward.apply
+    return tuple([apply(ct, tracked) if isinstance(ct, Tensor) else ct for ct in cts])
 
 
 def not_exported(caller: str) -> GradtoolsError:

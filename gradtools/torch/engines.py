@@ -50,6 +50,7 @@ from gradtools.torch.autograd_graph import (
 )
 from gradtools.torch.compiling import (
     is_compiling,
+    mark_lost,
     nodes_of,
     not_exported,
     refuse_lost,
@@ -379,6 +380,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
         refuse_lost(caller_of(fun), outs)
     if hooks_made() != hooks:
         survey = survey._replace(hooked=True)
+        mark_lost(survey.compiled)
     inside.spent[0] = True
     attached = keep and (any(map(_is_tracked, leaves)) or not all(map(is_spent, survey.leaves)))
     return outs, extras, aliases, attached, survey, inside

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import gradtools
+from gradtools.code_origin import PACKAGE, USER, kind_of
+from gradtools.testing.older_numpy import OlderNumPy
 from gradtools.versions import SUPPORTED, check_version
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +33,7 @@ def test_the_extras_ask_for_the_versions_that_an_import_supports(package):
     ("package", "version"),
     [
         *(("torch", v) for v in ("2.13.0+cpu", "2.13.1", "2.13.0a0+git1234")),
-        *(("jax", v) for v in ("0.10.2", "0.11.0", "0.12.0.1", "0.12.0.dev20261101")),
+        *(("jax", v) for v in ("0.7.2", "0.10.2", "0.11.0", "0.12.0.1", "0.12.0.dev20261101")),
     ],
 )
 def test_a_supported_version_passes(package, version):
@@ -75,3 +79,27 @@ for name in ("gradtools.{package}", "gradtools.{package}.arrays"):
     lines = done.stdout.splitlines()
     assert len(lines) == 2
     assert all(f"found {package} {version}" in line for line in lines)
+
+
+def test_the_names_of_the_array_api_are_there_in_older_numpy():
+    older = OlderNumPy()
+    x = np.arange(9.0).reshape(3, 3)
+    assert older.linalg.vector_norm(x) == np.linalg.norm(x)
+    assert older.linalg.trace(x) == 12
+    np.testing.assert_allclose(older.linalg.svdvals(x), np.linalg.svd(x)[1])
+    np.testing.assert_array_equal(older.concat([x, x]), np.concatenate([x, x]))
+    np.testing.assert_array_equal(older.cumulative_sum(x, axis=0), np.cumsum(x, axis=0))
+    assert older.atan2(1.0, 1.0) == np.arctan2(1.0, 1.0)
+    assert older.linalg.det is np.linalg.det and older.sin is np.sin
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        (("home", "my-packages", "net.py"), USER),
+        (("venv", "lib", "site-packages", "net.py"), PACKAGE),
+        (("usr", "lib", "dist-packages", "net.py"), PACKAGE),
+    ],
+)
+def test_only_installed_packages_are_libraries(path, kind):
+    assert kind_of(os.sep + os.path.join(*path)) == kind

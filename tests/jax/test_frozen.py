@@ -227,3 +227,19 @@ def test_captured_weights_that_are_differentiated_are_refused_as_before():
         jax.grad(loss)(jnp.ones((4, 4)))
     values = jax.vmap(loss)(jnp.ones((2, 4, 4)))
     assert values.shape == (2,)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_later_write_to_a_captured_numpy_array_changes_no_derivative(compiled: bool) -> None:
+    memory = np.zeros(6 * 4 + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # JAX shares memory that is aligned so
+    held = memory[start : start + 24].view(np.float32)
+    held[:] = np.linspace(1.0, 3.0, 6)
+    x = jnp.linspace(0.0, 1.0, 24, dtype=jnp.float32).reshape(4, 6)
+    run = gt.frozen(lambda x: jnp.sin(x * held))
+    run = jax.jit(run) if compiled else run
+    slope = lambda x: jax.vjp(run, x)[1](jnp.ones_like(x))[0]
+    pull = jax.vjp(slope, x)[1]
+    right = np.asarray(pull(jnp.cos(x))[0])
+    held[:] = 100.0
+    np.testing.assert_array_equal(pull(jnp.cos(x))[0], right)

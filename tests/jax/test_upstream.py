@@ -19,6 +19,72 @@ from gradtools.jax import operation_marks
 from gradtools.jax.jaxprs import equations
 
 
+def test_a_block_switches_float64():
+    with upstream.enable_x64(False):
+        assert jnp.asarray(np.ones(2)).dtype == jnp.float32
+    with upstream.enable_x64(True):
+        assert jnp.asarray(np.ones(2)).dtype == jnp.float64
+
+
+def test_the_constants_of_a_jaxpr_are_arrays_with_operators():
+    held = np.arange(3.0)
+    (constant,) = upstream.constants_of(jax.make_jaxpr(lambda x: x * held)(jnp.ones(3)))
+    assert isinstance(constant, np.ndarray | jax.Array)
+    np.testing.assert_array_equal(constant**2, held**2)
+
+
+def test_a_tracer_has_the_type_that_it_is_made_with():
+    seen = []
+
+    def look(x):
+        tracer = upstream.Tracer(x._trace, jax.typeof(x))
+        seen.append((tracer.aval, tracer._origin_msg()))
+        return x
+
+    jax.make_jaxpr(look)(jnp.ones(3))
+    ((aval, text),) = seen
+    assert (aval.shape, text) == ((3,), "")
+
+
+def test_an_equation_is_bound_again_with_its_parameters():
+    @jax.custom_jvp
+    def f(x):
+        return x * 3.0
+
+    f.defjvp(lambda xs, ts: (f(*xs), ts[0] * 3.0))
+    for run in (f, jax.jit(f), jnp.sin):
+        (eqn,) = jax.make_jaxpr(run)(jnp.ones(2)).jaxpr.eqns
+        outs = upstream.bind_again(eqn, [jnp.full(2, 2.0)])
+        np.testing.assert_allclose(jax.tree.leaves(outs)[0], run(jnp.full(2, 2.0)))
+
+
+def test_cotangents_are_checked_unless_jax_is_told_otherwise():
+    assert upstream.backward_shapes_are_checked()
+
+
+@pytest.mark.parametrize("emitted", ["emit_callback"])
+def test_a_kernel_is_lowered_to_a_callback(emitted):
+    assert callable(getattr(upstream, emitted))
+    kernel = gt.host_function(np.sin)
+    np.testing.assert_allclose(jax.jit(kernel)(jnp.ones(2)), np.sin(np.ones(2)), rtol=1e-6)
+
+
+def test_a_type_tells_the_mesh_axes_along_which_it_varies():
+    mesh = jax.make_mesh((1,), ("i",))
+    seen = []
+
+    def look(x):
+        seen.append(upstream.varying_axes(jax.typeof(x)))
+        constant = jnp.ones(1)
+        seen.append(upstream.varying_axes(jax.typeof(constant)))
+        seen.append(upstream.varying_axes(jax.typeof(upstream.as_varying(constant, ("i",)))))
+        return x
+
+    spec = jax.sharding.PartitionSpec("i")
+    jax.jit(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(1))
+    assert seen[:3] == [{"i"}, set(), {"i"}]
+
+
 @pytest.mark.parametrize(
     "name",
     ["ClosedJaxpr", "Jaxpr", "Literal", "Primitive", "get_opaque_trace_state"]

@@ -27,6 +27,43 @@ def _x() -> Tensor:
     return torch.tensor([1.0, 2.0], requires_grad=True)
 
 
+# --- what older and newer versions name otherwise ------------------------------------------------
+
+
+def test_a_function_is_called_past_its_look_for_modes_and_its_operations_are_seen():
+    from torch.overrides import TorchFunctionMode
+
+    def seen_by(redispatch):
+        names = []
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(self, fun, types, args=(), kwargs=None):
+                names.append(fun.__name__)
+                if fun is torch.nn.functional.softplus or len(names) > 1:
+                    return fun(*args, **(kwargs or {}))
+                with self:
+                    return redispatch(fun, types, args, kwargs or {})
+
+        with Mode():
+            result = torch.nn.functional.cosine_embedding_loss(
+                torch.eye(2), torch.ones(2, 2), torch.ones(2)
+            )
+        return names[:2], float(result)
+
+    names, result = seen_by(upstream.redispatch_function)
+    assert seen_by(upstream._redispatch) == (names, result)
+    assert len(names) == 2
+
+
+def test_an_open_length_has_a_hint_where_there_is_one():
+    assert upstream.size_hint(3, fallback=2) == 3
+
+
+def test_the_loss_without_all_logits_is_a_function_of_newer_versions():
+    assert upstream.linear_cross_entropy is None or callable(upstream.linear_cross_entropy)
+    assert upstream.saved_views_are_detached == (upstream.linear_cross_entropy is None)
+
+
 # --- no longer needed? ---------------------------------------------------------------------------
 
 # What is public in 2.13 where a public way may come. A name that is new here may take the place of

@@ -104,7 +104,7 @@ def drawn_by_graphviz(graph: PlainGraph, **view: Any) -> str:
         [program, "-Tsvg"],
         input=to_dot(graph, **view),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=_TIMEOUT,
         check=False,
     )

@@ -1,0 +1,38 @@
+"""The names of the array API that NumPy before 2.1 lacks, for the formulas of `gradtools check`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class _Linalg:
+    """`numpy.linalg` with the names of the array API."""
+
+    @staticmethod
+    def vector_norm(x: Any) -> Any:
+        return np.linalg.norm(np.ravel(x))
+
+    @staticmethod
+    def svdvals(x: Any) -> Any:
+        return np.linalg.svd(x, compute_uv=False)
+
+    @staticmethod
+    def trace(x: Any) -> Any:
+        return np.trace(x, axis1=-2, axis2=-1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np.linalg, name)
+
+
+class OlderNumPy:
+    """`numpy` with the names of the array API."""
+
+    linalg = _Linalg()
+    concat = staticmethod(np.concatenate)
+    cumulative_sum = staticmethod(np.cumsum)
+    atan2 = staticmethod(np.arctan2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)

@@ -43,7 +43,6 @@ class Survey(NamedTuple):
         custom: Nodes of code that is not PyTorch's, nor gradtools' own.
         lost: Nodes of operators without a backward pass, where PyTorch only warns.
         wrong: Nodes of operations whose gradient PyTorch has wrong.
-        compiled: Backward passes of compiled code, which lose derivatives.
         hooked: Whether hooks were set where it was made.
         compiled: Nodes of compiled code, whose backward passes lose derivatives.
     """

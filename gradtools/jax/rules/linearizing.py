@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
-from gradtools.jax.jaxprs import without_consts
 from gradtools.jax._upstream import backward_shapes_are_checked, constants_of
+from gradtools.jax.jaxprs import without_consts
 from gradtools.jax.rules.checking import (
     avals_of,
     hold_evaluated,

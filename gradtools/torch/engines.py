@@ -378,9 +378,10 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     survey = surveyed(outs)
     if survey.compiled:
         refuse_lost(caller_of(fun), outs)
-        mark_lost(survey.compiled)
     if hooks_made() != hooks:
         survey = survey._replace(hooked=True)
+    if survey.compiled:
+        mark_lost(survey.compiled)
     inside.spent[0] = True
     attached = keep and (any(map(_is_tracked, leaves)) or not all(map(is_spent, survey.leaves)))
     return outs, extras, aliases, attached, survey, inside

@@ -115,6 +115,8 @@ class Verification:
         self.batches: Any = ()
         self.held: list[tuple[Tensor, str]] = []  # what f can reach after the first pass besides
         self.compared = False  # whether anything was
+        # Of chunks whether they differ, on an accelerator, and what their modules gave.
+        self._answers: list[tuple[int, Tensor, Any]] = []
 
     @classmethod
     def of(cls, forward: Forward, exact: bool | None) -> Verification | None:
@@ -131,7 +133,16 @@ class Verification:
         return result
 
     def done(self) -> None:
-        """Notes that a backward pass in this way was seen to be right."""
+        """Notes that a backward pass in this way was seen to be right.
+
+        An accelerator is waited for here, once for all chunks.
+        """
+        answers, self._answers = self._answers, []
+        if answers:
+            differ_there = torch.stack([x.to(answers[0][1].device) for _, x, _ in answers])
+            for (i, _, modules), differs in zip(answers, differ_there.tolist(), strict=True):
+                if differs:
+                    raise self._other(i, self._where(i, modules))
         if self.way is not None and self.compared:
             self.way.is_right()
 
@@ -174,8 +185,11 @@ class Verification:
             return  # a batch is computed where one was alone before
         result = self._figures_of_outputs(outs, i)
         self.compared |= list(map(len, result)) == list(map(len, self.outs[i]))
-        if not self._same(self.outs[i], result):
+        answers = _differences(self.outs[i], result)
+        if any(x is True for x in answers):
             raise self._other(i, self._where(i, modules))
+        if waiting := [x for x in answers if isinstance(x, Tensor)]:
+            self._answers.append((i, torch.stack(waiting).any(), modules))
         if self.exact and not self._same_modules(self.modules[i], modules):
             raise self._other(i, self._where(i, modules))
         if own is not None and torch.is_grad_enabled() and i in self.leaves:
@@ -204,7 +218,7 @@ class Verification:
         ]
 
     def _same(self, old: list[Figures], new: list[Figures]) -> bool:
-        return len(old) == len(new) and all(map(is_near, old, new))
+        return not any(map(bool, _differences(old, new)))
 
     def _same_modules(self, old: Any, new: Any) -> bool:
         pairs = zip(old, new, strict=False)  # f may make modules anew
@@ -464,6 +478,12 @@ def _sums(part: Tensor, weights: Tensor) -> Tensor:
 def is_near(a: Figures, b: Figures) -> bool:
     """Whether two figures are the same but for rounding; checksums exactly."""
     return not bool(differ(a, b))
+
+
+def _differences(old: list[Figures], new: list[Figures]) -> list[bool | Tensor]:
+    if len(old) != len(new):
+        return [True]
+    return [differ(a, b) for a, b in zip(old, new, strict=True)]
 
 
 def differ(a: Figures, b: Figures) -> bool | Tensor:

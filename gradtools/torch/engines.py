@@ -34,13 +34,13 @@ from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import refusal
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch._upstream import hooks_made
 from gradtools.torch.autograd_graph import (
     CPP_NODE,
     SPENT,
     OpenDerivative,
     guarded,
     here,
+    hooks_of_users,
     is_spent,
     nodes_made,
     note_taken,
@@ -363,7 +363,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
         else _alias(x, keep)
         for x in leaves
     ]
-    inside, hooks = _begun(aliases, around), hooks_made()
+    inside, hooks = _begun(aliases, around), hooks_of_users()
     around.append(inside)
     try:
         if on:
@@ -378,7 +378,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     survey = surveyed(outs)
     if survey.compiled:
         refuse_lost(caller_of(fun), outs)
-    if hooks_made() != hooks:
+    if hooks_of_users() != hooks:
         survey = survey._replace(hooked=True)
     if survey.compiled:
         mark_lost(survey.compiled)

@@ -229,8 +229,9 @@ class Reached:
         result = copy(self)
         vars(result).pop("_flat", None)
         result.maps = [(x, dict(x)) for x, _ in self.maps]
+        known = [(get, put) for get, put, _ in self.places]
         filled = [_place(x) for x in self.empty if x]
-        result.places = [(get, put, get()) for get, put, *_ in (*self.places, *filled)]
+        result.places = [(get, put, get()) for get, put in (*known, *filled)]
         return result
 
     def restore(self) -> None:
@@ -341,7 +342,7 @@ class _Search:
 
     def __init__(self, roots: list[Any], kinds: set[str]) -> None:
         self.reached = Reached(roots, {*kinds})
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[Any, Any] = {}
         self._todo: list[tuple[Any, str, bool]] = []
         for root in roots:
             self.visit(root, "f", False)

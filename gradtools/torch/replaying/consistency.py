@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.autograd_graph import OWN_HOOKS
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual
 from gradtools.torch.replaying.guards import is_recorded
@@ -45,7 +46,6 @@ _KEEPS = (
     "f keeps something from one call to the next (a cached function of a weight, an attached "
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
-OWN_HOOKS = [0]  # how many were set, for whoever counts the user's
 _WAYS = 256  # of one function that are remembered, where each batch has another shape
 _PARTS = 64  # of a list or tuple that are looked at
 _DEPTH = 3  # of functions that functions close over, by which they are known

@@ -20,6 +20,7 @@ from gradtools.arguments.chunks import Chunks
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import hooks_of_users
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
@@ -27,7 +28,7 @@ from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached
 from gradtools.torch.plain_programs.backward_nodes import WRONG
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.again import check_end
-from gradtools.torch.replaying.consistency import OWN_HOOKS, Verification, kinds_of, refuse_others
+from gradtools.torch.replaying.consistency import Verification, kinds_of, refuse_others
 from gradtools.torch.replaying.guards import (
     Captures,
     Substituted,
@@ -211,12 +212,12 @@ class Forward(ChunkProgram):
 
         return Trying(run, self.roots), [flat[k] for k in moving]
 
-    def _sets_hooks(self, first: int, own: int) -> bool:
+    def _sets_hooks(self, first: int, before: int) -> bool:
         """Whether f set hooks on gradients, of those with numbers from `first` on.
 
-        own: How many were ours before.
+        before: How many of the user's there were.
         """
-        count = upstream.hooks_made() - first - (OWN_HOOKS[0] - own)
+        count = hooks_of_users() - before
         if not count:
             return False
         held = [module for module, _ in self.start.reached.modules.values()]
@@ -301,7 +302,7 @@ class Forward(ChunkProgram):
             self.verification = Verification.of(self, self.chunks.options.verify)
         if grad and kept and self.caller == "chunked":
             refuse_others(self.reading, *own, *chain(*inputs))
-        hooks = upstream.hooks_made(), OWN_HOOKS[0]
+        hooks = upstream.hooks_made(), hooks_of_users()
         shown = self.chunks.options.progress and self.count > 1
         for i in steps(self.count) if shown else range(self.count):
             if i:
@@ -451,6 +452,7 @@ class Forward(ChunkProgram):
                 raise captured_error(self, None)
         todo = [y.grad_fn or get_gradient_edge(y).node for y in tensors if y.requires_grad]
         seen, nodes, begin = {None, *map(_node_of, own)}, list[Any](), began[-1]
+        node: Any
         for node in todo:  # which grows
             if node in seen:
                 continue

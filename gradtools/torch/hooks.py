@@ -76,7 +76,7 @@ def _scaling(factor: str) -> RuleApplication:
         saves=(),
         reaches="identity",
     )
-    return edit_application(rule)
+    return edit_application(rule, 1)
 
 
 class PassedBy:

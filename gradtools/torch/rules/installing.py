@@ -171,9 +171,12 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             )
     if torch.compiler.is_exporting() and upstream.peek_interpreter_stack() is None:
         return _exported(rule, xs)
-    if rule.reaches == "identity" and rule.tangent is not None and _is_plain_eager(xs):
-        xs = _apart(xs)
-        return attach(edit_application(rule), tuple(rule.primal(*xs)), *xs)
+    if rule.reaches == "identity" and not rule.user_functions and _is_plain_eager(xs):
+        xs, run = _apart(xs), attach_reverse_only if rule.reverse_only else attach
+        application = rule.__dict__.get(_APPLICATION)
+        if application is None:
+            application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
+        return run(application, tuple(rule.primal(*xs)), *xs)
     plain = rule.reaches is None and not isinstance(rule, BatchedRule)
     if plain and not _differentiated(xs):
         return _undifferentiated(rule, xs)
@@ -187,6 +190,9 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     point = _point(rule, xs)
     out = _apply_at(point, xs)
     return out[: point.count]
+
+
+_APPLICATION = "_application"  # kept with an edit, which it must not outlive
 
 
 def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
@@ -307,8 +313,8 @@ def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     """The same, one tensor given twice under two names: a saved input may not be an output."""
     if len(set(map(id, xs))) == len(xs):
         return list(xs)
-    seen: set[int] = set()
-    return [x.view_as(x) if id(x) in seen else seen.add(id(x)) or x for x in xs]
+    first = {id(x): i for i, x in reversed([*enumerate(xs)])}
+    return [x if first[id(x)] == i else x.view_as(x) for i, x in enumerate(xs)]
 
 
 def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -653,7 +659,7 @@ class _BothModes(_ReverseOnly):
 
 @dataclass(eq=False, slots=True)
 class _EditPlan:
-    """What an edit of one array leaves, at any shape; its maps need no check.
+    """What an edit leaves, at any shape; its maps need no check.
 
     It is the signature and the plan of the edit's one application.
     """
@@ -665,24 +671,21 @@ class _EditPlan:
     pulled: bool = False
 
 
-def edit_application(rule: Rule) -> RuleApplication:
-    """An application of an edit of one array that serves all of its calls."""
-    known = _EDITS.get(rule)
-    if known is None:
-        cotangent, saves = rule.cotangent, rule.saves
-        assert cotangent is not None and saves is not None
+def edit_application(rule: Rule, inputs: int) -> RuleApplication:
+    """An application of an edit, with so many inputs, that serves all of its calls."""
+    cotangent = rule.cotangent
+    assert cotangent is not None
 
-        def pulled_back(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-            if cts[0] is None:
-                return (None,) * len(ctx.needs_input_grad[2:])
-            return cotangent(ctx.saved_tensors, [alive(cts[0])])
+    def pulled_back(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+        if cts[0] is None:
+            return (None,) * inputs
+        return cotangent(ctx.saved_tensors, [alive(cts[0])])
 
-        plan = _EditPlan(pulled_back if saves else cotangent, saves)  # type: ignore[arg-type]
-        known = _EDITS[rule] = RuleApplication(rule, count=1, signature=plan, plan=plan)
-    return known
-
-
-_EDITS: weakref.WeakKeyDictionary[Rule, RuleApplication] = weakref.WeakKeyDictionary()
+    maps = rule.reading([None] * inputs, []).without_arrays()
+    count = inputs - len(rule.nondifferentiable) if rule.reverse_only else 1
+    # An edit that saves nothing does not read its first argument.
+    plan = _EditPlan(pulled_back if maps.saves else cotangent, maps.saves, fresh=count == 1)
+    return RuleApplication(rule, maps, count, signature=plan, plan=plan)
 
 
 class _Recorded(_BothModes):
@@ -692,8 +695,8 @@ class _Recorded(_BothModes):
     """
 
     @staticmethod
-    def backward(ctx: Any, ct: Any) -> Any:
-        signature = ctx.point.signature
+    def backward(ctx: Any, *cts: Any) -> Any:
+        (ct,), signature = cts, ctx.point.signature
         if _graphs():
             return *_NO_TENSORS, *signature.pulled_back(ctx, (ct,)), None
         if _is_compiling():  # compiled autograd cannot add a tensor to None
@@ -707,6 +710,9 @@ for _function in (_ReverseOnly, _BothModes, _Recorded):
 
 # `Function.apply` less its look for transforms of torch.func, where there are none.
 attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _BothModes).apply
+attach_reverse_only: Callable[..., tuple[Tensor, ...]] = super(
+    torch.autograd.Function, _ReverseOnly
+).apply
 attach_recorded: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Recorded).apply
 
 

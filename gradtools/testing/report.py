@@ -20,7 +20,7 @@ from gradtools.testing.cross_checking import tolerances
 
 Number = bool | int | float | complex
 AGREES, DIFFERS, CONVENTION = "agrees", "differs", "convention"
-_LINES_OF_AN_ERROR = 40
+_LINES_OF_AN_ERROR = 5
 _COLOURS = {AGREES: "32", DIFFERS: "31", CONVENTION: "33"}
 
 
@@ -261,13 +261,14 @@ class Report:
         chosen = self._chosen(limit)
         head = ("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")
         first, *rows = notebook_html.aligned([head, *map(self._row, chosen)])
-        lines = [self.summary(), first]
+        lines = [self.summary()]
+        if self.first is not None:
+            lines += [f"First disagreement: {self.first.describe(self.names)}", ""]
+        lines.append(first)
         for line, c in zip(rows, chosen, strict=True):
             lines.append(f"\x1b[{_COLOURS[c.status]}m{line}\x1b[0m" if colour else line)
         if len(chosen) < len(self):
-            lines.append(f"... and {len(self) - len(chosen)} more; print the report to see all")
-        if self.first is not None:
-            lines += ["", f"First disagreement: {self.first.describe(self.names)}"]
+            lines.append(f"... and {len(self) - len(chosen)} more; print(error.report) shows all")
         known = self.conventions if limit is None else self.conventions[:limit]
         lines += [f"Convention: {c.describe(self.names)}" for c in known]
         lines += [f"Left out: {reason}" for reason in self.left_out]

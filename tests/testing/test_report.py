@@ -125,12 +125,13 @@ def test_the_message_of_an_error_leaves_out_what_agrees_in_a_long_table():
     found = Report("long", comparisons=[compared([1.0], [1.0])] * 50 + report().comparisons)
     text = str(AgreementError(found))
     assert len(text.splitlines()) < 12 and "... and 51 more" in text
+    assert text.splitlines()[1].startswith("First disagreement: value of output")
     assert "constant factor 2" in text and len(str(found).splitlines()) > 50
 
 
 def test_the_table_is_coloured_by_what_was_found():
     lines = report().table(colour=True).splitlines()
-    assert [line[:5] for line in lines[2:5]] == ["\x1b[32m", "\x1b[31m", "\x1b[33m"]
+    assert [line[:5] for line in lines[4:7]] == ["\x1b[32m", "\x1b[31m", "\x1b[33m"]
 
 
 def test_printing_to_a_pipe_is_plain():

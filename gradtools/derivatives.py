@@ -507,6 +507,8 @@ class Derivatives(Operators):
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The gradient of a real scalar f and its Hessian times a vector, from one evaluation.
 
+        Products with several vectors at one point share an evaluation by `linearize(grad(f), x)`.
+
         For complex arguments the Hessian is that of the real and imaginary parts: real-linear
         in the tangent, symmetric under Re<u, v>.
 

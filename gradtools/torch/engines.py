@@ -221,7 +221,8 @@ class SetsHooks(TorchFunctionMode):
         return fun(*args, **kwargs) if kwargs else fun(*args)
 
 
-_REACH_THE_GRAPH = (Tensor.register_hook, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
+_GRAD_FN: Any = Tensor.grad_fn
+_REACH_THE_GRAPH = (Tensor.register_hook, _GRAD_FN.__get__)
 
 
 def _is_plain(ys: Sequence[Tensor]) -> bool:

@@ -100,8 +100,8 @@ class ModuleTree:
         _walk(module, "", tree, set())
         if not all(map(_walks_plainly, {*map(type, tree.modules)})):
             modules = {part: name for name, part in module.named_modules()}
-            parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-            tree = cls(modules, parameters, buffers, {})
+            parameters: dict[str, Tensor] = {**dict(module.named_parameters())}
+            tree = cls(modules, parameters, dict(module.named_buffers()), {})
         for part in tree.modules:
             while isinstance(part, upstream.ModuleLike):
                 part = part._own
@@ -254,11 +254,11 @@ def _node(module: nn.Module, places: dict, slots: dict) -> ModuleNode:
     if held:
         _check_closures(module, held, places)
     own = upstream.slots_of(module)
-    filled = [
+    parameters, buffers, children = [
         slots.get(id(fields)) or slots.setdefault(id(fields), _slots(fields, places))
         for fields in own
     ]
-    return ModuleNode(type(module), shared, *filled, relinked)
+    return ModuleNode(type(module), shared, parameters, buffers, children, relinked)
 
 
 def _live(fields: dict[str, Any]) -> list[str]:
@@ -332,7 +332,11 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
         fields = dict(node.shared)
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
-        own = (node.parameters, params), (node.buffers, buffers), (node.children, copies)
+        own: list[tuple[dict[str, Any], Any]] = [
+            (node.parameters, params),
+            (node.buffers, buffers),
+            (node.children, copies),
+        ]
         for name, (places, source) in zip(upstream.SLOTS, own, strict=True):
             result = filled.get(id(places))
             if result is None:

@@ -107,3 +107,16 @@ def test_the_warning_points_at_the_call():
     with pytest.warns(GradtoolsWarning) as caught:
         gt.guard_gradients(Net())(X)
     assert caught[0].filename == __file__
+
+
+def test_the_first_call_reads_the_graph_once_for_all_leaves(monkeypatch):
+    from gradtools.seeing.diagnostics import diagnosis
+
+    passes = []
+    for name in ("forward", "backward"):
+        plain = getattr(diagnosis, name)
+        counted = lambda *given, plain=plain: passes.append(None) or plain(*given)
+        monkeypatch.setattr(diagnosis, name, counted)
+    tree = {str(k): torch.ones(2) for k in range(20)}
+    gt.guard_gradients(lambda tree: sum((x * x).sum() for x in tree.values()))(tree)
+    assert len(passes) == 1

@@ -392,9 +392,9 @@ def unreached(program: LeafProgram, recording: Recording) -> list[tuple[str, str
             for finding in (refused(program, recording.refusal),)
         ]
     lost, graph = [], recording.graph
+    matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
     for name, value in differentiated(program, recording):
-        reached = {} if value is None else forward(graph, {value: Dependence.DIFFERENTIABLE})
-        best = max((reached.get(out, Dependence.NONE) for out in graph.outputs), default=0)
+        best = Dependence.NONE if value is None else matters.get(value, Dependence.NONE)
         if best < Dependence.ZERO_DERIVATIVE:
             result = [] if value is None else from_losses(name, graph, losses_of(graph, value))
             if value is not None and not result:

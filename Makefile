@@ -13,7 +13,7 @@ WORKERS ?= 2
 # which the many processes that tests start would each compile again.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-all lint format types examples docs bench mutants tpu cuda clean
+.PHONY: demo test test-all test-versions lint format types examples docs bench mutants tpu cuda clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,11 @@ test: MARKED := not slow and not sweep and not ahead
 test-all: MARKED := not sweep and not ahead
 test test-all: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKED)" $(PYTEST_ARGS)
+
+# The quick tests on other versions of Python and of both frameworks: hours, and 3 GB for each CUDA
+# build of PyTorch. VERSIONS="oldest newest" runs these alone.
+test-versions: $(STAMP)
+	$(BIN)/python -m tests.support.versions $(VERSIONS)
 
 # Whether the quick tests see what is wrong: half an hour or more.
 mutants: $(STAMP)
@@ -84,6 +89,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-313 .venv-integration .venv-ahead build dist out *.egg-info \
+	rm -rf $(VENV) .venv-versions .venv-313 .venv-integration .venv-ahead build dist out *.egg-info \
 	    .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -295,7 +295,9 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
 def ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> Tensor:
     """With lengths that are tensors: of others PyTorch has no batching rule."""
     lengths = [torch.as_tensor(n, device=targets.device) for n in args[:2]]
-    return torch.ctc_loss(log_probs, targets, *lengths, *args[2:])
+    loss: Any = torch.ctc_loss
+    result: Tensor = loss(log_probs, targets, *lengths, *args[2:])
+    return result
 
 
 def sinc(input: Tensor) -> Tensor:

@@ -260,7 +260,8 @@ class _Derived(ChunkProgram):
             refuse_lost(self.caller, outs)
         # A pullback that is transposed gates what runs in it by itself.
         if create or (self.transposes and not isinstance(self.of, _Derived)):
-            gate_graph(self.caller, *self.forward.to_try(i, a, b), outs, [*a, *b])
+            run, leaves = self.forward.to_try(i, a, b)
+            gate_graph(self.caller, run, leaves, outs, [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
 
     def _gated_at_hooks(

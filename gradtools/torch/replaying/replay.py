@@ -17,7 +17,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from gradtools.arguments.chunks import Chunks
-from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import hooks_of_users
@@ -198,7 +197,7 @@ class Forward(ChunkProgram):
         own += shared[len(self.moving_shared) :][: len(self.captured)]
         return pieces, own
 
-    def to_try(self, i: int, xs: Entries, shared: Entries) -> tuple[Fun, list[Tensor]]:
+    def to_try(self, i: int, xs: Entries, shared: Entries) -> tuple[Trying, list[Tensor]]:
         """f at chunk i, for a run whose effects are undone, and what is differentiated there."""
         pieces, own = self._arguments(i, xs[: len(self.moving[i])], shared)
         flat, carry, count = [*pieces, *own], self.carry, len(pieces)

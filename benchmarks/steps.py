@@ -1,0 +1,276 @@
+"""Steps that people run in PyTorch, beside the same by hand: paired in one process, one thread.
+
+    python benchmarks/steps.py                       # writes results/steps.md
+    python benchmarks/steps.py --save before.json    # the ratios alone, of another version
+    python benchmarks/steps.py --before before.json  # with these in a column of their own
+
+A figure is the median of processor seconds over interleaved runs, divided by that of the peer.
+The second table is about growth: seconds for each leaf, chunk and rule as their number grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import gradtools.torch as gt
+
+Run = Callable[[], object]
+RUNS = 11
+torch.set_num_threads(1)
+make_functional = getattr(gt, "make_functional", None) or gt.functionalize
+microbatched = getattr(gt, "microbatched_value_and_grad", None) or gt.microbatched
+
+
+def seconds(*runs: Run, count: int = RUNS) -> list[float]:
+    """The median processor time of each, run in turn."""
+    for run in runs:
+        run()
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(count):
+        for run, own in zip(runs, times, strict=True):
+            start = time.process_time()
+            run()
+            own.append(time.process_time() - start)
+    return [statistics.median(own) for own in times]
+
+
+def mlp(layers: int, width: int = 16) -> nn.Module:
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*parts)
+
+
+def loss(net: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return net(x).square().mean()
+
+
+def jacobians() -> dict[str, tuple[Run, ...]]:
+    decoder = nn.Sequential(
+        *(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 512), nn.SiLU()),
+        *(nn.Linear(512, 3072), nn.Sigmoid()),
+    ).requires_grad_(False)
+    z, zs, xs = torch.randn(16), torch.randn(4, 16), [torch.randn(3) for _ in range(64)]
+    jacfwd = torch.func.jacfwd(decoder)
+    joined = lambda xs: torch.stack([k * x.sin() for k, x in enumerate(xs)]).sum(0)
+    return {
+        "`jacobian` of a decoder 16 to 3,072 | `torch.func.jacfwd`": (
+            lambda: gt.jacobian(decoder)(z),
+            lambda: jacfwd(z),
+        ),
+        "`vmap(jacobian)` of the same, 4 points | `torch.vmap(jacfwd)`": (
+            lambda: gt.vmap(gt.jacobian(decoder))(zs),
+            lambda: torch.vmap(jacfwd)(zs),
+        ),
+        "forward Jacobian, 64 leaves of 3 | `torch.func.jacfwd`": (
+            lambda: gt.jacobian(joined, mode="forward")(xs),
+            lambda: torch.func.jacfwd(joined)(xs),
+        ),
+    }
+
+
+def modules() -> dict[str, tuple[Run, ...]]:
+    net, x = mlp(200), torch.randn(32, 16)
+    apply, params, state = make_functional(net)
+    one, other, wide = mlp(6, 256), mlp(6, 256), torch.randn(64, 256)
+    both = [*one.parameters(), *other.parameters()]
+
+    def functional() -> object:
+        return gt.value_and_grad(lambda p: loss(lambda x: apply(p, state, x)[0], x))(params)
+
+    def backward() -> None:
+        net.zero_grad()
+        loss(net, x).backward()
+
+    def by_hand() -> None:
+        grads = torch.autograd.grad(loss(other, one(wide)), both)
+        _ = [-g for g in grads[12:]]
+
+    of_net = gt.value_and_grad(lambda m: loss(m, x))
+    game = gt.minimax_value_and_grad(lambda a, b: loss(b, a(wide)), 0, 1)
+    return {
+        "`value_and_grad(module)`, MLP of 400 tensors | `loss.backward()`": (
+            lambda: of_net(net),
+            backward,
+        ),
+        "the same by `make_functional` | `loss.backward()`": (functional, backward),
+        "`value_and_grad(module)` and `assign_gradients` | `loss.backward()`": (
+            lambda: gt.assign_gradients(net, of_net(net)[1]),
+            backward,
+        ),
+        "`minimax_value_and_grad`, two MLPs of 6 x 256 | `autograd.grad`, signs by hand": (
+            lambda: game(one, other),
+            by_hand,
+        ),
+    }
+
+
+def chunks() -> dict[str, tuple[Run, ...]]:
+    net, xs = mlp(200), torch.randn(128, 16)
+    apply, params, state = make_functional(net)
+    of_params = lambda p, x: loss(lambda x: apply(p, state, x)[0], x)
+
+    def backward() -> None:
+        net.zero_grad()
+        for x in xs.split(32):
+            (loss(net, x) / 4).backward()
+
+    def accumulated() -> object:
+        total = gt.GradientAccumulator()
+        for x in xs.split(32):
+            total.add(gt.grad(of_params)(params, x), 32)
+        return total.mean()
+
+    return {
+        "microbatched, module of 400 tensors, 4 chunks | a loop of `backward()`": (
+            lambda: microbatched(loss, 32)(net, xs),
+            backward,
+        ),
+        "the same by `make_functional` | a loop of `backward()`": (
+            lambda: microbatched(of_params, 32)(params, xs),
+            backward,
+        ),
+        "`GradientAccumulator`, 400 tensors, 4 chunks | a loop of `backward()`": (
+            accumulated,
+            backward,
+        ),
+    }
+
+
+def second_order() -> dict[str, tuple[Run, ...]]:
+    net, x = mlp(6, 256), torch.randn(64, 256)
+    vs = [torch.randn_like(x) for _ in range(8)]
+    f = lambda x: net(x).square().sum()
+    pinn = nn.Sequential(nn.Linear(2, 128), nn.Tanh(), mlp(4, 128), nn.Linear(128, 1))
+    points = torch.randn(1024, 2)
+    u = lambda x: pinn(x).sum()
+
+    def linearized() -> None:
+        _, push = gt.linearize(gt.grad(f), x)
+        _ = [push(v) for v in vs]
+
+    def double_backward() -> None:
+        y = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(f(y), y, create_graph=True)
+        _ = [torch.autograd.grad(g, y, v, retain_graph=True) for v in vs]
+
+    def residual() -> None:
+        along = [gt.grad(lambda x, i=i: gt.grad(u)(x)[:, i].sum())(points) for i in (0, 1)]
+        (along[0][:, 0] + along[1][:, 1]).square().mean().backward()
+
+    def residual_by_hand() -> None:
+        total: torch.Tensor = torch.zeros(())
+        for i in (0, 1):
+            y = points.clone().requires_grad_()
+            (g,) = torch.autograd.grad(u(y), y, create_graph=True)
+            total = total + torch.autograd.grad(g[:, i].sum(), y, create_graph=True)[0][:, i]
+        total.square().mean().backward()
+
+    return {
+        "`linearize(grad(f))`, 8 products | double backward, graph kept": (
+            linearized,
+            double_backward,
+        ),
+        "PINN residual, u_xx + u_yy, 5 x 128, 1,024 points | nested `autograd.grad`": (
+            residual,
+            residual_by_hand,
+        ),
+    }
+
+
+def growth() -> list[str]:
+    """Microseconds for each leaf, chunk and rule."""
+    rule = gt.custom_rule(torch.sin)
+    rule.defvjp(lambda x: (torch.sin(x), x), lambda x, ct: (ct * torch.cos(x),))
+    x = torch.randn(512, 4)
+
+    def of_leaves(n: int) -> Run:
+        tree = {str(i): torch.randn(4) for i in range(n)}
+        f = lambda tree: sum([(x * x).sum() for x in tree.values()])
+        return lambda: gt.grad(f)(tree)
+
+    def of_modules(n: int) -> Run:
+        net = mlp(n // 2, 4)
+        return lambda: gt.grad(lambda m: loss(m, x[:2]))(net)
+
+    def of_chunks(n: int) -> Run:
+        f = gt.chunked(lambda x: x.sin(), 512 // n)
+        return lambda: gt.grad(lambda x: f(x).sum())(x)
+
+    def of_microbatches(n: int) -> Run:
+        w = torch.randn(4)
+        f = microbatched(lambda w, x: (x @ w).square().mean(), 512 // n)
+        return lambda: f(w, x)
+
+    def of_rules(n: int) -> Run:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(n):
+                x = rule(x)
+            return x.sum()
+
+        return lambda: gt.grad(f)(x[0])
+
+    lines = ["| | few | more | many |", "|---|---|---|---|"]
+    for name, of, sizes in (
+        ("leaves of a dictionary", of_leaves, (20, 200, 2000)),
+        ("tensors of a module", of_modules, (20, 200, 800)),
+        ("chunks", of_chunks, (4, 32, 256)),
+        ("microbatches", of_microbatches, (4, 32, 256)),
+        ("rules in one program", of_rules, (3, 30, 300)),
+    ):
+        each = [1e6 * seconds(of(n), count=5)[0] / n for n in sizes]
+        cells = [f"{n:,}: {t:.0f}" for n, t in zip(sizes, each, strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--save")
+    options.add_argument("--before")
+    given = options.parse_args()
+    ratios = {}
+    for part in (jacobians, modules, chunks, second_order):
+        for name, runs in part().items():
+            ours, peer = seconds(*runs)
+            ratios[name] = ours / peer
+            print(f"{ratios[name]:6.2f}  {name}", flush=True)
+    if given.save:
+        pathlib.Path(given.save).write_text(json.dumps(ratios))
+        return
+    before = json.loads(pathlib.Path(given.before).read_text()) if given.before else {}
+    rows = [
+        f"| {name} | {f'{before[name]:.2f} | ' if before else ''}{ratio:.2f} |"
+        for name, ratio in ratios.items()
+    ]
+    note = " Before: an earlier version on the same machine." if before else ""
+    lines = [
+        f"# Steps, {datetime.date.today()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}",
+        "",
+        f"Median processor time of {RUNS} interleaved runs beside the peer's, in one thread of a "
+        f"machine that others may use at the same time.{note}",
+        "",
+        f"| work | peer | {'before | ' if before else ''}now |",
+        f"|---|---|---|{'---|' if before else ''}",
+        *rows,
+        "",
+        "## Growth: microseconds for each",
+        "",
+        *growth(),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    (pathlib.Path(__file__).parent / "results" / "steps.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

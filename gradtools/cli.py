@@ -6,6 +6,7 @@ not hold, 2 for wrong usage, and where a command that judges a program could not
 """
 
 import argparse
+import io
 import os
 import sys
 import textwrap
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII or cp1252 lacks characters
+            stream.reconfigure(errors="replace")
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:

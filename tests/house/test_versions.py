@@ -103,3 +103,15 @@ def test_the_names_of_the_array_api_are_there_in_older_numpy():
 )
 def test_only_installed_packages_are_libraries(path, kind):
     assert kind_of(os.sep + os.path.join(*path)) == kind
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_the_command_prints_on_a_terminal_that_lacks_characters(encoding):
+    command = [sys.executable, "-m", "gradtools", "conventions", "relu"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+        check=False,
+    )
+    assert b"UnicodeEncodeError" not in done.stderr

@@ -450,6 +450,7 @@ class Derivatives(Operators):
         argnums: Argnums = 0,
         mode: JacobianMode = "auto",
         chunk_size: int | None = None,
+        sparsity: Any = None,
     ) -> Callable[P, Any]:
         """The Jacobian of f: every output entry by every input entry.
 
@@ -463,16 +464,25 @@ class Derivatives(Operators):
                 does, where f holds PyTorch's own operations alone and sets no hook on a gradient.
             chunk_size: How many of them at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
+            sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
+                a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array, with one row
+                for each entry of the output and one column for each of the input, or of the
+                Jacobian's shape. Or "detect": the pattern is read from the program of f, which is
+                traced (PyTorch: run) once more for it, and is never smaller than the true one.
+                Columns, rows or both are coloured, so that a banded Jacobian takes as many
+                products as it has bands. It needs `pip install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape
             t it returns an array of shape s + t, in the tree of the output, with the tree of the
-            argument (a tuple of trees if argnums is a tuple) at each leaf.
+            argument (a tuple of trees if argnums is a tuple) at each leaf. With sparsity, one
+            sparse array of shape s + t: `torch.sparse_coo`, or `jax.experimental.sparse.BCOO`.
 
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
                 real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
-                unknown; the chunk size is below 1.
+                unknown; the chunk size is below 1; by a product with a random vector the pattern
+                leaves out an entry that is not zero (under `jax.jit` the entries then are NaN).
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))
@@ -482,7 +492,7 @@ class Derivatives(Operators):
         _one_of("jacobian", "mode", mode, _JACOBIAN_MODES)
         chunk_size = whole_or_none("jacobian", "chunk_size", chunk_size, 1, "unit vectors")
 
-        call = partial(self._jacobian_at, f, argnums, mode, chunk_size)
+        call = partial(self._jacobian_at, f, argnums, mode, chunk_size, sparsity)
         return _named("jacobian", f, argnums, call)
 
     def _jacobian_at(
@@ -491,11 +501,25 @@ class Derivatives(Operators):
         argnums: Argnums,
         mode: str,
         chunk_size: int | None,
+        sparsity: Any,
         /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return self._jacobian("jacobian", f, argnums, mode, chunk_size, args, kwargs)
+        if sparsity is None:
+            return self._jacobian("jacobian", f, argnums, mode, chunk_size, args, kwargs)
+        from gradtools.sparse.jacobians import sparse_jacobian
+
+        call = Call(
+            self._backend,
+            "jacobian",
+            f,
+            args,
+            kwargs,
+            normalized_argnums("jacobian", argnums, len(args)),
+        )
+        run = self._backend.stage(call, call.leaves).run
+        return sparse_jacobian(call, run, sparsity, mode, chunk_size)
 
     @with_hints
     def hvp(
@@ -554,17 +578,21 @@ class Derivatives(Operators):
         return call.attaching(self.hvp, f, primals, tangents, mode)(pair)
 
     @with_hints
-    def hessian(self, f: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
+    def hessian(
+        self, f: Callable[P, Any], argnums: Argnums = 0, sparsity: Any = None
+    ) -> Callable[P, Any]:
         """The Hessian of a real scalar f of real arguments.
 
         Args:
             f: As in `grad`.
             argnums: Which positional arguments to differentiate with respect to.
+            sparsity: As in `jacobian`, of the Hessian; what it holds on one side of the diagonal
+                it need not hold on the other.
 
         Returns:
             A function of f's arguments. For argument leaves of shapes s and t it returns an
             array of shape s + t, in the tree of the argument, with that tree again at each leaf;
-            for a tuple of argnums, a tuple of tuples.
+            for a tuple of argnums, a tuple of tuples. With sparsity, one sparse array.
 
         Raises:
             GradtoolsError: An input is complex, or as `grad` does.
@@ -574,14 +602,20 @@ class Derivatives(Operators):
             >>> gt.to_numpy(gt.hessian(lambda x: (x ** 3).sum())(x)).tolist()
             [[6.0, 0.0], [0.0, 12.0]]
         """
-        return _named("hessian", f, argnums, partial(self._hessian_at, f, argnums))
+        return _named("hessian", f, argnums, partial(self._hessian_at, f, argnums, sparsity))
 
-    def _hessian_at(self, f: Any, argnums: Argnums, /, *args: Any, **kwargs: Any) -> Any:
+    def _hessian_at(
+        self, f: Any, argnums: Argnums, sparsity: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         positions = normalized_argnums("hessian", argnums, len(args))
         call = Call(self._backend, "hessian", f, args, kwargs, positions)
         _refuse_complex(self._backend, call)
         mode, fun = self._second_order(call, "auto")
         gradient = self._flat_gradient(call, fun, mode)
+        if sparsity is not None:
+            from gradtools.sparse.jacobians import sparse_hessian
+
+            return sparse_hessian(call, gradient, sparsity, mode.split("_")[0])
         result = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
         call.refuse_changes()
         rows = [call.to_trees(row) for row in result]
@@ -589,7 +623,7 @@ class Derivatives(Operators):
             result = call.to_trees(rows)
         else:
             result = call.to_trees([row[0] for row in rows])[0]
-        return call.attaching(self._hessian_at, f, argnums, *args, **kwargs)(result)
+        return call.attaching(self._hessian_at, f, argnums, None, *args, **kwargs)(result)
 
     @with_hints
     def per_example_grad(

@@ -1,0 +1,295 @@
+"""Which entry of a function's output may depend on which entry of its input, read from a jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO
+
+from gradtools.jax.jaxprs import (
+    CALLS,
+    RULED,
+    Eqn,
+    HeldJaxpr,
+    Jaxpr,
+    Literal,
+    is_inexact,
+    open_jaxpr,
+    programs_of,
+    scan_counts,
+)
+from gradtools.sparse import entries as e
+from gradtools.sparse.entries import Entries
+
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    conj convert_element_type copy copy_p copysign cos cosh digamma div erf erf_inv erfc exp exp2
+    expm1 floor igamma igammac imag integer_pow lgamma log log1p logistic max min mul neg nextafter
+    not or polygamma pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta optimization_barrier
+    """.split()
+)
+_MOVING = frozenset(
+    """
+    broadcast_in_dim concatenate dynamic_slice dynamic_update_slice expand_dims gather pad reshape
+    rev scatter slice squeeze transpose split
+    """.split()
+)
+_PLACES = {  # operands that say where, and are no entries
+    "dynamic_slice": lambda n: range(1, n),
+    "dynamic_update_slice": lambda n: range(2, n),
+    "gather": lambda n: [1],
+    "scatter": lambda n: [1],
+}
+_REDUCING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"}
+_ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
+_LONGEST = 4096  # steps of a scan that are followed one by one
+
+
+class _Value:
+    """What is known of an array: its dependence, or else its value, or neither."""
+
+    def __init__(self, shape: Sequence[int], entries: Entries | None, value: Any = None) -> None:
+        self.shape, self.entries, self.value = tuple(shape), entries, value
+
+
+def detected(fun: Any, x: jax.Array) -> tuple[Any, tuple[int, ...]]:
+    """The pattern of fun's Jacobian at x, a boolean CSR matrix, and the shape of its output."""
+    closed = jax.make_jaxpr(lambda x: fun(x)[0][0])(x)
+    jaxpr = open_jaxpr(closed)
+    constants = [_Value(np.shape(c), None, _concrete(c)) for c in closed.consts]
+    (out,) = _run(jaxpr, [*constants, _Value(x.shape, e.identity(x.shape))])
+    size = int(np.prod(out.shape)), x.size
+    if out.entries is None:
+        return e.empty(size), out.shape
+    return out.entries.matrix, out.shape
+
+
+def _concrete(x: Any) -> Any:
+    return None if isinstance(x, jax.core.Tracer) else x
+
+
+def _run(jaxpr: Jaxpr, values: Sequence[_Value]) -> list[_Value]:
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+
+    def at(atom: Any) -> _Value:
+        if isinstance(atom, Literal):
+            return _Value(np.shape(atom.val), None, atom.val)
+        return env[atom]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _step(eqn, [at(v) for v in eqn.invars]), strict=True))
+    return [at(v) for v in jaxpr.outvars]
+
+
+def _step(eqn: Eqn, ins: list[_Value]) -> Sequence[_Value]:
+    shapes = [v.aval.shape for v in eqn.outvars]
+    if all(x.entries is None for x in ins):
+        return _constants(eqn, ins, shapes)
+    if not any(map(is_inexact, eqn.outvars)):  # an integer has no derivative
+        return [_Value(shape, None) for shape in shapes]
+    name = eqn.primitive.name
+    found = None
+    if name == "cond":
+        found = _branches(eqn, ins)
+    elif name == "scan":
+        found = _scanned(eqn, ins)
+    elif name in CALLS or name in RULED:
+        found = _called(programs_of(eqn), ins)
+    if found is not None:
+        return found
+    active = [x.entries for x in ins if x.entries is not None]
+    make = _MADE.get(name, _everywhere)
+    results = make(eqn, ins, active, shapes)
+    pairs = zip(eqn.outvars, results, strict=True)
+    return [_Value(v.aval.shape, entries if is_inexact(v) else None) for v, entries in pairs]
+
+
+def _constants(eqn: Eqn, ins: list[_Value], shapes: Sequence[Any]) -> list[_Value]:
+    if any(x.value is None for x in ins) or eqn.effects:
+        return [_Value(shape, None) for shape in shapes]
+    try:
+        outs = _evaluated(eqn, [x.value for x in ins])
+    except Exception:  # it cannot run outside of its program: then its value is not known
+        return [_Value(shape, None) for shape in shapes]
+    return [_Value(shape, None, _concrete(y)) for shape, y in zip(shapes, outs, strict=True)]
+
+
+def _called(programs: Sequence[HeldJaxpr], ins: list[_Value]) -> list[_Value] | None:
+    if len(programs) != 1 or len(programs[0].jaxpr.invars) != len(ins):
+        return None
+    consts = [_Value(np.shape(c), None, _concrete(c)) for c in programs[0].consts]
+    return _run(programs[0].jaxpr, [*consts, *ins])
+
+
+def _branches(eqn: Eqn, ins: list[_Value]) -> list[_Value]:
+    runs = [_called([branch], ins[1:]) for branch in programs_of(eqn)]
+    return [_joined(column) for column in zip(*[run or [] for run in runs], strict=True)]
+
+
+def _joined(values: Sequence[_Value]) -> _Value:
+    active = [x.entries for x in values if x.entries is not None]
+    return _Value(values[0].shape, e.elementwise(values[0].shape, active) if active else None)
+
+
+def _scanned(eqn: Eqn, ins: list[_Value]) -> list[_Value] | None:
+    length = eqn.params["length"]
+    if length > _LONGEST:
+        return None
+    consts, carried = scan_counts(eqn)
+    body = programs_of(eqn)[0]
+    carry, columns = ins[consts : consts + carried], list[list[_Value]]()
+    steps = range(length)[::-1] if eqn.params["reverse"] else range(length)
+    for i in steps:
+        rows = [_row(x, i) for x in ins[consts + carried :]]
+        outs = _called([body], [*ins[:consts], *carry, *rows])
+        assert outs is not None
+        carry = [x if x.entries is not None else _Value(x.shape, None) for x in outs[:carried]]
+        columns.append(outs[carried:])
+    if eqn.params["reverse"]:
+        columns.reverse()
+    return [*carry, *[_stacked(column) for column in zip(*columns, strict=True)]]
+
+
+def _row(x: _Value, i: int) -> _Value:
+    value = None if x.value is None else x.value[i]
+    entries = None if x.entries is None else e.moved([x.entries], e.index_array(x.shape)[i])
+    return _Value(x.shape[1:], entries, value)
+
+
+def _stacked(rows: Sequence[_Value]) -> _Value:
+    shape = (len(rows), *rows[0].shape)
+    active = [x for x in rows if x.entries is not None]
+    if not active:
+        return _Value(shape, None)
+    index, start = np.full(shape, -1), 0
+    for i, x in enumerate(rows):
+        if x.entries is not None:
+            index[i] = e.index_array(x.shape, start)
+            start += index[i].size
+    return _Value(shape, e.moved([x.entries for x in active if x.entries is not None], index))
+
+
+# --- what an equation does with entries
+
+
+def _everywhere(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Entries]:
+    rule = eqn.params.get("rule")
+    if getattr(rule, "reaches", None) == "identity":  # the first inputs, unchanged
+        none = e.empty((1, active[0].matrix.shape[1]))
+        return [
+            x.entries or e.moved([Entries((1,), none)], np.full(x.shape, -1))
+            for x in ins[: len(shapes)]
+        ]
+    return [e.everything(shape, active) for shape in shapes]
+
+
+def _elementwise(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Entries]:
+    if len(shapes) == len(ins) > 1:  # an optimisation barrier
+        return _everywhere(eqn, ins, active, shapes)
+    return [e.elementwise(shapes[0], active)]
+
+
+def _moved(eqn: Eqn, ins: list[_Value], active: list[Entries], shapes: Any) -> list[Entries]:
+    """The operation itself, run on the numbers of its operands' entries."""
+    places = set(_PLACES.get(eqn.primitive.name, lambda n: [])(len(ins)))
+    if any(k in places and x.value is None for k, x in enumerate(ins)):
+        return [e.everything(shape, active) for shape in shapes]
+    operands, start = list[Any](), 0
+    for k, x in enumerate(ins):
+        if k in places:
+            operands.append(x.value)
+        elif x.entries is None:
+            operands.append(np.full(x.shape, -1, np.int32))
+        else:
+            operands.append(e.index_array(x.shape, start).astype(np.int32))
+            start += int(np.prod(x.shape))
+    return [e.moved(active, np.asarray(y)) for y in _evaluated(eqn, operands)]
+
+
+def _evaluated(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+    """An equation's results at concrete operands, also within a trace."""
+    with jax.ensure_compile_time_eval():
+        outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _reduced(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Entries]:
+    return [e.over_axes(active[0], eqn.params["axes"])]
+
+
+def _lines(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Entries]:
+    axis = eqn.params.get("axis", eqn.params.get("dimension"))
+    whole = e.elementwise(active[0].shape, active)
+    return [e.along(whole, [axis]) for _ in shapes]
+
+
+def _product(eqn: Eqn, ins: list[_Value], active: Any, shapes: Any) -> list[Entries]:
+    contracted, batched = eqn.params["dimension_numbers"]
+    parts, sizes, constant = list[Entries | None](), list[tuple[int, int, int]](), None
+    for x, sums, batch in zip(ins, contracted, batched, strict=True):
+        free = [i for i in range(len(x.shape)) if i not in sums and i not in batch]
+        order = [*batch, *free, *sums]
+        size = [int(np.prod([x.shape[i] for i in some])) for some in (batch, free, sums)]
+        sizes.append((size[0], size[1], size[2]))
+        if x.entries is not None:
+            parts.append(e.moved([x.entries], e.index_array(x.shape).transpose(order)))
+        else:
+            parts.append(None)
+            if x.value is not None:
+                constant = (np.asarray(x.value).transpose(order) != 0).reshape(size)
+    (batch, i, k), (_, j, _) = sizes
+    return [Entries(shapes[0], e.product(parts[0], parts[1], constant, (batch, i, j, k)))]
+
+
+def _convolved(eqn: Eqn, ins: list[_Value], active: Any, shapes: Any) -> list[Entries]:
+    image, kernel = ins
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
+    if kernel.entries is not None or p["batch_group_count"] != 1 or np.prod(image.shape) >= 2**24:
+        return [e.everything(shapes[0], active)]
+    spatial = [kernel.shape[i] for i in numbers.rhs_spec[2:]]
+    index = e.index_array(image.shape).transpose(numbers.lhs_spec) + 1.0
+    with jax.ensure_compile_time_eval():
+        patches = jax.lax.conv_general_dilated_patches(
+            jnp.asarray(index, np.float32), spatial, p["window_strides"], p["padding"],
+            p["lhs_dilation"], p["rhs_dilation"], precision=jax.lax.Precision.HIGHEST,
+        )  # fmt: skip
+    groups = p["feature_group_count"]
+    at = np.rint(np.asarray(patches)).astype(np.int64) - 1
+    n, out = image.shape[numbers.lhs_spec[0]], shapes[0][numbers.out_spec[1]]
+    where = None
+    if kernel.value is not None:
+        where = (np.asarray(kernel.value) != 0).transpose(numbers.rhs_spec).reshape(out, -1)
+    made = e.windows(active[0], at.reshape(n, groups, at.shape[1] // groups, -1), where, out)
+    order = np.argsort(numbers.out_spec)
+    plain = [shapes[0][i] for i in numbers.out_spec]
+    return [e.moved([made], e.index_array(plain).transpose(order))]
+
+
+_MADE = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_MOVING, _moved),
+    **dict.fromkeys(_REDUCING, _reduced),
+    **dict.fromkeys(_ALONG, _lines),
+    "dot_general": _product,
+    "conv_general_dilated": _convolved,
+}
+
+
+# --- sparse arrays
+
+
+def sparse_array(index: np.ndarray, values: jax.Array, shape: Sequence[int]) -> BCOO:
+    """A BCOO array: one row of `index` for each axis, sorted, each entry once."""
+    indices = jnp.asarray(index.T, np.int32)
+    return BCOO((values, indices), shape=tuple(shape), indices_sorted=True, unique_indices=True)
+
+
+def summed(groups: np.ndarray, terms: jax.Array, like: jax.Array) -> jax.Array:
+    """The sums of terms by group, an array like `like`."""
+    return jnp.zeros_like(like).at[groups].add(terms)

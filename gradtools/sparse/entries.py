@@ -1,0 +1,201 @@
+"""Which entries of a function's input each entry of an array may depend on.
+
+A dependence is a boolean matrix in SciPy's CSR format, with one row for each entry of the array and
+one column for each entry of the input. An operation of a framework maps dependences in one of four
+ways: entry by entry, by moving entries, by reducing groups of entries, or, where nothing better is
+known, from every entry to every entry. All of them give a superset of the true dependence, and none
+looks at a value that depends on the input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+
+Csr = Any
+_LARGEST = 5 * 10**7  # pairs that a product of matrices may list; beyond, every entry counts
+
+
+class Entries(NamedTuple):
+    """An array whose entries depend on the input.
+
+    Attributes:
+        shape: The array's shape.
+        matrix: The dependence, of shape (size of the array, size of the input).
+    """
+
+    shape: tuple[int, ...]
+    matrix: Csr
+
+
+def scipy_sparse(caller: str) -> Any:
+    """`scipy.sparse`, or an error that names the extra."""
+    try:
+        import networkx as _  # noqa: F401
+        import scipy.sparse
+    except ModuleNotFoundError as error:
+        raise GradtoolsError(
+            f"{caller}: sparsity needs SciPy and NetworkX; {error.name} is not installed. Fix: "
+            'pip install "gradtools[sparse]".'
+        ) from None
+    return scipy.sparse
+
+
+def _sparse() -> Any:
+    import scipy.sparse
+
+    return scipy.sparse
+
+
+def identity(shape: Sequence[int]) -> Entries:
+    """The input itself."""
+    return Entries(tuple(shape), _sparse().identity(math.prod(shape), bool, "csr"))
+
+
+def empty(size: tuple[int, int]) -> Csr:
+    """The dependence of a constant."""
+    return _sparse().csr_matrix(size, dtype=bool)
+
+
+def index_array(shape: Sequence[int], start: int = 0) -> np.ndarray:
+    """The numbers of an array's entries, in its shape."""
+    return np.arange(start, start + math.prod(shape)).reshape(tuple(shape))
+
+
+def elementwise(shape: Sequence[int], operands: Sequence[Entries]) -> Entries:
+    """Entry i of the result depends on entry i of each operand, after broadcasting."""
+    total = None
+    for x in operands:
+        at = np.broadcast_to(index_array(x.shape), tuple(shape)).reshape(-1)
+        part = x.matrix if x.shape == tuple(shape) else x.matrix[at]
+        total = part if total is None else total + part
+    return Entries(tuple(shape), total)
+
+
+def moved(operands: Sequence[Entries], index: np.ndarray) -> Entries:
+    """Each entry of the result is one entry of the operands, or a constant.
+
+    Args:
+        operands: The arrays, their entries counted through in this order.
+        index: For each entry of the result the number of its entry; a negative one for a constant.
+    """
+    stack = [x.matrix for x in operands]
+    empty = _sparse().csr_matrix((1, stack[0].shape[1]), dtype=bool)
+    at = index.reshape(-1).astype(np.int64)
+    total = sum(x.shape[0] for x in stack)
+    rows = _sparse().vstack([*stack, empty], "csr")[np.where(at < 0, total, at)]
+    return Entries(index.shape, rows)
+
+
+def reduced(x: Entries, shape: Sequence[int], group: np.ndarray) -> Entries:
+    """Each entry of the result depends on all entries of x in its group.
+
+    Args:
+        x: The operand.
+        shape: The result's shape.
+        group: For each entry of x the number of the entry of the result.
+    """
+    ones = np.ones(group.size, bool)
+    places = (group.reshape(-1), np.arange(group.size))
+    gathering = _sparse().csr_matrix((ones, places), (math.prod(shape), group.size))
+    return Entries(tuple(shape), gathering @ x.matrix)
+
+
+def over_axes(x: Entries, axes: Sequence[int], keepdims: bool = False) -> Entries:
+    """A reduction over axes."""
+    axes = tuple([a % max(len(x.shape), 1) for a in axes])
+    kept = tuple([1 if i in axes else n for i, n in enumerate(x.shape)])
+    group = np.broadcast_to(index_array(kept), x.shape)
+    shape = kept if keepdims else tuple([n for i, n in enumerate(x.shape) if i not in axes])
+    return reduced(x, shape, group)
+
+
+def along(x: Entries, axes: Sequence[int]) -> Entries:
+    """Each entry depends on all entries of its line along the axes: a cumulative sum, a softmax."""
+    return elementwise(x.shape, [over_axes(x, axes, keepdims=True)])
+
+
+def everything(shape: Sequence[int], operands: Sequence[Entries]) -> Entries:
+    """Every entry of the result depends on every entry of the operands."""
+    size = math.prod(shape)
+    rows = [reduced(x, (1,), np.zeros(x.matrix.shape[0], np.int64)) for x in operands]
+    row = elementwise((1,), rows)
+    return Entries(tuple(shape), row.matrix[np.zeros(size, np.int64)])
+
+
+def product(
+    a: Entries | None,
+    b: Entries | None,
+    nonzero: np.ndarray | None,
+    sizes: tuple[int, int, int, int],
+) -> Csr:
+    """The dependence of a batch of matrix products, of shape (batch, i, j).
+
+    Args:
+        a: The left operand, of shape (batch, i, k); None for a constant.
+        b: The right operand, of shape (batch, j, k); None for a constant.
+        nonzero: Of a constant beside one operand, where it is not zero, in the constant's shape;
+            None if it is not known.
+        sizes: batch, i, j, k.
+
+    Returns:
+        A matrix with batch * i * j rows.
+    """
+    batch, i, j, k = sizes
+    out = index_array((batch, i, j))
+    total = None
+    for x, other, n, m in ((a, b, i, j), (b, a, j, i)):
+        if x is None:
+            continue
+        where = nonzero if other is None else None
+        if where is not None and int(where.sum()) * n <= _LARGEST:
+            at, to, of = np.nonzero(where)  # batch, the constant's own row, the sum's index
+            rows = (out[at, :, to] if x is a else out[at, to, :]).reshape(-1)
+            cols = index_array((batch, n, k))[at, :, of].reshape(-1)
+            pairs = _sparse().csr_matrix(
+                (np.ones(rows.size, bool), (rows, cols)), (out.size, batch * n * k)
+            )
+            part = pairs @ x.matrix
+        else:
+            line = over_axes(Entries((batch, n, k), x.matrix), (2,))
+            at = np.broadcast_to(index_array((batch, n))[:, :, None], (batch, n, m))
+            part = line.matrix[(at if x is a else at.swapaxes(1, 2)).reshape(-1)]
+        total = part if total is None else total + part
+    return total
+
+
+def windows(
+    x: Entries, patches: np.ndarray, kernel: np.ndarray | None, out_channels: int
+) -> Entries:
+    """A convolution with a constant kernel.
+
+    Args:
+        x: The operand.
+        patches: Numbers of entries of x, of shape (n, groups, inputs of a window, positions); a
+            negative one is padding.
+        kernel: Where the kernel is not zero, of shape (out_channels, inputs of a window); None if
+            it is not known.
+        out_channels: Of all groups.
+
+    Returns:
+        Entries of shape (n, out_channels, positions).
+    """
+    n, groups, width, positions = patches.shape
+    per = out_channels // groups
+    out = index_array((n, out_channels, positions))
+    rows, cols = list[np.ndarray](), list[np.ndarray]()
+    for o in range(out_channels):
+        used = np.arange(width) if kernel is None else np.flatnonzero(kernel[o])
+        taken = patches[:, o // per, used, :]
+        where = taken >= 0
+        rows.append(np.broadcast_to(out[:, o, None, :], taken.shape)[where])
+        cols.append(taken[where])
+    at = np.concatenate(rows), np.concatenate(cols).astype(np.int64)
+    size = out.size, x.matrix.shape[0]
+    matrix = _sparse().csr_matrix((np.ones(at[0].size, bool), at), size) @ x.matrix
+    return Entries(out.shape, matrix)

@@ -1,0 +1,415 @@
+"""Sparse Jacobians and Hessians by colouring.
+
+Columns of a Jacobian that share no row are pushed as one tangent, rows that share no column are
+pulled as one cotangent, and every entry is read off from the product in which it stands alone
+(Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974). A few dense rows
+would make every column its own, so they are pulled, and the columns of what is left are pushed
+(Coleman and Verma, The efficient computation of sparse Jacobian matrices using automatic
+differentiation, 1998). Which columns go together is a greedy colouring by NetworkX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from gradtools.arguments.calls import Call
+from gradtools.backend import Array, Backend, CannotPush, Evaluation, Fun
+from gradtools.disconnected_inputs import refuse_cut
+from gradtools.errors import GradtoolsError
+from gradtools.sparse.entries import Csr, scipy_sparse
+
+_EDGES = 2 * 10**7  # of a graph of columns; beyond, each column has a colour of its own
+
+
+@dataclass(frozen=True)
+class Colouring:
+    """How the entries of a sparse matrix are read off from a few products.
+
+    Attributes:
+        rows: The row of each entry that is not zero, sorted by rows, then by columns.
+        columns: Its column.
+        shape: The matrix's shape.
+        row_colours: For each row the number of its cotangent; -1 if the columns are pushed.
+        column_colours: For each column the number of its tangent; -1 if it needs none.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    shape: tuple[int, int]
+    row_colours: np.ndarray
+    column_colours: np.ndarray
+
+    @property
+    def pulled(self) -> int:
+        """The number of cotangents."""
+        return int(self.row_colours.max(initial=-1)) + 1
+
+    @property
+    def pushed(self) -> int:
+        """The number of tangents."""
+        return int(self.column_colours.max(initial=-1)) + 1
+
+
+def pattern_of(caller: str, given: Any, ins: tuple[int, ...]) -> tuple[Csr, tuple[int, ...] | None]:
+    """A user's sparsity pattern as a boolean CSR matrix, and the output's shape if it says it.
+
+    Args:
+        caller: The operator, for messages.
+        given: A sparse matrix of SciPy, PyTorch or JAX (BCOO), or an array: where it has entries
+            that are not zero. A matrix with one column for each entry of the input, or of the
+            shape of the Jacobian.
+        ins: The shape of f's argument.
+
+    Raises:
+        GradtoolsError: It is none of these, or has another shape.
+    """
+    sparse = scipy_sparse(caller)
+    shape, index = _read(caller, given)
+    size, outs = math.prod(ins), None
+    if shape[len(shape) - len(ins) :] == ins and len(shape) >= len(ins):
+        outs = shape[: len(shape) - len(ins)]
+    elif len(shape) != 2 or shape[1] != size:
+        raise GradtoolsError(
+            f"{caller}: sparsity has shape {shape}; expected one row for each entry of f's output "
+            f"and {size} columns, one for each entry of its argument, or the Jacobian's shape."
+        )
+    rows = shape[0] if outs is None else math.prod(outs)
+    flat = np.ravel_multi_index(tuple(index), shape) if math.prod(shape) else np.zeros(0, np.int64)
+    matrix = sparse.csr_matrix(
+        (np.ones(flat.size, bool), np.divmod(flat, max(size, 1))), (rows, size)
+    )
+    matrix.sum_duplicates()
+    return matrix, outs
+
+
+def _read(caller: str, given: Any) -> tuple[tuple[int, ...], np.ndarray]:
+    """The shape, and the indices of what is not zero, one row for each axis."""
+    if hasattr(given, "tocoo"):
+        coo = given.tocoo()
+        kept = np.asarray(coo.data) != 0
+        return tuple(coo.shape), np.stack([coo.row[kept], coo.col[kept]])
+    if hasattr(given, "layout") and str(given.layout) != "torch.strided":
+        coo = given.detach().to_sparse_coo().coalesce()
+        kept = (coo.values() != 0).cpu().numpy()
+        return tuple(coo.shape), coo.indices().cpu().numpy()[:, kept]
+    if type(given).__name__ == "BCOO":
+        kept = np.asarray(given.data) != 0
+        index = np.asarray(given.indices)[kept]
+        return tuple(given.shape), index.T
+    try:
+        dense = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
+    except Exception as error:
+        raise _no_pattern(caller, given) from error
+    if dense.dtype.kind not in "biuf":
+        raise _no_pattern(caller, given)
+    return dense.shape, np.stack(np.nonzero(dense)) if dense.ndim else np.zeros((0, 0), int)
+
+
+def _no_pattern(caller: str, given: Any) -> GradtoolsError:
+    shown = repr(given) if isinstance(given, str) else type(given).__name__
+    return GradtoolsError(
+        f"{caller}: sparsity is {shown}; expected 'detect', a boolean array, or a sparse matrix of "
+        "SciPy, PyTorch or JAX (BCOO)."
+    )
+
+
+def coloured(pattern: Csr, mode: str, symmetric: bool = False) -> Colouring:
+    """The products that give every entry of a matrix with this pattern.
+
+    Args:
+        pattern: A boolean CSR matrix.
+        mode: "forward" colours columns, "reverse" rows; "auto" takes what needs the fewest
+            products, and both where a few rows are dense.
+        symmetric: Whether row i is column i, so that a row which is pulled gives its column too.
+    """
+    pattern = pattern.tocsr()
+    pattern.sort_indices()
+    key = pattern.indptr.tobytes(), pattern.indices.tobytes(), pattern.shape, mode, symmetric
+    return _coloured(*key)
+
+
+@lru_cache(maxsize=32)
+def _coloured(
+    starts: bytes, indices: bytes, shape: tuple[int, int], mode: str, symmetric: bool
+) -> Colouring:
+    sparse = scipy_sparse("jacobian")
+    kind = np.int32 if len(starts) == 4 * (shape[0] + 1) else np.int64
+    at = np.frombuffer(indices, kind), np.frombuffer(starts, kind)
+    pattern = sparse.csr_matrix((np.ones(at[0].size, bool), *at), shape)
+    dense = _rows_to_pull(pattern, mode, symmetric)
+    row_colours = np.full(shape[0], -1)
+    column_colours = np.full(shape[1], -1)
+    if dense.any():
+        row_colours[dense] = _greedy(pattern[dense].T.tocsr())
+    if not dense.all() and shape[1]:
+        rest = pattern[~dense]
+        free = np.ones(shape[1], bool)
+        if symmetric:
+            free = ~dense
+            rest = rest[:, free]
+        needed = free.copy()
+        needed[free] = np.asarray(rest.sum(0)).reshape(-1) > 0
+        if needed.any():
+            column_colours[needed] = _greedy(pattern[~dense][:, needed])
+    coo = pattern.tocoo()
+    return Colouring(coo.row, coo.col, shape, row_colours, column_colours)
+
+
+def _rows_to_pull(pattern: Csr, mode: str, symmetric: bool) -> np.ndarray:
+    """Which rows are pulled, by the least number of products that the counts allow."""
+    rows = np.asarray(pattern.sum(1)).reshape(-1)
+    none, all_rows = np.zeros(rows.size, bool), np.ones(rows.size, bool)
+    if mode == "forward" or not rows.size:
+        return none
+    if mode == "reverse":
+        return all_rows
+    order = np.argsort(-rows, kind="stable")
+    counts = sorted({0, rows.size, *(2**k for k in range(rows.size.bit_length()))})
+    best, fewest = none, math.inf
+    for count in counts:
+        dense = none.copy()
+        dense[order[:count]] = True
+        left = pattern[~dense]
+        if symmetric:
+            left = left[:, ~dense]
+            pulled = count
+        else:
+            pulled = int(np.asarray(pattern[dense].sum(0)).max(initial=0))
+        total = pulled + int(np.asarray(left.sum(1)).max(initial=0))
+        if total < fewest and not (symmetric and count == rows.size and count):
+            best, fewest = dense, total
+    return best
+
+
+def _greedy(pattern: Csr) -> np.ndarray:
+    """A colour for each column, so that no two of one colour share a row."""
+    import networkx
+
+    count = pattern.shape[1]
+    per_row = np.diff(pattern.indptr).astype(np.int64)
+    if (per_row**2).sum() > _EDGES:
+        return np.arange(count)
+    weights = pattern.astype(np.int32)
+    graph = networkx.from_scipy_sparse_array(weights.T @ weights)
+    graph.remove_edges_from([(i, i) for i in range(count)])
+    colours = networkx.greedy_color(graph, "smallest_last")
+    return np.array([colours[i] for i in range(count)], np.int64)
+
+
+def entries_by_products(
+    colouring: Colouring, symmetric: bool, pulled: Array | None, pushed: Array | None, concat: Any
+) -> Array:
+    """The values of the entries, in their order.
+
+    Args:
+        colouring: Says in which product an entry stands alone.
+        symmetric: Whether a row that was pulled gives its column too.
+        pulled: One row for each cotangent: the product, flat. None if there is none.
+        pushed: One row for each tangent: the product, flat. None if there is none.
+        concat: Joins two flat arrays.
+    """
+    rows, columns, (height, width) = colouring.rows, colouring.columns, colouring.shape
+    by_row, by_column = colouring.row_colours[rows], colouring.column_colours[columns]
+    first = 0 if pulled is None else pulled.shape[0] * width
+    places = first + by_column * height + rows
+    places = np.where(by_row >= 0, by_row * width + columns, places)
+    if symmetric:
+        of_column = colouring.row_colours[columns]
+        places = np.where((by_row < 0) & (of_column >= 0), of_column * width + rows, places)
+    flat = [x.reshape((-1,)) for x in (pulled, pushed) if x is not None]
+    return (flat[0] if len(flat) == 1 else concat(flat))[places]
+
+
+def random_signs(size: int) -> np.ndarray:
+    """A vector of independent entries of modulus between 1 and 2, the same at every call."""
+    draw = np.random.default_rng(20)
+    return (draw.choice([-1.0, 1.0], size) * draw.uniform(1.0, 2.0, size)).astype(np.float32)
+
+
+class Compressed:
+    """One call whose Jacobian is computed from a few products.
+
+    Args:
+        call: The call, with one array to differentiate with respect to.
+        fun: What is differentiated: the call, or its gradient.
+        sparsity: What the user gave.
+        mode: As in `coloured`.
+        chunk_size: How many products at once.
+        symmetric: Whether the matrix is a Hessian.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        fun: Fun,
+        sparsity: Any,
+        mode: str,
+        chunk_size: int | None,
+        symmetric: bool,
+    ) -> None:
+        self.backend, self.call, self.fun, self.chunk_size = call.backend, call, fun, chunk_size
+        self.symmetric = symmetric
+        self.x = self._only(call.leaves, "the argument")
+        self.room = self.backend.room("sparsity", call.caller)
+        self._fix = ", or sparsity='detect'"
+        if isinstance(sparsity, str) and sparsity == "detect":
+            scipy_sparse(call.caller)
+            self._fix = ": a rule of f's has a derivative that its value does not show"
+            pattern, self.outs = self.room.detected(fun, self.x)
+        else:
+            pattern, self.outs = pattern_of(call.caller, sparsity, tuple(self.x.shape))
+        if symmetric:
+            pattern = (pattern + pattern.T).tocsr()
+        self.colouring = coloured(pattern, mode, symmetric)
+
+    def _only(self, leaves: Sequence[Array], what: str) -> Array:
+        if len(leaves) != 1 or self.backend.is_complex(leaves[0]) or self.call.opened is not None:
+            raise GradtoolsError(
+                f"{self.call.caller}: with sparsity f takes one real array and returns one, and "
+                f"{what} is another. Join arrays to one, or leave sparsity out."
+            )
+        return leaves[0]
+
+    def seeds(self, colours: np.ndarray, checking: bool, shape: Sequence[int]) -> Array:
+        """One vector for each colour, and a random one if a product is to be checked."""
+        count = int(colours.max(initial=-1)) + 1
+        seeds = (np.arange(count)[:, None] == colours[None]).astype(np.float32)
+        if checking:
+            seeds = np.concatenate([seeds, random_signs(colours.size)[None]])
+        array = self.backend.asarray(seeds.reshape((len(seeds), *shape)), self.x)
+        return self.backend.xp.astype(array, self.x.dtype)
+
+    def pull(self, result: Evaluation, checking: bool) -> Array:
+        """The products with the cotangents of the rows that are pulled."""
+        self._settle(result.outs)
+
+        def pulled(unit: Array) -> list[Array]:
+            grads = result.pullback([unit])
+            if isinstance(self.fun, Call):  # and no gradient, which is a derivative itself
+                refuse_cut(self.fun, result.cut(grads))
+            return [self.backend.zeros_like(self.x) if g is None else g for g in grads]
+
+        assert self.outs is not None
+        seeds = self.seeds(self.colouring.row_colours, checking, self.outs)
+        return self.backend.map_batches(pulled, [seeds], self.chunk_size)[0]
+
+    def push(self, seeds: Array, result: Evaluation | None = None) -> Array:
+        """The products with tangents, by the transposed pullback where there is one."""
+        push = None if result is None else result.transposed()
+        if push is not None:
+            with suppress(CannotPush):
+                return self._mapped(lambda unit: push([unit]), seeds)
+        count = -(-seeds.shape[0] // self.chunk_size) if self.chunk_size else 1
+        restart = self.backend.restarting(self.fun, [self.x], count)
+
+        def pushed(unit: Array) -> list[Array]:
+            restart()
+            return self.backend.jvp(self.fun, [self.x], [unit])[2]
+
+        return self._mapped(pushed, seeds)
+
+    def _mapped(self, push: Callable[[Array], list[Array]], seeds: Array) -> Array:
+        products = self.backend.map_batches(push, [seeds], self.chunk_size, one_draw=True)
+        self._settle([x[0] for x in products])
+        return products[0]
+
+    def _settle(self, outs: Sequence[Array]) -> None:
+        """Notes the output's shape."""
+        self.outs = tuple(self._only(outs, "the output").shape)
+        if math.prod(self.outs) != self.colouring.shape[0]:
+            raise GradtoolsError(
+                f"{self.call.caller}: sparsity has {self.colouring.shape[0]} rows; expected "
+                f"{math.prod(self.outs)}, one for each entry of f's output, of shape {self.outs}."
+            )
+
+    def sparse(self, pulled: Array | None, pushed: Array | None) -> Any:
+        """The framework's sparse array, once the last product was compared with its own."""
+        colouring, last = self.colouring, pulled if pushed is None else pushed
+        assert last is not None and self.outs is not None
+        flat = [x if x is None else x.reshape((x.shape[0], -1)) for x in (pulled, pushed)]
+        values = entries_by_products(colouring, self.symmetric, *flat, self.backend.xp.concat)
+        values = self._checked(values, last[-1].reshape((-1,)), along_rows=pushed is None)
+        shape = (*self.outs, *self.x.shape)
+        places = np.ravel_multi_index((colouring.rows, colouring.columns), colouring.shape)
+        return self.room.sparse_array(np.stack(np.unravel_index(places, shape)), values, shape)
+
+    def _checked(self, values: Array, product: Array, along_rows: bool) -> Array:
+        """The values, if their product with a random vector is the one that was computed.
+
+        In a trace, where nothing can be read, wrong values are NaN.
+        """
+        backend, xp, colouring = self.backend, self.backend.xp, self.colouring
+        there, here = colouring.columns, colouring.rows
+        if along_rows:
+            there, here = here, there
+        vector = backend.asarray(random_signs(colouring.shape[not along_rows])[there], values)
+        plain = backend.stop_gradient(values)
+        terms = plain * xp.astype(vector, values.dtype)
+        wanted = backend.stop_gradient(product)
+        expected, scale = (self.room.summed(here, t, product) for t in (terms, abs(terms)))
+        if not wanted.shape[0]:
+            return values
+        size = xp.max(scale + abs(wanted))  # a saturated entry is rounded as the others are
+        off = ~(abs(expected - wanted) <= _slack(backend, values) * size)
+        off = off & xp.isfinite(size)
+        if backend.is_traced(off):
+            return xp.where(xp.any(off), plain * np.nan, values)
+        if not bool(xp.any(off)):
+            return values
+        k = int(np.argmax(backend.to_numpy(off)))
+        where = f"{'column' if along_rows else 'row'} {k}"
+        raise GradtoolsError(
+            f"{self.call.caller}: sparsity leaves out entries that are not zero: the product with "
+            f"a random vector is {float(wanted[k]):.6g} in {where}, "
+            f"and {float(expected[k]):.6g} by the pattern. Give a pattern that holds every entry "
+            f"that may differ from zero{self._fix}."
+        )
+
+
+def _slack(backend: Backend, x: Array) -> float:
+    eps = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}
+    return float(eps.get(backend.dtype_name(x), 2.0**-7) ** 0.75)
+
+
+def sparse_jacobian(call: Call, fun: Fun, sparsity: Any, mode: str, chunk_size: int | None) -> Any:
+    """The Jacobian of a call as a sparse array of the framework."""
+    plan = Compressed(call, fun, sparsity, mode, chunk_size, symmetric=False)
+    colouring = plan.colouring
+    result = pulled = pushed = None
+    if colouring.pulled:
+        result = call.backend.vjp(fun, call.leaves, groups=None, once=False)
+        pulled = plan.pull(result, checking=not colouring.pushed)
+    if colouring.pushed or pulled is None:
+        seeds = plan.seeds(colouring.column_colours, True, plan.x.shape)
+        pushed = plan.push(seeds, result)
+    return plan.sparse(pulled, pushed)
+
+
+def sparse_hessian(call: Call, gradient: Fun, sparsity: Any, mode: str) -> Any:
+    """The Hessian of a call as a sparse array: rows and columns are products with vectors."""
+    plan = Compressed(call, gradient, sparsity, "auto", None, symmetric=True)
+    colours, shape = plan.colouring, plan.x.shape
+    rows = plan.seeds(colours.row_colours, False, shape)
+    columns = plan.seeds(colours.column_colours, True, shape)
+    seeds = columns if not colours.pulled else call.backend.xp.concat([rows, columns])
+    if mode == "forward":
+        products = plan.push(seeds)
+    else:
+        result = call.backend.vjp(gradient, call.leaves, groups=None, once=False)
+        plan._settle(result.outs)
+
+        def pulled(unit: Array) -> list[Array]:
+            return [
+                call.backend.zeros_like(plan.x) if g is None else g for g in result.pullback([unit])
+            ]
+
+        products = call.backend.map_batches(pulled, [seeds], None)[0]
+    count = colours.pulled
+    return plan.sparse(products[:count] if count else None, products[count:])

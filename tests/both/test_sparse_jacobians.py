@@ -1,0 +1,241 @@
+"""Sparse Jacobians and Hessians: the dense ones, from few products, in both frameworks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+
+sparse = pytest.importorskip("scipy.sparse")
+N = 12
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=N)
+BANDED = np.diag(np.full(N, 2.0)) + np.diag(np.ones(N - 1), 1)
+
+
+def joined(gt, *xs):
+    return gt.xp.concat([x.reshape((-1,)) for x in xs])
+
+
+def stencil(gt, x):
+    return x[1:-1] ** 2 * x[:-2] - gt.xp.sin(x[2:])
+
+
+def arrow(gt, x):
+    return joined(gt, x[:1] * gt.xp.sum(x), x[0] * x[1:])
+
+
+def blocks(gt, x):
+    rows = x.reshape((3, 4))
+    return rows / gt.xp.sum(rows**2, axis=1)[:, None]
+
+
+PROGRAMS = {  # the program, and how many entries of its Jacobian may differ from zero
+    "elementwise": (lambda gt, x: gt.xp.tanh(x) * x, N),
+    "stencil": (stencil, 3 * (N - 2)),
+    "arrow": (arrow, 3 * N - 2),
+    "blocks": (blocks, 4 * N),
+    "constant matrices": (
+        lambda gt, x: gt.asarray(BANDED) @ gt.xp.tanh(gt.asarray(BANDED) @ x),
+        3 * N - 3,
+    ),
+    "indices": (lambda gt, x: x[np.array([3, 1, 1])] * 2.0, 3),
+    "where": (lambda gt, x: gt.xp.where(x > 0, x, x**2), N),
+    "stopped": (lambda gt, x: gt.stop_gradient(x) * x, N),
+    "constant": (lambda gt, x: gt.xp.zeros_like(x), 0),
+    "one number": (lambda gt, x: gt.xp.sum(x**2).reshape((1,)), N),
+    "reversed gradient": (lambda gt, x: gt.reverse_gradient(x) ** 2, N),
+}
+
+
+def dense(x):
+    return np.asarray(x.to_dense().detach() if hasattr(x, "to_dense") else x.todense())
+
+
+def count(x):
+    return x._nnz() if hasattr(x, "_nnz") else x.nse
+
+
+@pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_detected_jacobian_is_the_dense_one(gt, name, mode):
+    program, entries = PROGRAMS[name]
+    x = gt.asarray(X)
+    found = gt.jacobian(lambda x: program(gt, x), mode=mode, sparsity="detect")(x)
+    wanted = gt.to_numpy(gt.jacobian(lambda x: program(gt, x))(x))
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(dense(found), wanted, rtol=1e-12, atol=1e-13)
+    assert count(found) == entries
+
+
+def pattern_of_framework(gt, pattern):
+    if gt.__name__.endswith("torch"):
+        return gt.asarray(pattern.toarray()).to_sparse()
+    from jax.experimental.sparse import BCOO
+
+    return BCOO.from_scipy_sparse(pattern)
+
+
+@pytest.mark.parametrize("kind", ["scipy", "boolean", "framework", "shape of the Jacobian"])
+def test_a_pattern_is_taken_in_every_form(gt, kind):
+    pattern = sparse.diags([1.0, 1.0, 1.0], [0, 1, 2], shape=(N - 2, N)).tocsr()
+    given = {
+        "scipy": lambda: pattern,
+        "boolean": lambda: pattern.toarray() != 0,
+        "framework": lambda: pattern_of_framework(gt, pattern),
+        "shape of the Jacobian": lambda: (pattern.toarray() != 0).reshape(N - 2, N),
+    }[kind]()
+    x = gt.asarray(X)
+    found = gt.jacobian(lambda x: stencil(gt, x), sparsity=given)(x)
+    wanted = gt.to_numpy(gt.jacobian(lambda x: stencil(gt, x))(x))
+    np.testing.assert_allclose(dense(found), wanted, rtol=1e-12, atol=1e-13)
+    assert count(found) == 3 * (N - 2)
+
+
+def products_of(gt, monkeypatch, run):
+    """How many products a call takes, with the one that checks it."""
+    rows = []
+    backend = gt.grad.__self__._backend
+    plain = backend.map_batches
+
+    def counted(f, batch, *args, **kwargs):
+        rows.append(batch[0].shape[0])
+        return plain(f, batch, *args, **kwargs)
+
+    monkeypatch.setattr(backend, "map_batches", counted)
+    run()
+    return sum(rows)
+
+
+@pytest.mark.parametrize(("name", "products"), [("stencil", 3), ("arrow", 3), ("elementwise", 1)])
+def test_a_band_takes_a_product_for_each_of_its_diagonals(gt, monkeypatch, name, products):
+    run = gt.jacobian(lambda x: PROGRAMS[name][0](gt, x), sparsity="detect")
+    assert products_of(gt, monkeypatch, lambda: run(gt.asarray(X))) == products + 1
+
+
+def energy(gt, x):
+    return gt.xp.sum(x[1:] * x[:-1]) + gt.xp.sum(gt.xp.sin(x)) + x[0] * gt.xp.sum(x**2)
+
+
+def test_a_hessian_with_a_dense_row_takes_few_products(gt, monkeypatch):
+    x = gt.asarray(X)
+    wanted = gt.to_numpy(gt.hessian(lambda x: energy(gt, x))(x))
+    run = gt.hessian(lambda x: energy(gt, x), sparsity="detect")
+    np.testing.assert_allclose(dense(run(x)), wanted, rtol=1e-12, atol=1e-13)
+    assert products_of(gt, monkeypatch, lambda: run(x)) <= 6
+    half = np.triu(wanted != 0)
+    one_side = gt.hessian(lambda x: energy(gt, x), sparsity=half)(x)
+    np.testing.assert_allclose(dense(one_side), wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
+def test_a_pattern_that_leaves_out_an_entry_is_refused(gt, mode):
+    f = lambda x: stencil(gt, x)
+    with pytest.raises(GradtoolsError, match="jacobian: sparsity leaves out entries"):
+        gt.jacobian(f, mode=mode, sparsity=np.eye(N - 2, N))(gt.asarray(X))
+    with pytest.raises(GradtoolsError, match="hessian: sparsity leaves out entries"):
+        gt.hessian(lambda x: energy(gt, x), sparsity=np.eye(N))(gt.asarray(X))
+
+
+def test_in_a_trace_a_wrong_pattern_gives_nan():
+    jax = pytest.importorskip("jax")
+    import gradtools.jax as gj
+
+    x = jax.numpy.asarray(X)
+    f = lambda x: stencil(gj, x)
+    right = np.triu(np.tril(np.ones((N - 2, N)), 2))
+    found = jax.jit(gj.jacobian(f, sparsity=right))(x)
+    np.testing.assert_allclose(found.todense(), gj.jacobian(f)(x), rtol=1e-12, atol=1e-13)
+    assert np.isnan(jax.jit(gj.jacobian(f, sparsity=np.eye(N - 2, N)))(x).data).all()
+    detected = jax.jit(gj.jacobian(f, sparsity="detect"))(x)
+    np.testing.assert_allclose(detected.todense(), gj.jacobian(f)(x), rtol=1e-12, atol=1e-13)
+    mapped = jax.vmap(lambda x: gj.jacobian(f, sparsity=right)(x).todense())(x[None])
+    np.testing.assert_allclose(mapped[0], gj.jacobian(f)(x), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("detekt", "sparsity is 'detekt'; expected 'detect'"),
+        (3.0, r"sparsity has shape \(\)"),
+        (np.ones((2, 5)), r"sparsity has shape \(2, 5\); .* 12 columns"),
+        (np.ones((3, N)), "sparsity has 3 rows; expected 10"),
+        (len, "sparsity is builtin_function_or_method"),
+    ],
+    ids=str,
+)
+def test_what_is_no_pattern_is_refused(gt, given, text):
+    with pytest.raises(GradtoolsError, match=text):
+        gt.jacobian(lambda x: stencil(gt, x), sparsity=given)(gt.asarray(X))
+
+
+def test_only_one_real_array_has_a_sparse_jacobian(gt):
+    for f in (lambda x: {"a": x, "b": x}, lambda x: x * 1j):
+        with pytest.raises(GradtoolsError, match="takes one real array and returns one"):
+            gt.jacobian(f, sparsity="detect")(gt.asarray(X))
+
+
+def test_a_sparse_jacobian_is_differentiable(gt):
+    f = lambda w, x: w * stencil(gt, x) ** 2
+    values = lambda j: j.values() if hasattr(j, "values") else j.data
+    total = lambda w: gt.xp.sum(values(gt.jacobian(lambda x: f(w, x), sparsity="detect")(x)))
+    x = gt.asarray(X)
+    wanted = gt.to_numpy(gt.jacobian(lambda x: stencil(gt, x) ** 2)(x)).sum()
+    np.testing.assert_allclose(gt.to_numpy(gt.grad(total)(gt.asarray(np.float64(2.0)))), wanted, rtol=1e-12)
+
+
+def test_a_loop_and_a_branch_are_followed():
+    jax = pytest.importorskip("jax")
+    import gradtools.jax as gj
+
+    def running(x):
+        step = lambda carry, row: (carry + row, carry * row)
+        return jax.lax.scan(step, x[0] * 0.0, x)[1]
+
+    def branching(x):
+        return jax.lax.cond(x[0] > 0, lambda x: x * 2, lambda x: x[::-1] * x, x)
+
+    x = jax.numpy.asarray(X)
+    for f, entries in ((running, N * (N + 1) // 2), (branching, 2 * N)):
+        found = gj.jacobian(f, sparsity="detect")(x)
+        np.testing.assert_allclose(found.todense(), gj.jacobian(f)(x), rtol=1e-12, atol=1e-13)
+        assert found.nse <= entries
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_convolution_reaches_its_window(gt, channels):
+    kernel = np.array([[0.0, 1, 0], [1, -4, 1], [0, 1, 0]]) * np.ones((channels, 1, 1, 1))
+    image = gt.asarray(RNG.normal(size=(5, 6)))
+    if gt.__name__.endswith("torch"):
+        import torch
+
+        run = lambda u: torch.conv2d(u[None, None], gt.asarray(kernel), padding=1)[0]
+    else:
+        import jax
+
+        run = lambda u: jax.lax.conv_general_dilated(u[None, None], kernel, (1, 1), "SAME")[0]
+    f = lambda u: gt.xp.tanh(run(u))
+    found = gt.jacobian(f, sparsity="detect")(image)
+    np.testing.assert_allclose(dense(found), gt.to_numpy(gt.jacobian(f)(image)), atol=1e-13)
+    assert count(found) == channels * (5 * 30 - 2 * 5 - 2 * 6)
+
+
+def test_random_numbers_are_drawn_as_in_one_call():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    f = lambda x: torch.dropout(x, 0.5, True) ** 2
+    torch.manual_seed(0)
+    wanted, after = gt.jacobian(f)(torch.ones(6)), torch.rand(1)
+    torch.manual_seed(0)
+    found = gt.jacobian(f, sparsity="detect", mode="reverse")(torch.ones(6))
+    assert torch.equal(found.to_dense(), wanted) and torch.equal(torch.rand(1), after)
+
+
+def test_a_rule_whose_value_shows_no_dependence_needs_a_pattern(gt):
+    binary = gt.straight_through(lambda x: x > 0)
+    with pytest.raises(GradtoolsError, match="a rule of f's has a derivative"):
+        gt.jacobian(binary, sparsity="detect")(gt.asarray(X))
+    found = gt.jacobian(binary, sparsity=np.eye(N))(gt.asarray(X))
+    np.testing.assert_allclose(dense(found), np.eye(N))

@@ -41,11 +41,15 @@ _COPIES = {"to", "mul", "add"}
 
 def detected(fun: Any, x: Tensor) -> tuple[Any, tuple[int, ...]]:
     """The pattern of fun's Jacobian at x, a boolean CSR matrix, and the shape of its output."""
+    run = lambda x: fun(x)[0][0]
     try:
         with put_back(fun, [x]), torch.enable_grad():
-            graph = make_fx(lambda x: fun(x)[0][0])(x.detach().clone())
-            plain = torch.func.functionalize(graph, remove="mutations_and_views")
-            graph = make_fx(plain)(x.detach().clone())
+            try:
+                graph = _without_writing(run, x)
+            except RuntimeError as error:
+                if "Functionalize rule for custom_function_call" not in str(error):
+                    raise
+                graph = _without_writing(make_fx(run)(x.detach().clone()), x)
     except GradtoolsError:
         raise
     except Exception as error:
@@ -56,6 +60,10 @@ def detected(fun: Any, x: Tensor) -> tuple[Any, tuple[int, ...]]:
     out = _Reading(graph).run(x)
     shape, size = out.shape, (math.prod(out.shape), x.numel())
     return (e.empty(size) if out.entries is None else out.entries.matrix), shape
+
+
+def _without_writing(run: Callable[[Tensor], Tensor], x: Tensor) -> torch.fx.GraphModule:
+    return make_fx(torch.func.functionalize(run, remove="mutations_and_views"))(x.detach().clone())
 
 
 class _Value:

@@ -182,7 +182,9 @@ def test_a_sparse_jacobian_is_differentiable(gt):
     total = lambda w: gt.xp.sum(values(gt.jacobian(lambda x: f(w, x), sparsity="detect")(x)))
     x = gt.asarray(X)
     wanted = gt.to_numpy(gt.jacobian(lambda x: stencil(gt, x) ** 2)(x)).sum()
-    np.testing.assert_allclose(gt.to_numpy(gt.grad(total)(gt.asarray(np.float64(2.0)))), wanted, rtol=1e-12)
+    np.testing.assert_allclose(
+        gt.to_numpy(gt.grad(total)(gt.asarray(np.float64(2.0)))), wanted, rtol=1e-12
+    )
 
 
 def test_a_loop_and_a_branch_are_followed():

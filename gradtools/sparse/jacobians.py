@@ -329,7 +329,7 @@ class Compressed:
                 f"{math.prod(self.outs)}, one for each entry of f's output, of shape {self.outs}."
             )
 
-    def sparse(self, pulled: Array | None, pushed: Array | None) -> Any:
+    def assembled(self, pulled: Array | None, pushed: Array | None) -> Any:
         """The framework's sparse array, once the last product was compared with its own."""
         colouring, last = self.colouring, pulled if pushed is None else pushed
         assert last is not None and self.outs is not None
@@ -389,7 +389,7 @@ def sparse_jacobian(call: Call, fun: Fun, sparsity: Any, mode: str, chunk_size: 
     if colouring.pushed or pulled is None:
         seeds = plan.seeds(colouring.column_colours, True, plan.x.shape)
         pushed = plan.push(seeds, result)
-    return plan.sparse(pulled, pushed)
+    return plan.assembled(pulled, pushed)
 
 
 def sparse_hessian(call: Call, gradient: Fun, sparsity: Any, mode: str) -> Any:
@@ -412,4 +412,4 @@ def sparse_hessian(call: Call, gradient: Fun, sparsity: Any, mode: str) -> Any:
 
         products = call.backend.map_batches(pulled, [seeds], None)[0]
     count = colours.pulled
-    return plan.sparse(products[:count] if count else None, products[count:])
+    return plan.assembled(products[:count] if count else None, products[count:])

@@ -57,7 +57,7 @@ def detected(fun: Any, x: Tensor) -> tuple[Any, tuple[int, ...]]:
             "sparsity='detect': f cannot be read as a graph of PyTorch's operations; give the "
             f"pattern. PyTorch says: {error}"
         ) from error
-    out = _Reading(graph).run(x)
+    out = _Reading(graph).of(x)
     shape, size = out.shape, (math.prod(out.shape), x.numel())
     return (e.empty(size) if out.entries is None else out.entries.matrix), shape
 
@@ -76,8 +76,8 @@ class _Value:
 class _Reading(torch.fx.Interpreter):
     """Runs a graph on dependences; what does not depend on the input is computed."""
 
-    def run(self, x: Tensor) -> Any:
-        return super().run(_Value(x.shape, e.identity(x.shape)))
+    def of(self, x: Tensor) -> Any:
+        return self.run(_Value(x.shape, e.identity(x.shape)))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is operator.getitem:

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
+from gradtools.jax._upstream import Literal
 from gradtools.jax.jaxprs import (
     CALLS,
     RULED,
     Eqn,
     HeldJaxpr,
     Jaxpr,
-    Literal,
     is_inexact,
     open_jaxpr,
     programs_of,

@@ -333,8 +333,9 @@ class Compressed:
         """The framework's sparse array, once the last product was compared with its own."""
         colouring, last = self.colouring, pulled if pushed is None else pushed
         assert last is not None and self.outs is not None
-        flat = [x if x is None else x.reshape((x.shape[0], -1)) for x in (pulled, pushed)]
-        values = entries_by_products(colouring, self.symmetric, *flat, self.backend.xp.concat)
+        values = entries_by_products(
+            colouring, self.symmetric, pulled, pushed, self.backend.xp.concat
+        )
         values = self._checked(values, last[-1].reshape((-1,)), along_rows=pushed is None)
         shape = (*self.outs, *self.x.shape)
         places = np.ravel_multi_index((colouring.rows, colouring.columns), colouring.shape)

@@ -57,7 +57,7 @@ def detected(fun: Any, x: Tensor) -> tuple[Any, tuple[int, ...]]:
             "sparsity='detect': f cannot be read as a graph of PyTorch's operations; give the "
             f"pattern. PyTorch says: {error}"
         ) from error
-    out = _Reading(graph).of(x)
+    out = _EntryReader(graph).of(x)
     shape, size = out.shape, (math.prod(out.shape), x.numel())
     return (e.empty(size) if out.entries is None else out.entries.matrix), shape
 
@@ -73,7 +73,7 @@ class _Value:
         self.shape, self.entries, self.value = tuple(shape), entries, value
 
 
-class _Reading(torch.fx.Interpreter):
+class _EntryReader(torch.fx.Interpreter):
     """Runs a graph on dependences; what does not depend on the input is computed."""
 
     def of(self, x: Tensor) -> Any:

@@ -22,8 +22,8 @@ from gradtools.jax.jaxprs import (
     programs_of,
     scan_counts,
 )
-from gradtools.sparse import entries as e
-from gradtools.sparse.entries import Entries
+from gradtools.sparse import entry_dependence as e
+from gradtools.sparse.entry_dependence import Entries
 
 _ELEMENTWISE = frozenset(
     """
@@ -134,7 +134,7 @@ def _branches(eqn: Eqn, ins: list[_Value]) -> list[_Value]:
 
 def _joined(values: Sequence[_Value]) -> _Value:
     active = [x.entries for x in values if x.entries is not None]
-    return _Value(values[0].shape, e.elementwise(values[0].shape, active) if active else None)
+    return _Value(values[0].shape, e.entrywise(values[0].shape, active) if active else None)
 
 
 def _scanned(eqn: Eqn, ins: list[_Value]) -> list[_Value] | None:
@@ -192,7 +192,7 @@ def _everywhere(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[
 def _elementwise(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Entries]:
     if len(shapes) == len(ins) > 1:  # an optimisation barrier
         return _everywhere(eqn, ins, active, shapes)
-    return [e.elementwise(shapes[0], active)]
+    return [e.entrywise(shapes[0], active)]
 
 
 def _moved(eqn: Eqn, ins: list[_Value], active: list[Entries], shapes: Any) -> list[Entries]:
@@ -225,7 +225,7 @@ def _reduced(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Ent
 
 def _lines(eqn: Eqn, ins: Any, active: list[Entries], shapes: Any) -> list[Entries]:
     axis = eqn.params.get("axis", eqn.params.get("dimension"))
-    whole = e.elementwise(active[0].shape, active)
+    whole = e.entrywise(active[0].shape, active)
     return [e.along(whole, [axis]) for _ in shapes]
 
 

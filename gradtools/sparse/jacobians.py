@@ -23,7 +23,7 @@ from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Backend, CannotPush, Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
 from gradtools.errors import GradtoolsError
-from gradtools.sparse.entries import Csr, scipy_sparse
+from gradtools.sparse.entry_dependence import Csr, scipy_sparse
 
 _EDGES = 2 * 10**7  # of a graph of columns; beyond, each column has a colour of its own
 

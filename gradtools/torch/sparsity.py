@@ -16,8 +16,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradtools.errors import GradtoolsError
-from gradtools.sparse import entries as e
-from gradtools.sparse.entries import Entries
+from gradtools.sparse import entry_dependence as e
+from gradtools.sparse.entry_dependence import Entries
 from gradtools.torch.rerunning import put_back
 
 Tensor = torch.Tensor
@@ -158,7 +158,7 @@ def _entries(
     if name == "detach":
         return [None for _ in shapes]  # type: ignore[misc]
     if name in _COPIES or torch.Tag.pointwise in getattr(target, "tags", ()):
-        return [e.elementwise(shape, active) for shape in shapes]
+        return [e.entrywise(shape, active) for shape in shapes]
     make = _MADE.get(name)
     made = make(target, args, kwargs, active, shapes) if make else None
     return made or [e.everything(shape, active) for shape in shapes]
@@ -235,7 +235,7 @@ def _lines(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> lis
     axis = args[place] if len(args) > place else kwargs.get("dim")
     if type(axis) is not int or not shapes[0]:
         return None
-    return [e.along(e.elementwise(shapes[0], active), [axis]) for _ in shapes]
+    return [e.along(e.entrywise(shapes[0], active), [axis]) for _ in shapes]
 
 
 def _product(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> list[Entries] | None:
@@ -265,7 +265,7 @@ def _product(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> l
         matrix = e.product(parts[0], parts[1], constant, (batch, rows, cols, width))
         found = Entries(shapes[0], matrix)
     extra = [v.entries for v in added if v.entries is not None]
-    return [e.elementwise(shapes[0], [x for x in (found, *extra) if x is not None])]
+    return [e.entrywise(shapes[0], [x for x in (found, *extra) if x is not None])]
 
 
 def _convolved(

@@ -67,7 +67,7 @@ def index_array(shape: Sequence[int], start: int = 0) -> np.ndarray:
     return np.arange(start, start + math.prod(shape)).reshape(tuple(shape))
 
 
-def elementwise(shape: Sequence[int], operands: Sequence[Entries]) -> Entries:
+def entrywise(shape: Sequence[int], operands: Sequence[Entries]) -> Entries:
     """Entry i of the result depends on entry i of each operand, after broadcasting."""
     total = None
     for x in operands:
@@ -117,14 +117,14 @@ def over_axes(x: Entries, axes: Sequence[int], keepdims: bool = False) -> Entrie
 
 def along(x: Entries, axes: Sequence[int]) -> Entries:
     """Each entry depends on all entries of its line along the axes: a cumulative sum, a softmax."""
-    return elementwise(x.shape, [over_axes(x, axes, keepdims=True)])
+    return entrywise(x.shape, [over_axes(x, axes, keepdims=True)])
 
 
 def everything(shape: Sequence[int], operands: Sequence[Entries]) -> Entries:
     """Every entry of the result depends on every entry of the operands."""
     size = math.prod(shape)
     rows = [reduced(x, (1,), np.zeros(x.matrix.shape[0], np.int64)) for x in operands]
-    row = elementwise((1,), rows)
+    row = entrywise((1,), rows)
     return Entries(tuple(shape), row.matrix[np.zeros(size, np.int64)])
 
 

@@ -41,7 +41,7 @@ class GradientReversal(eqx.Module):
     def __call__(self, x: Any, scale: Any = None, *, key: Any = None) -> Any:
         """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own.
 
-        ``key`` is not used; ``eqx.nn.Sequential`` gives one to every layer.
+        ``key`` is not used; a sequence of equinox's layers gives one to each.
         """
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 

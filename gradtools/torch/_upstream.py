@@ -284,7 +284,7 @@ def size_hint(n: Any, fallback: int) -> int:
     """The length that an axis has where the compiler keeps it open. `hint_int` before 2.12."""
     from torch.fx.experimental import symbolic_shapes
 
-    hint = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int
+    hint = getattr(symbolic_shapes, "optimization_hint", None) or vars(symbolic_shapes)["hint_int"]
     return int(hint(n, fallback=fallback))
 
 
@@ -438,6 +438,17 @@ is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
 """Whether two tensors share a storage. Gone: compare `untyped_storage()`, which wrappers refuse."""
 
 
+add_each_: Any = torch._foreach_add_
+multiply_each: Any = torch._foreach_mul
+divide_each_: Any = torch._foreach_div_
+"""One operation for many tensors. Gone: a loop over them."""
+
+
+def overload_of(operation: Any) -> str:
+    """Which overload of an ATen operation it is. Gone: the end of its text."""
+    return str(operation._overloadname)
+
+
 def storage_key(x: Tensor) -> int:
     """A number that tensors share exactly if they share a storage, while they live.
 
@@ -523,7 +534,7 @@ def takes_whole_gradients(module: torch.nn.Module) -> bool:
 
 
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
-"""What all batch normalisations are, `SyncBatchNorm` too. Gone: list the public classes."""
+"""What all batch normalisations are, those over processes too. Gone: list the public classes."""
 
 
 class ModuleLike(torch.nn.Module):
@@ -605,7 +616,7 @@ COMPILED_CODE = "torch._functorch."
 
 saved_views_are_detached: bool = torch.__version__ < "2.13"
 """Whether compiled code saves an input that is a view without its graph, so that a second
-derivative is lost without `CompiledFunctionBackwardBackward`. No name tells; seen in 2.8 to 2.12.
+derivative is lost. No name tells; seen in 2.8 to 2.12.
 """
 
 

@@ -159,8 +159,8 @@ class CompiledFunctionBackward(torch.autograd.Function):
 def mark_lost(nodes: Sequence[Any]) -> None:
     """Marks gradients of compiled code that come without a graph.
 
-    Where an input is a view, PyTorch before 2.13 saves it detached and gives no
-    `CompiledFunctionBackwardBackward`, so the second derivative would be zero in silence.
+    Where an input is a view, PyTorch before 2.13 saves it detached, so the
+    second derivative would be zero in silence.
     """
     if not upstream.saved_views_are_detached:
         return

@@ -323,7 +323,9 @@ class _Use(Forward):
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
             ys, _ = use.one(0, [], duals)
-            gate_graph("frozen", *use.to_try(0, [], duals), ys, duals)
+            run: Any
+            run, tried = use.to_try(0, [], duals)
+            gate_graph("frozen", run, tried, ys, duals)
             # With a graph of its own, without which the tangents of some gradients go wrong.
             with stops():
                 grads = pulled_back(ys, duals, cts, True, True)

@@ -39,6 +39,7 @@ def says(error: BaseException, part: str) -> bool:
 
 LEAF_CHANGED = "leaf Variable that requires grad"
 SAVED_CHANGED = "modified"
+NO_FUNCTIONALIZED_RULE = "Functionalize rule for custom_function_call"
 NO_SAVED_TENSORS_HOOKS = "yet support saved tensor hooks"
 
 

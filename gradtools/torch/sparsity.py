@@ -18,6 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from gradtools.errors import GradtoolsError
 from gradtools.sparse import entry_dependence as e
 from gradtools.sparse.entry_dependence import Entries
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.known_errors import NO_FUNCTIONALIZED_RULE, says
 from gradtools.torch.rerunning import put_back
 
 Tensor = torch.Tensor
@@ -47,7 +49,7 @@ def detected(fun: Any, x: Tensor) -> tuple[Any, tuple[int, ...]]:
             try:
                 graph = _without_writing(run, x)
             except RuntimeError as error:
-                if "Functionalize rule for custom_function_call" not in str(error):
+                if not says(error, NO_FUNCTIONALIZED_RULE):
                     raise
                 graph = _without_writing(make_fx(run)(x.detach().clone()), x)
     except GradtoolsError:
@@ -214,7 +216,7 @@ def _axes(args: Any, kwargs: Any, ndim: int) -> list[int]:
 
 def _reduced(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> list[Entries] | None:
     x = active[0]
-    overload = target._overloadname
+    overload = upstream.overload_of(target)
     axis = args[1] if len(args) > 1 else kwargs.get("dim")
     if type(axis) is int and overload != "default":
         axes = [axis]

@@ -55,6 +55,24 @@ def test_a_function_is_called_past_its_look_for_modes_and_its_operations_are_see
     assert len(names) == 2
 
 
+def test_many_tensors_are_changed_by_one_operation():
+    xs = [torch.ones(2), torch.ones(3)]
+    upstream.add_each_(xs, [torch.ones(2), torch.ones(3)], alpha=2.0)
+    upstream.divide_each_(xs, 2.0)
+    doubled = upstream.multiply_each(xs, 2.0)
+    assert [x.tolist() for x in (*xs, *doubled)] == [[1.5] * 2, [1.5] * 3, [3.0] * 2, [3.0] * 3]
+
+
+def test_an_overload_has_a_name():
+    assert upstream.overload_of(torch.ops.aten.sum.dim_IntList) == "dim_IntList"
+
+
+def test_views_have_the_key_of_their_storage():
+    x = torch.ones(4)
+    assert upstream.storage_key(x) == upstream.storage_key(x[1:]) != upstream.storage_key(x + 1)
+    assert upstream.storage_key(torch.eye(2).to_sparse()) is not None
+
+
 def test_an_open_length_has_a_hint_where_there_is_one():
     assert upstream.size_hint(3, fallback=2) == 3
 

@@ -83,19 +83,21 @@ class Sums:
         number = w.item()
         if not self.terms:
             # Where the weight is zero a mean over nothing, 0/0, does not count.
-            scaled = [*torch._foreach_mul(xs, number)] if number else [*map(torch.zeros_like, xs)]
+            scaled = (
+                [*upstream.multiply_each(xs, number)] if number else [*map(torch.zeros_like, xs)]
+            )
             self.terms, self.in_place = [w, *scaled], True
             self._dtypes, self._owned = [x.dtype for x in terms], [False, *[True] * len(xs)]
             return
         self.terms[0] = self.terms[0] + w
         if number:
-            torch._foreach_add_(self.terms[1:], xs, alpha=number)
+            upstream.add_each_(self.terms[1:], xs, alpha=number)
 
     def means(self) -> list[Any]:
         """The sum of the weights, and the sums over that."""
         total, *sums = self.total()
         if self.in_place:
-            torch._foreach_div_(sums, total.item())
+            upstream.divide_each_(sums, total.item())
             return [total, *sums]
         return [total, *[x / total.to(x.real.dtype) for x in sums]]
 

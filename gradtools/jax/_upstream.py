@@ -38,7 +38,9 @@ from gradtools.code_origin import is_in
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.12 on
 
 
-enable_x64: Any = getattr(jax, "enable_x64", None) or vars(jax.experimental)["enable_x64"]
+enable_x64: Any = (
+    jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
+)
 """A block with or without float64. JAX 0.7 has it in `jax.experimental` alone."""
 
 

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import CannotPush, Evaluation, Fun
 from gradtools.disconnected_inputs import refuse_cut
-from gradtools.errors import refusal
+from gradtools.errors import GradtoolsError, refusal
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import (
@@ -307,6 +307,22 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     return (outs, extras, push) if attached else (_freed(outs), _freed(extras), push)
 
 
+def _refuse_nonlinear_hooks(fun: Fun, ys: Any, xs: Any, cts: Any, pulled: Any, spent: Any) -> None:
+    """Raises if hooks make the pullback nonlinear in the cotangents: it has no transpose then."""
+    for scale in (1e3, -1e3):
+        larger = _pulled(ys, xs, [scale * ct.detach() for ct in cts], True, False, spent)
+        for p, q in zip(pulled, larger, strict=True):
+            if p is None or q is None or not p.numel():
+                continue
+            error = (q - scale * p.detach()).abs().max()
+            if not error <= abs(scale) * torch.finfo(p.dtype).eps ** 0.5 * p.detach().abs().max():
+                raise GradtoolsError(
+                    f"{caller_of(fun)}: f sets a hook on a gradient that is not linear in it "
+                    "(clipping, normalizing), so its pushforward is no derivative of f. Take vjp "
+                    "or grad."
+                )
+
+
 def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
     """The pushforward: the pullback, which is linear in the cotangents, pulled back itself."""
     outs, _, aliases, attached, survey, inside = evaluated
@@ -317,6 +333,7 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         pulled = _pulled(tracked, aliases, dummies, True, True, inside.spent) if tracked else ()
         if survey.hooked and pulled:
+            _refuse_nonlinear_hooks(fun, tracked, aliases, dummies, pulled, inside.spent)
             pulled = _gated_at_hooks(fun, leaves, aliases, tracked, dummies, pulled)
     refuse_cut(fun, inside.cut(pulled or [None] * len(leaves), outs))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools.errors import LostDerivativeError
+from gradtools.errors import GradtoolsError, LostDerivativeError
 
 D = torch.float64
 
@@ -142,3 +142,31 @@ def test_the_trial_leaves_everything_as_it_was():
         g.sum().backward()
     assert torch.equal(net.linear.weight, weight) and torch.equal(torch.get_rng_state(), state)
     assert net.linear.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("hook", "passes"),
+    [
+        (lambda g: 3.0 * g, True),
+        (lambda g: g.flip(0), True),
+        (lambda g: None, True),
+        (lambda g: g.clamp(max=1.0), False),
+        (lambda g: g / (g.norm() + 1e-6), False),
+        (lambda g: torch.where(g > 0, g, 0 * g), False),
+    ],
+    ids=["scaled", "reversed", "looks", "clamped", "normalized", "positive part"],
+)
+def test_a_pushforward_by_transposition_needs_hooks_linear_in_the_gradient(hook, passes):
+    def f(x):
+        y = x**2
+        y.register_hook(hook)
+        return (y**2).sum()
+
+    x = torch.tensor([0.3, 2.0], dtype=torch.float64)
+    if passes:
+        pushed = gt.linearize(f, x)[1](torch.ones_like(x))
+        (pulled,) = gt.vjp(f, x)[1](torch.ones((), dtype=torch.float64))
+        torch.testing.assert_close(pushed, pulled.sum())
+    else:
+        with pytest.raises(GradtoolsError, match=r"linearize: f sets a hook .* not linear in it"):
+            gt.linearize(f, x)

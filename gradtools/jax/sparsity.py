@@ -209,13 +209,16 @@ def _moved(eqn: Eqn, ins: list[_Value], active: list[Entries], shapes: Any) -> l
         else:
             operands.append(e.index_array(x.shape, start).astype(np.int32))
             start += int(np.prod(x.shape))
-    return [e.moved(active, np.asarray(y)) for y in _evaluated(eqn, operands)]
+    return [e.moved(active, np.asarray(y)) for y in _evaluated(eqn, operands, True)]
 
 
-def _evaluated(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+def _evaluated(eqn: Eqn, operands: Sequence[Any], numbers: bool = False) -> list[Any]:
     """An equation's results at concrete operands, also within a trace."""
+    params = eqn.params
+    if numbers and params.get("fill_value") is not None:
+        params = {**params, "fill_value": -1}
     with jax.ensure_compile_time_eval():
-        outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 

@@ -256,6 +256,7 @@ class Compressed:
     ) -> None:
         self.backend, self.call, self.fun, self.chunk_size = call.backend, call, fun, chunk_size
         self.symmetric = symmetric
+        self.dtypes: list[Any] = []  # of the products' vectors
         self.x = self._only(call.leaves, "the argument")
         self.room = self.backend.room("sparsity", call.caller)
         self._fix = ", or sparsity='detect'"
@@ -265,6 +266,10 @@ class Compressed:
             pattern, self.outs = self.room.detected(fun, self.x)
         else:
             pattern, self.outs = pattern_of(call.caller, sparsity, tuple(self.x.shape))
+        if symmetric and pattern.shape[0] != pattern.shape[1]:
+            raise GradtoolsError(
+                f"{call.caller}: sparsity has shape {pattern.shape}; expected a square matrix."
+            )
         if symmetric:
             pattern = (pattern + pattern.T).tocsr()
         self.colouring = coloured(pattern, mode, symmetric)
@@ -277,14 +282,18 @@ class Compressed:
             )
         return leaves[0]
 
-    def seeds(self, colours: np.ndarray, checking: bool, shape: Sequence[int]) -> Array:
+    def seeds(
+        self, colours: np.ndarray, checking: bool, shape: Sequence[int], like: Array | None = None
+    ) -> Array:
         """One vector for each colour, and a random one if a product is to be checked."""
         count = int(colours.max(initial=-1)) + 1
         seeds = (np.arange(count)[:, None] == colours[None]).astype(np.float32)
         if checking:
             seeds = np.concatenate([seeds, random_signs(colours.size)[None]])
-        array = self.backend.asarray(seeds.reshape((len(seeds), *shape)), self.x)
-        return self.backend.xp.astype(array, self.x.dtype)
+        like = self.x if like is None else like
+        array = self.backend.asarray(seeds.reshape((len(seeds), *shape)), like)
+        self.dtypes.append(like.dtype)
+        return self.backend.xp.astype(array, like.dtype)
 
     def pull(self, result: Evaluation, checking: bool) -> Array:
         """The products with the cotangents of the rows that are pulled."""
@@ -297,7 +306,7 @@ class Compressed:
             return [self.backend.zeros_like(self.x) if g is None else g for g in grads]
 
         assert self.outs is not None
-        seeds = self.seeds(self.colouring.row_colours, checking, self.outs)
+        seeds = self.seeds(self.colouring.row_colours, checking, self.outs, result.outs[0])
         return self.backend.map_batches(pulled, [seeds], self.chunk_size)[0]
 
     def push(self, seeds: Array, result: Evaluation | None = None) -> Array:
@@ -339,7 +348,9 @@ class Compressed:
         values = self._checked(values, last[-1].reshape((-1,)), along_rows=pushed is None)
         shape = (*self.outs, *self.x.shape)
         places = np.ravel_multi_index((colouring.rows, colouring.columns), colouring.shape)
-        return self.room.sparse_array(np.stack(np.unravel_index(places, shape)), values, shape)
+        of_axes = np.unravel_index(places, shape) if shape else ()
+        index = np.stack(of_axes) if shape else np.zeros((0, places.size), int)
+        return self.room.sparse_array(index, values, shape)
 
     def _checked(self, values: Array, product: Array, along_rows: bool) -> Array:
         """The values, if their product with a random vector is the one that was computed.
@@ -351,15 +362,20 @@ class Compressed:
         if along_rows:
             there, here = here, there
         vector = backend.asarray(random_signs(colouring.shape[not along_rows])[there], values)
+        vector = xp.astype(vector, self.dtypes[-1])  # as it was rounded for the product
         plain = backend.stop_gradient(values)
         terms = plain * xp.astype(vector, values.dtype)
         wanted = backend.stop_gradient(product)
         expected, scale = (self.room.summed(here, t, product) for t in (terms, abs(terms)))
         if not wanted.shape[0]:
             return values
-        size = xp.max(scale + abs(wanted))  # a saturated entry is rounded as the others are
-        off = ~(abs(expected - wanted) <= _slack(backend, values) * size)
-        off = off & xp.isfinite(size)
+        sizes = scale + abs(wanted)
+        finite = xp.isfinite(sizes)
+        # Of the largest entry, since a saturated one is rounded as the others are.
+        size = xp.max(xp.where(finite, sizes, xp.zeros_like(sizes)))
+        slack = max(_slack(backend, y) for y in (values, product, self.x, vector))
+        off = ~(abs(expected - wanted) <= slack * size)
+        off = off & finite
         if backend.is_traced(off):
             return xp.where(xp.any(off), plain * np.nan, values)
         if not bool(xp.any(off)):

@@ -91,7 +91,7 @@ def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: An
     if any(torch.promote_types(t.dtype, x.dtype) is not t.dtype for t, x in pairs):
         return False
     with torch.no_grad():
-        upstream.add_each_([*totals], [*xs], alpha=weight)
+        upstream.add_each_([*totals], [*xs], alpha=float(weight))
     return True
 
 

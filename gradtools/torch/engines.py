@@ -314,8 +314,10 @@ def _refuse_nonlinear_hooks(fun: Fun, ys: Any, xs: Any, cts: Any, pulled: Any, s
         for p, q in zip(pulled, larger, strict=True):
             if p is None or q is None or not p.numel():
                 continue
-            error = (q - scale * p.detach()).abs().max()
-            if not error <= abs(scale) * torch.finfo(p.dtype).eps ** 0.5 * p.detach().abs().max():
+            wanted = scale * p.detach()
+            told = wanted.isfinite() & q.isfinite()  # what is not finite tells nothing
+            error = torch.where(told, q - wanted, 0).abs().max()
+            if error > torch.finfo(p.dtype).eps ** 0.5 * torch.where(told, wanted, 0).abs().max():
                 raise GradtoolsError(
                     f"{caller_of(fun)}: f sets a hook on a gradient that is not linear in it "
                     "(clipping, normalizing), so its pushforward is no derivative of f. Take vjp "
@@ -728,6 +730,11 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
         outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
     if any(stopped) and not any(map(is_wrapped, leaves)):
         refuse_cut(fun, _cut_of(fun, leaves))
+    # PyTorch promotes the tangent of a batch of numbers times a Python number, as no value is.
+    pushed = [
+        t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype)
+        for y, t in zip(outs, pushed, strict=True)
+    ]
     result = [list(xs) for xs in (outs, extras, pushed)]
     return result if torch.is_grad_enabled() else [[_untracked(x) for x in xs] for xs in result]
 

@@ -604,7 +604,7 @@ def _tangent(y: Any) -> Tensor | None:
 
 def _is_times(factor: float, x: Tensor, y: Tensor) -> bool:
     """Whether y is factor times x, but for rounding; what is not finite tells nothing."""
-    off, size = (y - factor * x).norm(), x.norm()
+    off, size = (y - factor * x).norm(), (factor * x).norm()
     return not bool(off > torch.finfo(x.dtype).eps ** 0.5 * size)
 
 

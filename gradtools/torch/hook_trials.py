@@ -112,11 +112,20 @@ _ALONG = {"inputs": "f's inputs or parameters", "cotangents": "what comes in"}
 
 
 class _Hooks(TorchFunctionMode):
-    """Inside, the hooks that are set on tensors are seen."""
+    """Inside, the hooks that are set on tensors are seen, and copies stand for some tensors.
 
-    def __init__(self) -> None:
+    A captured parameter itself is not moved: another thread may read it, or step.
+    """
+
+    def __init__(self, xs: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         super().__init__()
         self.seen: list[tuple[Tensor, Hook]] = []
+        self._copies = {id(x): y for x, y in zip(xs, copies, strict=True)}
+
+    def _within(self, x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)(map(self._within, x)) if type(x) in (list, tuple) else x
+        return self._copies.get(id(x), x)
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fun is torch.Tensor.register_hook:
@@ -124,7 +133,8 @@ class _Hooks(TorchFunctionMode):
             # A program that is computed again tries what is set in it by itself.
             if not (mark() or getattr(hook, "__module__", "").startswith(OWN[0])):
                 self.seen.append((args[0], hook))
-        return fun(*args, **(kwargs or {}))
+        kwargs = {k: self._within(x) for k, x in (kwargs or {}).items()}
+        return fun(*self._within(tuple(args)), **kwargs)
 
 
 class _Trial:
@@ -154,22 +164,27 @@ class _Trial:
         return result
 
     def _differ(self, ct: Tensor, at: Callable[[float, bool], float]) -> bool:
-        h = torch.finfo(ct.dtype).eps ** 0.3
-        first, second = ((at(s, False) - at(-s, False)) / (2 * s) for s in (h, 2 * h))
-        return differs(at(0.0, True), first, second, abs(at(0.0, False)), ct.dtype)
+        known, size = at(0.0, True), abs(at(0.0, False))
+        for part in (1.0, 0.125):  # a longer step may pass a kink
+            h = part * torch.finfo(ct.dtype).eps ** 0.3
+            first, second = ((at(s, False) - at(-s, False)) / (2 * s) for s in (h, 2 * h))
+            if not differs(known, first, second, size, ct.dtype):
+                return False
+        return True
 
     def _is_linear(self, i: int, ct: Tensor) -> bool:
         with self.hooks(0.0) as (_, hooks):
             known, *others = [_number(hooks[i][1], s * ct) for s in (1.0, -0.5, 1e4)]
         pairs = zip((-0.5, 1e4), others, strict=True)
         slack = torch.finfo(ct.dtype).eps ** 0.5
-        return all(abs(y / s - known) <= slack * abs(known) for s, y in pairs)
+        # What is not finite, as in half precision, tells nothing.
+        return all(not y.isfinite() or abs(y / s - known) <= slack * abs(known) for s, y in pairs)
 
     def _along_inputs(self, i: int, ct: Tensor, step: float, slope: bool) -> float:
         """A number of hook i with its inputs moved by a step; its derivative there."""
         with self.hooks(step) as (xs, hooks):
             total = _number(hooks[i][1], ct)
-            return _slope(total, [*xs, *self.captured], 1.5) if slope else float(total.detach())
+            return _slope(total, xs, 1.5) if slope else float(total.detach())
 
     def _along_cotangents(self, i: int, ct: Tensor, step: float, slope: bool) -> float:
         with self.hooks(0.0) as (_, hooks):
@@ -182,24 +197,13 @@ class _Trial:
         """f's inputs, moved by a step with what it captured, and the hooks that f sets there."""
         xs = [x + step * wave(x, 1.5) if is_inexact(x) else x for x in self.xs]
         xs = [x.detach().requires_grad_(is_inexact(x)) for x in xs]
-        before = [x.detach().clone() for x in self.captured]
+        copies = [(x + step * wave(x, 1.5)).detach().requires_grad_() for x in self.captured]
         if self.randomness is not None:
             self.randomness.restore()
-        with put_back(self.run, self.xs), marked(""):  # what is set in it is the user's
-            try:
-                self._move(self.captured, [x + step * wave(x, 1.5) for x in before])
-                with _Hooks() as hooks:
-                    self.run([x.view_as(x) for x in xs])
-                yield xs, hooks.seen
-            finally:
-                self._move(self.captured, before)
-
-    @staticmethod
-    def _move(xs: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for x, other in zip(xs, others, strict=True):
-                with upstream.version_counter_kept(x):
-                    x.copy_(other)
+        hooks = _Hooks(self.captured, copies)
+        with put_back(self.run, self.xs), marked(""), hooks:  # what is set in it is the user's
+            self.run([x.view_as(x) for x in xs])
+            yield [*xs, *copies], hooks.seen
 
 
 def _number(hook: Hook, ct: Tensor) -> Tensor:

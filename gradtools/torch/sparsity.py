@@ -174,6 +174,8 @@ def _moved(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> lis
     name = _name(target)
     if name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate")):
         return None
+    if name == "scatter" and (len(args) > 4 or "reduce" in kwargs):
+        return None
     ins = [v for v in _flat((args, kwargs)) if isinstance(v, _Value)]
     start, order = 0, list[Entries]()
     numbers: dict[int, Tensor | None] = {}
@@ -184,13 +186,15 @@ def _moved(target: Any, args: Any, kwargs: Any, active: Any, shapes: Any) -> lis
             order.append(v.entries)
         elif v.value is None:
             return None
-        elif v.value.dtype.is_floating_point or v.value.dtype.is_complex:
+        elif name in ("cat", "stack") or v.value.is_floating_point() or v.value.is_complex():
             numbers[id(v)] = torch.full(v.shape, -1, dtype=torch.int64)
         else:
             numbers[id(v)] = v.value.cpu()
     args, kwargs = (_mapped(lambda v: numbers[id(v)], tree) for tree in (args, kwargs))
     if name == "constant_pad_nd":
         args = (*args[:2], -1)
+    if name == "scatter" and not isinstance(args[3], Tensor):
+        args = (*args[:3], -1)
     if name in ("tril", "triu", "select_backward", "slice_backward", "diag_embed", "im2col"):
         run = lambda: _shifted(target, args, kwargs)  # what they fill in is 0
     else:

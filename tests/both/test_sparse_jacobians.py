@@ -241,3 +241,25 @@ def test_a_rule_whose_value_shows_no_dependence_needs_a_pattern(gt):
         gt.jacobian(binary, sparsity="detect")(gt.asarray(X))
     found = gt.jacobian(binary, sparsity=np.eye(N))(gt.asarray(X))
     np.testing.assert_allclose(dense(found), np.eye(N))
+
+
+def test_an_infinite_entry_hides_no_other(gt):
+    f = lambda x: joined(gt, gt.xp.sqrt(x[:1]), (x[0] + x[1]).reshape((1,)), x[2:3])
+    with pytest.raises(GradtoolsError, match="sparsity leaves out entries"):
+        gt.jacobian(f, sparsity=np.eye(3))(gt.asarray(np.array([0.0, 1.0, 2.0])))
+
+
+def test_numbers_in_a_program_are_no_entries(gt):
+    f = lambda x: joined(gt, x * 3.0, gt.asarray(np.arange(100.0, 104.0)))
+    found = gt.jacobian(f, sparsity="detect")(gt.asarray(X))
+    np.testing.assert_allclose(dense(found), np.eye(N + 4, N) * 3.0)
+
+
+def test_one_number_of_one_number_has_a_sparse_derivative(gt):
+    found = gt.jacobian(lambda x: x**2, sparsity="detect")(gt.asarray(np.float64(3.0)))
+    assert found.shape == () and float(dense(found)) == 6.0
+
+
+def test_a_pattern_of_a_hessian_is_square(gt):
+    with pytest.raises(GradtoolsError, match="expected a square matrix"):
+        gt.hessian(lambda x: energy(gt, x), sparsity=np.ones((5, N)))(gt.asarray(X))

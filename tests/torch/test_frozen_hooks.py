@@ -45,3 +45,24 @@ def test_a_hook_on_a_gradient_beside_a_forward_hook_is_seen(monkeypatch):
     monkeypatch.setattr(sys.modules["gradtools.torch.freezing"], "_TOLD", set())
     with pytest.warns(GradtoolsWarning, match="a hook on a gradient in G"):
         _second(gt.frozen(_Sets(True)))
+
+
+def test_a_linear_function_is_known_as_such_in_float32():
+    class Cubed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return g * 3 * x**2
+
+    G = gt.frozen(Cubed.apply)
+    for seed in range(10):
+        x = torch.randn(5, generator=torch.Generator().manual_seed(seed))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GradtoolsWarning)  # it keeps a graph, and says so
+            _, (product,) = gt.hvp(lambda x: G(x).sum(), (x,), (torch.ones(5),))
+        torch.testing.assert_close(product, 6 * x)

@@ -170,3 +170,55 @@ def test_a_pushforward_by_transposition_needs_hooks_linear_in_the_gradient(hook,
     else:
         with pytest.raises(GradtoolsError, match=r"linearize: f sets a hook .* not linear in it"):
             gt.linearize(f, x)
+
+
+def test_a_trial_writes_to_no_parameter_of_the_user():
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    before, versions = weight.detach().clone(), []
+
+    def f(x):
+        y = x * (weight + 1)
+        y.register_hook(lambda g: (versions.append(weight._version), 2 * g)[1])
+        return (y**2).sum()
+
+    gt.hvp(f, (torch.ones(3, dtype=torch.float64),), (torch.ones(3, dtype=torch.float64),))
+    assert set(versions) == {0} and torch.equal(weight, before)
+
+
+def test_a_hook_that_crosses_a_kink_within_a_step_passes():
+    for seed in range(40):
+        x = torch.randn(3, generator=torch.Generator().manual_seed(seed))
+
+        def f(x):
+            y = x * 1.0
+            y.register_hook(lambda g: g * torch.relu(x))
+            return (y**3).sum()
+
+        gt.hvp(f, (x,), (torch.ones(3),))
+
+
+def test_a_hook_of_half_precision_is_linear_where_it_overflows():
+    x = torch.full((2,), 10.0, dtype=torch.float16)
+
+    def f(x):
+        y = x * 1.0
+        y.register_hook(lambda g: 2 * g)
+        return (y * y).sum() * 5
+
+    pushed = gt.linearize(f, x)[1](torch.ones_like(x))
+    assert float(pushed) == 400.0
+
+
+@pytest.mark.parametrize("operator", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
+def test_a_hook_that_f_sets_on_a_parameter_stays_one(operator):
+    net = torch.nn.Linear(2, 1)
+    net.handle = None
+
+    def f(x):
+        if net.handle is None:
+            net.handle = net.weight.register_hook(lambda g: 2 * g)
+        return net(x)
+
+    operator(f)(torch.ones(2, 2)).sum().backward()
+    assert len(net.weight._backward_hooks) == 1
+    torch.testing.assert_close(net.weight.grad, torch.full((1, 2), 4.0))

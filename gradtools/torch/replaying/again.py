@@ -110,15 +110,21 @@ def going_back(forward: Forward, again: bool = False) -> Iterator[None]:
 def without_hooks(leaves: list[torch.Tensor]) -> Iterator[None]:
     """The leaves' hooks fire once, on the sum, and not for each chunk."""
     with REPLAYS:
-        held = [hooks for x in leaves if (hooks := upstream.tensor_hooks(x))]
+        held = [hooks for x in leaves if (hooks := upstream.tensor_hooks(x)) is not None]
+        bare = [x for x in leaves if upstream.tensor_hooks(x) is None]
         kept = [dict(hooks) for hooks in held]
         try:
             for hooks in held:
                 hooks.clear()
             yield
         finally:
+            # Those that f set when it was computed again it had set before.
             for hooks, those in zip(held, kept, strict=True):
+                hooks.clear()
                 hooks.update(those)
+            for x in bare:
+                if upstream.tensor_hooks(x) is not None:
+                    upstream.set_tensor_hooks(x, None)
 
 
 def check_end(forward: Forward, count: int) -> None:

@@ -10,10 +10,10 @@ J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Concatenate, Literal, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Literal, TypeVar, overload
 
 from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.calls import NOT_NAMED, Call
@@ -29,18 +29,6 @@ from gradtools.jacobian_blocks import blocks
 
 A = TypeVar("A")
 Argnums = int | Sequence[int]
-
-
-class _Module(Protocol):
-    """What a `torch.nn.Module` has: the gradient at one is a dictionary, not another module."""
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Any]]: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-M = TypeVar("M", bound=_Module)
 
 
 @dataclass(frozen=True)
@@ -83,14 +71,6 @@ class Derivatives(Operators):
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
     ) -> Callable[P, Any]: ...
-    @overload
-    def grad(
-        self,
-        f: Callable[Concatenate[M, P], Any],
-        *,
-        has_aux: bool = False,
-        disconnected_inputs: Disconnected = "raise",
-    ) -> Callable[Concatenate[M, P], Any]: ...
     @overload
     def grad(
         self,
@@ -162,14 +142,6 @@ class Derivatives(Operators):
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
     ) -> Callable[P, tuple[R, Any]]: ...
-    @overload
-    def value_and_grad(
-        self,
-        f: Callable[Concatenate[M, P], R],
-        *,
-        has_aux: bool = False,
-        disconnected_inputs: Disconnected = "raise",
-    ) -> Callable[Concatenate[M, P], tuple[R, Any]]: ...
     @overload
     def value_and_grad(
         self,

@@ -405,8 +405,8 @@ class _Search:
             held = self._held(_place(x))
             items = dict(zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True))
         else:
-            constant = isinstance(x, tuple | frozenset)
-            items = dict(enumerate(x if constant else self._held(_place(x))))
+            constant = next((kind for kind in (tuple, frozenset) if isinstance(x, kind)), None)
+            items = dict(enumerate(constant.__iter__(x) if constant else self._held(_place(x))))
         for key, part in items.items():
             if type(part) not in ATOMS:
                 self.visit(part, f"{name}[{key!r}]", owned)

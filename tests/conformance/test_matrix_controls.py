@@ -403,11 +403,11 @@ def dropped_chunk(patch, gt):
 
 @mutant("the accumulator forgets its weights", "GradientAccumulator")
 def no_weights(patch, gt):
-    whole = gradtools.accumulate.GradientAccumulator._weighted
+    whole = gradtools.accumulate.GradientAccumulator.add
     patch.setattr(
         gradtools.accumulate.GradientAccumulator,
-        "_weighted",
-        lambda self, path, x, weight: whole(self, path, x, 1),
+        "add",
+        lambda self, grads, weight=1: whole(self, grads, 1),
     )
 
 

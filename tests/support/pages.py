@@ -140,7 +140,9 @@ class Block:
             file.write_text(self.code, encoding="utf-8")
             tested = ["-m", "pytest", "-q", "-p", "gradtools.testing.plugin"]
             path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            settings = dict(s.split("=") for s in self.text.split()) if self.end == "with" else {}
+            settings = (
+                dict(s.split("=", 1) for s in self.text.split()) if self.end == "with" else {}
+            )
             run = subprocess.run(
                 [sys.executable, *(tested if self.end == "pytest" else []), file.name],
                 cwd=folder,

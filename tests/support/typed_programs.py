@@ -52,19 +52,6 @@ gt.grad(loss)(x)  # wrong
 gt.grad(loss)(x, x, scale=True)  # wrong
 gt.grad(loss, argnum=1)  # wrong
 
-
-# Of a module it is a dictionary by the parameters' names.
-def of_module(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return net(x).sum()
-
-
-net = torch.nn.Linear(3, 1)
-gt.grad(of_module)(net, x)["weight"]
-gt.value_and_grad(of_module)(net, x)[1]["bias"]
-gt.grad(lambda net: net(x).sum())(net)
-gt.grad(of_module)(x, x)  # wrong
-gt.grad(loss)(net, x)  # wrong
-
 # What is computed otherwise has the signature that it had.
 assert_type(gt.frozen(loss)(x, x), torch.Tensor)
 assert_type(gt.checkpoint(loss)(x, x, scaled=True), torch.Tensor)

@@ -163,7 +163,7 @@ def errors_say_what_to_do():
         (lambda: _apply_with({}), "apply: params must hold the names"),
         (
             lambda: gt.grad(lambda m: m(asarray(X)).sum())(model()),
-            "is a Keras model .*functionali",
+            "is a Keras model .*make_functional",
         ),
     ]
     for ask, said in asked:

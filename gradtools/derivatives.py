@@ -491,7 +491,8 @@ class Derivatives(Operators):
             normalized_argnums("jacobian", argnums, len(args)),
         )
         run = self._backend.stage(call, call.leaves).run
-        return sparse_jacobian(call, run, sparsity, mode, chunk_size)
+        uncompiled = self._backend.compiler.uncompiled
+        return uncompiled(sparse_jacobian, call, run, sparsity, mode, chunk_size)
 
     @with_hints
     def hvp(
@@ -587,7 +588,8 @@ class Derivatives(Operators):
         if sparsity is not None:
             from gradtools.sparse.jacobians import sparse_hessian
 
-            return sparse_hessian(call, gradient, sparsity, mode.split("_")[0])
+            uncompiled = self._backend.compiler.uncompiled
+            return uncompiled(sparse_hessian, call, gradient, sparsity, mode.split("_")[0])
         result = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
         call.refuse_changes()
         rows = [call.to_trees(row) for row in result]

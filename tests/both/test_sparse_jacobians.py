@@ -263,3 +263,11 @@ def test_one_number_of_one_number_has_a_sparse_derivative(gt):
 def test_a_pattern_of_a_hessian_is_square(gt):
     with pytest.raises(GradtoolsError, match="expected a square matrix"):
         gt.hessian(lambda x: energy(gt, x), sparsity=np.ones((5, N)))(gt.asarray(X))
+
+
+@pytest.mark.slow_at("torch")
+@pytest.mark.parametrize("sparsity", ["detect", np.eye(N)], ids=["detect", "pattern"])
+def test_a_sparse_jacobian_in_compiled_code(gt, sparsity):
+    values = lambda j: j.coalesce().values() if hasattr(j, "coalesce") else j.data
+    run = lambda x: values(gt.jacobian(lambda x: x**3, sparsity=sparsity)(x)) * 1.0
+    np.testing.assert_allclose(gt.to_numpy(gt.compile(run)(gt.asarray(X))), 3 * X**2)

@@ -7,7 +7,9 @@ nothing never needs it. So functions that it must not look into are registered w
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -39,6 +41,45 @@ def opaque_to_dynamo(fun: F) -> F:
     if upstream.dynamo_is_loaded():
         torch.compiler.allow_in_graph(fun)
     return fun
+
+
+class _AsWritten(AbstractContextManager[None]):
+    """A stance of the compiler that all threads share: the last one to leave takes it back.
+
+    `torch.compiler.set_stance` is of the process and gives back what it found. Two threads that
+    leave in the order in which they came would leave it set for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._stance: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stance.__exit__(None, None, None)
+
+
+_AS_WRITTEN = _AsWritten()
+
+
+def as_written() -> AbstractContextManager[None]:
+    """Inside, functions that `torch.compile` compiled run as they were written.
+
+    Compiled code drops tangents in silence, and no mode sees into it. Threads that run at the same
+    time run so, too.
+    """
+    if not upstream.dynamo_is_loaded() or is_compiling():
+        return nullcontext()
+    return _AS_WRITTEN
 
 
 def skipped_by_dynamo(fun: F) -> F:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
 from gradtools.torch.state import Snapshot
 
@@ -39,7 +40,7 @@ def put_back(run: Callable[..., Any], leaves: Sequence[Any]) -> Iterator[Undo]:
     with _ONE:
         undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
         try:
-            with eagerly(), undo:
+            with as_written(), undo:
                 yield undo
         finally:
             undo.put_back()
@@ -167,13 +168,6 @@ class Undo(TorchFunctionMode):
 
 
 _HANDS_OUT = ("numpy", "__array__", "__dlpack__", "untyped_storage")  # memory that may be written
-
-
-def eagerly() -> AbstractContextManager[Any]:
-    """Inside, compiled functions run as they were written: a mode cannot see into their code."""
-    if not upstream.dynamo_is_loaded():
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 # --- calls, and the memory that they write to ---------------------------------------------

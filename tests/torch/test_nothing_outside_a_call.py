@@ -9,6 +9,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -168,3 +170,32 @@ def test_a_function_that_is_patched_later_is_the_one_that_is_differentiated(
 
 
 Z, E = torch.linspace(-1, 1, 24, dtype=D).reshape(2, 3, 4), 1e-6
+
+
+def test_threads_whose_forward_passes_overlap_leave_the_compilers_stance():
+    """The first to enter leaves first; what the second found is the stance of the first."""
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    begun, inside, one_has_left = threading.Event(), threading.Event(), threading.Event()
+
+    def first(x):
+        begun.set()
+        assert inside.wait(60)
+        return x.sin()
+
+    def second(x):
+        inside.set()
+        assert one_has_left.wait(60)
+        return x.sin()
+
+    def push(f):
+        return gt.jvp(f, (torch.ones(2),), (torch.ones(2),))[1]
+
+    with ThreadPoolExecutor(1) as pool:
+        one = pool.submit(push, first)
+        one.add_done_callback(lambda _: one_has_left.set())
+        assert begun.wait(60)
+        push(second)
+        one.result(60)
+    graphs = []
+    torch.compile(lambda x: x.cos(), backend=lambda g, _: graphs.append(g) or g)(torch.ones(2))
+    assert graphs

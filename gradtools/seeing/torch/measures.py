@@ -25,9 +25,9 @@ from gradtools.seeing.measures import Measurement
 from gradtools.seeing.torch.flops import Flops
 from gradtools.seeing.torch.operands import written
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling
+from gradtools.torch.compiling import as_written, is_compiling
 from gradtools.torch.live_bytes import LiveBytes, is_plain
-from gradtools.torch.rerunning import Undo, eagerly
+from gradtools.torch.rerunning import Undo
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -66,7 +66,7 @@ def _check(given: Sequence[Tensor]) -> None:
 
 
 def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
-    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, eagerly():
+    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, as_written():
         result = run()
     del result
     before.restore()
@@ -133,7 +133,7 @@ def _saved(
     with torch.inference_mode(False), torch.enable_grad():
         tracked_args, tracked_kwargs = upstream.tree_map(_tracked, (tuple(args), kwargs))
         try:
-            with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), eagerly():
+            with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), as_written():
                 result = f(*tracked_args, **tracked_kwargs)
         except Exception as error:  # it ran as it was given: what stands in the way is the answer
             first = str(error).strip().partition("\n")[0]

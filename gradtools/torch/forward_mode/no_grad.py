@@ -13,7 +13,6 @@ function that asks goes the same way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import as_written
 from gradtools.torch.forward_mode.pushing import pushed_rightly
 from gradtools.torch.hooks import PassedBy
 from gradtools.torch.plain_programs.rows import is_wrong_at
@@ -186,16 +186,6 @@ class NoGradStopsTangents(TorchFunctionMode):
         if self._stopped is None and not self._hidden:
             x.requires_grad_()
         return True
-
-
-def as_written() -> AbstractContextManager[Any]:
-    """Inside, functions that `torch.compile` compiled run as they were written.
-
-    Compiled code drops tangents in silence. Threads beside this one run so meanwhile, too.
-    """
-    if not upstream.dynamo_is_loaded() or torch.compiler.is_dynamo_compiling():
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _is_plain(kind: Any) -> bool:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradtools.seeing.formulas.algebra import add, conj, product, zeros
-from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import COMPLEX, Expr, order, placeholder
+from gradtools.seeing.formulas.operation_record import evaluate
 
 _MOST_TERMS = 64
 _REAL_ENDS = ("re", "real", "r")

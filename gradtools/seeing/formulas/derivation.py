@@ -19,14 +19,12 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas import files
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, pair, together
-from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import Expr, order, placeholder
-from gradtools.seeing.formulas.naming import leaf_names
-from gradtools.seeing.formulas.operation_record import OPERATIONS
+from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
 from gradtools.seeing.formulas.recognition import recognise
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.formulas.reverse import adjoint
-from gradtools.seeing.formulas.statements import Section, Statements
+from gradtools.seeing.formulas.statements import Section, Statements, leaf_names
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.pictures import saving
 

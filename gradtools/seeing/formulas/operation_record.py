@@ -1,8 +1,8 @@
 """`Operation`: all that is known of an operation; `OPERATIONS`: these records, by name.
 
-A recorded program is written in these operations, and so is its adjoint. What is not in the table
-is an operation by its name (`operations/opaque.py`), which the framework computes and
-differentiates itself.
+A recorded program is written in these operations, and so is its adjoint; `evaluate` computes either
+in NumPy. What is not in the table is an operation by its name (`operations/opaque.py`), which the
+framework computes and differentiates itself.
 
 Conventions of the functions that make them:
 
@@ -15,16 +15,20 @@ Conventions of the functions that make them:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradtools.seeing.formulas.expressions import Expr
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.formulas.expressions import DTYPES, Expr, order
 from gradtools.seeing.formulas.typesetting import Written
 
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.axes import Axes
     from gradtools.seeing.formulas.writing import ExpressionWriter
+
 
 Form = Callable[["ExpressionWriter", Expr], Written]
 EntryForm = Callable[[Expr, list[Written], bool], Written]
@@ -91,3 +95,47 @@ def made(name: str, operands: Sequence[Expr], attributes: dict[str, Any]) -> Any
 def is_elementwise(x: Expr) -> bool:
     """Whether it is a function of each place."""
     return x.op in OPERATIONS and OPERATIONS[x.op].elementwise
+
+
+# --- numbers
+
+
+def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarray]:
+    """The roots' values.
+
+    Args:
+        roots: What is wanted.
+        known: The value of each placeholder that is needed.
+
+    Raises:
+        GradtoolsError: A placeholder has no value, or an operation cannot be computed.
+    """
+    values = {x: _as(x, v) for x, v in known.items()}
+    shared: dict[tuple, Any] = {}
+    with np.errstate(all="ignore"):
+        for y in order(roots):
+            if y not in values:
+                values[y] = _value(y, [values[a] for a in y.args], shared)
+    return [values[root] for root in roots]
+
+
+def _as(x: Expr, value: Any) -> np.ndarray:
+    value = np.asarray(value)
+    if value.shape != x.shape:
+        raise GradtoolsError(
+            f"formula: {x.get('name') or x.op} has shape {x.shape}; "
+            f"it was given a value of shape {value.shape}"
+        )
+    return value.astype(DTYPES[x.kind], copy=False)
+
+
+def _value(y: Expr, args: list[np.ndarray], shared: dict) -> np.ndarray:
+    if y.op == "placeholder":
+        raise GradtoolsError(f"formula: no value is given for {y['name'] or 'an input'}")
+    compute: Any = OPERATIONS[y.op].evaluate
+    which = y.get("output")
+    if which is None:
+        return compute(y, *args)
+    if y.family not in shared:
+        shared[y.family] = compute(y, *args)
+    return shared[y.family][which]

@@ -1,14 +1,19 @@
-"""`Recorded`: one run of a program as expressions, with the arrays that it captured."""
+"""What a translator makes of a run: a `Recorded`, in operations of the vocabulary where it can.
+
+`said` gives an operation of the vocabulary, if it computes what the framework's operation did.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.expressions import ArrayValue, Expr, order
+from gradtools.seeing.formulas.algebra import apply, broadcast, constant_of
+from gradtools.seeing.formulas.expressions import COMPLEX, ArrayValue, Expr, order
+from gradtools.seeing.formulas.operation_record import made
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +55,54 @@ class Recorded:
             plain = [(k, v if isinstance(v, ArrayValue) else repr(v)) for k, v in said]
             result.append((x.op, x.shape, tuple(place[a] for a in x.args), tuple(plain)))
         return result
+
+
+# --- operations of the vocabulary
+
+
+Like = tuple[Sequence[int], str]  # shape and kind
+
+
+def said(
+    name: str, operands: Sequence[Expr], attributes: Mapping[str, Any], likes: Sequence[Like]
+) -> list[Expr] | None:
+    """The results of an operation of this name; None if it is not of the vocabulary."""
+    if name in _LINEAR:
+        operands = [x.args[0] if x.op == "cast" and x.is_complex else x for x in operands]
+    result = made(name, operands, dict(attributes))
+    if result is None:
+        return None
+    results = list(result) if isinstance(result, list | tuple) else [result]
+    if len(results) != len(likes):
+        return None
+    if any(r.shape != tuple(shape) for r, (shape, _) in zip(results, likes, strict=True)):
+        return None
+    return [fitted(r, like) for r, like in zip(results, likes, strict=True)]
+
+
+def fitted(x: Expr, like: Like) -> Expr:
+    """In this shape, and complex where the framework's result is."""
+    shape, kind = like
+    x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
+    plain = x.is_complex or constant_of(x) is not None
+    return x if kind != COMPLEX or plain else apply("cast", x, to=COMPLEX)
+
+
+_LINEAR = """
+add subtract multiply negate einsum matmul outer sum mean trace reshape transpose broadcast
+concatenate stack split slice flip real imag conj abs identity
+""".split()  # what does the same to real numbers as to the complex ones that they are
+
+
+def in_words(attributes: Mapping[str, Any], rank: int) -> str:
+    """The parameters of an operation by name, those that are numbers or words."""
+    plain = {k: _short(v) for k, v in attributes.items() if rank > 1 or k not in ("axis", "axes")}
+    return ", ".join(f"{k} {v}" for k, v in plain.items() if len(str(v)) <= 30)
+
+
+def _short(value: Any) -> Any:
+    """Of equal numbers one."""
+    if isinstance(value, tuple | list) and value:
+        parts = [_short(v) for v in value]
+        return parts[0] if all(p == parts[0] for p in parts) else tuple(parts)
+    return value

@@ -28,12 +28,11 @@ from gradtools.jax import jaxprs
 from gradtools.jax._upstream import enable_x64, is_of_random
 from gradtools.jax.operation_marks import function_name, is_chunk
 from gradtools.seeing.formulas.algebra import apply, constant_of
-from gradtools.seeing.formulas.evaluation import evaluate
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
+from gradtools.seeing.formulas.operation_record import evaluate
 from gradtools.seeing.formulas.operations.arrays import arrange, constant
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.recorded import Recorded
-from gradtools.seeing.formulas.vocabulary import fitted, in_words, said
+from gradtools.seeing.formulas.recorded import Recorded, fitted, in_words, said
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
 from gradtools.seeing.jax.translating.folding import bound, evaluated, folded, is_foldable

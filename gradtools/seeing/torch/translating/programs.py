@@ -1,29 +1,35 @@
 """`formula` in PyTorch: one run of f, recorded as expressions.
 
 f runs once at copies of its arguments and is written down (`recorder.py`); what it changes is
-put back. Parameters that f holds and that require grad are differentiated like its arguments.
+put back. Parameters that f holds and that require grad are differentiated like its arguments. A
+formula is compared in float64: the arguments are cast, and what f holds besides, such as a module's
+parameters, is read cast by a TorchFunctionMode. Control flow runs as Python would run it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas.expressions import Expr, order
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch.recording.observation import recording_run
-from gradtools.seeing.torch.translating.control import followed
-from gradtools.seeing.torch.translating.double_precision import origin_of, reading
 from gradtools.seeing.torch.translating.recorder import FormulaRecorder
+from gradtools.torch import _upstream as upstream
+from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import Modes
+from gradtools.torch.patches import control_flow_called, functions_applied
 from gradtools.torch.replaying.guards import plainly
-from gradtools.torch.rerunning import copied, put_back
+from gradtools.torch.rerunning import copied, memory_of, put_back
 
 Tensor = torch.Tensor
 
@@ -78,4 +84,126 @@ def trying(program: LeafProgram, wide: bool) -> Iterator[None]:
         yield
 
 
-__all__ = ["formula_graph", "trying"]
+# --- control flow, run as Python would run it
+
+
+def _while_loop(goes_on: Any, body: Any, carried: Any, more: Any = ()) -> Any:
+    while goes_on(*carried, *more):
+        carried = tuple(body(*carried, *more))
+    return carried
+
+
+def _scan(combine: Any, carried: Sequence[Any], xs: Sequence[Any], more: Any = ()) -> Any:
+    """The last carries, and what each round gives, stacked."""
+    rounds: list[Any] = []
+    for k in range(xs[0].shape[0]):
+        result = list(combine(*carried, *(x[k] for x in xs), *more))
+        carried = result[: len(carried)]
+        rounds.append(result[len(carried) :])
+    return [*carried, *(torch.stack(column) for column in zip(*rounds, strict=True))]
+
+
+_FOLLOWED: dict[str, Callable[..., Any]] = {
+    "cond": lambda chosen, yes, no, operands=(): (yes if chosen else no)(*operands),
+    "while_loop": _while_loop,
+    "scan": _scan,
+}
+_REFUSED = ("associative_scan", "map_impl", "flex_attention", "switch")
+
+
+def followed() -> AbstractContextManager[None]:
+    """Inside, this thread's control flow runs in Python."""
+    return control_flow_called(_follow)
+
+
+def _follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    name = operator.name()
+    if name in _REFUSED:
+        raise GradtoolsError(f"formula: PyTorch's {name} has no translation; write it as a loop.")
+    return _FOLLOWED.get(name, call)(*args, **kwargs)
+
+
+# --- parameters and other captured tensors in float64
+
+
+_DOUBLE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+
+
+class _Reading(TorchFunctionMode):
+    """Gives functions other tensors than those that they are called with."""
+
+    def __init__(self, place: Mapping[int, Tensor], wide: bool) -> None:
+        super().__init__()
+        self.place, self.wide = place, wide
+        self.cast: dict[int, tuple[Tensor, Tensor]] = {}
+        self.origins: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def read(self, x: Any) -> Any:
+        """What stands for x."""
+        if isinstance(x, torch.dtype):
+            return _DOUBLE.get(x, x) if self.wide else x
+        if not isinstance(x, Tensor):
+            return x
+        result = self.place.get(id(x), x)
+        if self.wide and result.dtype in _DOUBLE:
+            return self._widened(result)
+        return result
+
+    def _widened(self, x: Tensor) -> Tensor:
+        known = self.cast.get(id(x))
+        if known is not None:
+            return known[1]
+        with torch.enable_grad():
+            result = x.to(_DOUBLE[x.dtype])
+        if x.is_leaf and upstream.version_of(x) == 0:
+            self.cast[id(x)] = self.origins[memory_of(result)] = x, result
+        return result
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKS:
+            return func(*args, **(kwargs or {}))
+        func = _WIDER.get(func, func) if self.wide else func
+        args, kwargs = pytree.tree_map(self.read, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+    def around(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """A function with a rule of its own."""
+        return apply(*pytree.tree_map(self.read, tuple(args)), **kwargs)
+
+
+_here = threading.local()
+
+
+def origin_of(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What was cast, and the cast, if x shows the memory of a cast that is read in its place."""
+    mode = getattr(_here, "reading", None)
+    result: tuple[Tensor, Tensor] | None = mode and mode.origins.get(memory_of(x))
+    return result
+
+
+_TENSOR: Any = Tensor
+_WIDER: dict[Any, Any] = dict.fromkeys((Tensor.half, Tensor.float, Tensor.bfloat16), Tensor.double)
+_COMPLEX: Any = Tensor  # of whose casts PyTorch's stubs know nothing
+_WIDER |= dict.fromkeys((_COMPLEX.chalf, _COMPLEX.cfloat), _COMPLEX.cdouble)
+_ASKS = frozenset({_TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__})
+
+
+@contextmanager
+def reading(place: Mapping[int, Tensor], wide: bool) -> Iterator[None]:
+    """Inside, functions read what stands in place of tensors, by their ids; wide: in doubles."""
+    if not place and not wide:
+        yield
+        return
+    mode, before = _Reading(place, wide), getattr(_here, "reading", None)
+    with functions_applied(mode.around), mode:
+        _here.reading = mode if wide else before
+        try:
+            yield
+        finally:
+            _here.reading = before

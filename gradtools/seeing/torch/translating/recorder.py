@@ -2,8 +2,11 @@
 
 What is not of the vocabulary is run once more by PyTorch's own decomposition of it, and is read as
 its parts if all of them are; what has no such decomposition, and a function with a rule of its
-own, is an operation by its name, which PyTorch computes and differentiates. Writing in place is
-made functional (`aliasing.py`).
+own, is an operation by its name, which PyTorch computes and differentiates.
+
+Views and writes in place become indexing (functionalization): the first tensor that is met on a
+piece of memory is its root. Any other shows some of the root's elements, which its strides give. A
+write to it makes a new root; what is read afterwards is taken from the new root.
 """
 
 from __future__ import annotations
@@ -24,13 +27,12 @@ from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placehol
 from gradtools.seeing.formulas.operations.arrays import arrange, constant, written
 from gradtools.seeing.formulas.operations.elementwise import stop
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.vocabulary import fitted, in_words, said
+from gradtools.seeing.formulas.recorded import fitted, in_words, said
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
 from gradtools.seeing.torch.recording.recorder import Operations, Recorder
-from gradtools.seeing.torch.recording.values import Write, view_of
-from gradtools.seeing.torch.translating import aliasing
+from gradtools.seeing.torch.recording.values import Write, offsets, view_of
 from gradtools.seeing.torch.translating.translations import OPERATIONS
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
@@ -138,8 +140,8 @@ class FormulaRecorder(Recorder[Expr]):
         """What a tensor shows of memory that is known."""
         shown = self.table.memory(x)
         assert shown is not None
-        where = aliasing.places(x, shown.root)
-        return arrange(shown.value, where, aliasing.name_of(where, shown.value.shape))
+        where = places(x, shown.root)
+        return arrange(shown.value, where, name_of(where, shown.value.shape))
 
     def met(self, x: Tensor) -> Expr:
         """A tensor that nothing made before our eyes."""
@@ -184,8 +186,8 @@ class FormulaRecorder(Recorder[Expr]):
         elif shown.value.turn[0] and value.turn[0]:
             shown.value = self.constant(root)
         else:
-            where = aliasing.places(x, root)
-            name = aliasing.name_of(where, shown.value.shape)
+            where = places(x, root)
+            name = name_of(where, shown.value.shape)
             shown.value = written(shown.value, value, where, name)
         self.table.write(x, value)
         self.hold(x, value)
@@ -411,3 +413,41 @@ def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
         for k in range(len(args[0]))
     ]
     return None if base.endswith("_") else result
+
+
+# --- views and writes in place
+
+
+def places(x: Tensor, root: Tensor) -> np.ndarray:
+    """For each element of x the place in the flattened root."""
+    if x.dtype != root.dtype or x.is_conj() != root.is_conj() or x.is_neg() != root.is_neg():
+        raise GradtoolsError(
+            "formula: f writes in place through a view of another dtype, or of a conjugate; "
+            "write it by an operation that is not in place."
+        )
+    known, wanted = offsets(root).ravel(), offsets(x)
+    order = np.argsort(known, kind="stable")
+    result = np.searchsorted(known[order], wanted.ravel())
+    result = order[np.minimum(result, len(order) - 1)] if len(order) else result
+    if len(result) and not np.array_equal(known[result], wanted.ravel()):
+        raise GradtoolsError("formula: f reads memory beyond what it made; copy it first.")
+    return result.reshape(wanted.shape)
+
+
+def name_of(places: np.ndarray, shape: tuple[int, ...]) -> str:
+    """What part of an array of this shape lies at these places: a box, or some entries."""
+    if places.size and shape:
+        at = np.stack(np.unravel_index(places.ravel(), shape))
+        bounds = [slice(int(a), int(b) + 1) for a, b in zip(at.min(1), at.max(1), strict=True)]
+        box = np.arange(int(np.prod(shape))).reshape(shape)[tuple(bounds)]
+        if np.array_equal(box.ravel(), places.ravel()):
+            each = zip(shape, bounds, strict=True)
+            said = [":" if s == slice(0, n) else _range(s, n) for n, s in each]
+            return "[" + ", ".join(said) + "]"
+    return "entries"
+
+
+def _range(s: slice, n: int) -> str:
+    if s.stop == s.start + 1:
+        return str(s.start)
+    return f"{s.start or ''}:{'' if s.stop == n else s.stop}"

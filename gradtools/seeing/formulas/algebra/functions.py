@@ -1,0 +1,439 @@
+"""Sums, functions of each place and the parts of complex numbers, simplified as they are made.
+
+Like terms of a sum are gathered and common factors taken out; broadcasts, transposes and reshapes
+move out of a function; conjugates and real parts move to the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from gradtools.seeing.formulas.algebra.arrays import (
+    broadcast,
+    broadcast_shape,
+    is_reshape,
+    matmul,
+    negate,
+    reshape,
+    scale,
+    swap,
+    times,
+)
+from gradtools.seeing.formulas.algebra.products import (
+    Labels,
+    constant_of,
+    contracts,
+    full,
+    is_zero,
+    lifted,
+    number,
+    parts,
+    product,
+    tidy,
+    zeros,
+)
+from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, expr, several, widest
+from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
+
+
+def add(terms: Sequence[Expr]) -> Expr:
+    """The sum of terms of one shape: like terms gathered, common factors taken out."""
+    if len(terms) == 1:
+        return terms[0]
+    shape = terms[0].shape
+    gathered = _gather(terms)
+    opened = _gather([t for term in terms for t in _terms(term)])
+    if len(opened) < len(gathered) or len(opened) < sum(len(_terms(t)) for t in terms):
+        gathered = opened
+    if not gathered:
+        return zeros(shape)
+    cores = [scale(c, core) for core, c in gathered.items()]
+    if len(cores) == 1:
+        return cores[0]
+    return _without_common(cores, shape)
+
+
+def _terms(x: Expr) -> tuple[Expr, ...]:
+    if x.op == "add":
+        return x.args
+    if x.op == "einsum" and len(x.args) == 1 and x.args[0].op == "add" and not contracts(x):
+        c, (inner,), (names,) = x["coefficient"], x.args, x["labels"]
+        return tuple(product([t], [names], range(x.rank), x.shape, c) for t in inner.args)
+    return (x,)
+
+
+def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
+    result: dict[Expr, Any] = {}
+    for term in terms:
+        coefficient, core = _coefficient(term)
+        result[core] = result.get(core, 0) + coefficient
+    return {core: c for core, c in result.items() if c != 0 and not is_zero(core)}
+
+
+def _coefficient(x: Expr) -> tuple[Any, Expr]:
+    constant = constant_of(x)
+    if constant is not None:
+        return constant, full(1.0, x.shape)
+    if x.op == "einsum" and x["coefficient"] != 1:
+        c = x["coefficient"]
+        return c, product(x.args, x["labels"], range(x.rank), x.shape)
+    return 1.0, x
+
+
+def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
+    """The sum, with what all terms share in front: axes that all lack, factors, a number."""
+    split = [parts(t) for t in terms]
+    used = {l for _, _, labels, _ in split for names in labels for l in names}
+    kept = [a for a in range(len(shape)) if a in used]
+    if len(kept) < len(shape):
+        inner = [
+            product(
+                [t],
+                [range(len(shape))],
+                kept,
+                [shape[a] for a in kept],
+                1.0 / prod(n for a, n in enumerate(shape) if a not in kept),
+            )
+            for t in terms
+        ]
+        return product([add(inner)], [kept], range(len(shape)), shape)
+    common = _common_factors(split)
+    coefficient = _common_coefficient([s[0] for s in split])
+    if not common and coefficient == 1:
+        return _plain_sum(terms, shape)
+    left = [_remove(s, common, coefficient, shape) for s in split]
+    factors, labels = [f for f, _ in common], [n for _, n in common]
+    rest = add(left)
+    out = range(len(shape))
+    return product([*factors, rest], [*labels, out], out, shape, coefficient)
+
+
+def _common_factors(split: list) -> list:
+    """The factors with the same labels in each term; none with labels that are summed over."""
+    terms = [list(zip(factors, labels, strict=True)) for _, factors, labels, _ in split]
+    out = split[0][3]
+    shared = set(terms[0]).intersection(*terms[1:])
+    chosen: list = []
+    for entry in sorted(shared, key=lambda f: f[0].turn):
+        inside = all(l in out for l in entry[1]) and _is_worth_it(entry, terms, len(out))
+        if inside and all(_can_leave([*chosen, entry], term) for term in terms):
+            chosen.append(entry)
+    return chosen
+
+
+def _can_leave(entries: list, term: list) -> bool:
+    """Whether what is left of a product has all axes of what is taken out, or is a number."""
+    rest = [e for e in term if e not in entries]
+    axes = {l for _, names in rest for l in names}
+    return not rest or {l for _, names in entries for l in names} <= axes
+
+
+def _is_worth_it(entry: tuple[Expr, Labels], terms: list, rank: int) -> bool:
+    """Whether it is a number, has all axes, or divides something that has more axes."""
+    own = set(entry[1])
+    if not own or len(own) == rank:
+        return True
+    return any(own < set(names) for term in terms for _, names in term)
+
+
+def _common_coefficient(coefficients: list) -> Any:
+    """The modulus that all share, negative if most terms are."""
+    sizes = [abs(c) for c in coefficients]
+    if any(isinstance(c, complex) for c in coefficients):
+        return 1.0
+    if any(abs(s - sizes[0]) > 1e-15 * sizes[0] for s in sizes):
+        return 1.0
+    negative = sum(c < 0 for c in coefficients) * 2 > len(coefficients)
+    return -sizes[0] if negative else sizes[0]
+
+
+def _remove(s: tuple, common: list, coefficient: Any, shape: tuple[int, ...]) -> Expr:
+    c, factors, labels, out = s
+    left = list(zip(factors, labels, strict=True))
+    for entry in common:
+        left.remove(entry)
+    rest = c / coefficient
+    if abs(abs(rest) - 1) < 1e-14 and not isinstance(rest, complex):
+        rest = 1.0 if rest > 0 else -1.0
+    return product([f for f, _ in left], [n for _, n in left], out, shape, rest)
+
+
+def _plain_sum(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
+    moved = _sum_of_reshapes(terms, shape)
+    if moved is not None:
+        return moved
+    terms = sorted(terms, key=lambda t: t.turn)
+    return expr("add", terms, shape, widest(*(t.kind for t in terms)))
+
+
+def _sum_of_reshapes(terms: list[Expr], shape: tuple[int, ...]) -> Expr | None:
+    """Terms that are all reshaped from one shape are added before."""
+    shapes = {s for s in map(_inner_shape, terms) if s is not None}
+    if len(shapes) != 1:
+        return None
+    (inner,) = shapes
+    before = [_reshape_if_plain(t, inner) for t in terms]
+    plain = [b for b in before if b is not None]
+    return reshape(add(plain), shape) if len(plain) == len(terms) else None
+
+
+def _inner_shape(x: Expr) -> tuple[int, ...] | None:
+    _, factors, labels, out = parts(x)
+    if len(factors) == 1 and is_reshape(factors[0]) and labels[0] == out:
+        return factors[0].args[0].shape
+    return None
+
+
+def _reshape_if_plain(x: Expr, shape: tuple[int, ...]) -> Expr | None:
+    result = reshape(x, shape)
+    _, factors, _, _ = parts(result)
+    stuck = any(f.op == "reshape" and f.args[0].shape == x.shape for f in factors)
+    return None if stuck else result
+
+
+def subtract(a: Expr, b: Expr) -> Expr:
+    """A minus b, broadcast as in NumPy."""
+    return plus(a, negate(b))
+
+
+def plus(*terms: Expr) -> Expr:
+    """The sum, broadcast as in NumPy."""
+    shape = broadcast_shape(*(t.shape for t in terms))
+    return add([broadcast(t, shape) for t in terms])
+
+
+# --- functions of each place
+
+
+def apply(name: str, /, *of: Any, **attributes: Any) -> Any:
+    """The operation of this name, of expressions and numbers; a list if it has several outputs."""
+    operation, args = OPERATIONS[name], tuple(map(lifted, of))
+    result = operation.result(*args, **attributes)
+    if isinstance(result, list):
+        return several(name, args, result, **attributes)
+    shape, kind = result
+    if operation.elementwise:
+        return _in_each_place(name, args, kind, attributes)
+    return expr(name, args, shape, kind, **attributes)
+
+
+def _in_each_place(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr:
+    """A function of each place, broadcast as in NumPy; broadcasts move outwards."""
+    shape = broadcast_shape(*(a.shape for a in args))
+    args = [broadcast(a, shape) for a in args]
+    rank = len(shape)
+    used = {l for a in args for names in parts(a)[2] for l in names}
+    kept = [a for a in range(rank) if a in used]
+    if len(kept) < rank:
+        inner = [drop_axes(a, kept) for a in args]
+        return product([_in_each_place(op, inner, kind, attributes)], [kept], range(rank), shape)
+    moved = _outside(op, args, kind, attributes)
+    return expr(op, args, shape, kind, **attributes) if moved is None else moved
+
+
+def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
+    """X without the axes along which it is broadcast."""
+    c, factors, labels, _ = parts(x)
+    return product(factors, labels, kept, [x.shape[a] for a in kept], c)
+
+
+def _outside(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr | None:
+    """Transposes of one argument and reshapes of all move out of a function."""
+    if len(args) == 1:
+        c, factors, labels, out = parts(args[0])
+        leaf = len(factors) == 1 and factors[0].op == "placeholder"
+        if leaf and c == 1 and labels[0] != out and sorted(labels[0]) == list(out):
+            inner = expr(op, factors, factors[0].shape, kind, **attributes)
+            return product([inner], [labels[0]], out, args[0].shape)
+    plain = [a for a in args if constant_of(a) is None]
+    if plain and all(map(is_reshape, plain)):
+        shapes = {a.args[0].shape for a in plain}
+        if len(shapes) == 1:
+            (shape,) = shapes
+            inner = [reshape(a, shape) for a in args]
+            return reshape(_in_each_place(op, inner, kind, attributes), args[0].shape)
+    return None
+
+
+def power(x: Expr, exponent: Any) -> Expr:
+    """X to a constant power, in each place."""
+    exponent = tidy(exponent)
+    if exponent == 1:
+        return x
+    if exponent == 0:
+        return full(1.0, x.shape)
+    constant = constant_of(x)
+    if constant is not None and (constant != 0 or not _is_negative(exponent)):
+        value = (
+            complex(constant) ** exponent
+            if _leaves_reals(constant, exponent)
+            else constant**exponent
+        )
+        return full(value, x.shape)
+    whole = not isinstance(exponent, complex) and float(exponent).is_integer()
+    if x.op == "power" and whole:
+        return power(x.args[0], x["exponent"] * exponent)
+    if x.op == "einsum" and not contracts(x):
+        return _power_of_product(x, exponent, whole)
+    return apply("power", x, exponent=exponent)
+
+
+def divide(a: Expr, b: Expr) -> Expr:
+    """A over b, elementwise."""
+    return times(a, power(b, -1))
+
+
+def _is_negative(exponent: Any) -> bool:
+    return isinstance(exponent, complex) or exponent < 0
+
+
+def _leaves_reals(constant: Any, exponent: Any) -> bool:
+    return isinstance(constant, complex) or isinstance(exponent, complex)
+
+
+def _power_of_product(x: Expr, exponent: Any, whole: bool) -> Expr:
+    c, factors, labels, out = parts(x)
+    positive = not isinstance(c, complex) and c > 0
+    # Off a diagonal that is read the power need not exist, and its derivative would be NaN.
+    everywhere = (whole and exponent > 0) or all(len(set(n)) == len(n) for n in labels)
+    if everywhere and (whole or (positive and len(factors) == 1)):
+        raised = [power(f, exponent) for f in factors]
+        return product(raised, labels, out, x.shape, c**exponent)
+    if positive and c != 1:
+        return scale(c**exponent, power(product(factors, labels, out, x.shape), exponent))
+    kept = [a for a in out if any(a in names for names in labels)]
+    if len(kept) < x.rank:
+        return product([power(drop_axes(x, kept), exponent)], [kept], out, x.shape)
+    return expr("power", (x,), x.shape, widest(x.kind, REAL), exponent=exponent)
+
+
+# --- parts of complex numbers
+
+
+def conj(x: Expr) -> Expr:
+    """The complex conjugate, moved to the leaves."""
+    if not x.is_complex:
+        return x
+    if x.op == "conj":
+        return x.args[0]
+    if x.op == "number":
+        return number(np.conj(x["value"]))
+    if x.op == "einsum":
+        c = tidy(np.conj(x["coefficient"]))
+        return product([conj(f) for f in x.args], x["labels"], range(x.rank), x.shape, c)
+    if x.op == "add":
+        return add([conj(t) for t in x.args])
+    if x.op == "reshape":
+        return reshape(conj(x.args[0]), x.shape)
+    if x.op == "power" and float(np.real(x["exponent"])) == x["exponent"] and _whole(x["exponent"]):
+        return power(conj(x.args[0]), x["exponent"])
+    return expr("conj", (x,), x.shape, COMPLEX)
+
+
+def adjoint_matrix(x: Expr) -> Expr:
+    """The conjugate transpose of the last two axes."""
+    return conj(swap(x))
+
+
+def _whole(value: Any) -> bool:
+    return float(np.real(value)).is_integer()
+
+
+def real(x: Expr) -> Expr:
+    """The real part."""
+    return _part(x, 0)
+
+
+def imag(x: Expr) -> Expr:
+    """The imaginary part."""
+    return _part(x, 1)
+
+
+def _part(x: Expr, which: int) -> Expr:
+    """The real (0) or imaginary (1) part."""
+    name = ("real", "imag")[which]
+    if not x.is_complex:
+        return (x, zeros(x.shape))[which]
+    if x.op == "conj":
+        return scale((1.0, -1.0)[which], _part(x.args[0], which))
+    if x.op == "number":
+        return number((x["value"].real, x["value"].imag)[which])
+    if x.op == "add":
+        result = [_part(t, which) for t in x.args]
+        if any(f.op not in ("real", "imag") for f in result):
+            return add(result)
+    if x.op == "einsum":
+        return _part_of_product(x, which)
+    if x.op == "reshape":
+        return reshape(_part(x.args[0], which), x.shape)
+    return expr(name, (x,), x.shape, REAL)
+
+
+def _part_of_product(x: Expr, which: int) -> Expr:
+    c, factors, labels, out = parts(x)
+    complex_ones = [k for k, f in enumerate(factors) if f.is_complex]
+    if not complex_ones:
+        c = complex(c)
+        return product(factors, labels, out, x.shape, (c.real, c.imag)[which])
+    if complex(c).real == 0:  # Re(i c z) = -c Im z, Im(i c z) = c Re z
+        turned = product(factors, labels, out, x.shape)
+        return scale((-complex(c).imag, complex(c).imag)[which], _part(turned, 1 - which))
+    if len(complex_ones) == 1 and not isinstance(c, complex):
+        k = complex_ones[0]
+        factors[k] = _part(factors[k], which)
+        return product(factors, labels, out, x.shape, c)
+    if not isinstance(c, complex) and c != 1:
+        return scale(c, _part(product(factors, labels, out, x.shape), which))
+    return expr(("real", "imag")[which], (x,), x.shape, REAL)
+
+
+# --- Python's operators, so that a pullback reads as its formula
+
+
+def _times(a: Expr, b: Any) -> Expr:
+    return times(a, b) if isinstance(b, Expr) else scale(b, a)
+
+
+OPERATORS = {
+    "__add__": lambda a, b: plus(a, lifted(b)),
+    "__radd__": lambda a, b: plus(lifted(b), a),
+    "__sub__": lambda a, b: subtract(a, lifted(b)),
+    "__rsub__": lambda a, b: subtract(lifted(b), a),
+    "__mul__": _times,
+    "__rmul__": _times,
+    "__truediv__": lambda a, b: divide(a, lifted(b)),
+    "__pow__": power,
+    "__neg__": negate,
+    "__matmul__": matmul,
+    "__array_ufunc__": None,  # a number of NumPy's leaves its product with an expression to us
+}
+for _name, _operator in OPERATORS.items():
+    setattr(Expr, _name, _operator)
+
+
+# --- an operation of other arguments
+
+
+def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operation of other arguments."""
+    if node.op == "einsum":
+        coefficient = node["coefficient"]
+        return product(args, node["labels"], range(node.rank), node.shape, coefficient)
+    if node.op == "power":
+        return power(args[0], node["exponent"])
+    if node.op == "add":
+        return add(args)
+    if node.op == "reshape":
+        return reshape(args[0], node.shape)
+    if node.op in _PARTS:
+        return _PARTS[node.op](args[0])
+    if is_elementwise(node):
+        return apply(node.op, *args, **dict(node.attributes))
+    return expr(node.op, args, node.shape, node.kind, **dict(node.attributes))
+
+
+_PARTS = {"conj": conj, "real": real, "imag": imag}

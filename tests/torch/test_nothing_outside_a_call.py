@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradtools.torch as gt
+from gradtools.torch.compiling import as_written
 from tests.support.every_operator import POINT, USES, World, healthy
 
 D = torch.float64
@@ -172,30 +173,22 @@ def test_a_function_that_is_patched_later_is_the_one_that_is_differentiated(
 Z, E = torch.linspace(-1, 1, 24, dtype=D).reshape(2, 3, 4), 1e-6
 
 
-def test_threads_whose_forward_passes_overlap_leave_the_compilers_stance():
+def test_threads_that_run_compiled_code_as_written_leave_the_compilers_stance():
     """The first to enter leaves first; what the second found is the stance of the first."""
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
-    begun, inside, one_has_left = threading.Event(), threading.Event(), threading.Event()
+    first_entered, second_entered = threading.Event(), threading.Event()
 
-    def first(x):
-        begun.set()
-        assert inside.wait(60)
-        return x.sin()
-
-    def second(x):
-        inside.set()
-        assert one_has_left.wait(60)
-        return x.sin()
-
-    def push(f):
-        return gt.jvp(f, (torch.ones(2),), (torch.ones(2),))[1]
+    def first():
+        with as_written():
+            first_entered.set()
+            assert second_entered.wait(60)
 
     with ThreadPoolExecutor(1) as pool:
-        one = pool.submit(push, first)
-        one.add_done_callback(lambda _: one_has_left.set())
-        assert begun.wait(60)
-        push(second)
-        one.result(60)
+        one = pool.submit(first)
+        assert first_entered.wait(60)
+        with as_written():
+            second_entered.set()
+            one.result(60)
     graphs = []
     torch.compile(lambda x: x.cos(), backend=lambda g, _: graphs.append(g) or g)(torch.ones(2))
     assert graphs

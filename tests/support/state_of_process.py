@@ -72,7 +72,10 @@ def _levels_of_torch() -> dict[str, Any]:
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     stack = torch._C._functorch.get_interpreter_stack()
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    stance = getattr(compiler, "_stance", None)
     return {
+        "the compiler's stance": getattr(stance, "stance", "default"),
         "the nesting of vmap": level,
         "functorch's levels": len(stack or ()),
         "the level of forward mode": forward_ad._current_level,

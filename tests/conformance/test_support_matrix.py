@@ -73,19 +73,18 @@ def _cells(backends):
 
 def run(backend: str, transform: Transform, way: Way) -> None:
     case = Case(importlib.import_module(f"gradtools.{backend}"), backend, way)
-    count = 0
+    eager = backend == "torch" and "compiled" not in transform.name
     try:
-        for found, expected in transform.run(case):
-            found = (
-                found.detach().numpy(force=True) if hasattr(found, "detach") else np.asarray(found)
-            )
-            assert found.shape == np.shape(expected)
-            np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
-            count += 1
+        for _ in range(3 if eager else 1):  # a known signature takes a shorter way through a rule
+            found = [*transform.run(case)]
+            assert found
+            for y, expected in found:
+                y = y.detach().numpy(force=True) if hasattr(y, "detach") else np.asarray(y)
+                assert y.shape == np.shape(expected)
+                np.testing.assert_allclose(y, expected, rtol=1e-8, atol=1e-10)
     finally:
         if backend == "torch":
             _leave_levels()
-    assert count
 
 
 def _leave_levels() -> None:

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import decimal
 import gc
-import os
 import random
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -152,12 +149,8 @@ def _process() -> dict[str, Any]:
         "mkldnn": torch._C._get_mkldnn_enabled(),
         "warnings": len(warnings.filters),
         "NumPy's errors": np.geterr(),
-        "recursion": sys.getrecursionlimit(),
-        "printing": torch._tensor_str.PRINT_OPTS.precision,
         "garbage": gc.isenabled(),
         "distributions": torch.distributions.Distribution._validate_args,
-        "decimal": decimal.getcontext().prec,
-        "a step in the environment": os.environ.get("REPLAYED_STEP"),
     }
 
 
@@ -179,11 +172,7 @@ def flags_kept() -> Iterator[None]:
         torch.set_float32_matmul_precision(before["products"])
         torch._C._set_mkldnn_enabled(before["mkldnn"])
         np.seterr(**before["NumPy's errors"])
-        sys.setrecursionlimit(before["recursion"])
-        torch.set_printoptions(precision=before["printing"])
         torch.distributions.Distribution.set_default_validate_args(before["distributions"])
-        decimal.getcontext().prec = before["decimal"]
-        os.environ.pop("REPLAYED_STEP", None)
         if before["garbage"]:
             gc.enable()
         torch.set_rng_state(before["PyTorch's random stream"])
@@ -282,7 +271,7 @@ def unexpected(program: Program, way: Way) -> str:
     return ""
 
 
-@pytest.mark.sampled(1193, 1344)
+@pytest.mark.sampled(1040, 1160)
 @pytest.mark.parametrize(("program", "way"), [*cases()])
 def test_what_is_computed_again_is_what_was_computed(program: Program, way: Way) -> None:
     """A program is right, or refused in our words, as the table says."""

@@ -37,41 +37,6 @@ def norms(request):
     return NORMS[request.param]
 
 
-def _twice(norm):
-    """The second derivative of sum(c norm(x)^3) along T, of x, w and c."""
-
-    def found(x, w, c):
-        loss = lambda x: (c * norm(x, w) ** 3).sum()
-        return gt.grad(lambda x: (gt.grad(loss)(x) * T).sum())(x)
-
-    return found
-
-
-@pytest.mark.parametrize("argnum", [1, 2])
-def test_along_weight_and_cotangent_a_third_derivative_is_right(norms, argnum):
-    def third(norm):
-        return gt.grad(lambda *a: (_twice(norm)(*a) ** 2).sum(), argnums=argnum)(X, W, T)
-
-    ours, plain = map(third, norms)
-    torch.testing.assert_close(ours, plain)
-
-
-def test_along_the_input_it_is_right(norms):
-    third = lambda norm, argnums: gt.grad(
-        lambda *a: (_twice(norm)(*a) ** 2).sum(), argnums=argnums
-    )(X, W, T)
-    for argnums in (0, (0, 1)):
-        ours, plain = (third(norm, argnums) for norm in norms)
-        torch.testing.assert_close(ours, plain)
-
-
-def test_along_what_the_input_is_computed_from_it_is_right(norms):
-    ours, plain = (
-        gt.grad(lambda s, norm=norm: (_twice(norm)(X * s, W, T) ** 2).sum())(W) for norm in norms
-    )
-    torch.testing.assert_close(ours, plain)
-
-
 def test_maml_with_several_inner_steps_is_right_to_any_order(norms):
     """Each inner step differentiates once more what the outer gradient differentiates."""
 

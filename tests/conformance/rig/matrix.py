@@ -221,7 +221,6 @@ _COMPLEX = "a Jacobian of a complex function is not a complex matrix; refused by
 _NOT_COMPILED = {
     "frozen, twice": "PyTorch has no compiled double backward, torch#91469",
 }
-_LOSE_A_TERM = ("solve", "determinant", "log determinant")
 
 
 def _reason(cell: Cell, backend: str) -> str:
@@ -241,6 +240,4 @@ def _reason(cell: Cell, backend: str) -> str:
         return "torch.func does not support the saved-tensor hooks of a compiled checkpoint"
     if compiled and operator.name in _NOT_COMPILED:
         return _NOT_COMPILED[operator.name]
-    if backend == "torch" and operator.name == "grad of jvp" and program.name in _LOSE_A_TERM:
-        return "refused: PyTorch's forward rule loses a term when differentiated, torch#192540"
     return ""

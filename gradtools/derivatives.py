@@ -25,7 +25,7 @@ from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
 from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
-from gradtools.jacobian_blocks import blocks
+from gradtools.jacobian_blocks import blocks, in_precision_of
 
 A = TypeVar("A")
 Argnums = int | Sequence[int]
@@ -434,6 +434,8 @@ class Derivatives(Operators):
                 the size of the output is known once f is evaluated: if it is more than twice
                 that of the input, tangents are pushed by the transposed pullback, as `linearize`
                 does, where f holds PyTorch's own operations alone and sets no hook on a gradient.
+                Where f's output has another precision than its input, "forward" gives that of the
+                output, the others that of the input.
             chunk_size: How many of them at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
             sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
@@ -841,12 +843,20 @@ class Derivatives(Operators):
         call = Call(self._backend, caller, f, args, kwargs, positions)
         _refuse_complex(self._backend, call)
         fun: Fun = call
-        if mode == "auto":
+        if chooses := mode == "auto":
             call.pushes = True
             staged = self._backend.stage(call, call.leaves)
             refuse_cut(call, staged.cut())
             mode, fun = staged.jacobian_mode, staged.run
         result = blocks(self._backend, fun, call.leaves, mode, chunk_size)
+        if chooses:  # the size of f's output shall not decide the dtype
+            result = [
+                [
+                    in_precision_of(self._backend, x, b)
+                    for x, b in zip(call.leaves, row, strict=True)
+                ]
+                for row in result
+            ]
         call.refuse_changes()
         rows = [call.to_trees(row) for row in result]
         if not isinstance(argnums, tuple | list):

@@ -117,6 +117,14 @@ def _columns(
     ]
 
 
+def in_precision_of(backend: Backend, x: Array, block: Array) -> Array:
+    """A block in the precision of the input leaf x, which is that of rows."""
+    if not backend.is_complex(block):
+        return block if block.dtype == x.dtype else backend.cast(block, x)
+    real, imaginary = backend.cast(block.real, x), backend.cast(block.imag, x)
+    return block if real.dtype == block.real.dtype else real + 1j * imaginary
+
+
 def _is_empty(x: Array) -> bool:
     return 0 in x.shape
 

@@ -256,10 +256,10 @@ class Trial:
         try:
             known = (self._pushed if forward else self._pulled)(point, k, v, count)
         except Exception as why:
-            if not differs(0.0, first, second, size, v.dtype):
+            if not differs(0.0, first, second, size, eps):
                 return False  # too small to be told from rounding
             raise _Loud from why
-        return differs(known, first, second, size, v.dtype)
+        return differs(known, first, second, size, eps)
 
     def _slope(self, point: list[Tensor], k: int, v: Tensor, count: int, h: float) -> float:
         ends = [
@@ -346,12 +346,12 @@ class TangentTrial(Trial):
         return [wave(torch.ones_like(g), 3.0) if g is not None else torch.zeros(()) for g in grads]
 
 
-def differs(known: float, first: float, second: float, size: float, dtype: torch.dtype) -> bool:
+def differs(known: float, first: float, second: float, size: float, eps: float) -> bool:
     """Whether a derivative is another than two central differences, at one step and twice that.
 
     size: That of the number that is differentiated.
     """
-    error = 10 * abs(first - second) + 100 * torch.finfo(dtype).eps ** 0.7 * size
+    error = 10 * abs(first - second) + 100 * eps**0.7 * size
     return not abs(known - first) <= error + 1e-3 * abs(first)
 
 

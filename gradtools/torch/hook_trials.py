@@ -2,19 +2,24 @@
 
 A hook may replace a cotangent by a solve, as a deep equilibrium model does, without a graph: the
 gradient is right then, and its derivative lacks a term, in silence. So where a derivative of the
-gradient is asked for, f runs once more, its effects undone, and each hook that it sets is tried:
-with h(x, ct) what the hook makes of a cotangent at f's inputs x, autograd's derivative of h is
-compared with central differences, in x and in ct.
+gradient is needed, f runs once more, its effects undone, and the hooks that it sets on tensors and
+nodes, or its modules set for it, are tried: with h(x, ct) what they make of cotangents at f's
+inputs x, autograd's derivative of h is compared with central differences, in x and in ct.
+
+Forward over reverse mode does not apply a hook again, where reverse over reverse mode does (as it
+applies `scale_gradient` twice): there a hook that edits the gradient is refused.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
@@ -29,7 +34,6 @@ from gradtools.torch.replaying.guards import mark, marked
 from gradtools.torch.rerunning import Trying, put_back
 
 Tensor = torch.Tensor
-Hook = Callable[[Tensor], Any]
 
 
 def gated_at_hooks(
@@ -50,16 +54,20 @@ def gated_at_hooks(
     pairs = [(y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None]
     outs, cts = [y for y, _ in pairs if y.requires_grad], [ct for _, ct in pairs]
     survey = surveyed(outs)
-    nodes = all_behind([y.grad_fn for y in outs])
-    inputs = tracked_in(nodes, aliases)
+    inputs = tracked_in(all_behind([y.grad_fn for y in outs]), aliases)
     behind = [ct for ct in cts if ct is not None and ct.requires_grad]
-    captured = [x for x in survey.leaves if not is_spent(x)]
+    there = [g for g in grads if g is not None]
+    pushed = upstream.forward_level() >= 0 and any(
+        forward_ad.unpack_dual(g).tangent is not None for g in there
+    )
     seen: list[Any] = []
 
     def lost() -> set[str]:
         if not seen:
+            captured = [x for x in survey.leaves if not is_spent(x)]
             with upstream.temporarily_clear_interpreter_stack():
-                seen.append(_Trial(fun, leaves, captured).lost(linear))
+                seeds = [forward_ad.unpack_dual(ct).primal for ct in cts] if pushed else None
+                seen.append(_Trial(fun, leaves, captured).lost(linear, seeds))
         result: set[str] = seen[0]
         return result
 
@@ -67,29 +75,20 @@ def gated_at_hooks(
         try:
             found = lost()
         except Exception as error:
-            raise LostDerivativeError(
-                f"{caller}: f sets a hook on a gradient, and the gradient is to be differentiated. "
-                "What the hook makes of it may silently lose its derivative, so it is tried "
-                f"once, by finite differences, and this one could not be: {told(error)}. Use "
-                "gt.transform_gradient, or a gt.custom_rule."
-            ) from error
-        if NONLINEAR in found:
-            raise LostDerivativeError(
-                f"{caller}: f sets a hook on a gradient that is not linear in it, and a derivative "
-                f"of the gradient is asked for, where {caller} takes the pullback for linear. Set "
-                "the hook outside of what is computed again."
-            )
-        if which in found or (found and which == "inputs"):  # on which what comes in may depend
-            along = " or ".join(_ALONG[k] for k in sorted(found))
-            raise LostDerivativeError(
-                f"{caller}: f sets a hook on a gradient whose result autograd cannot differentiate "
-                f"with respect to {along} (it solves or computes under no_grad, or by "
-                "torch.autograd.grad without create_graph=True), so that a second derivative is "
-                "lost. Write the hook of PyTorch's operations, or use gt.custom_rule."
-            )
+            text = _UNTRIED.format(told(error))
+            raise LostDerivativeError(f"{caller}: f sets a hook on a gradient{text}") from error
+        lost_along = sorted(found & {*_ALONG})
+        if which in found or (
+            lost_along and which == "inputs"
+        ):  # on which what comes in may depend
+            text = _LOSES.format(" or ".join(_ALONG[k] for k in lost_along))
+            raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
+        for kind, text in _TEXTS.items():
+            if kind in found:
+                text = text.format(caller)
+                raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
 
-    there = [g for g in grads if g is not None]
-    if upstream.forward_level() >= 0:
+    if pushed:
         ask("inputs")
         ask("cotangents")
     if not there or not torch.is_grad_enabled():
@@ -107,19 +106,161 @@ def gated_at_hooks(
     return [None if g is None else next(left) for g in grads]
 
 
-NONLINEAR = "nonlinear"
+_UNTRIED = (
+    ", and the gradient is to be differentiated. What the hook makes of it may silently lose its "
+    "derivative, so it is tried once, by finite differences, and this one could not be: {}. Use "
+    "gt.transform_gradient, or a gt.custom_rule."
+)
+_LOSES = (
+    "whose result autograd cannot differentiate with respect to {} (it solves or computes under "
+    "no_grad, or by torch.autograd.grad without create_graph=True), so that a second derivative is "
+    "lost. Write the hook of PyTorch's operations, or use gt.custom_rule."
+)
+_TEXTS = {
+    "nonlinear": (
+        "that is not linear in it, and a derivative of the gradient is asked for, where {} takes "
+        "the pullback for linear. Set the hook outside of what is computed again."
+    ),
+    "edits": (
+        "that edits it, and the gradient is pushed along in forward mode, which does not apply the "
+        "hook again. Take reverse mode: grad of grad, hvp(mode='reverse_over_reverse')."
+    ),
+}
 _ALONG = {"inputs": "f's inputs or parameters", "cotangents": "what comes in"}
 
 
+# --- what is seen of hooks -----------------------------------------------------------------
+
+
+class _Hook(NamedTuple):
+    """A hook, and what it is set on.
+
+    Attributes:
+        node: The node of autograd's graph.
+        xs: What its cotangents look like; None where there is none.
+        call: Takes these, and returns what the hook does.
+        edits: Whether it returned another gradient than what came in, where it ran.
+    """
+
+    node: Any
+    xs: Sequence[Any]
+    call: Callable[[Sequence[Tensor | None]], Any]
+    edits: list[bool]
+
+    @classmethod
+    def of_tensor(cls, x: Tensor, hook: Callable[[Tensor], Any]) -> _Hook:
+        return cls(x.grad_fn, [x], lambda cts: hook(cts[0]), [])  # type: ignore[arg-type]
+
+    @classmethod
+    def before(cls, node: Any, hook: Callable[[Any], Any]) -> _Hook:
+        return cls(node, node._input_metadata, lambda cts: hook(tuple(cts)), [])
+
+    @classmethod
+    def after(cls, node: Any, hook: Callable[[Any, Any], Any]) -> _Hook:
+        found = [p and p._input_metadata[i] for p, i in node.next_functions]
+        count, outs = len(found), node._input_metadata
+        call = lambda cts: hook(tuple(cts[:count]), tuple(cts[count:]))
+        return cls(node, [*found, *outs], lambda cts: _padded(call(cts), cts, count), [])
+
+    def noting(self, hook: Any) -> Any:
+        """The hook, which notes whether it edits what comes in."""
+
+        def noted(given: Any, *others: Any) -> Any:
+            out = hook(given, *others)
+            if out is not None:
+                pairs = zip(upstream.tree_leaves(out), upstream.tree_leaves(given), strict=False)
+                tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a is not b]
+                self.edits[:] = [self.edits == [True] or not all(torch.equal(*p) for p in tensors)]
+            return out
+
+        return noted
+
+    def cotangents(self) -> list[Tensor | None]:
+        likes = [
+            None if x is None else torch.ones(tuple(x.shape), dtype=x.dtype, device=x.device)
+            for x in self.xs
+        ]
+        return [None if x is None else wave(x, 2.0) for x in likes]
+
+    def results(self, cts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        outs = self.call(cts)
+        outs = cts if outs is None else (outs,) if isinstance(outs, Tensor) else outs
+        return [ct if y is None else y for y, ct in zip(outs, cts, strict=True)]
+
+    def number(self, cts: Sequence[Tensor | None]) -> Tensor:
+        """Re<w, h(ct)>."""
+        terms = [
+            (y.conj() * wave(torch.ones_like(y), 3.0)).real.sum()
+            for y in self.results(cts)
+            if y is not None
+        ]
+        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+
+def _padded(outs: Any, cts: Sequence[Any], count: int) -> Any:
+    """What a hook returned for the first cotangents, and the others."""
+    if outs is None:
+        return None
+    return (*((outs,) if isinstance(outs, Tensor) else outs), *cts[count:])
+
+
+class _Node:
+    """A node of autograd's graph, whose hooks are noted."""
+
+    def __init__(self, node: Any, seen: list[_Hook]) -> None:
+        self._node, self._seen = node, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._node is getattr(other, "_node", other)
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+    @property
+    def next_functions(self) -> Any:
+        pairs = self._node.next_functions
+        return tuple([(node and _Node(node, self._seen), i) for node, i in pairs])
+
+    def register_hook(self, hook: Any) -> Any:
+        return self._register(_Hook.after, "register_hook", hook)
+
+    def register_prehook(self, hook: Any) -> Any:
+        return self._register(_Hook.before, "register_prehook", hook)
+
+    def _register(self, kind: Any, name: str, hook: Any) -> Any:
+        if _is_users(hook) and not isinstance(self._node, upstream.AccumulateGrad):
+            self._seen.append(kind(self._node, hook))
+            hook = self._seen[-1].noting(hook)
+        return getattr(self._node, name)(hook)
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is tried: not in a program that is computed again, which does it by itself.
+
+    Those of `torch.autograd.graph` only look on, inside of a backward pass.
+    """
+    return not (mark() or getattr(hook, "__module__", "").startswith((OWN[0], _LOOKS_ON)))
+
+
+_LOOKS_ON = "torch.autograd.graph"
+
+
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_SET_HOOKS = ("torch.utils.hooks", "torch.nn.modules.module")  # for modules
+
+
 class _Hooks(TorchFunctionMode):
-    """Inside, the hooks that are set on tensors are seen, and copies stand for some tensors.
+    """Inside, the hooks that are set are seen, and copies stand for some tensors.
 
     A captured parameter itself is not moved: another thread may read it, or step.
     """
 
     def __init__(self, xs: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         super().__init__()
-        self.seen: list[tuple[Tensor, Hook]] = []
+        self.seen: list[_Hook] = []
         self._copies = {id(x): y for x, y in zip(xs, copies, strict=True)}
 
     def _within(self, x: Any) -> Any:
@@ -128,17 +269,27 @@ class _Hooks(TorchFunctionMode):
         return self._copies.get(id(x), x)
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if fun is torch.Tensor.register_hook:
-            hook = args[1] if len(args) > 1 else (kwargs or {})["hook"]
-            # A program that is computed again tries what is set in it by itself.
-            if not (mark() or getattr(hook, "__module__", "").startswith(OWN[0])):
-                self.seen.append((args[0], hook))
+        args = self._within(tuple(args))
         kwargs = {k: self._within(x) for k, x in (kwargs or {}).items()}
-        return fun(*self._within(tuple(args)), **kwargs)
+        if fun is torch.Tensor.register_hook:
+            x, hook = args if len(args) > 1 else (*args, kwargs["hook"])
+            if _is_users(hook):
+                self.seen.append(_Hook.of_tensor(x, hook))
+                hook = self.seen[-1].noting(hook)
+            return fun(x, hook)
+        out = fun(*args, **kwargs)
+        if fun == _GRAD_FN and out is not None:
+            reader = sys._getframe(1).f_globals.get("__name__", "")
+            if reader in _SET_HOOKS or not reader.startswith((*OWN, "torch.")):
+                return _Node(out, self.seen)
+        return out
+
+
+# --- their trial ---------------------------------------------------------------------------
 
 
 class _Trial:
-    """The hooks of f as maps of its inputs, of the leaves that it captured, and of cotangents."""
+    """The hooks of f as a map of its inputs, of the leaves that it captured, and of cotangents."""
 
     def __init__(self, fun: Fun, leaves: Sequence[Tensor], captured: Sequence[Tensor]) -> None:
         self.fun, self.captured = fun, captured
@@ -148,53 +299,83 @@ class _Trial:
         if isinstance(fun, Trying):
             self.run = Trying(self.run, fun.roots)
 
-    def lost(self, linear: bool) -> set[str]:
-        """Along what a hook loses its derivative; and whether one is not linear, if asked for."""
-        result = set()
-        with restored(self.randomness), torch.inference_mode(False), torch.enable_grad():
-            with self.hooks(0.0) as (_, hooks):
-                cts = [wave(torch.ones_like(x), 2.0).detach() for x, _ in hooks]
-            for i, ct in enumerate(cts):
-                if linear and not self._is_linear(i, ct):
-                    result.add(NONLINEAR)
-                if self._differ(ct, partial(self._along_inputs, i, ct)):
-                    result.add("inputs")
-                if self._differ(ct, partial(self._along_cotangents, i, ct)):
-                    result.add("cotangents")
-        return result
+    def lost(self, linear: bool, pushed: Sequence[Tensor] | None) -> set[str]:
+        """Along what a hook loses its derivative.
 
-    def _differ(self, ct: Tensor, at: Callable[[float, bool], float]) -> bool:
-        known, size = at(0.0, True), abs(at(0.0, False))
+        Besides, "nonlinear" if one is not linear, and "edits" if forward mode would not apply one.
+
+        pushed: What is pulled back, if the gradient is pushed along in forward mode.
+        """
+        with restored(self.randomness), torch.inference_mode(False), torch.enable_grad():
+            with self.hooks() as (xs, hooks, outs):
+                cts = [hook.cotangents() for hook in hooks]
+                edits = pushed is not None and self._is_applied_again(xs, hooks, outs, pushed)
+            checks = {
+                "edits": lambda: edits,
+                "nonlinear": lambda: linear and not self._are_linear(cts),
+                "inputs": lambda: self._differ(partial(self._along_inputs, cts)),
+                "cotangents": lambda: self._differ(partial(self._along_cotangents, cts)),
+            }
+            return {name for name, check in checks.items() if hooks and check()}
+
+    def _is_applied_again(
+        self, xs: Sequence[Tensor], hooks: Sequence[_Hook], outs: Any, cts: Sequence[Tensor]
+    ) -> bool:
+        """Whether a hook edits the gradient, and the gradient's own derivative goes through it."""
+        outs = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        if [(y.shape, y.dtype) for y in outs] != [(ct.shape, ct.dtype) for ct in cts]:
+            cts = [torch.ones_like(y) for y in outs]
+        moving = [x for x in xs[: len(self.xs)] if x.requires_grad]
+        grads = torch.autograd.grad(outs, moving, cts, create_graph=True, allow_unused=True)
+        behind = all_behind([g.grad_fn for g in grads if g is not None])
+        return any(hook.edits == [True] and hook.node in behind for hook in hooks)
+
+    def _differ(self, at: Callable[[float, bool], list[float]]) -> bool:
+        eps = [torch.finfo(x.dtype).eps for x in self.xs if is_inexact(x)]
+        eps = max(eps, default=torch.finfo(torch.get_default_dtype()).eps)
+        known, sizes = at(0.0, True), [abs(y) for y in at(0.0, False)]
+        wrong = set(range(len(known)))
         for part in (1.0, 0.125):  # a longer step may pass a kink
-            h = part * torch.finfo(ct.dtype).eps ** 0.3
-            first, second = ((at(s, False) - at(-s, False)) / (2 * s) for s in (h, 2 * h))
-            if not differs(known, first, second, size, ct.dtype):
+            h = part * eps**0.3
+            ends = [at(s, False) for s in (h, -h, 2 * h, -2 * h)]
+            for i in [*wrong]:
+                first, second = ((ends[k][i] - ends[k + 1][i]) / (h * (k + 2)) for k in (0, 2))
+                if not differs(known[i], first, second, sizes[i], eps):
+                    wrong.discard(i)
+            if not wrong:
                 return False
         return True
 
-    def _is_linear(self, i: int, ct: Tensor) -> bool:
-        with self.hooks(0.0) as (_, hooks):
-            known, *others = [_number(hooks[i][1], s * ct) for s in (1.0, -0.5, 1e4)]
-        pairs = zip((-0.5, 1e4), others, strict=True)
-        slack = torch.finfo(ct.dtype).eps ** 0.5
-        # What is not finite, as in half precision, tells nothing.
-        return all(not y.isfinite() or abs(y / s - known) <= slack * abs(known) for s, y in pairs)
+    def _are_linear(self, cts: Sequence[Any]) -> bool:
+        with self.hooks() as (_, hooks, _):
+            known, *others = [_numbers(hooks, cts, s) for s in (1.0, -0.5, 1e4)]
+        for s, ys in zip((-0.5, 1e4), others, strict=True):
+            for y, one in zip(ys, known, strict=True):
+                # What is not finite, as in half precision, tells nothing.
+                slack = torch.finfo(one.dtype).eps ** 0.5
+                if y.isfinite() and not abs(y / s - one) <= slack * abs(one):
+                    return False
+        return True
 
-    def _along_inputs(self, i: int, ct: Tensor, step: float, slope: bool) -> float:
-        """A number of hook i with its inputs moved by a step; its derivative there."""
-        with self.hooks(step) as (xs, hooks):
-            total = _number(hooks[i][1], ct)
-            return _slope(total, xs, 1.5) if slope else float(total.detach())
+    def _along_inputs(self, cts: Sequence[Any], step: float, slope: bool) -> list[float]:
+        """A number of each hook with f's inputs moved by a step; their derivatives there."""
+        with self.hooks(step) as (xs, hooks, _):
+            totals = _numbers(hooks, cts)
+            return [_slope(y, xs, 1.5) if slope else float(y.detach()) for y in totals]
 
-    def _along_cotangents(self, i: int, ct: Tensor, step: float, slope: bool) -> float:
-        with self.hooks(0.0) as (_, hooks):
-            moved = (ct + step * wave(ct, 1.5)).requires_grad_()
-            total = _number(hooks[i][1], moved)
-            return _slope(total, [moved], 1.5) if slope else float(total.detach())
+    def _along_cotangents(self, cts: Sequence[Any], step: float, slope: bool) -> list[float]:
+        with self.hooks() as (_, hooks, _):
+            moved = [
+                [None if ct is None else (ct + step * wave(ct, 1.5)).requires_grad_() for ct in one]
+                for one in cts
+            ]
+            every = [ct for one in moved for ct in one if ct is not None]
+            totals = _numbers(hooks, moved)
+            return [_slope(y, every, 1.5) if slope else float(y.detach()) for y in totals]
 
     @contextmanager
-    def hooks(self, step: float) -> Iterator[tuple[list[Tensor], list[tuple[Tensor, Hook]]]]:
-        """f's inputs, moved by a step with what it captured, and the hooks that f sets there."""
+    def hooks(self, step: float = 0.0) -> Iterator[tuple[list[Tensor], list[_Hook], Any]]:
+        """f's inputs, moved by a step with what it captured, its hooks, and its outputs there."""
         xs = [x + step * wave(x, 1.5) if is_inexact(x) else x for x in self.xs]
         xs = [x.detach().requires_grad_(is_inexact(x)) for x in xs]
         copies = [(x + step * wave(x, 1.5)).detach().requires_grad_() for x in self.captured]
@@ -202,15 +383,15 @@ class _Trial:
             self.randomness.restore()
         hooks = _Hooks(self.captured, copies)
         with put_back(self.run, self.xs), marked(""), hooks:  # what is set in it is the user's
-            self.run([x.view_as(x) for x in xs])
-            yield [*xs, *copies], hooks.seen
+            outs = self.run([x.view_as(x) for x in xs])
+            yield [*xs, *copies], hooks.seen, outs
 
 
-def _number(hook: Hook, ct: Tensor) -> Tensor:
-    """Re<w, h(ct)>."""
-    out = hook(ct)
-    out = ct if out is None else out
-    return (out.conj() * wave(torch.ones_like(out), 3.0)).real.sum()
+def _numbers(hooks: Sequence[_Hook], cts: Sequence[Any], scale: float = 1.0) -> list[Tensor]:
+    """Re<w, h(ct)> of each hook, called in the order of a backward pass: later ones read state."""
+    pairs = zip(reversed(hooks), reversed(cts), strict=True)
+    scaled = lambda ct: ct if ct is None or scale == 1.0 else scale * ct
+    return [hook.number([*map(scaled, ct)]) for hook, ct in pairs]
 
 
 def _slope(total: Tensor, xs: Sequence[Tensor], shift: float) -> float:
@@ -218,7 +399,7 @@ def _slope(total: Tensor, xs: Sequence[Tensor], shift: float) -> float:
     if not (total.requires_grad and xs):
         return 0.0
     try:
-        grads = torch.autograd.grad(total, xs, allow_unused=True)
+        grads = torch.autograd.grad(total, xs, allow_unused=True, retain_graph=True)
     except RuntimeError as error:  # once_differentiable raises on some ways only
         if not is_of("torch", error):
             raise

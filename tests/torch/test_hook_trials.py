@@ -132,6 +132,81 @@ def test_a_hook_that_loses_what_comes_in_is_refused():
             raise AssertionError(f"{name}: {way()}")
 
 
+def _at_module(register, hook):
+    def set_at(net):
+        getattr(net.act, register)(hook)
+        return lambda x: net.act(net.linear(x))
+
+    return set_at
+
+
+def _at_node(register, hook):
+    def set_at(net):
+        def f(x):
+            y = net.linear(x).sin()
+            getattr(y.grad_fn, register)(hook)
+            return y
+
+        return f
+
+    return set_at
+
+
+def _behind_node(hook):
+    def set_at(net):
+        def f(x):
+            y = net.linear(x).sin().exp()
+            y.grad_fn.next_functions[0][0].register_prehook(hook)
+            return y
+
+        return f
+
+    return set_at
+
+
+def _cut(g):
+    return (g[0].detach() * g[0],)
+
+
+ELSEWHERE = {
+    "full": (_at_module, "register_full_backward_hook", lambda m, gi, go: (gi[0] * go[0],), None),
+    "pre": (_at_module, "register_full_backward_pre_hook", lambda m, go: (go[0] ** 2,), None),
+    "node": (_at_node, "register_hook", lambda gi, go: (gi[0] * go[0],), None),
+    "node pre": (_at_node, "register_prehook", lambda go: (go[0] ** 2,), None),
+    "full, lossy": (
+        *(_at_module, "register_full_backward_hook"),
+        *(lambda m, gi, go: (gi[0] * go[0].detach(),), "what comes in"),
+    ),
+    "pre, lossy": (
+        *(_at_module, "register_full_backward_pre_hook"),
+        *(lambda m, go: _cut(go), "what comes in"),
+    ),
+    "node, lossy": (_at_node, "register_hook", lambda gi, go: _cut(gi), "what comes in"),
+    "node pre, lossy": (_at_node, "register_prehook", _cut, "what comes in"),
+}
+
+
+@pytest.mark.parametrize("kind", [*ELSEWHERE, "node behind, lossy"])
+def test_hooks_of_modules_and_nodes_are_tried(kind):
+    net, x = Equilibrium(), _x()
+    net.act = torch.nn.Tanh()
+    place, register, hook, lost = ELSEWHERE.get(kind, (None, None, None, "what comes in"))
+    f = _behind_node(_cut)(net) if place is None else place(register, hook)(net)
+    ways = _ways(f, x, net)
+    if lost is None:
+        y = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(f(y).square().sum(), y, create_graph=True)
+        (expected,) = torch.autograd.grad(g.sum(), y, retain_graph=True)
+        torch.testing.assert_close(ways["hvp"]().detach(), expected)
+        net.zero_grad()
+        (weight,) = torch.autograd.grad(g.square().sum(), net.linear.weight)
+        torch.testing.assert_close(ways["backward to parameters"](), weight)
+        return
+    for name in ("hvp", "grad of grad", "backward to parameters"):
+        with pytest.raises(LostDerivativeError, match=f"respect to {lost}"):
+            raise AssertionError(f"{kind}, {name}: {ways[name]()}")
+
+
 def test_the_trial_leaves_everything_as_it_was():
     net, x = Equilibrium(), _x()
     f = lambda x: torch.nn.functional.dropout(net(x), 0.5)

@@ -8,6 +8,7 @@ from torch import nn
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
+from gradtools.errors import LostDerivativeError
 
 D = torch.float64
 Z, U = torch.linspace(-1, 1, 12, dtype=D).reshape(3, 4), torch.linspace(2, -1, 12, dtype=D).cos()
@@ -102,12 +103,41 @@ def test_hooks_that_edit_nothing_there_are_no_reason_to_refuse():
     for own, theirs in zip(gt.jvp(beside, (Z,), (U,)), expected, strict=True):
         torch.testing.assert_close(own, theirs)
 
-    def inside(z):
-        return gt.grad(lambda z: Hooked("tensor")(z).sum())(z)
 
-    found, e = gt.jvp(inside, (Z,), (U,))[1], 1e-6
-    numeric = (inside(Z + e * U) - inside(Z - e * U)) / (2 * e)
-    torch.testing.assert_close(found, numeric, rtol=1e-6, atol=1e-8)
+@pytest.mark.parametrize("push", ["jvp", "jacobian", "hvp"])
+def test_forward_over_reverse_refuses_a_hook_that_reverse_mode_would_apply_again(push):
+    """Reverse over reverse applies 2g twice, as `scale_gradient`; forward mode once."""
+
+    def f(hook, edit=lambda x: x):
+        def value(x):
+            z = edit(x * 1)
+            if hook is not None and z.requires_grad:
+                z.register_hook(hook)
+            return (z * z).sum()
+
+        return value
+
+    x = torch.tensor([2.0], dtype=D)
+    ways = {
+        "jvp": lambda f: gt.jvp(gt.grad(f), (x,), (torch.ones_like(x),))[1],
+        "jacobian": lambda f: gt.jacobian(gt.grad(f), mode="forward")(x)[0],
+        "hvp": lambda f: gt.hvp(f, (x,), (torch.ones_like(x),), mode="forward_over_reverse")[1][0],
+    }
+    scaled = f(None, lambda x: gt.scale_gradient(x, 2.0))
+    for same in (f(lambda g: 2 * g), scaled):
+        assert gt.hessian(same)(x).item() == 8.0
+    assert ways[push](scaled).item() == 8.0
+    assert ways[push](f(lambda g: None)).item() == 2.0
+    assert ways[push](f(lambda g: g.nan_to_num())).item() == 2.0
+    with pytest.raises(LostDerivativeError, match="hook on a gradient that edits it"):
+        ways[push](f(lambda g: 2 * g))
+
+    def constant(x):  # no second derivative goes through the hook
+        z = x * x
+        z.register_hook(lambda g: 2 * g)
+        return z.sum()
+
+    assert ways[push](constant).item() == 4.0
 
 
 def test_the_hooks_of_another_thread_are_not_looked_at():

@@ -245,11 +245,13 @@ class DirectCalls:
         before = None if sure else Randomness.now(args)
         plain = tuple(map(_detach, args))
         versions = [*map(_version, plain)]
-        result = signature.fwd(*plain)
+        try:
+            result = signature.fwd(*plain)
+        finally:
+            if not _graphs():  # fwd left it off
+                upstream.set_grad_enabled(True)
         if versions != [*map(_version, plain)]:
             _refuse_written(signature, args, versions)
-        if not _graphs():  # fwd left it off
-            upstream.set_grad_enabled(True)
         if signature.bwd is None:
             return _linearized(signature, args, plain, result, plain, before)
         if type(result) is not tuple or len(result) != 2:
@@ -523,10 +525,10 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
         raise
     finally:
         running.pop()
+        if not _graphs():  # the rule left it off
+            upstream.set_grad_enabled(True)
     if versions != [*map(_version, plain)]:
         _refuse_written(signature, xs, versions)
-    if not _graphs():  # the rule left it off
-        upstream.set_grad_enabled(True)
     if type(result) is not tuple or len(result) != 2:
         return None
     y, dy = result

@@ -31,15 +31,6 @@ from gradtools.torch.plain_programs.backward_nodes import WRONG, is_wrong
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
 OWN = ("gradtools.", upstream.COMPILED_CODE)
-OWN_HOOKS = [0]
-"""How many hooks gradtools set on tensors and modules."""
-
-
-def hooks_of_users() -> int:
-    """How many hooks were set so far, but for gradtools' own."""
-    return upstream.hooks_made() - OWN_HOOKS[0]
-
-
 CPP_NODE = "CppFunction"  # nodes of many kinds, without types of their own
 CPP_FUNCTION = "torch::autograd::CppNode<"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -52,6 +52,7 @@ from gradtools.torch.double_backward_trials import (
 )
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.nondifferentiable import beside
+from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.plain_programs.backward_nodes import corrected
 from gradtools.torch.rerunning import Trying, rerun
 
@@ -93,6 +94,7 @@ class Guard:
         handles = [node.register_prehook(self._refusing) for node in self.survey.lost]
         if again:
             handles += _gates(self.caller, self.fun, self.leaves, self.survey, self.aliases)
+        OWN_HOOKS[0] += len(handles)
         try:
             with corrected(self.survey.wrong, again):
                 yield
@@ -353,7 +355,8 @@ class _Calls(TorchFunctionMode):
             self._note(upstream.users_class(args[0]), args[1:], out)
             return out
         before = self._example
-        self._example = before or SeenCall.of(args[1:])
+        if before is None and not _Key(upstream.users_class(args[0]), _needs(args[1:])).fine(False):
+            self._example = SeenCall.of(args[1:])
         try:
             with self:  # which sees the class that vmap makes of this one
                 return upstream.redispatch_function(fun, (), args, {})
@@ -363,24 +366,33 @@ class _Calls(TorchFunctionMode):
     def _note(self, kind: Any, args: Args, out: Any) -> None:
         outs = out if isinstance(out, tuple | list) else (out,)
         nodes: list[Any] = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
-        key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
-        if not nodes or key.fine(False):
-            return
-        again = any(_is_tracked_beneath(x) for x, n in zip(args, key.needs, strict=True) if n)
-        if any(isinstance(x, Tensor) and x.is_meta for x in args):
-            return  # which has no numbers
+        key = _Key(kind, _needs(args))
+        if not nodes or key.fine(False) or any(isinstance(x, Tensor) and x.is_meta for x in args):
+            return  # on the meta device there are no numbers
+        call = self._example or SeenCall.of(args)
+        gating = _Gating(self.caller, key, partial(_lost_by, key, call), ())
+        moving = [x for x, needed in zip(args, key.needs, strict=True) if needed]
 
-        gating = _Gating(
-            self.caller, key, partial(_lost_by, key, self._example or SeenCall.of(args)), ()
-        )
+        def hook(given: Any, cts: Any) -> Any:
+            there = [g for g in given if isinstance(g, Tensor)]
+            inputs = tracked_beneath(moving)
+            behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
+            if is_pushed_beneath():
+                gating.ask("inputs")
+                if behind:
+                    gating.ask("cotangents")
+                return None
+            if not there or key.fine(False):
+                return None
+            left = iter(gating.beside(there, inputs, tracked_beneath(behind)))
+            return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 
-        def hook(given: Any, cts: Any) -> None:
-            behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
-            for which, asked in (("inputs", again), ("cotangents", behind)):
-                if asked:
-                    gating.ask(which)
-
+        OWN_HOOKS[0] += 1
         nodes[0].register_hook(hook)
+
+
+def _needs(args: Args) -> tuple[bool, ...]:
+    return tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
 
 
 def _lost_by(key: _Key, call: SeenCall, forward: bool) -> set[str]:
@@ -397,12 +409,17 @@ def calls_guarded(caller: str) -> AbstractContextManager[Any]:
     return nullcontext() if any(isinstance(mode, _Calls) for mode in modes) else _Calls(caller)
 
 
-def _is_tracked_beneath(x: Tensor) -> bool:
-    """Whether another derivative is being taken with respect to x than the innermost one."""
+def is_pushed_beneath() -> bool:
+    """Whether a level around the innermost one pushes tangents."""
     levels = upstream.get_interpreter_stack() or ()
-    if any(level.key() == upstream.TransformType.Jvp for level in levels[:-1]):
-        return True
-    return is_wrapped(x) and is_tracked(upstream.get_unwrapped(x))
+    pushes = any(level.key() == upstream.TransformType.Jvp for level in levels)
+    return pushes or upstream.forward_level() >= 0
+
+
+def tracked_beneath(xs: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors beneath one level of functorch that another derivative is taken of."""
+    beneath = [upstream.get_unwrapped(x) for x in xs if is_wrapped(x)]
+    return [x for x in beneath if is_tracked(x)]
 
 
 # --- is a class's backward differentiable? -----------------------------------------------

@@ -40,7 +40,6 @@ from gradtools.torch.autograd_graph import (
     OpenDerivative,
     guarded,
     here,
-    hooks_of_users,
     is_spent,
     nodes_made,
     note_taken,
@@ -62,7 +61,7 @@ from gradtools.torch.forward_mode.pushing import RightTangents, gated_where_unse
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, forward_mode
-from gradtools.torch.operation_marks import DERIVATIVE, detached
+from gradtools.torch.operation_marks import DERIVATIVE, detached, hooks_of_users
 from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
 from gradtools.torch.plain_programs.modes import (
     PlainPrograms,
@@ -624,8 +623,10 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     entered: list[OpenDerivative] = []
     empty: list[bool] = []
     wrong: list[Any] = []
+    hooked: list[Tensor] = []  # where f sets hooks, the leaves of its graph
     hooks = SetsHooks() if getattr(fun, "pushes", False) else None
     plain: list[bool] = []
+    keep = torch.is_grad_enabled()
 
     def paired(*xs: Tensor) -> Any:
         probed_groups = groups if groups is not None and is_compiling() else ()
@@ -638,11 +639,14 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             nested[:] = [inside]
         else:
             again = _is_differentiated_again(1)
-            guarding = _calls_guarded(caller_of(fun)) if again else nullcontext()
+            guarding = _calls_guarded(caller_of(fun)) if again or keep else nullcontext()
+            count = hooks_of_users()
             with _opened(xs) as inside, guarding, PlainPrograms(), _pushed_from_outside():
                 outs, extras = (fun if hooks is None else hooks.around(fun))(*xs)
             entered[:] = [inside]
             survey = surveyed(outs)
+            if (again or keep) and hooks_of_users() != count:
+                hooked[:] = survey.leaves
             if again:
                 refuse_torchscript(caller_of(fun), outs)
             result, wrong[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
@@ -664,6 +668,10 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
         with explained(caller_of(fun)), corrected(wrong):
             grads = [g.view_as(g) for g in pull(filled)]
+        if hooked:
+            from gradtools.torch.hook_trials import gated_in_functorch
+
+            grads = gated_in_functorch(caller_of(fun), fun, leaves, hooked, filled, grads)
         if not is_compiling():
             note_taken(outs, grads, leaves, leaves, torch.is_grad_enabled(), *entered)
         if not reached or any(nested):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +26,18 @@ from gradtools.backend import Fun
 from gradtools.errors import LostDerivativeError, is_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import OWN, all_behind, is_spent, surveyed, tracked_in
-from gradtools.torch.double_backward_trials import differs, told, wave
-from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.double_backward import is_pushed_beneath
+from gradtools.torch.double_backward_trials import differs, is_tracked, told, wave
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.nondifferentiable import beside
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.replaying.guards import mark, marked
 from gradtools.torch.rerunning import Trying, put_back
+from gradtools.torch.rules.checking import value_of
+from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
+is_wrapped = upstream.is_wrapped
 
 
 def gated_at_hooks(
@@ -51,49 +55,62 @@ def gated_at_hooks(
     aliases: The leaves' names in the graph of outs.
     linear: Whether hooks have to be linear maps.
     """
-    pairs = [(y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None]
-    outs, cts = [y for y, _ in pairs if y.requires_grad], [ct for _, ct in pairs]
-    survey = surveyed(outs)
+    pairs = [(y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None and y.requires_grad]
+    outs, seeds = [y for y, _ in pairs], [ct for _, ct in pairs]
+    captured = [x for x in surveyed(outs).leaves if not is_spent(x)]
     inputs = tracked_in(all_behind([y.grad_fn for y in outs]), aliases)
     behind = [ct for ct in cts if ct is not None and ct.requires_grad]
+    pushed = None
+    if any(g is not None and is_dual(g) for g in grads):
+        pushed = [forward_ad.unpack_dual(ct).primal for ct in seeds]
+    trial = partial(_lost, fun, leaves, captured, linear, pushed)
+    return _gated(caller, trial, inputs, behind, grads, pushed is not None)
+
+
+def gated_in_functorch(
+    caller: str,
+    fun: Fun,
+    leaves: Sequence[Tensor],
+    ends: Sequence[Tensor],
+    cts: Sequence[Tensor],
+    grads: Sequence[Tensor],
+) -> list[Any]:
+    """The same of a gradient that torch.func takes, whose graph shows no level around it.
+
+    ends: The leaves of the graph of the outputs.
+    """
+    held = [x for x, _ in Snapshot.of([fun], leaves).reached.watched]
+    known = {
+        id(x): x for x in (*held, *ends) if is_wrapped(x) or (is_tracked(x) and not is_spent(x))
+    }
+    captured = [x for x in known.values() if not any(x is leaf for leaf in leaves)]
+    trial = partial(_lost, fun, [*map(value_of, leaves)], captured, False, [])
+    inputs = [x for x in (*leaves, *captured) if is_tracked(x)]
+    behind = [*filter(is_tracked, cts)]
+    return _gated(caller, trial, inputs, behind, grads, is_pushed_beneath())
+
+
+def _gated(
+    caller: str,
+    trial: Callable[[], set[str]],
+    inputs: Sequence[Tensor],
+    behind: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    pushed: bool,
+) -> list[Tensor | None]:
+    """The gradients, with gates to the inputs and to the cotangents.
+
+    trial: What the hooks lose.
+    pushed: Whether the gradient is pushed along in forward mode.
+    """
+    lost = cache(trial)
     there = [g for g in grads if g is not None]
-    pushed = upstream.forward_level() >= 0 and any(
-        forward_ad.unpack_dual(g).tangent is not None for g in there
-    )
-    seen: list[Any] = []
-
-    def lost() -> set[str]:
-        if not seen:
-            captured = [x for x in survey.leaves if not is_spent(x)]
-            with upstream.temporarily_clear_interpreter_stack():
-                seeds = [forward_ad.unpack_dual(ct).primal for ct in cts] if pushed else None
-                seen.append(_Trial(fun, leaves, captured).lost(linear, seeds))
-        result: set[str] = seen[0]
-        return result
-
-    def ask(which: str) -> None:
-        try:
-            found = lost()
-        except Exception as error:
-            text = _UNTRIED.format(told(error))
-            raise LostDerivativeError(f"{caller}: f sets a hook on a gradient{text}") from error
-        lost_along = sorted(found & {*_ALONG})
-        if which in found or (
-            lost_along and which == "inputs"
-        ):  # on which what comes in may depend
-            text = _LOSES.format(" or ".join(_ALONG[k] for k in lost_along))
-            raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
-        for kind, text in _TEXTS.items():
-            if kind in found:
-                text = text.format(caller)
-                raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
-
     if pushed:
-        ask("inputs")
-        ask("cotangents")
+        _ask(caller, lost, "inputs")
+        _ask(caller, lost, "cotangents")
     if not there or not torch.is_grad_enabled():
         return list(grads)
-    if not any(g.requires_grad for g in there) and (inputs or behind):
+    if not any(map(is_tracked, there)) and (inputs or behind):
         try:
             if not lost():
                 return list(grads)  # a gate would make of a constant something that leads on
@@ -101,9 +118,32 @@ def gated_at_hooks(
             pass
     for which, sources in (("cotangents", behind), ("inputs", inputs)):
         if sources:
-            there = list(beside(there, sources, partial(ask, which), which == "inputs"))
+            ask = partial(_ask, caller, lost, which)
+            there = list(beside(there, sources, ask, which == "inputs"))
     left = iter(there)
     return [None if g is None else next(left) for g in grads]
+
+
+def _ask(caller: str, lost: Callable[[], set[str]], which: str) -> None:
+    """Raises if hooks lose the derivative of the gradient along these, or may."""
+    try:
+        found = lost()
+    except Exception as error:
+        text = _UNTRIED.format(told(error))
+        raise LostDerivativeError(f"{caller}: f sets a hook on a gradient{text}") from error
+    lost_along = sorted(found & {*_ALONG})
+    if which in found or (lost_along and which == "inputs"):  # on which what comes in may depend
+        text = _LOSES.format(" or ".join(_ALONG[k] for k in lost_along))
+        raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
+    for kind, text in _TEXTS.items():
+        if kind in found:
+            text = text.format(caller)
+            raise LostDerivativeError(f"{caller}: f sets a hook on a gradient {text}")
+
+
+def _lost(fun: Fun, leaves: Any, captured: Any, linear: bool, pushed: Any) -> set[str]:
+    with upstream.temporarily_clear_interpreter_stack():
+        return _Trial(fun, leaves, captured).lost(linear, pushed)
 
 
 _UNTRIED = (
@@ -122,8 +162,9 @@ _TEXTS = {
         "the pullback for linear. Set the hook outside of what is computed again."
     ),
     "edits": (
-        "that edits it, and the gradient is pushed along in forward mode, which does not apply the "
-        "hook again. Take reverse mode: grad of grad, hvp(mode='reverse_over_reverse')."
+        "that edits it, and the gradient is differentiated in forward mode or by torch.func (in "
+        "vmap), where the hook is not applied again, as it is in reverse mode. Take grad of grad "
+        "or hvp(mode='reverse_over_reverse'), outside of vmap, or gt.scale_gradient."
     ),
 }
 _ALONG = {"inputs": "f's inputs or parameters", "cotangents": "what comes in"}
@@ -378,7 +419,9 @@ class _Trial:
         """f's inputs, moved by a step with what it captured, its hooks, and its outputs there."""
         xs = [x + step * wave(x, 1.5) if is_inexact(x) else x for x in self.xs]
         xs = [x.detach().requires_grad_(is_inexact(x)) for x in xs]
-        copies = [(x + step * wave(x, 1.5)).detach().requires_grad_() for x in self.captured]
+        values = [value_of(x) for x in self.captured]
+        copies = [x + step * wave(x, 1.5) if is_inexact(x) else x for x in values]
+        copies = [x.detach().requires_grad_(is_inexact(x)) for x in copies]
         if self.randomness is not None:
             self.randomness.restore()
         hooks = _Hooks(self.captured, copies)

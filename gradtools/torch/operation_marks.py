@@ -12,8 +12,19 @@ from typing import Any
 
 import torch
 
+from gradtools.torch import _upstream as upstream
+
 Tensor = torch.Tensor
 CHUNK, DERIVATIVE = "chunk", "derivative"  # for whose sake
+
+OWN_HOOKS = [0]
+"""How many hooks gradtools set on tensors, nodes and modules."""
+
+
+def hooks_of_users() -> int:
+    """How many hooks were set so far, but for gradtools' own."""
+    return upstream.hooks_made() - OWN_HOOKS[0]
+
 
 RULE = "rule"  # a Function that stands for the rule that it is given
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,6 +125,29 @@ def test_a_rule_that_leaves_gradients_off_keeps_its_derivative(kind):
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(f(x).sum(), x)
         torch.testing.assert_close(slope, x.detach().cos())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", ["vjp", "jvp"])
+def test_a_rule_that_switches_gradients_off_and_raises_leaves_them_on(kind):
+    state = SimpleNamespace(raises=False)
+
+    def sin(x):
+        if state.raises:
+            torch.set_grad_enabled(False)
+            raise ValueError("in a rule")
+        return x.sin()
+
+    f = gt.custom_rule(sin)
+    if kind == "vjp":
+        f.defvjp(lambda x: (sin(x), x), lambda x, ct: (x.cos() * ct,))
+    else:
+        f.defjvp(lambda p, t: (sin(p[0]), p[0].cos() * t[0]))
+    x = numbers(requires_grad=True)
+    called(f)
+    state.raises = True
+    with pytest.raises(ValueError, match="in a rule"):
+        f(x)
     assert torch.is_grad_enabled()
 
 

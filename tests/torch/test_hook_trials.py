@@ -207,6 +207,61 @@ def test_hooks_of_modules_and_nodes_are_tried(kind):
             raise AssertionError(f"{kind}, {name}: {ways[name]()}")
 
 
+def _batched(f):
+    """Derivatives of per-example gradients of f(w x), where f is sum(z ** 3)."""
+    x, w = torch.tensor([[0.3, -0.8], [0.5, 1.2]], dtype=D), torch.tensor(1.5, dtype=D)
+
+    def to_captured():
+        y = x.clone().requires_grad_()
+        gt.per_example_grad(lambda w, x: f(w * x))(w, y).sum().backward()
+        return y.grad
+
+    return {
+        "vmap": lambda: gt.grad(lambda x: gt.vmap(gt.grad(f))(x).sum())(x) / (6 * x),
+        "per example": lambda: (
+            gt.grad(lambda x: gt.per_example_grad(lambda w, x: f(w * x))(w, x).sum())(x)
+            / (9 * x**2 * w**2)
+        ),
+        "backward": lambda: to_captured() / (9 * x**2 * w**2),
+        "in vmap": lambda: gt.vmap(gt.grad(lambda x: gt.grad(f)(x).sum()))(x) / (6 * x),
+    }
+
+
+@pytest.mark.parametrize("way", ["vmap", "per example", "backward", "in vmap"])
+def test_hooks_and_functions_in_a_batch_are_tried(way):
+    def hooked(hook):
+        def f(x):
+            z = x * 1
+            z.register_hook(lambda g: hook(z, g))
+            return (z**3).sum()
+
+        return f
+
+    class Cube(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x**3
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, ct):
+            return 3 * ctx.saved_tensors[0].detach() ** 2 * ct
+
+    for hook in (lambda z, g: None, lambda z, g: g.nan_to_num()):
+        right = _batched(hooked(hook))[way]()
+        torch.testing.assert_close(right.detach(), torch.ones(2, 2, dtype=D))
+    for hook, told in ((lambda z, g: g * z.detach(), "cannot diff"), (lambda z, g: 2 * g, "edits")):
+        with pytest.raises(LostDerivativeError, match=told):
+            _batched(hooked(hook))[way]()
+    with pytest.raises(LostDerivativeError, match="Cube"):
+        _batched(lambda x: Cube.apply(x).sum())[way]()
+
+
 def test_the_trial_leaves_everything_as_it_was():
     net, x = Equilibrium(), _x()
     f = lambda x: torch.nn.functional.dropout(net(x), 0.5)

@@ -148,3 +148,13 @@ def test_what_cannot_be_pushed_is_pulled(f):
     tracked = x.clone().requires_grad_()
     results = [gt.jacobian(f, mode=mode)(tracked) for mode in ("auto", "reverse")]
     assert results[0].requires_grad is results[1].requires_grad
+
+
+@pytest.mark.parametrize("sizes", [(2, 5), (5, 2), (3, 3)])
+def test_the_dtype_depends_on_no_size_where_f_changes_the_precision(sizes):
+    weight = torch.randn(sizes[1], sizes[0])
+    f = lambda x: weight @ x.float()
+    found = gt.jacobian(f)(torch.ones(sizes[0], dtype=F64))
+    torch.testing.assert_close(found, weight.to(F64))
+    turned = gt.jacobian(lambda x: torch.complex(f(x), f(x)))(torch.ones(sizes[0], dtype=F64))
+    torch.testing.assert_close(turned, torch.complex(weight, weight).to(torch.complex128))

@@ -23,6 +23,7 @@ import torch
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, nodes_of
 from gradtools.torch.functorch_wrappers import is_mapped
+from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.plain_programs import programs
 
 Tensor = torch.Tensor
@@ -367,10 +368,12 @@ def _corrected(nodes: Sequence[Any], again: bool) -> Iterator[None]:
         with torch.enable_grad():
             number = torch.zeros((), requires_grad=True)
             number.register_hook(read)
+            OWN_HOOKS[0] += 1
             torch.autograd.grad(number * 1, number)
     else:
         read(None)
     handles = [node.register_hook(hook) for node, hook in pairs if hook is not None]
+    OWN_HOOKS[0] += len(handles)
     try:
         yield
     finally:

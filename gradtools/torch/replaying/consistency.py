@@ -28,9 +28,9 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.autograd_graph import OWN_HOOKS
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual
+from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.replaying.guards import is_recorded
 from gradtools.torch.state import contents_of
 

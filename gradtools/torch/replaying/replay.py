@@ -19,11 +19,11 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from gradtools.arguments.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import hooks_of_users
 from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.known_errors import LEAF_CHANGED, says
 from gradtools.torch.modes import NOTHING, Modes, default_device, without_cached_weights
+from gradtools.torch.operation_marks import hooks_of_users
 from gradtools.torch.plain_programs.backward_nodes import WRONG
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.replaying.again import check_end

@@ -320,14 +320,16 @@ class ChunkFunction:
             if values[i] is not None:
                 fold_in = self.backend.room("arrays", "key_argnums").fold_in
                 values[i] = fold_in(values[i], index)
-        held = [*map(values.__getitem__, self.containers)]
-        before = [*map(self.backend.flatten, held)]
-        count = len(values) - len(self.keywords)
-        named = dict(zip(self.keywords, values[count:], strict=True))
-        out, new_carry = self.f(*values[:count], **named), list[Any]()
+        held = [(values[i], *self.backend.flatten(values[i])) for i in self.containers]
+        if self.keywords:
+            count = len(values) - len(self.keywords)
+            out = self.f(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
+        else:
+            out = self.f(*values)
+        new_carry: list[Any] = []
         if self.carry_def is not None:
             out, new_carry = self._parted(out, number)
-        for x, (leaves, treedef) in zip(held, before, strict=True):
+        for x, leaves, treedef in held:
             self._check_unchanged(x, leaves, treedef)
         return self.outputs.noted(number, out), new_carry
 
@@ -335,7 +337,7 @@ class ChunkFunction:
         values = []
         for treedef, places in plan:
             if treedef is None:
-                kind, k = places[0]
+                ((kind, k),) = places
                 values.append(leaves[kind][k])
             else:
                 own = [leaves[kind][k] for kind, k in places]

@@ -145,6 +145,10 @@ class Modes:
             for _ in range(depth):
                 upstream.enter_vmap()
 
+    def stand(self) -> bool:
+        """Whether they are those of now, grad mode apart."""
+        return _standing() == self.flags and batchings() == 0 and self._others() is NOTHING
+
     def again(self) -> AbstractContextManager[None]:
         """A block in which the recorded modes and flags are set."""
         return _Restored(self.flags, self.grad, self._others())

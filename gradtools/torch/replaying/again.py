@@ -50,7 +50,7 @@ def as_it_began(forward: Forward) -> Iterator[None]:
             "backward pass needs it as it was. Clone it before you change it."
         )
     with REPLAYS:
-        outer = here.replaying, forward.is_again, forward.carry, forward.drawn
+        outer = here.replaying, forward.is_again, forward.carry, forward.drawn, forward.is_bare
         before = forward.standing if forward.is_again else None
         forward.standing = forward.start.now()
         # Where f goes backward itself, what it adds was added before. Elsewhere .grad is left
@@ -63,11 +63,12 @@ def as_it_began(forward: Forward) -> Iterator[None]:
             if forward.standing is not forward.start:
                 forward.start.restore()
             forward.carry, forward.drawn, forward.is_again = forward.first_carry, None, True
+            forward.look_at_modes()
             here.replaying, here.wanted = True, False
             yield
         finally:
-            here.replaying = outer[0]
-            _, forward.is_again, forward.carry, forward.drawn = outer
+            here.replaying, *rest = outer
+            forward.is_again, forward.carry, forward.drawn, forward.is_bare = rest
             forward.standing.restore()
             forward.standing = before or forward.standing
             for x, grad in grads:

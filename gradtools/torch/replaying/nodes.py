@@ -226,9 +226,9 @@ class _Derived(ChunkProgram):
 
     def _run(self, again: list[int], found: Rows, sums: Sums, rows: Rows, shared: Entries) -> None:
         """Those chunks of which something is asked; the others up to the last of them pass by."""
-        count, shown = again[-1] + 1, self.forward.chunks.options.progress
+        count, shown, these = again[-1] + 1, self.forward.chunks.options.progress, {*again}
         for i in steps(count) if shown and count > 1 else range(count):
-            if i not in again:
+            if i not in these:
                 self.pass_by(i, rows[i], shared)
                 continue
             found[i], terms = self.one(i, rows[i], shared)
@@ -253,15 +253,17 @@ class _Derived(ChunkProgram):
         create = torch.is_grad_enabled()
         enter = view_of if create else alias_of
         a, b = [*map(enter, xs)], [*map(enter, shared)]
-        with torch.enable_grad():
+        upstream.set_grad_enabled(True)
+        try:
             ys, terms = self.of.one(i, a, b)
-        outs = tensors_of((*ys, *terms))
+        finally:
+            upstream.set_grad_enabled(create)
         if create:
-            refuse_lost(self.caller, outs)
+            refuse_lost(self.caller, tensors_of((*ys, *terms)))
         # A pullback that is transposed gates what runs in it by itself.
         if create or (self.transposes and not isinstance(self.of, _Derived)):
             run, leaves = self.forward.to_try(i, a, b)
-            gate_graph(self.caller, run, leaves, outs, [*a, *b])
+            gate_graph(self.caller, run, leaves, tensors_of((*ys, *terms)), [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
 
     def _gated_at_hooks(
@@ -287,13 +289,16 @@ class Backward(_Derived):
         create = torch.is_grad_enabled()
         xs, shared, cts, shared_cts = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
-        cts += shared_cts if terms else []
-        own, outs = len(xs) + len(shared), [*ys, *terms]
+        own, outs = len(xs) + len(shared), [*ys, *terms] if terms else ys
+        cts = [*cts, *shared_cts] if terms else cts
         adding, forward = None if create else self.adding, self.forward
         # The graph is that of the first pass, of which it is known.
-        same = self.of is self.forward and forward.compares_leaves and not forward.batches
+        same = self.of is forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
-        with going_back(forward, create) if forward.hooked or forward.counts else NOTHING:
+        if forward.hooked or forward.counts:
+            with going_back(forward, create):
+                grads = self._pulled_adding(adding, outs, inputs, cts, own, *how)
+        else:
             grads = self._pulled_adding(adding, outs, inputs, cts, own, *how)
         if create and forward.hooked:
             grads = self._gated_at_hooks(i, inputs[:own], xs, outs, cts, grads)
@@ -402,19 +407,19 @@ def pulled_back(
 
     is_right: Whether PyTorch is known to have all gradients right there.
     """
-    pairs = [
-        (y, ct)
-        for y, ct in zip(outs, cts, strict=True)
-        if ct is not None and isinstance(y, Tensor) and y.requires_grad
-    ]
+    ys, seeds = list[Tensor](), list[Any]()
+    for y, ct in zip(outs, cts, strict=True):
+        if ct is not None and isinstance(y, Tensor) and y.requires_grad:
+            ys.append(y)
+            seeds.append(ct)
     needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
-    if not pairs or not any(needs_grad):
+    if not ys or not any(needs_grad):
         return [None] * len(inputs)
-    ys, xs = [y for y, _ in pairs], [x for x, a in zip(inputs, needs_grad, strict=True) if a]
+    xs = inputs if all(needs_grad) else [*compress(inputs, needs_grad)]
     wrong = [] if is_right else wrong_nodes(ys)
-    with corrected(wrong, create):
-        grads: Any = pulled(ys, xs, [ct for _, ct in pairs], keep, create)
-    return list(grads) if all(needs_grad) else spread(grads, needs_grad)
+    with corrected(wrong, create) if wrong else NOTHING:
+        grads: Any = pulled(ys, xs, seeds, keep, create)
+    return list(grads) if xs is inputs else spread(grads, needs_grad)
 
 
 def _dummy(y: Any) -> Tensor | None:

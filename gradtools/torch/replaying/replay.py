@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -91,7 +92,9 @@ class Forward(ChunkProgram):
         self.verification: Verification | None = None
         if self.start.reached.modules:
             self._check_modules()
-        self.moving = [self._moving(piece) for piece in self.pieces]
+        one = self._moving(self.pieces[0])  # as in all, but for lists
+        listed = any(chunks.lists)
+        self.moving = [self._moving(p) if listed else one for p in self.pieces]
         self.moving_shared = self._moving(chunks.shared)
         self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
         self.shared = [chunks.shared[k] for k in self.moving_shared]
@@ -108,6 +111,7 @@ class Forward(ChunkProgram):
         self.reading = [False]  # whether a graph that was kept is differentiated here
         self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
         self.is_again = False  # whether chunks are computed again
+        self.is_bare = False  # whether f runs in the modes that stand
         self.standing = self.start  # then: what stands for everyone else
         # Where buffers and streams stand when so many chunks have run, see `check_end`.
         self.ends: dict[int, tuple[list[int], dict[str, int]]] = {}
@@ -163,31 +167,49 @@ class Forward(ChunkProgram):
             carry_at = len(self.moving_shared) + len(self.captured)
             self.carry = [untracked(x) for x in shared[carry_at:]]
         pieces, own = self._arguments(i, xs, shared)
-        call, inside = self._function(), self.within() if self.within else NOTHING
-        again = self.modes.outside_of_batchings() if self.is_again else NOTHING
-        cached = without_cached_weights() if upstream.caches_weights() else NOTHING
-        check = self.verification
-        watched = check.watching(i) if check else NOTHING
-        with again, cached as weights, watched as seen, inside:
+        call = self._function()
+        if self.is_bare and self.verification is None:
             outs, carry = call(i, i, pieces, own, self.carry)
-            if weights:
-                check_cached(self.caller, self.start)
-        if check is not None and self.is_again:
-            inputs = [*xs, *shared] if self.compares_leaves else None
-            check.compare(i, outs, seen, inputs, self.batches)
-        elif check is not None:
-            check.keep(i, outs, seen, self.batches)
+        else:
+            outs, carry = self._one_within(i, partial(call, i, i, pieces, own), [*xs, *shared])
         self.carry = [untracked(x) for x in carry] if carry else carry
         if self.is_again:
             if i + 1 in self.ends and not self.batches:
                 check_end(self, i + 1)
-            if i + 1 < self.count:
-                self.drawn = self.start.streams and self.start.streams.again()
+            if self.start.streams and i + 1 < self.count:
+                self.drawn = self.start.streams.again()
         return outs, []
+
+    def _one_within(
+        self, i: int, call: Callable[..., Any], given: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """f at one chunk in the modes of the first pass, compared with it where that is asked."""
+        check, inside = self.verification, self.within() if self.within else NOTHING
+        again = self.modes.outside_of_batchings() if self.is_again else NOTHING
+        cached = without_cached_weights() if upstream.caches_weights() else NOTHING
+        watched = check.watching(i) if check else NOTHING
+        with again, cached as weights, watched as seen, inside:
+            outs, carry = call(self.carry)
+            if weights:
+                check_cached(self.caller, self.start)
+        if check is not None and self.is_again:
+            inputs = given if self.compares_leaves else None
+            check.compare(i, outs, seen, inputs, self.batches)
+        elif check is not None:
+            check.keep(i, outs, seen, self.batches)
+        return outs, carry
+
+    def look_at_modes(self) -> None:
+        """Notes whether f may be called as it is, in the modes that stand."""
+        caches = self.within is not None or upstream.caches_weights()
+        self.is_bare = not caches and (not self.is_again or self.modes.stand())
 
     def _arguments(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """What f is called with at chunk i: its pieces, and what all share and what is captured."""
-        pieces, own = list(self.pieces[i]), list(self.chunks.shared)
+        pieces, own = self.pieces[i], self.chunks.shared
+        if not (xs or shared or self.originals):
+            return pieces, own
+        pieces, own = list(pieces), list(own)
         for k, original in self.originals.get(i, {}).items():
             pieces[k] = original.clone()
         for k, x in zip(self.moving[i], xs, strict=True):
@@ -263,7 +285,8 @@ class Forward(ChunkProgram):
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         """f once more, for what it does to streams, buffers and the carry."""
-        self.one(i, [*map(alias_of, xs)], [*map(alias_of, shared)])
+        with torch.set_grad_enabled(self.modes.grad):
+            self.one(i, [*map(alias_of, xs)], [*map(alias_of, shared)])
 
     # --- the first pass
 
@@ -291,6 +314,8 @@ class Forward(ChunkProgram):
         kept, result = self._kept(), list[list[Any]]()
         given = [x for x in (*chain(*rows), *shared, *self._given()) if not x.is_inference()]
         versions = [upstream.version_of(x) for x in given]
+        sources = self._fixed_sources() if grad else []
+        standing = [*map(upstream.version_of, sources)]
         # What f keeps aside may reach the loss, through a graph that is used for nothing else.
         apart = kept or self.beneath or is_recorded()
         enter = alias_of if apart else entered
@@ -303,6 +328,7 @@ class Forward(ChunkProgram):
             refuse_others(self.reading, *own, *chain(*inputs))
         hooks = upstream.hooks_made(), hooks_of_users()
         shown = self.chunks.options.progress and self.count > 1
+        self.look_at_modes()
         for i in steps(self.count) if shown else range(self.count):
             if i:
                 began.append(upstream.nodes_made())
@@ -327,6 +353,10 @@ class Forward(ChunkProgram):
             del outs  # and with it the graph, before the next one grows
         if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
+        if [*map(upstream.version_of, sources)] != standing:
+            raise self._written_elsewhere()
+        for i, changed in self.originals.items():
+            increment_version([self._source(i, k) for k in changed])
         self.hooked |= self._sets_hooks(*hooks)
         self._settle([*leaves.values()], own[len(self.moving_shared) :] if grad else [])
         return result
@@ -350,11 +380,10 @@ class Forward(ChunkProgram):
 
     def _check_modes(self) -> None:
         """Raises if f leaves a mode switched, in which the next chunk would run."""
-        grad = torch.is_grad_enabled() != self.modes.grad
-        grad = grad and self.caller != "frozen"  # whose use is one call
-        set_now, device = upstream.device_set(), self.modes.device
-        if set_now is not self.device or upstream.count_of_function_modes():
+        grad, device = torch.is_grad_enabled() != self.modes.grad, self.modes.device
+        if upstream.device_set() is not self.device or upstream.count_of_function_modes():
             device = default_device()
+        grad = grad and self.caller != "frozen"  # whose use is one call
         if grad or device != self.modes.device:
             what = "whether gradients are taken" if grad else f"the default device (to {device})"
             how = "torch.no_grad()" if grad else "torch.device(...)"
@@ -399,13 +428,12 @@ class Forward(ChunkProgram):
 
     def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
         """One chunk; copies of the pieces that it changes in place stay."""
-        before = {
-            k: (x, x.clone(), upstream.version_of(x))
-            for k, x in enumerate(self.pieces[i] if self.modes.grad else ())
-            if isinstance(x, Tensor) and k not in self.moving[i] and not x.is_inference()
-        }
-        sources = *map(_first_of, self.chunks.splits), *self.chunks.lists[i]
-        counted = [upstream.version_of(sources[k]) for k in before]
+        pieces, moving = self.pieces[i] if self.modes.grad else [], self.moving[i]
+        before = [
+            (k, x, x.clone(), upstream.version_of(x))
+            for k, x in enumerate(pieces)
+            if isinstance(x, Tensor) and k not in moving and not x.is_inference()
+        ]
         try:
             with Captures(self) if self.beneath else NOTHING:
                 outs, _ = self.one(i, xs, own)
@@ -413,15 +441,25 @@ class Forward(ChunkProgram):
             if not says(error, LEAF_CHANGED):
                 raise
             raise self._in_place(f" PyTorch says: {error}") from error
-        if [upstream.version_of(sources[k]) for k in before] != counted:
-            raise self._written_elsewhere()
-        for k, (x, original, version) in before.items():
+        for k, x, original, version in before:
             if upstream.version_of(x) != version:
                 self.originals.setdefault(i, {})[k] = original
-                increment_version(sources[k])
             elif self.verification is not None and _is_other(x, original):
                 raise self._written_elsewhere()
         return outs
+
+    def _source(self, i: int, k: int) -> Any:
+        """What piece k of chunk i is a part of."""
+        splits = self.chunks.splits
+        return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
+
+    def _fixed_sources(self) -> list[Tensor]:
+        """What the pieces are parts of that are no inputs; f changes the pieces alone."""
+        count = len(self.chunks.splits)
+        every = [(0, k) for k in range(count)]
+        every += [(i, k) for i, piece in enumerate(self.pieces) for k in range(count, len(piece))]
+        found = [self._source(i, k) for i, k in every if k not in self.moving[i]]
+        return [x for x in found if isinstance(x, Tensor) and not x.is_inference()]
 
     def _written_elsewhere(self) -> GradtoolsError:
         return GradtoolsError(
@@ -446,11 +484,13 @@ class Forward(ChunkProgram):
         """
         leaves, ends = dict[int, Tensor](), {*map(id, own)}
         pushed, tensors = upstream.forward_level() >= 0, [y for y in outs if isinstance(y, Tensor)]
-        for y in tensors:
-            if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
-                raise captured_error(self, None)
+        if pushed or self.beneath:
+            for y in tensors:
+                if (is_wrapped(y) and self.beneath) or (pushed and is_dual(y)):
+                    raise captured_error(self, None)
         todo = [y.grad_fn or get_gradient_edge(y).node for y in tensors if y.requires_grad]
         seen, nodes, begin = {None, *map(_node_of, own)}, list[Any](), began[-1]
+        accumulates, number_of = upstream.AccumulateGrad, upstream.sequence_of
         node: Any
         for node in todo:  # which grows
             if node in seen:
@@ -458,15 +498,14 @@ class Forward(ChunkProgram):
             seen.add(node)
             nodes.append(node)
             kind: Any = type(node)
-            if kind is upstream.AccumulateGrad:
+            if kind is accumulates:
                 variable = node.variable
                 if id(variable) not in ends:
                     leaves[id(variable)] = variable
                 continue
             todo += map(_first_of, node.next_functions)
-            number = upstream.sequence_of(node)
-            if number < begin and not _is_cast_of_leaf(node):
-                of_pass = number >= began[0]
+            if number_of(node) < begin and not _is_cast_of_leaf(node):
+                of_pass = number_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)
             if kind not in _PLAIN:
                 self._note_kind(kind, node)

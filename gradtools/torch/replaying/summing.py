@@ -1,8 +1,9 @@
 """Sums of gradients: of chunks, as soon as autograd has computed each, and of several nodes.
 
 `torch.autograd.grad` hands all gradients over at the end: beside the sum so far a whole second set
-of them. Here a hook on each leaf takes its gradient when it is complete, adds it to the sum, and
-leaves a zero of no memory in its place, so that one set is alive and one leaf's gradient.
+of them. Here a hook on each large leaf takes its gradient when it is complete, adds it to the sum,
+and leaves a zero of no memory in its place, so that one set is alive and one leaf's gradient. A
+hook takes longer than the sum of a small leaf: those of the small ones are added together.
 
 Two towers that share an encoder are two nodes, and autograd adds what they give for a leaf once
 both have run: until then the gradients of each are alive. Here a node hands what it has for a leaf
@@ -31,6 +32,7 @@ Tensor = torch.Tensor
 left_to_python(__name__)
 _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
+_LARGE = 1 << 13  # entries of a leaf whose gradient a hook takes
 Weigh = Callable[[Tensor, Tensor], Tensor]
 _task = upstream.current_graph_task  # which call of the engine runs a hook
 
@@ -52,13 +54,22 @@ class Sums:
             self.terms = [None] * count
             self._dtypes: list[Any] = [None] * count
             self._owned = [False] * count
+            self._each = upstream.peek_interpreter_stack() is None and not batchings()
 
     def add(self, terms: Sequence[Any]) -> None:
         """One more of each; None is zero."""
         self.begin(len(terms))
+        each, totals, more = self._each and not torch.is_grad_enabled(), list[Any](), list[Any]()
         for k, term in enumerate(terms):
-            if term is not None:
+            if term is None:
+                continue
+            if each and self._owned[k] and type(term) is Tensor and not term.is_sparse:
+                totals.append(self.terms[k])
+                more.append(term)
+            else:
                 self.add_one(k, term)
+        if totals:
+            upstream.add_each_(totals, more)
 
     def add_one(self, k: int, term: Tensor) -> None:
         total = self.terms[k]
@@ -134,14 +145,14 @@ class LeafHooks:
 
     def __init__(self, sums: Sums, at: int, leaves: Sequence[Tensor]) -> None:
         self.added: set[int] = set()  # the leaves whose gradient was added in the latest call
-        self._sums, self._at, self._leaves = sums, at, leaves
+        self._sums, self._at = sums, at
+        self._large = [(k, x) for k, x in enumerate(leaves) if _is_large(x)]
         self._calls = set[int]()  # of the engine, that began at our roots
         self._zeros: dict[int, Tensor] = {}
 
     def __enter__(self) -> LeafHooks:
-        tracked = [(k, x) for k, x in enumerate(self._leaves) if x.requires_grad]
-        self._bare = [x for _, x in tracked if upstream.tensor_hooks(x) is None]
-        self._handles = [register_own_hook(x, partial(self._take, k)) for k, x in tracked]
+        self._bare = [x for _, x in self._large if upstream.tensor_hooks(x) is None]
+        self._handles = [register_own_hook(x, partial(self._take, k)) for k, x in self._large]
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -177,9 +188,13 @@ class LeafHooks:
         return zero
 
 
+def _is_large(x: Tensor) -> bool:
+    return x.requires_grad and x.numel() >= _LARGE
+
+
 def adds_leaves(leaves: Sequence[Tensor]) -> bool:
-    """Whether hooks can add up what these get: on a subclass they are other code's."""
-    return bool(leaves) and all(type(x) in _PLAIN for x in leaves)
+    """Whether hooks are to add up what these get: on a subclass they are other code's."""
+    return any(map(_is_large, leaves)) and all(type(x) in _PLAIN for x in leaves)
 
 
 # --- one sum for several nodes --------------------------------------------------------------

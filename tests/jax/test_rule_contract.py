@@ -488,18 +488,6 @@ def _tree(p):
     return {"s": jnp.sin(p["a"]) * p["b"][0], "n": p["a"].sum()}
 
 
-def _tree_jvp(p, t):
-    return jax.jvp(_tree, p, t)
-
-
-def _tree_fwd(p):
-    return _tree(p), p
-
-
-def _tree_bwd(p, ct):
-    return jax.vjp(_tree, p)[1](ct)
-
-
 def _summed(g):
     return lambda *xs: sum(jnp.sum(y) for y in jax.tree.leaves(g(*xs)))
 

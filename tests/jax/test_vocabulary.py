@@ -52,10 +52,6 @@ def regular(n, *lead):
     return RNG.normal(size=(*lead, n, n)) + n * np.eye(n)
 
 
-def complex_regular(n):
-    return cplx(n, n) + n * np.eye(n)
-
-
 def whole(*values):
     return np.array(values)
 

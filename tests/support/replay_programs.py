@@ -1208,11 +1208,6 @@ def _tick_list(self: Any) -> Any:
     return float(self.ps[0].detach())
 
 
-def _tick_inner(self: Any) -> Any:
-    self.inner.n += 1
-    return self.inner.n
-
-
 def _tick_frozen_parameter(self: Any) -> Any:
     self.p.data += 1
     return float(self.p)

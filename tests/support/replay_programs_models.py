@@ -6,7 +6,6 @@ Each is what one finds in a model's repository, and keeps state in a way of its 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import random
 import types
@@ -111,16 +110,6 @@ def _() -> World:
     return World(step, lambda: state_of(net))
 
 
-@program("an adapter of low rank that a forward hook adds")
-def _() -> World:
-    base = nn.Linear(3, 3, dtype=D).requires_grad_(False)
-    down, up = weight(3, 2), weight(2, 3)
-    base.register_forward_hook(
-        lambda m, args, out: out + F.dropout(args[0], 0.5, m.training) @ down @ up
-    )
-    return simple(base, leaves=[down, up])
-
-
 @program("a hook swaps the layers of a list before each call")
 def _() -> World:
     net = nn.ModuleDict(
@@ -185,19 +174,6 @@ def _() -> World:
         with torch.no_grad():
             self.average.lerp_(self.linear.weight, 0.3)
         return self.linear(x) + x @ self.average.clone().T
-
-    return of_module(block(more, forward))
-
-
-@program("an average by torch._foreach_lerp_ over several buffers")
-def _() -> World:
-    def more(self: Any) -> None:
-        for k in range(3):
-            self.register_buffer(f"a{k}", torch.ones(3, dtype=D) * k)
-
-    def forward(self: Any, x: Any) -> Any:
-        torch._foreach_mul_([self.a0, self.a1, self.a2], 0.5)
-        return self.linear(x) * (1 + self.a1 + self.a2.clone())
 
     return of_module(block(more, forward))
 
@@ -293,12 +269,6 @@ class Counted(random.Random):
         return (self.random() + self.n * 0.37) % 1.0
 
 
-@program("two masks of dropout are drawn by two calls inside of f")
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-    return simple(lambda x: (net(x), net(x)), module=net)
-
-
 @program("Gumbel softmax whose temperature falls with each call")
 def _() -> World:
     def forward(self: Any, x: Any) -> Any:
@@ -334,20 +304,6 @@ def _() -> World:
     return of_module(block(more, forward))
 
 
-@program("functools.cached_property of a function of a weight", expect=EITHER)
-def _() -> World:
-    class Cached(Block):
-        @functools.cached_property
-        def scale(self) -> Any:
-            """Of the weight."""
-            return self.linear.weight.norm()
-
-        def forward(self, x: Any) -> Any:
-            return self.linear(x) * self.scale
-
-    return of_module(Cached())
-
-
 @program("keys and values are kept for the next call, detached")
 def _() -> World:
     def forward(self: Any, x: Any) -> Any:
@@ -357,18 +313,6 @@ def _() -> World:
         return (keys @ seen.T).softmax(-1) @ seen
 
     return of_module(block(lambda m: setattr(m, "past", None), forward))
-
-
-@program("keys and values are kept for the next call, attached", expect=EITHER)
-def _() -> World:
-    def forward(self: Any, x: Any) -> Any:
-        keys = self.linear(x)
-        seen = keys if self.past is None else torch.cat([self.past, keys])
-        self.past = seen
-        return (keys @ seen.T).softmax(-1) @ seen
-
-    net = block(lambda m: setattr(m, "past", None), forward)
-    return of_module(net, tracked=False)
 
 
 # --- statistics -----------------------------------------------------------------------------
@@ -439,17 +383,6 @@ def _() -> World:
 # --- python ---------------------------------------------------------------------------------
 
 
-@program("a schedule in a frozen dataclass that is replaced")
-def _() -> World:
-    made = dataclasses.make_dataclass("Schedule", [("step", int)], frozen=True)
-
-    def forward(self: Any, x: Any) -> Any:
-        self.schedule = dataclasses.replace(self.schedule, step=self.schedule.step + 1)
-        return self.linear(x) * self.schedule.step
-
-    return of_module(block(lambda m: setattr(m, "schedule", made(0)), forward))
-
-
 @program("a child that reads its parent's counter by a weak reference", expect=EITHER)
 def _() -> World:
     parent = types.SimpleNamespace(n=0)
@@ -514,21 +447,6 @@ def _() -> World:
         return x @ w * len(add.__self__)  # type: ignore[attr-defined]
 
     return simple(f, leaves=[w], state=lambda: len(seen))
-
-
-@program("a table that a closure's closure fills by the batch's numbers")
-def _() -> World:
-    def make() -> Any:
-        table: dict[float, int] = {}
-
-        def count(key: float) -> int:
-            table[key] = table.get(key, 0) + 1
-            return len(table)
-
-        return count, table
-
-    (count, table), w = make(), weight()
-    return simple(lambda x: x @ w * count(float(x.sum())), leaves=[w], state=lambda: dict(table))
 
 
 def _in_two_steps(f: Any, net: nn.Module, change: Callable[[], Any], state: Any) -> World:
@@ -629,13 +547,6 @@ def _() -> World:
     inner, w = mlp(nn.BatchNorm1d(4)).requires_grad_(False), weight()
     G = gt.frozen(inner)
     return simple(lambda x: G(x @ w), leaves=[w], state=lambda: state_of(inner))
-
-
-@program("f is checkpointed, and in it a part is chunked", (CHECKPOINT,))
-def _() -> World:
-    net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
-    part = gt.chunked(net, 2, keep_graphs=0)
-    return simple(lambda x: part(x.tanh()), module=net)
 
 
 @program("a compiled layer in a module that counts", TRAINED, EITHER)

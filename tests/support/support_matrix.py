@@ -65,12 +65,7 @@ _NO_COMPILED_DOUBLE_BACKWARD = Refusal(
     backend="torch",
 )
 _DOUBLE_BACKWARD_ONLY = ("host: double backward*",)
-_KERNEL_RULES = ("host: calls itself", "host: saves the output", "host: framework rule")
 _CALLED_BACK = ("host: d*", "host: calls itself", "host: saves the output")
-
-
-def _bug(reason: str, transforms: tuple[str, ...], ways: tuple[str, ...], backend: str) -> Refusal:
-    return Refusal(reason, "", "", transforms, ways, backend, bug=True)
 
 
 BUGS: tuple[Refusal, ...] = ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import io
 import itertools
 import random
 import sys
@@ -26,15 +25,11 @@ from gradtools.torch.arrays import fold_in
 from gradtools.torch.replaying.summing import Sums
 from tests.torch.test_chunking_traps import (
     CHUNK,
-    Keeping,
     Log,
-    Ours,
-    Plain,
     X,
     contrast,
     same,
     state_of,
-    step,
     streams,
 )
 
@@ -566,25 +561,6 @@ def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
     expected, _ = run(lambda f: [y for i in range(0, 8, 2) for y in f(examples[i : i + 2])])
     found, replayed = run(lambda f: gt.chunked(f, 2, keep_graphs=0)(examples))
     assert all_same(found, expected) and replayed == [True] * 6
-
-
-def test_variables_of_a_closure_are_replayed():
-    def run(call):
-        model, count, shift = network(), 0, None
-
-        def f(c):
-            nonlocal count, shift
-            count += 1
-            shift = c.sum() if shift is None else shift + c.sum()
-            return model(c * count + shift)
-
-        out = call(f)
-        return [out, *gradients(contrast(out), model.parameters()), shift], count
-
-    expected, count = run(plain)
-    for keep_graphs in (0, 1):
-        found, ours = run(lambda f, k=keep_graphs: gt.chunked(f, CHUNK, keep_graphs=k)(X))
-        assert all_same(found, expected) and ours == count == 4
 
 
 def test_what_f_no_longer_reaches_is_left_as_it_stands():
@@ -1315,131 +1291,6 @@ def test_saved_tensors_hooks_around(offload):
 
     ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=2)(X))
     assert all_same(ours, run(plain))
-
-
-class Cell(nn.Module):
-    """Keeps its state in attributes and buffers, some replaced and some changed in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("context", torch.zeros(3))
-        self.register_buffer("mean", torch.zeros(3))
-        self.state = torch.zeros(3)
-        self.calls = 0
-        self.history = [0]
-        self.table = {"scale": torch.ones(3)}
-
-    def forward(self, x):
-        self.calls += 1
-        self.history.append(self.calls)
-        scale = self.table["scale"].clone() * len(self.history)
-        y = torch.tanh(self.linear(x) * scale + self.state * self.calls + self.mean + self.context)
-        self.state = y.detach().mean(0)
-        self.mean = 0.5 * self.mean + x.mean(0)
-        self.context.mul_(0.5).add_(x.mean(0))
-        self.table["scale"].mul_(0.9)
-        return y
-
-
-class Celled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.drop = Cell(), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(self.cell(x))
-
-
-@pytest.mark.slow_at("scripted", "loaded")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("how", ["scripted", "held", "loaded"])
-def test_scripted_models_with_state(how):
-    def scripted():
-        torch.manual_seed(0)
-        model = torch.jit.script(Celled() if how != "held" else Cell())
-        if how == "loaded":
-            buffer = io.BytesIO()
-            torch.jit.save(model, buffer)
-            buffer.seek(0)
-            model = torch.jit.load(buffer)
-        return nn.Sequential(model, nn.Dropout(0.5)) if how == "held" else model
-
-    def run(call):
-        model = scripted()
-        cell = model[0] if how == "held" else model.cell
-        out = call(model)
-        contrast(out.sin()).backward()
-        left = [cell.state, cell.context, cell.mean, cell.table["scale"]]
-        kept = cell.calls, cell.history
-        return [out, *(p.grad for p in model.parameters()), *left], kept, streams()
-
-    looped = run(lambda m: plain(m, X.float()))
-    for keep_graphs in (0, 2):
-        ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=keep_graphs)(X.float()))
-        assert all_same(ours[0], looped[0], 1e-5) and ours[1:] == looped[1:]
-    assert looped[1] == (4, [0, 1, 2, 3, 4])
-
-
-def test_cached_parametrizations():
-    from torch.nn.utils import parametrize
-
-    model = network()
-    nn.utils.parametrizations.weight_norm(model[0])
-    nn.utils.parametrizations.orthogonal(model[2])
-
-    def inside(c):
-        with parametrize.cached():
-            return model(c) + model(-c)
-
-    assert agrees(inside, model.parameters(), keep_graphs=0)
-    assert agrees(model, model.parameters(), keep_graphs=2)
-
-
-def test_cached_parametrizations_around():
-    from torch.nn.utils import parametrize
-
-    def run(call):
-        model = network()
-        nn.utils.parametrizations.weight_norm(model[0])
-        with parametrize.cached():
-            out = call(model)
-            loss = contrast(out)
-        loss.backward()
-        return [out, *(p.grad for p in model.parameters())]
-
-    for keep_graphs in (0, 1, 2):
-        ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=keep_graphs)(X))
-        assert all_same(ours, run(plain))
-
-
-def test_old_weight_norm_writes_an_attribute():
-    model = network()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nn.utils.weight_norm(model[0])
-    for keep_graphs in (0, 2):
-        assert agrees(model, model.parameters(), keep_graphs=keep_graphs)
-
-
-class Lazily(nn.Module):
-    """Makes buffers and attributes when it first runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        if not hasattr(self, "centre"):
-            self.centre = x.detach().mean(0)
-            self.register_buffer("made", torch.ones(()))
-        self.made += 1
-        return self.linear(x - self.centre) * self.made.clone()
-
-
-def test_attributes_that_are_made_in_the_first_call():
-    for way in (Ours, Keeping):
-        assert step(way, Lazily).differences(step(Plain, Lazily)) == []
 
 
 def test_two_towers_with_state_before_one_backward():

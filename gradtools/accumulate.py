@@ -6,6 +6,9 @@ threads may use it on shared parameters; what stands here does the second:
     accumulate_gradients   buffer += g                    assign_gradients   buffer = g
     GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
 
+With ranks (processes in PyTorch, devices along a mapped axis in JAX) both sums of the mean run over
+the ranks too, so that the mean over all tokens is exact however they are spread.
+
 The buffer is `.grad` in PyTorch and a pytree in JAX; how each is written stands in the wings'
 `accumulate.py`. Compensated sums carry each addition's rounding error along, found by Knuth's
 exact two-term sum (The Art of Computer Programming, vol. 2, 4.2.2), and move it into the sum once
@@ -36,8 +39,9 @@ class Accumulation(Operators):
         """A running weighted sum of gradients, safe from many threads.
 
         After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n and `mean()` is that
-        divided by w_1 + ... + w_n. For chunks of unequal size, pass the number of examples (or
-        tokens) of a chunk as the weight of its mean gradient. The methods are those of
+        divided by w_1 + ... + w_n, which is `weight`. For chunks of unequal size, pass the number
+        of examples (or tokens) of a chunk as the weight of its mean gradient. `mean(group=...)`
+        and `mean(axis_name=...)` run over all ranks as well. The methods are those of
         `gradtools.accumulate.GradientAccumulator`.
 
         Args:
@@ -260,6 +264,7 @@ class _State:
         totals: The weighted sums, which a wing may add to in place.
         errors: What the sums lack by rounding, when compensated.
         weight: The sum of the weights.
+        varies: For each leaf the mesh axes of JAX over which all its terms were typed as varying.
     """
 
     treedef: Any
@@ -268,6 +273,7 @@ class _State:
     totals: tuple[Any, ...]
     errors: tuple[Any, ...]
     weight: Any
+    varies: tuple[frozenset[Any], ...]
 
 
 @dataclass(frozen=True)
@@ -280,6 +286,7 @@ class _Term:
         arrays: Its leaves, detached.
         specs: As in `_State`.
         weight: Their weight.
+        varies: As in `_State`.
     """
 
     treedef: Any
@@ -287,6 +294,26 @@ class _Term:
     arrays: list[Any]
     specs: tuple[Any, ...]
     weight: Any
+    varies: tuple[frozenset[Any], ...]
+
+
+@dataclass(frozen=True)
+class RankSums:
+    """What one rank adds to a sum over ranks.
+
+    Attributes:
+        treedef: The structure of the gradients.
+        paths: Their leaf paths.
+        totals: The weighted sums of this rank, as copies.
+        weight: The sum of its weights.
+        varies: For each leaf the mesh axes of JAX over which all its terms were typed as varying.
+    """
+
+    treedef: Any
+    paths: tuple[str, ...]
+    totals: list[Any]
+    weight: Any
+    varies: tuple[frozenset[Any], ...] = ()
 
 
 class GradientAccumulator:
@@ -329,7 +356,8 @@ class GradientAccumulator:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
                 and device at every call. An entry of None stays None.
             weight: A real number, or an array of shape () that holds one. A concrete array is
-                read at once, which waits for its device.
+                read at once, which waits for its device. Gradients of weight 0 add nothing, also
+                where they are those of a mean over nothing, 0/0.
 
         Raises:
             GradtoolsError: grads is unlike what was added before, holds something that is no
@@ -340,6 +368,12 @@ class GradientAccumulator:
         with self._lock:
             self._state = self._first(term) if self._state is None else self._after(term)
 
+    @property
+    def weight(self) -> Any:
+        """The sum of the weights of this rank: a number, an array where one was traced."""
+        with self._lock:
+            return 0 if self._state is None else self._state.weight
+
     def sum(self) -> Any:
         """The sum of weight times gradient, in the precision of `dtype`.
 
@@ -349,15 +383,45 @@ class GradientAccumulator:
         state, sums = self._read("sum", lambda state, total: self._wing.copied(total))
         return self._backend.unflatten(state.treedef, sums)
 
-    def mean(self) -> Any:
-        """The sum over the sum of the weights.
+    def mean(self, group: Any = None, axis_name: Any = None) -> Any:
+        """The sum over the sum of the weights, of this rank or of all.
+
+        With a group or an axis it is sum_r sum_i w_ri g_ri / sum_r sum_i w_ri, the same on all
+        ranks r. A rank to which nothing was added takes part with weight 0.
+
+        Args:
+            group: PyTorch: a process group (`torch.distributed.group.WORLD` is that of all
+                processes) or a DeviceMesh. Each of its processes must make this call. A DTensor,
+                as FSDP2 puts in `.grad`, is one gradient of all processes of its mesh: it is
+                added with the same weight on each.
+            axis_name: JAX: the mapped axis (of `shard_map`, `vmap` or `pmap`), or several. Under
+                `shard_map` with check_vma=True differentiate with respect to parameters that
+                vary (`jax.lax.pcast(w, axis, to="varying")`), or `jax.grad` itself sums the
+                gradients over the axis, without their weights.
 
         Raises:
             GradtoolsError: Nothing has been added, or the weights sum to zero. A total weight
-                that is traced is not known, and then zero gives NaN or infinity.
+                that is traced is not known, and then zero gives NaN or infinity. The ranks added
+                gradients of different structures, shapes or dtypes; there is no such group or
+                axis; a gradient has already been summed over the ranks.
         """
+        if group is not None or axis_name is not None:
+            uncompiled = self._backend.compiler.uncompiled
+            return uncompiled(self._mean_of_ranks, group, axis_name)
         state, means = self._read("mean", lambda state, t: t / self._factor(state.weight, t))
         return self._backend.unflatten(state.treedef, means)
+
+    def _mean_of_ranks(self, group: Any, axis_name: Any) -> Any:
+        self._check_trace("mean")
+        with self._lock:
+            state, own = self._state, None
+            if state is not None:
+                totals = [*map(self._wing.copied, state.totals)]
+                own = RankSums(state.treedef, state.paths, totals, state.weight, state.varies)
+        treedef, sums, weight = self._wing.sums_over_ranks(own, group, axis_name)
+        self._check_total(weight)
+        means = [total / self._factor(weight, total) for total in sums]
+        return self._backend.unflatten(treedef, means)
 
     def reset(self) -> None:
         """Forgets everything; the next `add` may bring another structure."""
@@ -382,7 +446,8 @@ class GradientAccumulator:
                         f"{self._wing.spec_in_words(spec)}; a compensated sum needs dense arrays. "
                         "Use compensated=False, or give a dense gradient."
                     )
-        return _Term(treedef, grads, arrays, specs, weight)
+        varies = tuple(map(self._wing.varies, arrays))
+        return _Term(treedef, grads, arrays, specs, weight, varies)
 
     def _refuse_leaf(self, grads: Any, k: int, x: Any) -> NoReturn:
         array = self._wing.detached(x)
@@ -401,17 +466,23 @@ class GradientAccumulator:
         weighted = self._weighted(paths, term)
         copied = self._wing.copied
         totals = [copied(y) if y is x else y for x, y in zip(term.arrays, weighted, strict=True)]
+        errors = self._no_errors(totals)
         return _State(
-            term.treedef, paths, term.specs, tuple(totals), self._no_errors(totals), term.weight
+            term.treedef, paths, term.specs, tuple(totals), errors, term.weight, term.varies
         )
 
     def _weighted(self, paths: Sequence[str], term: _Term) -> list[Any]:
         """The weight times the arrays, in the precision asked for."""
         pairs = zip(paths, term.arrays, strict=True)
         cast = [self._cast(path, x, self._precision) for path, x in pairs]
-        if isinstance(term.weight, (int, float)) and term.weight == 1:
-            return cast
-        return [x * self._factor(term.weight, x) for x in cast]
+        if not isinstance(term.weight, (int, float)):
+            return [self._where_counted(self._factor(term.weight, x), x) for x in cast]
+        if term.weight == 0:
+            return [*map(self._backend.zeros_like, cast)]
+        return cast if term.weight == 1 else [x * float(term.weight) for x in cast]
+
+    def _where_counted(self, weight: Any, x: Any) -> Any:
+        return weight * self._backend.xp.where(weight == 0, self._backend.zeros_like(x), x)
 
     def _cast(self, path: str, x: Any, name: str | None) -> Any:
         if name is None:
@@ -439,7 +510,12 @@ class GradientAccumulator:
         state = self._state
         assert state is not None
         self._check_alike(state, term)
+        if isinstance(term.weight, (int, float)) and term.weight == 0:
+            return state
         weight = state.weight + term.weight
+        if term.varies != state.varies:
+            both = zip(state.varies, term.varies, strict=True)
+            state = replace(state, varies=tuple(a & b for a, b in both))
         if not self._compensated and self._wing.added(state.totals, term.arrays, term.weight):
             return replace(state, weight=weight)
         missing = state.errors or (None,) * len(state.totals)
@@ -478,12 +554,16 @@ class GradientAccumulator:
                     f"GradientAccumulator.{caller}: nothing has been added, so there is no "
                     f"{caller}. Call add(grads) first."
                 )
-            if caller == "mean" and isinstance(state.weight, (int, float)) and state.weight == 0:
-                raise GradtoolsError(
-                    "GradientAccumulator.mean: the weights sum to 0, so there is no mean. Give "
-                    "weights with a sum other than 0, or use sum()."
-                )
+            if caller == "mean":
+                self._check_total(state.weight)
             return state, [of(state, total) for total in state.totals]
+
+    def _check_total(self, weight: Any) -> None:
+        if isinstance(weight, (int, float)) and weight == 0:
+            raise GradtoolsError(
+                "GradientAccumulator.mean: the weights sum to 0, so there is no mean. Give "
+                "weights with a sum other than 0, or use sum()."
+            )
 
     def _weight(self, weight: Any) -> Any:
         number = self._backend.as_number(weight)

@@ -487,6 +487,7 @@ class Programs(Rules):
     """The results of a host kernel, inside the framework's program; without a derivative."""
 
     all_gather = Lazily("gathering")
+    sum_over_ranks, per_rank = Lazily("gathering"), Lazily("gathering")
     random_key, split_key = Lazily("arrays"), Lazily("arrays")
 
     def as_number(self, x: Any) -> Any:

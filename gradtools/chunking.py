@@ -185,6 +185,8 @@ class Chunking(Operators):
         has_aux: bool = False,
         key_argnums: Argnums = (),
         carry_argnums: Argnums = (),
+        group: Any = None,
+        axis_name: Any = None,
     ) -> Callable[P, Any]:
         """The value and gradient of a loss that is a mean or a sum over examples, chunk by chunk.
 
@@ -193,6 +195,8 @@ class Chunking(Operators):
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
         which equals the full batch's, also if the last chunk is smaller or token counts differ.
+        With a group or an axis the sums run over the chunks of all ranks, each of which has its
+        own batch, and all ranks return the same.
         Unlike in `chunked`, each chunk's backward pass runs at once: nothing is recomputed.
 
         Args:
@@ -214,6 +218,9 @@ class Chunking(Operators):
             carry_argnums: Which arguments are state that is handed from chunk to chunk, such as
                 batch statistics; f then returns `(loss, new_carry)` (or `((loss, aux),
                 new_carry)`), new_carry being a tuple for several. It is not differentiated.
+            group: PyTorch: the process group or DeviceMesh to sum over. A process may have an
+                empty batch, which has weight 0; f is called with it once.
+            axis_name: JAX: the mapped axis to sum over, or several.
 
         Returns:
             A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)` as
@@ -247,9 +254,21 @@ class Chunking(Operators):
 
         refuse_arguments("microbatched_value_and_grad", argnums)
         options = _Microbatched(
-            chunk_size, argnums, in_axes, reduction, weights, has_aux, key_argnums, carry_argnums
+            chunk_size,
+            argnums,
+            in_axes,
+            reduction,
+            weights,
+            has_aux,
+            key_argnums,
+            carry_argnums,
+            group,
+            axis_name,
         )
-        return like_function("microbatched_", f, partial(self._microbatched, f, options))
+        call = partial(self._microbatched, f, options)
+        if options.of_ranks:  # collectives, and weights that are read
+            call = partial(self._backend.compiler.uncompiled, call)
+        return like_function("microbatched_", f, call)
 
     def _microbatched(
         self, f: Callable[..., Any], options: _Microbatched, /, *args: Any, **kwargs: Any
@@ -264,7 +283,7 @@ class Chunking(Operators):
             "microbatched_value_and_grad", f, args, kwargs, options.in_axes, positions
         )
         keys, carried = options.special(args, given, positions)
-        call = _Microbatches(backend, given, positions, options.weights)
+        call = _Microbatches(backend, given, positions, options.weights, options.of_ranks)
         derivatives, has_aux = Derivatives(backend), options.has_aux
         run = like_function("", f, partial(_with_carry, f, has_aux)) if carried else f
         seen: list[Any] = []
@@ -274,7 +293,10 @@ class Chunking(Operators):
             spec = GradientSpec(
                 "microbatched_value_and_grad", run, argnums, has_aux or bool(carried)
             )
-            value, aux, grads = derivatives._scalar_gradient(spec, chunk[: len(args)], kwargs)
+            own_args = chunk[: len(args)]
+            if options.of_ranks:
+                own_args = options.per_rank(backend, own_args, positions)
+            value, aux, grads = derivatives._scalar_gradient(spec, own_args, kwargs)
             aux, carry = aux if carried else (aux, None)
             aux = call.metrics(aux, options.reduction) if has_aux else None
             parts = [backend.flatten(part) for part in (value, grads, aux)]
@@ -298,10 +320,15 @@ class Chunking(Operators):
             sums, carry = backend.sum_chunks(chunks, weigh)
         if opened is not None and opened.opens_once:
             opened.refuse_changes()
+        if options.of_ranks:
+            if weigh is not None:
+                sums = [sums[0], *[call.weighted(sums[0], x) for x in sums[1:]]]
+            caller, where = "microbatched_value_and_grad", (options.axis_name, options.group)
+            sums = backend.sum_over_ranks(caller, sums, *where)
         if options.reduction == "mean":
             total, *sums = sums
             call.check_total(total)
-            if weigh is None:
+            if weigh is None or options.of_ranks:
                 sums = [x / backend.real_scalar(total, x) for x in sums]
         parts, dtypes = seen
         left = iter([backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)])
@@ -373,6 +400,25 @@ class _Microbatched:
     has_aux: bool
     key_argnums: Argnums
     carry_argnums: Argnums
+    group: Any
+    axis_name: Any
+
+    @property
+    def of_ranks(self) -> bool:
+        """Whether the sums run over ranks."""
+        return self.group is not None or self.axis_name is not None
+
+    def per_rank(
+        self, backend: Backend, args: Sequence[Any], positions: tuple[int, ...]
+    ) -> tuple[Any, ...]:
+        """The arguments, those at positions such that their gradient is that of one rank."""
+        result = list(args)
+        for i in positions:
+            leaves, treedef = backend.flatten(args[i])
+            where = self.axis_name, self.group
+            own = backend.per_rank("microbatched_value_and_grad", leaves, *where)
+            result[i] = backend.unflatten(treedef, own)
+        return tuple(result)
 
     def special(
         self, args: Sequence[Any], given: list[Argument], positions: tuple[int, ...]
@@ -414,8 +460,9 @@ class _Microbatches:
         given: list[Argument],
         positions: tuple[int, ...],
         weights: Any,
+        of_ranks: bool,
     ) -> None:
-        self.backend, self.given = backend, given
+        self.backend, self.given, self.of_ranks = backend, given, of_ranks
         self.weigh = weights if callable(weights) else None
         self.weights = None
         if weights is not None and not callable(weights):
@@ -472,7 +519,8 @@ class _Microbatches:
         if self.weights is not None:
             count = sum(isinstance(a.key, int) for a in given)
             given.insert(count, Argument(count, self.weights, 0, named=True))
-        self.batch = Batch(self.backend, "microbatched_value_and_grad", given, lists=True)
+        caller, empty = "microbatched_value_and_grad", self.of_ranks
+        self.batch = Batch(self.backend, caller, given, lists=True, may_be_empty=empty)
         cut = Partition(self.batch.size, chunk_size).checked("microbatched_value_and_grad")
         return Chunks.of(terms, self.batch, cut, ChunkOptions(0), keys=keys, carried=carried)
 
@@ -494,13 +542,13 @@ class _Microbatches:
         """w times x; zero where w is zero, even if x, a mean over nothing, is 0/0."""
         backend = self.backend
         w = backend.real_scalar(w, x)
-        if self.weigh is None and self.weights is None:
+        if self.weigh is None and self.weights is None and self.batch.size != 0:
             return w * x
         return w * backend.xp.where(w == 0, backend.zeros_like(x), x)
 
     def check_total(self, total: Array) -> None:
         """Raises if the weights are known to sum to zero; where they are traced, NaN comes out."""
-        if self.weigh is None and self.weights is None:
+        if self.weigh is None and self.weights is None and not self.of_ranks:
             return
         number = self.backend.as_number(total)
         if isinstance(number, (int, float)) and number == 0:

@@ -60,9 +60,14 @@ class Batch:
     """
 
     def __init__(
-        self, backend: Backend, caller: str, arguments: Sequence[Argument], lists: bool = False
+        self,
+        backend: Backend,
+        caller: str,
+        arguments: Sequence[Argument],
+        lists: bool = False,
+        may_be_empty: bool = False,
     ) -> None:
-        self.backend, self.caller = backend, caller
+        self.backend, self.caller, self.may_be_empty = backend, caller, may_be_empty
         self.arguments = [self._flat(a, lists, True) for a in arguments]
         self.size = self._checked_size()
 
@@ -153,7 +158,7 @@ class Batch:
             )
         if len(places) > 1:
             self._refuse_sizes(places)
-        if 0 in places:
+        if 0 in places and not self.may_be_empty:
             name = self._name_of(*places[0][0])
             raise GradtoolsError(f"{self.caller}: the batch is empty ({name} has size 0).")
         [(size, [(flat, leaf), *_])] = places.items()

@@ -82,13 +82,14 @@ class Partition:
     sizes: list[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        size, step, count = self.size, self.chunk_size, -(-self.size // self.chunk_size)
+        size, step = self.size, self.chunk_size
+        count = -(-size // step) if self.is_symbolic or size else 1  # one of no rows
         if self.is_symbolic:
             rows = [range(step)]
         elif self.interleaved:
             rows = [range(i, size, count) for i in range(count)]
         else:
-            rows = [range(s, min(s + step, size)) for s in range(0, size, step)]
+            rows = [range(s, min(s + step, size)) for s in range(0, size or 1, step)]
         vars(self).update(count=count, rows=rows, sizes=[*map(len, rows)])
 
     @property

@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.accumulate import TargetLeaf, paired, refuse
+from gradtools.accumulate import RankSums, TargetLeaf, paired, refuse
 from gradtools.arguments.wording import with_article
+from gradtools.errors import GradtoolsError
 from gradtools.jax import trees
 from gradtools.jax._upstream import get_opaque_trace_state
+from gradtools.jax.gathering import check_axis, sum_over_ranks, tracked_axes
 from gradtools.jax.module_arguments import part_of
+from gradtools.jax.shardings import varies as varies  # of the accumulator
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
@@ -63,6 +66,27 @@ def spec_in_words(spec: str) -> str:
 def added(totals: Any, xs: Any, weight: Any) -> bool:
     """False: no array is written in place."""
     return False
+
+
+def sums_over_ranks(own: RankSums | None, group: Any, axis_name: Any) -> tuple[Any, list[Any], Any]:
+    """`(treedef, sums, weight)` of all devices along an axis."""
+    caller = "GradientAccumulator.mean"
+    if own is None:  # all devices run one program, so nothing was added on any
+        raise GradtoolsError(
+            f"{caller}: nothing has been added, so there is no mean. Call add(grads) first."
+        )
+    check_axis(caller, axis_name, group)
+    axes = tracked_axes(axis_name)
+    for path, varying in zip(own.paths, own.varies, strict=True):
+        if not axes <= varying:
+            raise GradtoolsError(
+                f"{caller}: grads{path} does not vary over {axis_name!r}. Under shard_map with "
+                "check_vma=True the gradient with respect to parameters that all devices share has "
+                "been summed over the axis, without weights. Differentiate with respect to "
+                'jax.lax.pcast(params, axis_name, to="varying").'
+            )
+    weight, *sums = sum_over_ranks(caller, [own.weight, *own.totals], axis_name, group)
+    return own.treedef, sums, weight
 
 
 # --- what is written ---------------------------------------------------------------------

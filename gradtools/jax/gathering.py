@@ -1,36 +1,64 @@
-"""`all_gather` in JAX: a differentiable all-gather along a named axis."""
+"""Collectives in JAX, along a named axis: `all_gather`, and sums over ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
+from gradtools.jax.shardings import names, varies, varying
 
 
 def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
     """The rows of all devices along axis 0; the derivative is the adjoint, a sum-scatter."""
-    if group is not None:
-        raise GradtoolsError(
-            "all_gather: group is PyTorch's; in JAX name a mapped axis, axis_name."
-        )
-    if axis_name is None:
-        raise GradtoolsError(
-            "all_gather: axis_name is missing; expected the mapped axis, or a tuple of them, that "
-            "shard_map, vmap or pmap gave its name to."
-        )
+    check_axis("all_gather", axis_name, group)
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not jnp.shape(leaf):
             raise GradtoolsError(
                 f"all_gather: x{jax.tree_util.keystr(path)} is a single number; expected an array "
                 "with the local rows along axis 0."
             )
+    return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis_name, tiled=True), x)
+
+
+def sum_over_ranks(caller: str, xs: Sequence[Any], axis_name: Any, group: Any) -> list[Any]:
+    """The sums of arrays over the devices of an axis."""
+    check_axis(caller, axis_name, group)
+    axes = frozenset(names(axis_name)) & tracked_axes(axis_name)
+    return [jax.lax.psum(varying(jnp.asarray(x), axes), axis_name) for x in xs]
+
+
+def tracked_axes(axis_name: Any) -> frozenset[Any]:
+    """The axes among these over which types say what varies: under shard_map with check_vma."""
+    return frozenset().union(*[varies(jax.lax.axis_index(name)) for name in names(axis_name)])
+
+
+def per_rank(caller: str, xs: Sequence[Any], axis_name: Any, group: Any) -> list[Any]:
+    """The same arrays, typed as different on each device.
+
+    A gradient with respect to them is that of one device. JAX would sum the gradient with respect
+    to arrays that all devices share.
+    """
+    check_axis(caller, axis_name, group)
+    axes = tracked_axes(axis_name)
+    return [varying(x, axes) if isinstance(x, jax.Array) else x for x in xs]
+
+
+def check_axis(caller: str, axis_name: Any, group: Any) -> None:
+    if group is not None:
+        raise GradtoolsError(f"{caller}: group is PyTorch's; in JAX name a mapped axis, axis_name.")
+    if axis_name is None:
+        raise GradtoolsError(
+            f"{caller}: axis_name is missing; expected the mapped axis, or a tuple of them, that "
+            "shard_map, vmap or pmap gave its name to."
+        )
     try:
-        return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis_name, tiled=True), x)
+        jax.lax.axis_size(axis_name)
     except NameError as error:
         raise GradtoolsError(
-            f"all_gather: no axis is named {axis_name!r} here ({error}). Call it inside shard_map, "
+            f"{caller}: no axis is named {axis_name!r} here ({error}). Call it inside shard_map, "
             "vmap or pmap with an axis of that name."
         ) from error

@@ -8,13 +8,16 @@ before the first write. `gradtools.accumulate` documents the public names.
 
 from __future__ import annotations
 
+import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 
-from gradtools.accumulate import TargetLeaf, paired, refuse
+from gradtools.accumulate import RankSums, TargetLeaf, paired, refuse
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
@@ -71,6 +74,11 @@ def spec(x: torch.Tensor) -> tuple[Any, ...]:
     return x.layout, x.dtype, x.shape, x.device
 
 
+def varies(x: torch.Tensor) -> frozenset[Any]:
+    """No mesh axes: types say nothing of them."""
+    return frozenset()
+
+
 def spec_in_words(spec: tuple[Any, ...]) -> str:
     """Layout (unless dense), dtype, shape and device."""
     layout, dtype, shape, device = spec
@@ -93,6 +101,118 @@ def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: An
     with torch.no_grad():
         upstream.add_each_([*totals], [*xs], alpha=float(weight))
     return True
+
+
+def sums_over_ranks(
+    own: RankSums | None, group: Any, axis_name: Any
+) -> tuple[Any, list[torch.Tensor], Any]:
+    """`(treedef, sums, weight)` of all processes, which first compare what they hold."""
+    # Imported here: torch.distributed takes its time, and few programs use it.
+    from gradtools.torch.gathering import add_over_ranks_, check_group, values_of_ranks
+
+    check_group(_MEAN, axis_name, group)
+    if upstream.peek_interpreter_stack() is not None:
+        raise GradtoolsError(
+            f"{_MEAN}: sums over processes are taken outside of torch.func's transforms. Use "
+            "mean() inside, and add its result to an accumulator outside."
+        )
+    held = None if own is None else _held(own)
+    ranks = values_of_ranks((held, 0 if own is None else own.weight), group)
+    _check_ranks(ranks)
+    weights = [weight for _, weight in ranks]
+    first = next(h for h, _ in ranks if h is not None)
+    if own is None:
+        kind = first.device
+        zeros = [torch.zeros(shape, dtype=dtype, device=kind) for _, dtype, shape in first.leaves]
+        own = RankSums(trees.flatten(pickle.loads(first.tree))[1], first.paths, zeros, 0)
+    if not any(map(_is_distributed, own.totals)):
+        add_over_ranks_(own.totals, group)
+        return own.treedef, own.totals, sum(weights)
+    plain = [x for x in own.totals if not _is_distributed(x)]
+    add_over_ranks_(plain, group)
+    for x in own.totals:  # one and the same on all ranks, so that their sum is a multiple
+        if _is_distributed(x):
+            x *= len(weights)
+    return own.treedef, own.totals, sum(weights)
+
+
+_MEAN = "GradientAccumulator.mean"
+
+
+class _Held(NamedTuple):
+    """What a process holds, without the numbers.
+
+    leaves: The kind, dtype and shape of each.
+    tree: Their tree with numbers at its leaves, pickled; empty where that is not possible.
+    """
+
+    paths: tuple[str, ...]
+    leaves: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    tree: bytes
+    device: str
+
+
+def _held(own: RankSums) -> _Held:
+    leaves = [
+        ("DTensor" if _is_distributed(x) else _short(x.layout), x.dtype, tuple(x.shape))
+        for x in own.totals
+    ]
+    try:
+        tree = pickle.dumps(trees.unflatten(own.treedef, [*range(len(leaves))]))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        tree = b""  # which only a process that holds nothing needs
+    return _Held(own.paths, leaves, tree, own.totals[0].device.type if own.totals else "cpu")
+
+
+def _check_ranks(ranks: Sequence[tuple[_Held | None, Any]]) -> None:
+    """Raises, on all processes alike, unless their sums can be added."""
+    held = [(rank, h) for rank, (h, _) in enumerate(ranks) if h is not None]
+    if not held:
+        raise GradtoolsError(
+            f"{_MEAN}: nothing has been added on any rank, so there is no mean. Call add(grads) "
+            "first."
+        )
+    first, expected = held[0]
+    for rank, h in held[1:]:
+        for ours, theirs in zip_longest(
+            zip(expected.paths, expected.leaves, strict=True), zip(h.paths, h.leaves, strict=True)
+        ):
+            if ours != theirs:
+                raise GradtoolsError(
+                    f"{_MEAN}: rank {rank} holds {_in_words(theirs)} where rank {first} holds "
+                    f"{_in_words(ours)}. Add gradients of one structure on all ranks; where a "
+                    "parameter got none, add zeros."
+                )
+    _check_kinds(ranks, expected, len(held) < len(ranks))
+
+
+def _check_kinds(ranks: Sequence[tuple[_Held | None, Any]], expected: _Held, empty: bool) -> None:
+    kinds = {kind for kind, _, _ in expected.leaves}
+    if kinds - {"strided", "DTensor"} or (empty and ("DTensor" in kinds or not expected.tree)):
+        raise GradtoolsError(
+            f"{_MEAN}: sums of kind {', '.join(sorted(kinds))} cannot be added over ranks"
+            f"{' of which one holds nothing' if empty else ''}. Give dense gradients"
+            f"{', and add zeros with weight 0 on each rank without tokens' if empty else ''}."
+        )
+    if "DTensor" in kinds and len({weight for _, weight in ranks}) > 1:
+        raise GradtoolsError(
+            f"{_MEAN}: the ranks gave weights {[w for _, w in ranks]} to a DTensor, which is one "
+            "gradient of all of them. Give add() the weight of all ranks, the same on each, and "
+            "scale each rank's loss by its own share of it before backward()."
+        )
+
+
+def _in_words(leaf: Any) -> str:
+    if leaf is None:
+        return "nothing"
+    path, (kind, dtype, shape) = leaf
+    return f"grads{path}, {kind} {_short(dtype)} of shape {shape}"
+
+
+def _is_distributed(x: Any) -> bool:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 # --- what is written, and how ------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`all_gather` in PyTorch: a differentiable all-gather over the processes of a group."""
+"""Collectives over the processes of a group, differentiable: `all_gather`, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,56 @@ left_to_python(__name__)
 
 def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
     """All processes' rows. See `gradtools.chunking`."""
+    check_group("all_gather", axis_name, group)
+    leaves, treedef = trees.flatten(x)
+    return trees.unflatten(treedef, [_gathered(leaf, group) for leaf in leaves])
+
+
+def check_group(caller: str, axis_name: Any, group: Any) -> None:
+    """Raises where there is no process group."""
     if axis_name is not None:
         raise GradtoolsError(
-            "all_gather: axis_name belongs to JAX; in PyTorch give a process group, or nothing."
+            f"{caller}: axis_name belongs to JAX; in PyTorch give a process group, or nothing."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise GradtoolsError(
-            "all_gather: there is no process group. Call torch.distributed.init_process_group "
+            f"{caller}: there is no process group. Call torch.distributed.init_process_group "
             "first; a single process has all rows already."
         )
-    leaves, treedef = trees.flatten(x)
-    return trees.unflatten(treedef, [_gathered(leaf, group) for leaf in leaves])
+
+
+def sum_over_ranks(caller: str, xs: Sequence[Tensor], axis_name: Any, group: Any) -> list[Tensor]:
+    """The sums of tensors over the processes of a group or DeviceMesh."""
+    check_group(caller, axis_name, group)
+    return [_sum_of(x, group) for x in xs]
+
+
+def per_rank(caller: str, xs: Sequence[Any], axis_name: Any, group: Any) -> Sequence[Any]:
+    """The same tensors: a gradient is that of one process."""
+    check_group(caller, axis_name, group)
+    return xs
+
+
+def values_of_ranks(value: Any, group: Any) -> list[Any]:
+    """The values, which can be pickled, of all processes of a group or DeviceMesh."""
+    values = [value]
+    for each in _groups_of(group):
+        values = [x for row in _of_all(values, each) for x in row]
+    return values
+
+
+def add_over_ranks_(xs: Sequence[Tensor], group: Any) -> None:
+    """Replaces tensors without a graph by their sums over the processes."""
+    for each in _groups_of(group):
+        works = [dist.all_reduce(x, group=each, async_op=True) for x in xs]
+        for work in works:
+            if work is not None:  # this process does not belong to the group
+                work.wait()
+
+
+def _groups_of(group: Any) -> list[Any]:
+    """The process group, or those along the dimensions of a DeviceMesh."""
+    return group.get_all_groups() if hasattr(group, "get_all_groups") else [group]
 
 
 def _gathered(x: Any, group: Any) -> Tensor:
@@ -60,7 +99,7 @@ def _of_all(value: Any, group: Any) -> list[Any]:
     return result
 
 
-# --- two linear maps, each the other's adjoint ---------------------------------------------------
+# --- linear maps and their adjoints --------------------------------------------------------------
 
 
 def _all_rows_of(x: Tensor, group: Any) -> Tensor:
@@ -72,14 +111,19 @@ def _own_rows_of(x: Tensor, group: Any) -> Tensor:
     return _linear(_own_rows, _own_rows_of, _all_rows_of, x, group)
 
 
-def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
-    """A map of rows, as a rule; under vmap the batch is one more axis of each row."""
+def _sum_of(x: Tensor, group: Any) -> Tensor:
+    """The sum over processes, which is its own adjoint."""
+    return _linear(_summed, _sum_of, _sum_of, x, group, axis=0)
+
+
+def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any, axis: int = 1) -> Tensor:
+    """A linear map as a rule; under vmap the batch is one more axis, of each row or in front."""
 
     def along(linear: Any, _: Any, vs: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if v is None else linear(v, group) for v in vs]
 
     def batching_rule(size: int, axes: Any, xs: Sequence[Tensor], randomness: str) -> Any:
-        return rule, [xs[0].movedim(axes[0], 1)], lambda outs: (1,)
+        return rule, [xs[0].movedim(axes[0], axis)], lambda outs: (axis,)
 
     def primal(x: Tensor) -> list[Tensor]:
         if batchings() > 0:
@@ -107,10 +151,14 @@ def _all_rows(x: Tensor, group: Any) -> Tensor:
     return torch.cat(parts)
 
 
-def _own_rows(x: Tensor, group: Any) -> Tensor:
+def _summed(x: Tensor, group: Any) -> Tensor:
     total = _in_memory(x).clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+    add_over_ranks_([total], group)
+    return total
+
+
+def _own_rows(x: Tensor, group: Any) -> Tensor:
+    return _summed(x, group).chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
 
 
 def _in_memory(x: Tensor) -> Tensor:

@@ -479,6 +479,7 @@ _FIXES = {
     "ScriptModule": "make_functional the Python module before scripting it",
     "DistributedDataParallel": "make_functional its .module",
     "FullyShardedDataParallel": "make_functional the module before it is wrapped",
+    "FSDPModule": "call backward(), which reduces its gradients into .grad",
     "OptimizedModule": "make_functional its ._orig_mod and compile apply",
 }
 

@@ -182,6 +182,88 @@ def test_nan_and_infinity_stay(gt):
         np.testing.assert_array_equal(gt.to_numpy(acc.sum()), [np.nan, np.inf, -np.inf, 3.0])
 
 
+@pytest.mark.parametrize("compensated", [False, True])
+def test_a_step_without_tokens_adds_nothing_though_its_mean_is_0_by_0(gt, compensated):
+    acc = gt.GradientAccumulator(compensated=compensated)
+    assert acc.weight == 0
+    for weight, g in ((0, np.nan), (3, 2.0), (f32(gt, 0.0), np.nan), (1, 4.0)):
+        acc.add(f32(gt, [g]), weight)
+    assert acc.weight == 4
+    assert gt.to_numpy(acc.sum()).tolist() == [10.0]
+    assert gt.to_numpy(acc.mean()).tolist() == [2.5]
+
+
+def partitions():
+    """60 examples with tokens, and their parts, one for each step of each of four ranks."""
+    rng = np.random.default_rng(0)
+    x, tokens = rng.normal(size=(60, 3)), rng.integers(0, 5, size=60).astype(float)
+    for steps in (1, 3):
+        part = rng.integers(0, 4 * steps, size=60)
+        part[part // steps == 2] += steps  # nothing for rank 2
+        part[part == 0] = 4 * steps - 1  # nor in the first step of rank 0
+        yield x, tokens * (part == np.arange(4 * steps)[:, None]).reshape(4, steps, 60)
+
+
+def token_mean(w, x, tokens):
+    return (tokens * ((x @ w["a"] + w["b"]) ** 2)).sum() / tokens.sum()
+
+
+def test_any_partition_over_ranks_and_steps_gives_one_gradient_in_jax(jax_gt):
+    import jax
+
+    w = {"a": jax_gt.asarray(np.array([0.5, -1.0, 2.0])), "b": jax_gt.asarray(0.1)}
+    for x, parts in partitions():
+
+        def mean(tokens, x=x):
+            acc = jax_gt.GradientAccumulator()
+            for step in tokens:
+                acc.add(jax_gt.grad(token_mean)(w, x, step), step.sum())
+            return acc.mean(axis_name="rank")
+
+        def microbatched(tokens, x=x):
+            loss = lambda w, x, tokens: token_mean(w, x, tokens)
+            weigh = lambda w, x, tokens: tokens.sum()
+            of_ranks = jax_gt.microbatched_value_and_grad(loss, 17, weights=weigh, axis_name="rank")
+            return of_ranks(w, x, tokens.sum(0))
+
+        full = jax_gt.value_and_grad(token_mean)(w, x, parts.sum((0, 1)))
+        value, grads = jax.vmap(microbatched, axis_name="rank")(parts)
+        np.testing.assert_allclose(value, [full[0]] * 4, rtol=1e-13)
+        for found in (grads, jax.vmap(mean, axis_name="rank")(parts)):
+            for name, g in full[1].items():
+                np.testing.assert_allclose(found[name], [g] * 4, rtol=1e-12)
+
+
+def test_gradients_that_shard_map_has_summed_are_not_weighted_again(jax_gt):
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    def step(varying, w, x):
+        if varying:
+            w = jax.lax.pcast(w, "i", to="varying")
+        acc = jax_gt.GradientAccumulator()
+        acc.add(jax_gt.grad(lambda w: (w * x).mean())(w), x.sum())
+        return acc.mean(axis_name="i")
+
+    mesh, x = jax.make_mesh((1,), ("i",)), jax_gt.asarray(np.float32([1.0, 3.0]))
+    run = lambda varying, check: jax.shard_map(
+        lambda w, x: step(varying, w, x), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check
+    )(jax_gt.asarray(np.float32(2.0)), x)
+    assert run(True, True) == run(False, False) == 2.0
+    with pytest.raises(GradtoolsError, match="does not vary over 'i'"):
+        run(False, True)
+
+
+def test_ranks_of_the_other_framework_are_refused(gt):
+    wrong = {"axis_name": "i"} if is_torch(gt) else {"group": "i"}
+    acc = gt.GradientAccumulator()
+    acc.add(f32(gt, [1.0]))
+    micro = gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), 2, **wrong)
+    for call in (lambda: acc.mean(**wrong), lambda: micro(f32(gt, 1.0), f32(gt, [1.0]))):
+        with pytest.raises(GradtoolsError, match=r"belongs to JAX|group is PyTorch's"):
+            call()
+
+
 def test_none_entries_stay_none(gt):
     acc = gt.GradientAccumulator()
     for _ in range(2):

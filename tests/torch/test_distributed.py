@@ -273,6 +273,108 @@ def trees_and_groups(rank, world):
     return everything, part
 
 
+def token_loss(net, x, tokens):
+    return (tokens * net(x)[:, 0] ** 2).sum() / tokens.sum()
+
+
+def parts(rank, world):
+    """60 examples, their tokens, and the rows of each step of this rank; the last has few."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, 5, (60,), generator=generator).double()
+    # Steps of unequal size, and one of no rows.
+    cuts = [(0, 7), (7, 8), (8, 8), (8, 41)]
+    return x, tokens, {0: cuts, 1: [(41, 60)]}.get(rank, [])
+
+
+def full_gradient(net, x, tokens):
+    return [g.detach() for g in gt.grad(token_loss)(net, x, tokens).values()]
+
+
+def in_order(grads):
+    return [g.detach() for g in grads.values()]
+
+
+@check
+def token_means(rank, world):
+    """Of an accumulator, of microbatches and under DistributedDataParallel's no_sync."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    x, tokens, steps = parts(rank, world)
+    net, found = encoder(), []
+    acc, synced = gt.GradientAccumulator(), gt.GradientAccumulator()
+    ddp = DistributedDataParallel(net)
+    for a, b in steps:
+        count = tokens[a:b].sum()
+        acc.add(gt.grad(token_loss)(net, x[a:b], tokens[a:b]), count)
+        with ddp.no_sync():
+            token_loss(ddp, x[a:b], tokens[a:b]).backward()
+        synced.add({name: p.grad for name, p in net.named_parameters()}, count)
+        net.zero_grad()
+    mine = slice(steps[0][0], steps[-1][1]) if steps else slice(0)
+    mesh = init_device_mesh("cpu", (1, world))
+    for group in (dist.group.WORLD, mesh):
+        means = gt.microbatched_value_and_grad(
+            token_loss, 7, weights=lambda net, x, tokens: tokens.sum(), group=group
+        )
+        value, grads = means(net, x[mine], tokens[mine])
+        found += [in_order(grads), in_order(acc.mean(group=group))]
+    assert (value - token_loss(net, x, tokens)).abs() < 1e-14
+    return [*found, in_order(synced.mean(group=mesh))], full_gradient(net, x, tokens), acc.weight
+
+
+@check
+def token_means_of_fsdp(rank, world):
+    """Each rank's loss has its share of the step's tokens, which are the weight on all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    x, tokens, steps = parts(rank, world)
+    expected = full_gradient(encoder(), x, tokens)
+    mesh = init_device_mesh("cpu", (world,))
+    net, acc = fully_shard(encoder(), mesh=mesh), gt.GradientAccumulator()
+    for k in range(4):
+        a, b = steps[k] if k < len(steps) else (0, 0)
+        count = tokens[a:b].sum()
+        dist.all_reduce(count)
+        if count == 0:
+            continue
+        loss = (tokens[a:b] * net(x[a:b])[:, 0] ** 2).sum()
+        (loss * world / count).backward()
+        acc.add({name: p.grad for name, p in net.named_parameters()}, count)
+        net.zero_grad()
+    found = [g.full_tensor() for g in acc.mean(group=mesh).values()]
+    said = []
+    unequal = gt.GradientAccumulator()
+    unequal.add(acc.mean(), 1 + rank)
+    for call in (lambda: unequal.mean(group=mesh), lambda: gt.grad(token_loss)(net, x, tokens)):
+        try:
+            call()
+        except GradtoolsError as error:
+            said.append(str(error))
+    return found, expected, said
+
+
+@check
+def unlike_sums(rank, world):
+    """What cannot be added is refused on each rank, so that none waits for another."""
+    said = []
+    for grads in (
+        None,
+        {"w": torch.ones(2 + rank)},
+        {"w": torch.ones(2), **({"v": torch.ones(1)} if rank else {})},
+        {"w": torch.eye(2).to_sparse()},
+    ):
+        acc = gt.GradientAccumulator()
+        if grads is not None:
+            acc.add(grads)
+        try:
+            acc.mean(group=dist.group.WORLD)
+        except GradtoolsError as error:
+            said.append(str(error))
+    return said
+
+
 @check
 def refused(rank, world):
     said = []
@@ -442,6 +544,29 @@ def test_what_is_refused_in_every_process(processes):
             assert "around a module whose forward calls chunked" in message
         assert "is a FSDPModule" in sharded
         assert "put fully_shard, or DistributedDataParallel, around" in sharded
+
+
+def test_token_means_over_ranks_and_steps_are_the_gradient_of_all_examples(processes):
+    for found, expected, _ in found_by(processes, "token_means"):
+        for each in found:
+            assert close(each, expected, 1e-14)
+    weights = [weight for *_, weight in found_by(processes, "token_means")]
+    assert sum(weights) == parts(0, 2)[1].sum()
+
+
+def test_token_means_of_fsdp2_and_what_it_refuses(processes):
+    for found, expected, (unequal, pure) in found_by(processes, "token_means_of_fsdp"):
+        assert close(found, expected, 1e-14)
+        assert "the ranks gave weights [1, 2" in unequal
+        assert "grad: the module is a FSDPModule" in pure and "backward()" in pure
+
+
+def test_sums_of_ranks_that_do_not_fit_are_refused_on_all(processes):
+    for nothing, shapes, names, sparse in found_by(processes, "unlike_sums"):
+        assert "nothing has been added on any rank" in nothing
+        assert "rank 1 holds grads['w'], strided float32 of shape (3,) where rank 0" in shapes
+        assert "rank 1 holds grads['v'], strided float32 of shape (1,) where rank 0" in names
+        assert "sums of kind sparse_coo cannot be added over ranks. Give dense" in sparse
 
 
 def test_gather_without_a_process_group_is_refused():

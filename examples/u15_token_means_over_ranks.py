@@ -1,0 +1,101 @@
+"""The mean over all tokens of a step, though ranks and steps hold unequal numbers of them.
+
+Two ranks accumulate over three chunks each, and one chunk holds padding alone. The mean of the
+chunks' means is not the mean over tokens, and a mean over ranks of each rank's own token mean, as
+DistributedDataParallel takes it, is not either. ``GradientAccumulator.mean`` divides the sum over
+ranks and chunks by all tokens. In PyTorch the ranks are two processes, in JAX an axis of ``vmap``.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+from common import claim, difference, flat, main
+
+RANKS, CHUNKS = 2, ((0, 3), (3, 8), (8, 10))
+
+
+def batch():
+    """For each rank ten sentences of five tokens; and which tokens are there."""
+    rng = np.random.default_rng(0)
+    x, lengths = rng.normal(size=(RANKS, 10, 5, 3)), rng.integers(0, 6, size=(RANKS, 10))
+    lengths[1] //= 2
+    lengths[1, 8:] = 0  # the last chunk of rank 1
+    return x, (np.arange(5) < lengths[..., None]).astype(float)
+
+
+def loss(w, x, there):
+    """The mean over the tokens that are there."""
+    return (there * ((x @ w) ** 2 - x[..., 0]) ** 2).sum() / there.sum()
+
+
+def of_one_rank(gt, x, there, everywhere):
+    """By weights, over all ranks; by weights, on this rank; without weights; in one call."""
+    w = gt.asarray(np.array([0.5, -1.0, 2.0]))
+    weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
+    for a, b in CHUNKS:
+        grads = gt.grad(loss)(w, x[a:b], there[a:b])
+        weighted.add(grads, weight=there[a:b].sum())
+        equal.add(grads, weight=(there[a:b].sum() > 0) * 1.0)
+    microbatched = gt.microbatched_value_and_grad(
+        loss, 3, weights=lambda w, x, there: there.sum(), **everywhere
+    )
+    means = weighted.mean(**everywhere), weighted.mean(), equal.mean()
+    return [*means, microbatched(w, x, there)[1]]
+
+
+def in_process(gt, rank, folder):
+    """What this rank of two processes found."""
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=RANKS
+    )
+    x, there = batch()
+    mine = gt.asarray(x[rank]), gt.asarray(there[rank])
+    found = of_one_rank(gt, *mine, {"group": dist.group.WORLD})
+    dist.destroy_process_group()
+    return np.stack([gt.to_numpy(g) for g in found])
+
+
+def of_all_ranks(gt, backend):
+    """What each rank found."""
+    if backend == "jax":
+        of_rank = lambda x, there: gt.xp.stack(of_one_rank(gt, x, there, {"axis_name": "rank"}))
+        import jax
+
+        return gt.to_numpy(jax.vmap(of_rank, axis_name="rank")(*map(gt.asarray, batch())))
+    with tempfile.TemporaryDirectory() as folder:
+        other = subprocess.Popen([sys.executable, __file__, "--rank", "1", folder])
+        first = in_process(gt, 0, folder)
+        assert other.wait() == 0
+        return np.stack([first, np.load(f"{folder}/1.npy")])
+
+
+def show(gt, backend):
+    x, there = (gt.asarray(a.reshape(-1, *a.shape[2:])) for a in batch())
+    full = gt.grad(loss)(gt.asarray(np.array([0.5, -1.0, 2.0])), x, there)
+    full = flat(gt, full)
+    found = of_all_ranks(gt, backend)
+    weighted, own, equal, microbatched = (found[:, k] for k in range(4))
+    right = max(difference(g, full) for g in weighted)
+    claim(f"the mean over ranks and chunks is off by {right:.1e} on each rank", right < 1e-12)
+    apart = max(difference(g, full) for g in microbatched)
+    claim(f"microbatched_value_and_grad is off by {apart:.1e}", apart < 1e-12)
+    ddp, naive = (difference(g.mean(0), full) for g in (own, equal))
+    claim(f"the mean of the ranks' token means is off by {ddp:.1%}", ddp > 0.01)
+    claim(f"the mean of all chunks' means is off by {naive:.1%}", naive > 0.01)
+    return {"mean": weighted.ravel().tolist()}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        import gradtools.torch
+
+        _, _, rank, folder = sys.argv
+        np.save(f"{folder}/{rank}.npy", in_process(gradtools.torch, int(rank), folder))
+    else:
+        main(show)

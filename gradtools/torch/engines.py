@@ -62,7 +62,7 @@ from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, forward_mode
 from gradtools.torch.operation_marks import DERIVATIVE, detached, hooks_of_users
-from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_nodes
+from gradtools.torch.plain_programs.backward_nodes import corrected, wrong_in_batches, wrong_nodes
 from gradtools.torch.plain_programs.modes import (
     PlainPrograms,
     PlainProgramsInTrace,
@@ -150,9 +150,11 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             return inside.filled([None] * len(aliases), outs)
         create = torch.is_grad_enabled() and (attached or any(map(_is_tracked, given)))
         again = create or upstream.forward_level() >= 0
-        guard = None
-        if not ordinary:
-            guard = guarded(caller_of(fun), fun, leaves, survey, aliases, again)
+        guard, seen = None, survey
+        if again and upstream.peek_interpreter_stack() is not None:  # the rows of a Jacobian
+            seen = survey._replace(wrong=[*{*survey.wrong, *wrong_in_batches(ys)}])
+        if not ordinary or seen.wrong:
+            guard = guarded(caller_of(fun), fun, leaves, seen, aliases, again)
         try:
             # Without `again` tangents go wrong.
             grads = _pulled(ys, aliases, given, create or not once, again, inside.spent, guard)

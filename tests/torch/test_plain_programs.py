@@ -404,3 +404,50 @@ def test_ctc_loss_takes_lengths_of_any_kind_example_by_example(lengths):
     found = gt.per_example_grad(loss)(scale, scores, targets)
     rows = [gt.grad(loss)(scale, *one) for one in zip(scores, targets, strict=True)]
     torch.testing.assert_close(found, torch.stack(rows))
+
+
+NORMS = {
+    "layer_norm": lambda w, x: F.layer_norm(x, (4,), w, w),
+    "batch_norm": lambda w, x: F.batch_norm(x, None, None, w, w, True),
+    "instance_norm": lambda w, x: F.instance_norm(x[None], None, None, w[:3], w[:3]),
+    "group_norm": lambda w, x: F.group_norm(x, 2, w, w),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("operator", ["jacobian", "hessian"])
+def test_a_jacobian_of_a_norm_is_differentiable(norm, operator):
+    """Its rows are pulled back under vmap, whose rules take mean and deviation for constants."""
+    x = torch.linspace(-1, 2, 12, dtype=D).sin().reshape(3, 4)
+    w = torch.linspace(0.5, 1, 4, dtype=D)
+
+    def rows(x, **how):
+        f = lambda w, x: (NORMS[norm](w, x) ** 3).sum(-1)
+        if operator == "jacobian":
+            return gt.jacobian(f, mode="reverse", **how)(w, x).square().sum()
+        gradient = gt.grad(lambda w, x: f(w, x).sum())
+        return gt.jacobian(gradient, mode="reverse", **how)(w, x).square().sum()
+
+    loop = gt.grad(lambda x: rows(x, chunk_size=1))(x)
+    torch.testing.assert_close(gt.grad(rows)(x), loop)
+    torch.testing.assert_close(gt.jvp(rows, (x,), (x,))[1], (loop * x).sum())
+    y = x.clone().requires_grad_()
+    rows(y).backward()
+    torch.testing.assert_close(y.grad, loop)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: F.softmax(x, -1),
+        lambda x: F.log_softmax(x, -1),
+        lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2])),
+        lambda x: torch.linalg.norm(x, dim=1),
+        lambda x: torch.linalg.solve(x @ x.mT + torch.eye(3, dtype=D), x[:, 0]),
+    ],
+    ids=["softmax", "log_softmax", "cross_entropy", "norm", "solve"],
+)
+def test_a_jacobian_by_reverse_mode_is_pushed_along(f):
+    x = torch.linspace(-1, 2, 12, dtype=D).sin().reshape(3, 4)
+    rows = lambda x: gt.jacobian(f, mode="reverse")(x).square().sum()
+    torch.testing.assert_close(gt.jvp(rows, (x,), (x,))[1], (gt.grad(rows)(x) * x).sum())

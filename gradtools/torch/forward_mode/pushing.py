@@ -8,6 +8,7 @@ registered.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -86,6 +87,8 @@ def _called_otherwise(
     row: PlainProgram | None, fun: Any, args: Args, kwargs: Kwargs, again: bool
 ) -> Any:
     """A function of the table, or a custom operator (None)."""
+    if fun is _here.function:
+        return pushed_by_pytorch(fun, args, kwargs)
     is_moved = _is_moved if row is None else _when_wrong(row, fun, again)
     if (
         row is not None
@@ -231,7 +234,7 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     def flat(*xs: Tensor) -> list[Tensor]:
         again, named = upstream.tree_unflatten(replaced_at(leaves, places, xs), treedef)
         again = (again[0].clone(), *again[1:]) if in_place else again
-        with drawn.evaluating():
+        with drawn.evaluating(), _transposing(fun):
             result = fun(*again, **named)
         outs, outdef = upstream.tree_flatten(result)
         shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
@@ -242,6 +245,23 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
         return args[0].copy_(result[0])
     left = iter(result)
     return upstream.tree_unflatten([next(left) if y is None else y for y in shape[1]], shape[0])
+
+
+class _Transposing(threading.local):
+    function: Any = None
+
+
+_here = _Transposing()
+
+
+@contextmanager
+def _transposing(fun: Any) -> Iterator[None]:
+    """Inside, fun is evaluated for its transpose, by levels of torch.func that belong to that."""
+    before, _here.function = _here.function, fun
+    try:
+        yield
+    finally:
+        _here.function = before
 
 
 class _OneDraw:

@@ -39,7 +39,8 @@ class BackwardNode:
         call: Of a node, the plain program and its arguments, one for each edge of the node.
         wrong: Whether the gradient itself is wrong at a node; otherwise only its derivatives are.
         when: Whether anything is wrong at a node.
-        mapped: Whether the gradient is wrong where vmap maps the cotangent alone.
+        mapped: Whether the gradient, or its derivative, is wrong where vmap maps the cotangent:
+            batching rules take means and deviations for constants.
         result: Of the node, what it returned and its cotangents: what it should have returned,
             where no program is as simple.
     """
@@ -159,6 +160,12 @@ def _batch_norm(node: Any) -> Call:
     else:
         run = lambda x, w, b: programs.batch_norm_by_statistics(x, w, b, mean, var, eps)
     return run, [x, weight, bias]
+
+
+def _cudnn_batch_norm(node: Any) -> Call:
+    x, weight, eps = _saved(node, "input", "weight", "epsilon")
+    run = lambda x, w, b: programs.batch_norm(x, w, b, None, None, True, 0.0, eps, True)
+    return run, [x, weight, torch.zeros_like(weight)]
 
 
 def _norm_pullback(program: Callable[..., Any], x: Tensor, weight: Any) -> Callable[..., Any]:
@@ -313,12 +320,15 @@ NODES = {
     ),
     "LogcumsumexpBackward0": BackwardNode(_logcumsumexp),
     "SparseCooTensorWithDimsAndTensorsBackward0": BackwardNode(result=_sparse),
-    "NativeLayerNormBackward0": BackwardNode(_layer_norm, when=_has_bias_alone),
+    "NativeLayerNormBackward0": BackwardNode(_layer_norm, when=_has_bias_alone, mapped=True),
     "NativeLayerNormBackwardBackward0": BackwardNode(_layer_norm_pullback),
     "NativeBatchNormBackward0": BackwardNode(
-        _batch_norm, wrong=_ALWAYS, when=_has_strided_statistics
+        _batch_norm, wrong=_has_strided_statistics, when=_has_strided_statistics, mapped=True
     ),
     "NativeBatchNormBackwardBackward0": BackwardNode(_batch_norm_pullback, when=_trains),
+    "CudnnBatchNormBackward0": BackwardNode(
+        _cudnn_batch_norm, when=lambda node: False, mapped=True
+    ),
     "CudnnBatchNormBackwardBackward0": BackwardNode(_cudnn_batch_norm_pullback, when=_trains),
     "WeightNormInterfaceBackward0": BackwardNode(_weight_norm),
     "CdistBackward0": BackwardNode(_cdist, mapped=True),
@@ -347,6 +357,12 @@ def wrong_nodes(outs: Sequence[Any]) -> list[Any]:
     """The nodes in the graph of outs at which PyTorch's derivatives are wrong."""
     nodes = nodes_of([y for y in outs if y.requires_grad])
     return [node for node in nodes if is_wrong(node)]
+
+
+def wrong_in_batches(outs: Sequence[Any]) -> list[Any]:
+    """The nodes in the graph of outs at which they are where the cotangents are batches."""
+    names = {name for name, row in NODES.items() if row.mapped}
+    return [node for node in nodes_of(outs) if type(node).__name__ in names]
 
 
 def corrected(nodes: Sequence[Any], again: bool = True) -> AbstractContextManager[None]:

@@ -474,6 +474,17 @@ class Programs(Rules):
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         """Traces fun at the shapes and dtypes of xs; does nothing where that is unsafe."""
 
+    def value_pairs(
+        self, fun: Any, xs: Sequence[Array], ys: Sequence[Array], twin: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """`fun(*xs)` and ys in pairs of NumPy arrays; empty where they are not both known.
+
+        They are not in a trace, nor where fun draws random numbers or calls a host kernel.
+
+        twin: The function that returned ys; in a trace both may run at made-up numbers.
+        """
+        return []
+
     compile, vmap = Lazily("", lacking="compile"), Lazily("", lacking="vmap")
 
     def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:

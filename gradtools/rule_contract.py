@@ -19,6 +19,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gradtools.arguments.wording import in_words
 from gradtools.errors import GradtoolsError
 
@@ -117,6 +119,27 @@ class Contract:
                     f"{who} returned {aval} for output {i}, but the function returns {want}. {mend}"
                 )
 
+    def same_values(self, pairs: Sequence[Any], dtypes: Sequence[str], lead: str) -> None:
+        """Raises if fwd's value is another than f's, by more than any rounding or iteration.
+
+        pairs: For each output f's value and fwd's, as NumPy arrays.
+        lead: How fwd is called where static arguments lead, else empty.
+        """
+        for i, ((own, came), dtype) in enumerate(zip(pairs, dtypes, strict=False)):
+            known = np.isfinite(own) & np.isfinite(came)
+            pair = [np.where(known, y, 0).astype(np.result_type(y, 1.0)) for y in (own, came)]
+            gaps, largest = np.abs(pair[0] - pair[1]), np.abs(pair).max(initial=0)
+            if gaps.max(initial=0) <= _VALUE_SLACK.get(dtype, 0.3) * largest:
+                continue
+            at = np.unravel_index(gaps.argmax(), gaps.shape)
+            where = f"output {i}" + (f" at {tuple(map(int, at))}" if at else "")
+            order = f" Static arguments lead: fwd is called as fwd({lead})." if lead else ""
+            raise self.refusal(
+                f"fwd returned {came[at]:.6g} for {where}, but the function returns {own[at]:.6g} "
+                f"at the same arguments.{order} If that is meant, custom_rule(f, check='never') "
+                "keeps both."
+            )
+
     def hold_zero(self, which: str, wrong: int | None, places: Sequence[int] = ()) -> None:
         """Raises if a map does not take zero to zero.
 
@@ -150,6 +173,7 @@ class Contract:
         )
 
 
+_VALUE_SLACK = dict.fromkeys(("float32", "float64", "complex64", "complex128"), 0.02)
 _LIKELY = {
     "fwd": ": fwd(*args) returns (f(*args), residuals); is there a cast, or an extra axis",
     "the forward rule": ": the rule returns (f(*primals), tangent)",

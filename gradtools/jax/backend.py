@@ -16,8 +16,9 @@ from gradtools.jax._upstream import backward_shapes_are_checked
 from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.recomputing import checkpointed
 from gradtools.jax.rules.installing import apply_rule, attempt
+from gradtools.jax.rules.linearity import can_be_tried, computed
 from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
-from gradtools.jax.trees import LinearMap
+from gradtools.jax.trees import LinearMap, all_known
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions
@@ -101,6 +102,22 @@ class JaxBackend(Wing):
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
+
+    def value_pairs(
+        self, fun: Any, xs: Sequence[Array], ys: Sequence[Array], twin: Any = None
+    ) -> list[tuple[Any, Any]]:
+        known = all_known((*xs, *ys))
+        if not known and twin is None:
+            return []
+        outs = [list(ys)]
+        for f in [fun] if known else [fun, twin]:
+            closed = jax.make_jaxpr(lambda *a, f=f: list(f(*a)))(*map(jax.typeof, xs))
+            own = computed(closed, xs) if can_be_tried(closed, known) else None
+            if own is None:
+                return []
+            outs.append(own)
+        own, came = outs[1], outs[0 if known else 2]
+        return [(a, np.asarray(y)) for a, y in zip(own, came, strict=True)]
 
     def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
         aval = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)

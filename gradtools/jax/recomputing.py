@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 
 from gradtools.arguments.wording import with_article
 from gradtools.backend import Array
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, NotImplementedRefusal
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax._upstream import ClosedJaxpr, constants_of
@@ -138,6 +139,14 @@ def explained_again(caller: str) -> Iterator[None]:
             "jax.pure_callback, whose results are kept, or jax.debug.callback for what is only "
             "looked at; in chunked also keep_graphs=n, for all "
             f"chunks to be kept. JAX says: {error}"
+        ) from error
+    except KeyError as error:
+        if not (error.args and isinstance(error.args[0], Primitive)):
+            raise
+        raise NotImplementedRefusal(
+            f"{caller}: jax.experimental.jet has no rule for {error.args[0].name}, which {caller} "
+            "uses (neither has it one for jax.checkpoint, nor for scan). Take jet of f itself, or "
+            "nest jvp."
         ) from error
     except jax.errors.UnexpectedTracerError as error:
         raise GradtoolsError(

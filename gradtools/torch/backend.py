@@ -127,7 +127,7 @@ class TorchBackend(Wing):
 
     linearize = staticmethod(engines.linearize)
 
-    abstract_eval = Lazily("rules.checking")
+    abstract_eval, value_pairs = Lazily("rules.checking"), Lazily("rules.checking")
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import DirectCalls

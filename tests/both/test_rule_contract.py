@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -100,7 +102,7 @@ SET = {"fun": 1, "fwd": -1, "bwd": 2, "jvp": 1}
 
 @pytest.mark.parametrize("name", SET)
 def test_a_part_of_a_rule_that_is_set_after_calls_counts(gt, x, name):
-    f = gt.custom_rule(SINE["fun"](gt))
+    f = gt.custom_rule(SINE["fun"](gt), check="never" if name == "fun" else "first")
     f.defvjp(SINE["fwd"](gt), SINE["bwd"](gt))
     for _ in range(3):
         same(gt.grad(lambda x: f(x).sum())(x), np.cos(X))
@@ -110,6 +112,35 @@ def test_a_part_of_a_rule_that_is_set_after_calls_counts(gt, x, name):
     same(gt.grad(lambda x: f(x).sum())(x), np.cos(X) * SET[name])
     if name == "jvp":
         same(gt.jvp(f, (x,), (gt.xp.ones_like(x),))[1], 2 * np.cos(X))
+
+
+@pytest.mark.parametrize("fwd", [lambda x, k: (x**k, x), lambda *xs: (xs[0] ** xs[1], xs[0])])
+@pytest.mark.parametrize("outer", ["grad", "compile", "vmap"])
+def test_a_fwd_with_another_value_than_the_function_is_refused(gt, backend_name, fwd, outer):
+    """In the order of `nondiff_argnums`, under names that do not tell: 3^2 is no 2^3."""
+    power = lambda x: rule(x, 3).sum()
+    rule = gt.custom_rule(lambda x, n: x**n, static_argnames="n")
+    rule.defvjp(fwd, lambda n, x, c: (n * x ** (n - 1) * c,))
+    if outer == "compile" and backend_name == "torch":
+        pytest.skip("what is being compiled has no values")
+    transformed = {
+        "grad": gt.grad(power),
+        "compile": lambda x: gt.compile(gt.grad(power))(x),
+        "vmap": gt.vmap(gt.grad(power)),
+    }
+    with pytest.raises(GradtoolsError, match=r"called as fwd\(n, \.\.\.\)"):
+        transformed[outer](gt.asarray(np.array([2.0, 5.0])))
+    rule.defvjp(lambda n, x: (x**n, x), rule.bwd)
+    same(transformed[outer](gt.asarray(np.array([2.0, 5.0]))), np.array([12.0, 75.0]))
+
+
+def test_a_fwd_that_draws_random_numbers_may_have_another_value(gt, backend_name):
+    if backend_name == "jax":
+        pytest.skip("JAX draws by keys")
+    noisy = lambda x: x + gt.xp.asarray([random.random(), 1.0])
+    f = gt.custom_rule(noisy)
+    f.defvjp(lambda x: (noisy(x), None), lambda _, c: (2 * c,))
+    same(gt.grad(lambda x: f(x).sum())(gt.asarray(np.zeros(2))), np.array([2.0, 2.0]))
 
 
 def test_what_is_set_as_a_part_of_a_rule_is_a_function(gt):

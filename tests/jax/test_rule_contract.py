@@ -432,6 +432,12 @@ def test_series_are_refused_in_words():
         jet.jet(by_jvp(LINEAR["jax.jvp"]), (X,), ((jnp.ones(3), jnp.zeros(3)),))
 
 
+@pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 1)])
+def test_jet_of_what_is_computed_again_is_refused_in_words(wrap):
+    with pytest.raises(GradtoolsError, match=r"jax\.experimental\.jet has no rule for"):
+        jet.jet(wrap(jnp.sin), (X,), ((jnp.ones(3), jnp.zeros(3)),))
+
+
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
 def test_a_program_with_rules_is_exported_with_symbolic_shapes(kind):
     g = by_jvp(LINEAR["jax.jvp"]) if kind == "jvp" else by_vjp(lambda x, c: (jnp.cos(x) * c,))

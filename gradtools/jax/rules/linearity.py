@@ -173,16 +173,24 @@ def _calls_back(eqn: Any) -> bool:
     )
 
 
-def _runs_kernel(closed: Any) -> bool:
-    """Whether a jaxpr calls a host function."""
+def _runs_kernel(closed: Any, *others: str) -> bool:
+    """Whether a jaxpr calls a host function, or another primitive of these names."""
 
     def runs(eqn: Any) -> bool:
         program = _program(eqn)
-        return eqn.primitive.name == "gradtools_kernel" or (
+        return eqn.primitive.name in ("gradtools_kernel", *others) or (
             program is not None and jaxprs.uses_primitive(program, runs)
         )
 
     return jaxprs.uses_primitive(closed, runs)
+
+
+def can_be_tried(closed: Any, known: bool) -> bool:
+    """Whether a jaxpr may be run for a check: no effects, no kernels, and it is sure to end.
+
+    known: Whether its inputs are the user's own; for made-up ones a `while` may not end.
+    """
+    return not closed.effects and not _runs_kernel(closed, *(() if known else ("while",)))
 
 
 def _program(eqn: Any) -> Any:

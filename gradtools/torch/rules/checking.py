@@ -221,6 +221,29 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
             return
 
 
+def value_pairs(
+    fun: Any, xs: Sequence[Tensor], ys: Sequence[Tensor], twin: Any = None
+) -> list[tuple[Any, Any]]:
+    """`fun(*xs)` and ys as pairs of NumPy arrays; see `Backend.value_pairs`."""
+    known = [value_of(x) for x in (*xs, *ys)]
+    if any(x is None for x in known):
+        return []
+    drawn = Randomness.everywhere({x.device.type for x in known})
+    with upstream.disable_current_modes(), torch.no_grad(), restored(drawn), _kernels_refused():
+        try:
+            own = [value_of(y) for y in fun(*[x.clone() for x in known[: len(xs)]])]
+            if not drawn.stands() or len(own) != len(ys):
+                return []
+            return [(_numbers(a), _numbers(y)) for a, y in zip(own, known[len(xs) :], strict=True)]
+        except Exception:  # a function that does not run says nothing of its rule
+            return []
+
+
+def _numbers(x: Tensor) -> Any:
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    return x.to("cpu", wide).resolve_conj().resolve_neg().numpy()
+
+
 def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 

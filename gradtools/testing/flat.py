@@ -8,7 +8,7 @@ answers are NumPy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -58,44 +58,55 @@ class FlatFunction:
 
     def forward(self, xs: Arrays, us: Arrays) -> Arrays:
         """J u at xs."""
-        return self.numpy(self.gt.jvp(self.flat, self.arrays(xs), self.arrays(us))[1])
+        return self.numpy(self.run(lambda xs, us: self.gt.jvp(self.flat, xs, us)[1], xs, us))
 
     def reverse(self, xs: Arrays, vs: Arrays) -> Arrays:
         """J^H v at xs."""
-        outs, pullback = self.gt.vjp(self.flat, *self.arrays(xs))
-        return self.numpy(pullback(self._like(vs, outs)))
 
-    def _like(self, vs: Arrays, outs: Sequence[Any]) -> list[Any]:
+        def pulled(xs: Any, vs: Any) -> Any:
+            outs, pullback = self.gt.vjp(self.flat, *xs)
+            return pullback(self._like(vs, outs))
+
+        return self.numpy(self.run(pulled, xs, vs))
+
+    def _like(self, vs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
         """Cotangents in the outputs' dtypes."""
-        return [self.waist.cast(self.array(v), y) for v, y in zip(vs, outs, strict=True)]
+        return [self.waist.cast(v, y) for v, y in zip(vs, outs, strict=True)]
+
+    def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:
+        """`compute(*groups)` of the framework's arrays."""
+        return compute(*map(self.arrays, groups))
 
     # --- second order: H is the Hessian of Re<v, f>
 
     def product(self, mode: str, xs: Arrays, us: Arrays, vs: Arrays) -> Arrays:
         """H u at xs, in one mix of modes that gives a vector."""
-        points, tangents = self.arrays(xs), self.arrays(us)
-        if mode == "reverse_over_forward":
-            value, pullback = self.gt.vjp(self._slope(us, vs), *points)
-            return self.numpy(pullback(self.waist.ones_like(value)))
 
-        def gradient(*xs: Any) -> list[Any]:
-            outs, pullback = self.gt.vjp(self.flat, *xs)
-            return list(pullback(self._like(vs, outs)))
+        def multiplied(points: Any, tangents: Any, vs: Any) -> Any:
+            if mode == "reverse_over_forward":
+                value, pullback = self.gt.vjp(self._slope(tangents, vs), *points)
+                return pullback(self.waist.ones_like(value))
 
-        if mode == "forward_over_reverse":
-            return self.numpy(self.gt.jvp(gradient, points, tangents)[1])
-        return self.numpy(self.gt.vjp(gradient, *points)[1](list(tangents)))
+            def gradient(*xs: Any) -> list[Any]:
+                outs, pullback = self.gt.vjp(self.flat, *xs)
+                return list(pullback(self._like(vs, outs)))
+
+            if mode == "forward_over_reverse":
+                return self.gt.jvp(gradient, points, tangents)[1]
+            return self.gt.vjp(gradient, *points)[1](list(tangents))
+
+        return self.numpy(self.run(multiplied, xs, us, vs))
 
     def curvature(self, xs: Arrays, us: Arrays, ws: Arrays, vs: Arrays) -> np.ndarray:
         """Re<w, H u> at xs, forward over forward."""
-        pushed = self.gt.jvp(self._slope(us, vs), self.arrays(xs), self.arrays(ws))[1]
-        return np.asarray(self.gt.to_numpy(pushed))
+        curved = lambda xs, us, ws, vs: self.gt.jvp(self._slope(us, vs), xs, ws)[1]
+        return np.asarray(self.gt.to_numpy(self.run(curved, xs, us, ws, vs)))
 
-    def _slope(self, us: Arrays, vs: Arrays) -> Any:
+    def _slope(self, us: Any, vs: Any) -> Any:
         """Re<v, J u> as a function of the leaves."""
 
         def along(*xs: Any) -> Any:
-            pushed = self.gt.jvp(self.flat, xs, self.arrays(us))[1]
+            pushed = self.gt.jvp(self.flat, xs, us)[1]
             return sum(map(self._inner, self._like(vs, pushed), pushed))
 
         return along

@@ -135,16 +135,40 @@ class Side(FlatFunction):
 
     def value(self, leaves: Arrays) -> Output:
         """The output."""
-        out = self.program(*self.arrays(leaves))
+        out = self.run(lambda xs: self.program(*xs), leaves)
         paths = [normal(path) for path in self.waist.leaf_paths(out)]
         return Output(paths, self.numpy(self.waist.flatten(out)[0]))
 
     def pullback(self, leaves: Arrays, cotangents: Arrays) -> list[np.ndarray | None]:
         """J^H c for each leaf; None where a leaf does not reach the output."""
-        xs = list(self.arrays(leaves))
-        result = self.waist.vjp(self._parted, xs, groups=[1] * len(xs), once=True)
-        pulled = result.pullback(self._like(cotangents, result.outs))
-        return [None if g is None else self.gt.to_numpy(g) for g in pulled]
+
+        def pulled(xs: Any, cts: Any) -> Any:
+            result = self.waist.vjp(self._parted, list(xs), groups=[1] * len(xs), once=True)
+            return result.pullback(self._like(cts, result.outs))
+
+        found = self.run(pulled, leaves, cotangents)
+        return [None if g is None else self.gt.to_numpy(g) for g in found]
+
+    def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:
+        """`compute(*groups)`; in JAX as one program where it can be traced.
+
+        Eager code compiles each of its operations.
+        """
+        given = tuple(map(self.arrays, groups))
+        if self.name != "jax":
+            return compute(*given)
+        run_compiled = import_module("gradtools.jax.compiled_once").run_compiled
+
+        def of_arrays(*given: Any) -> Any:
+            out = compute(*given)
+            if not all(map(self.waist.is_array, self.waist.flatten(out)[0])):
+                raise TypeError("an output is no array")
+            return out
+
+        try:
+            return run_compiled(self.apply, of_arrays, *given)
+        except Exception:  # what cannot be traced, or raises, does so in plain code
+            return compute(*given)
 
     def operations(self, leaves: Arrays) -> set[str]:
         """The names of the operations, and of the framework's functions, that it differentiates."""

@@ -21,6 +21,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gradtools.function_variables import cells_of, globals_of, names_in, parts_of
@@ -61,8 +62,14 @@ def run_compiled(f: Any, program: Callable[..., Any], *args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(program, return_shape=True)(*args)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return program(*args)
-    flat = compiled(f, closed)(closed.consts, jax.tree.leaves(args))
+    consts = [own(c) for c in closed.consts]
+    flat = compiled(f, closed)(consts, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+
+
+def own(x: Any) -> Any:
+    """A copy of a NumPy array: who captured it may write to it before the backward pass."""
+    return jnp.array(x) if isinstance(x, np.ndarray) else x
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:

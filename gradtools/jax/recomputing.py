@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 
 from gradtools.arguments.wording import with_article
@@ -17,7 +15,7 @@ from gradtools.errors import GradtoolsError, NotImplementedRefusal
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax._upstream import ClosedJaxpr, constants_of
-from gradtools.jax.compiled_once import compiled
+from gradtools.jax.compiled_once import compiled, own
 from gradtools.jax.known_errors import NO_EFFECTS, flax_explained, says
 
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
@@ -64,7 +62,7 @@ def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # what else a module holds, such as functions and strings, is no input of a program
         xs = {
-            i: _own(x)
+            i: own(x)
             for i, x in enumerate(leaves)
             if isinstance(x, bool | int | float | complex) or hasattr(x, "dtype")
         }
@@ -104,11 +102,7 @@ def owning(closed: Any) -> Any:
 
     They are the caller's, who may write to them before the backward pass.
     """
-    return ClosedJaxpr(closed.jaxpr, [_own(c) for c in constants_of(closed)])
-
-
-def _own(x: Any) -> Any:
-    return jnp.array(x) if isinstance(x, np.ndarray) else x
+    return ClosedJaxpr(closed.jaxpr, [own(c) for c in constants_of(closed)])
 
 
 def refuse_to_repeat(caller: str, closed: Any) -> None:

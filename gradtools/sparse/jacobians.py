@@ -94,7 +94,8 @@ def _read(caller: str, given: Any) -> tuple[tuple[int, ...], np.ndarray]:
     if hasattr(given, "tocoo"):
         coo = given.tocoo()
         kept = np.asarray(coo.data) != 0
-        return tuple(coo.shape), np.stack([coo.row[kept], coo.col[kept]])
+        axes = getattr(coo, "coords", None) or (coo.row, coo.col)  # SciPy before 1.13 has no coords
+        return tuple(coo.shape), np.stack([axis[kept] for axis in axes])
     if hasattr(given, "layout") and str(given.layout) != "torch.strided":
         coo = given.detach().to_sparse_coo().coalesce()
         kept = (coo.values() != 0).cpu().numpy()

@@ -19,6 +19,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.sparse import entry_dependence as e
 from gradtools.sparse.entry_dependence import Entries
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_mapped
 from gradtools.torch.known_errors import NO_FUNCTIONALIZED_RULE, says
 from gradtools.torch.rerunning import put_back
 
@@ -313,6 +314,11 @@ _MADE: dict[str, Any] = {
 
 def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Tensor:
     """A sparse COO tensor: one row of `index` for each axis, sorted, each entry once."""
+    if is_mapped(values):
+        raise GradtoolsError(
+            "jacobian, hessian: under vmap there is no sparse result, for PyTorch batches no "
+            "sparse tensors. Call it for each example in a loop, or leave sparsity= out."
+        )
     at = torch.from_numpy(np.ascontiguousarray(index, np.int64)).to(values.device)
     return torch.sparse_coo_tensor(
         at, values, tuple(shape), is_coalesced=True, check_invariants=False

@@ -108,6 +108,24 @@ def products_of(gt, monkeypatch, run):
     return sum(rows)
 
 
+def test_a_pattern_with_one_axis_is_that_of_a_gradient(gt):
+    result = gt.jacobian(lambda x: (x**2).sum(), sparsity=sparse.coo_array(np.ones(N)))
+    dense = result(gt.asarray(X))
+    dense = dense.to_dense() if hasattr(dense, "to_dense") else dense.todense()
+    np.testing.assert_allclose(gt.to_numpy(dense), 2 * X)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("sparsity", ["detect", np.eye(4)], ids=["detect", "pattern"])
+def test_under_vmap_pytorch_has_no_sparse_result(sparsity):
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    for f in (gt.jacobian(torch.tanh, sparsity=sparsity), gt.hessian(sum, sparsity=sparsity)):
+        with pytest.raises(GradtoolsError, match="batches no sparse tensors"):
+            torch.func.vmap(f)(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize(("name", "products"), [("stencil", 3), ("arrow", 3), ("elementwise", 1)])
 def test_a_band_takes_a_product_for_each_of_its_diagonals(gt, monkeypatch, name, products):
     run = gt.jacobian(lambda x: PROGRAMS[name][0](gt, x), sparsity="detect")

@@ -158,6 +158,13 @@ def test_what_is_written_to_numpys_arrays_later_changes_no_derivative(remade: An
         np.testing.assert_allclose(found, right, rtol=1e-6)
 
 
+def test_a_constant_of_a_chunk_that_is_written_to_later_changes_no_derivative() -> None:
+    scale = np.full((64, 64), 2.0)
+    pull = jax.vjp(gt.chunked(lambda x: jnp.exp(x * jnp.mean(scale)), 2), jnp.ones(6))[1]
+    scale[:] = 100.0
+    np.testing.assert_allclose(pull(jnp.ones(6))[0], 2 * np.exp(2.0) * np.ones(6), rtol=1e-6)
+
+
 @pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen, lambda f: gt.chunked(f, 2)])
 def test_what_f_closes_over_is_read_anew_at_each_call(remade: Any) -> None:
     factor = [1.0]

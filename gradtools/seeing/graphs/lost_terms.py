@@ -78,7 +78,8 @@ def losses_of(graph: PlainGraph, value: int, trained: Iterable[int] = ()) -> lis
     start = {value: _FULL}
     reached = forward(graph, start)
     if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
-        others = {*trained, *_stopped_apart(graph, reached)} - {value}
+        apart = *_stopped_apart(graph, reached), *_weighted(graph, value, reached)
+        others = {*trained, *apart} - {value}
         flows = _Flows(reached, forward(graph, dict.fromkeys(others, _FULL)))
         return list(dict.fromkeys(_terms(graph, start, flows, graph.outputs, None)))
     return [*met(graph, start, dict.fromkeys(graph.outputs, _FULL), None, lossy)]
@@ -119,6 +120,30 @@ def _stopped_apart(graph: PlainGraph, reached: Strengths) -> set[int]:
                 before = behind(graph, (outer,))
                 apart |= {value for value in graph.inputs if before.get(value) == _FULL}
     return {value for value in apart if reached.get(value) != _FULL}
+
+
+def _weighted(graph: PlainGraph, value: int, reached: Strengths) -> set[int]:
+    """The inputs before `value` of which a function is weighted by a stop of it: an advantage.
+
+    What is stopped has its derivative in another term. Which input is looked at is known, not
+    whether the others are trained or data; parameters come first.
+    """
+    matters = behind(graph, tuple(graph.outputs))
+    stops = {
+        out
+        for node in graph.nodes
+        if node.loss in _STOPPED
+        and any(reached.get(v) == _FULL == matters.get(v) for v in node.inputs)
+        for out in node.outputs
+    }
+    result: set[int] = set()
+    for node in graph.nodes:
+        if stops and node.operation in _SCALES:
+            weights = [v for v in node.inputs if ({v} | ancestors(graph, v)) & stops]
+            rest = behind(graph, tuple(v for v in node.inputs if not reached.get(v)))
+            result |= {v for v in graph.inputs if weights and rest.get(v) == _FULL}
+    places = {v: i for i, v in enumerate(graph.inputs)}
+    return {v for v in result if places[v] < places.get(value, 0)}
 
 
 def _stops_of(graph: PlainGraph) -> dict[int, list[Sequence[int]]]:

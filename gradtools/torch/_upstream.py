@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.utils.checkpoint
 from torch._C import DispatchKey as DispatchKey
 from torch._functorch.autograd_function import custom_function_call as custom_function_call
 from torch._functorch.pyfunctorch import (
@@ -251,6 +252,37 @@ DisableTorchFunction: Any = _c.DisableTorchFunction
 Functions: Any = function._SingleLevelFunction
 """The base beneath `torch.autograd.Function`: an `apply` set here for the time of a call is met by
 who keeps a bound `Function.apply`, too. Gone: patch Function, and miss those."""
+
+checkpoint_passes: Callable[..., Any] = (
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator
+)
+CHECKPOINT_OPTIONS = checkpoint_passes.__code__.co_argcount - 1
+"""What `torch.utils.checkpoint` does before and after the first pass of a function, and how many
+options stand between the function and its arguments: to keep tangents as well. Gone: in forward
+mode refuse checkpoints, whose second pass would have none."""
+
+
+def bookkeeping() -> tuple[Any, ...]:
+    """The Functions of DDP and FSDP2 that are identities and take note of the backward pass.
+
+    Empty unless processes train together. Gone: forward mode through them is refused.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return ()
+    functions = [vars(torch.nn.parallel.distributed)["_DDPSink"]]
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    return (*functions, *([] if fsdp is None else [fsdp.RegisterPostBackwardFunction]))
+
+
+def gathers_parameters(hook: Any) -> bool:
+    """Whether a hook on a layer's output is FSDP2's, which leaves the gradient as it is.
+
+    Gone: forward mode through FSDP2 is refused, as with any hook on a gradient.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    made = getattr(hook, "__func__", None)
+    return fsdp is not None and made is not None and made is fsdp.FSDPState._pre_backward
+
 
 _HANDLERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 

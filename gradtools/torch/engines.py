@@ -58,6 +58,7 @@ from gradtools.torch.compiling import (
 )
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.forward_mode.pushing import RightTangents, gated_where_unseen
+from gradtools.torch.forward_mode.training_machinery import pushed_through
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.known_errors import GOES_BACKWARD, explain, explained
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of, forward_mode
@@ -499,7 +500,8 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
             duals = [_shown(x) for x in duals]
         recorded = nodes_made()
         with torch.enable_grad():
-            with NoGradStopsTangents(not keep, keep, caller_of(fun)):
+            caller = caller_of(fun)
+            with NoGradStopsTangents(not keep, keep, caller), pushed_through(caller, keep):
                 outs, extras, nested = _watched(fun, duals)
             unseen = not (keep or nested or seen) and nodes_made() != recorded
             # Under no_grad a view of what is tracked would say that it is, and show no graph.
@@ -540,6 +542,8 @@ def _gated_at_custom_code(
     tracked = [y for y in primals if y.requires_grad]
     pushed = gated_where_unseen(caller_of(fun), tracked, pushed)
     custom = surveyed(tracked).custom if tracked else []
+    own = upstream.bookkeeping() if custom else ()
+    custom = [node for node in custom if upstream.forward_class(type(node)) not in own]
     if not custom:
         return pushed
     from gradtools.torch.double_backward import gated_tangents

@@ -103,6 +103,10 @@ class PassedBy:
         """`x.register_hook(hook)`, noting whether the hook runs."""
         if not self._moves(x):
             return fun(x, hook)
+        if upstream.gathers_parameters(hook):
+            both = [x, upstream.unpack_dual(x, level=upstream.forward_level())[1]]
+            handles = [fun(y, hook) for y in both if y.requires_grad]
+            return handles[0] if handles else RemovableHandle({})
         ran: list[bool] = []
 
         def noted(ct: Tensor) -> Any:

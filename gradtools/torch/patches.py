@@ -1,4 +1,4 @@
-"""The one place that patches classes of PyTorch, for calls that none of its modes shows.
+"""The one place that patches PyTorch, for calls that none of its modes shows.
 
 Inside of a block `around(owner, beneath, args, kwargs)` takes the place of this thread's calls
 `owner(*args, **kwargs)`; `beneath` is what was there before, the block around perhaps. Classes are
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from gradtools.torch import _upstream as upstream
 
@@ -80,6 +81,7 @@ class _Patch:
 _FUNCTIONS = _Patch(upstream.Functions, "apply", classmethod)
 _PARAMETERS = _Patch(type(torch.nn.Parameter), "__call__")
 _OPERATORS = _Patch(upstream.HigherOrderOperator, "__call__")
+_CHECKPOINTS = _Patch(torch.utils.checkpoint, upstream.checkpoint_passes.__name__)
 _SCRIPTS = [_Patch(kind, "__call__") for kind in (torch.jit.ScriptFunction, torch.ScriptMethod)]
 
 
@@ -125,6 +127,11 @@ def parameters_made(around: Around) -> AbstractContextManager[None]:
 def control_flow_called(around: Around) -> AbstractContextManager[None]:
     """Calls of PyTorch's operators that take functions, such as cond; the owner is the operator."""
     return _OPERATORS.by(around)
+
+
+def checkpoints_taken(around: Around) -> AbstractContextManager[None]:
+    """Passes of `torch.utils.checkpoint` without reentrance; the owner is the function."""
+    return _CHECKPOINTS.by(around)
 
 
 @contextmanager

@@ -1,0 +1,162 @@
+"""What frameworks put around layers to train them, in forward mode: checkpoints, DDP, FSDP2.
+
+`torch.utils.checkpoint` computes a layer again in the backward pass, when the level of forward mode
+is left: f(x) there has no tangent, and saves other tensors than the first pass did. Here it keeps
+the tangents of what goes in and computes f(x, dx) again, in a level of its own.
+
+DistributedDataParallel and FSDP2 pass activations through Functions that are identities and take
+note of the backward pass. Primals and tangents go through one such call together,
+
+    (y, dy) = identity(x, dx)
+
+so that what is noted waits for the gradients of both: FSDP2 frees and reduces a layer's parameters
+there. It gathers them in a hook on the layer's output, which is set on the tangent as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gradtools.errors import GradtoolsError
+from gradtools.rules import held_by, replaced_at
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
+from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.modes import NoForwardMode, dual_level
+from gradtools.torch.patches import checkpoints_taken, functions_applied
+
+Tensor = torch.Tensor
+_Saved = Sequence[tuple[Tensor, Tensor]]  # tensors and their tangents
+
+
+@contextmanager
+def pushed_through(caller: str, keep: bool) -> Iterator[None]:
+    """Inside, tangents go through checkpoints and through what DDP and FSDP2 apply.
+
+    keep: Whether the tangents have a graph.
+    """
+    with ExitStack() as inside:
+        if keep:
+            inside.enter_context(checkpoints_taken(_Checkpoints(caller)))
+        if upstream.bookkeeping():
+            inside.enter_context(functions_applied(_applied, of_rules=False))
+        yield
+
+
+def _tangent_of(x: Any) -> Tensor | None:
+    if not isinstance(x, Tensor) or upstream.is_wrapped(x) or not is_inexact(x):
+        return None
+    tangent: Tensor | None = upstream.unpack_dual(x, level=upstream.forward_level())[1]
+    return tangent
+
+
+def _dual(x: Tensor, tangent: Tensor) -> Tensor:
+    return upstream.make_dual(x, tangent, level=upstream.forward_level())
+
+
+# --- DDP and FSDP2 -------------------------------------------------------------------------------
+
+
+def _applied(owner: Any, beneath: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A Function that is an identity, at primals and tangents at once."""
+    if owner not in upstream.bookkeeping() or upstream.forward_level() < 0:
+        return beneath(*args, **kwargs)
+    state, *xs = args
+    tangents = [_tangent_of(x) for x in xs]
+    moved = [i for i, tangent in enumerate(tangents) if tangent is not None]
+    if not moved:
+        return beneath(*args, **kwargs)
+    primals = replaced_at(xs, moved, [upstream.unpack_dual(xs[i], level=0)[0] for i in moved])
+    result = beneath(state, *primals, *[tangents[i] for i in moved])
+    outs = list(result[: len(xs)])
+    for i, tangent in zip(moved, result[len(xs) :], strict=True):
+        outs[i] = _dual(outs[i], tangent)
+    return tuple(outs)
+
+
+# --- torch.utils.checkpoint ----------------------------------------------------------------------
+
+
+class _Checkpoints:
+    """The passes of `torch.utils.checkpoint` around a function, within one call of an operator."""
+
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+
+    def __call__(self, fun: Any, beneath: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """As the checkpoint of a function of primals and tangents, if any tangent goes in."""
+        if upstream.forward_level() < 0 or not torch.is_grad_enabled():
+            return beneath(*args, **kwargs)
+        options, inputs = args[: upstream.CHECKPOINT_OPTIONS], args[upstream.CHECKPOINT_OPTIONS :]
+        leaves, treedef = upstream.tree_flatten((inputs, kwargs))
+        tangents = [_tangent_of(x) for x in leaves]
+        moved = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        captured = [
+            (x, tangent)
+            for x in held_by([fun], lambda x: _tangent_of(x) is not None, Tensor, False)
+            if (tangent := _tangent_of(x)) is not None
+        ]
+        if not moved and not captured:
+            return beneath(*args, **kwargs)
+        count = len(leaves)
+
+        def again(*saved: Any) -> None:
+            with self._level():
+                with upstream.disable_current_modes():  # such as one that counts what is computed
+                    pairs = zip(moved, saved[count:], strict=True)
+                    duals = [_dual(saved[i], tangent) for i, tangent in pairs]
+                xs, named = upstream.tree_unflatten(
+                    replaced_at(saved[:count], moved, duals), treedef
+                )
+                with _Captured.at(captured):
+                    fun(*xs, **named)
+
+        primals = [upstream.unpack_dual(leaves[i], level=0)[0] for i in moved]
+        inputs = replaced_at(leaves, moved, primals)
+        return upstream.checkpoint_passes(again, *options, *inputs, *[tangents[i] for i in moved])
+
+    @contextmanager
+    def _level(self) -> Iterator[None]:
+        """The level of forward mode: that which is open, or a new one as in the first pass."""
+        if upstream.forward_level() >= 0:
+            yield
+            return
+        try:
+            with (
+                dual_level(),
+                NoGradStopsTangents(False, True, self.caller),
+                pushed_through(self.caller, True),
+            ):
+                yield
+        except NoForwardMode:
+            raise GradtoolsError(
+                f"{self.caller}: f holds torch.utils.checkpoint, which pushes tangents again in "
+                "the backward pass, and another thread is in forward mode now. Use gt.checkpoint "
+                "in its place, or run these backward passes one after the other."
+            ) from None
+
+
+class _Captured(TorchFunctionMode):
+    """Tensors that a function closes over, in whose place their dual numbers are used."""
+
+    def __init__(self, duals: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._duals = duals
+
+    @classmethod
+    def at(cls, captured: _Saved) -> Any:
+        """Around a call of the function."""
+        if not captured:
+            return nullcontext()
+        return cls({id(x): _dual(x, tangent) for x, tangent in captured})
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = upstream.tree_map_only(
+            Tensor, lambda x: self._duals.get(id(x), x), (args, kwargs or {})
+        )
+        return fun(*args, **kwargs)

@@ -274,6 +274,30 @@ def bookkeeping() -> tuple[Any, ...]:
     return (*functions, *([] if fsdp is None else [fsdp.RegisterPostBackwardFunction]))
 
 
+def flex_attention_module() -> Any:
+    """Where `flex_attention` refuses operands on the CPU that require grad, once it is imported.
+
+    Gone: forward mode through it is refused on the CPU, as reverse mode is.
+    """
+    return sys.modules.get("torch.nn.attention.flex_attention")
+
+
+def flex_operator() -> Any:
+    """The operator that `flex_attention` calls, once it is imported. Gone: by its name."""
+    module = sys.modules.get("torch._higher_order_ops.flex_attention")
+    return None if module is None else module.flex_attention
+
+
+def indexing_by_numbers() -> Any:
+    """A block in which `table[i]` takes a number i of vmap's, as flex_attention's functions need.
+
+    Gone: such a function is refused by vmap.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
 def gathers_parameters(hook: Any) -> bool:
     """Whether a hook on a layer's output is FSDP2's, which leaves the gradient as it is.
 

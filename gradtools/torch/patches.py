@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,7 @@ _FUNCTIONS = _Patch(upstream.Functions, "apply", classmethod)
 _PARAMETERS = _Patch(type(torch.nn.Parameter), "__call__")
 _OPERATORS = _Patch(upstream.HigherOrderOperator, "__call__")
 _CHECKPOINTS = _Patch(torch.utils.checkpoint, upstream.checkpoint_passes.__name__)
+_FLEX: dict[Any, _Patch] = {}  # by the module, which is imported when it is first used
 _SCRIPTS = [_Patch(kind, "__call__") for kind in (torch.jit.ScriptFunction, torch.ScriptMethod)]
 
 
@@ -132,6 +133,14 @@ def control_flow_called(around: Around) -> AbstractContextManager[None]:
 def checkpoints_taken(around: Around) -> AbstractContextManager[None]:
     """Passes of `torch.utils.checkpoint` without reentrance; the owner is the function."""
     return _CHECKPOINTS.by(around)
+
+
+def flex_validated(around: Around) -> AbstractContextManager[Any]:
+    """Whether `flex_attention` may run where its operands are; the owner is the query."""
+    module = upstream.flex_attention_module()
+    if module is None:
+        return nullcontext()
+    return _FLEX.setdefault(module, _Patch(module, "_validate_device")).by(around)
 
 
 @contextmanager

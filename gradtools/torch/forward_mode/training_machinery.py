@@ -28,7 +28,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.modes import NoForwardMode, dual_level
-from gradtools.torch.patches import checkpoints_taken, functions_applied
+from gradtools.torch.patches import checkpoints_taken, flex_validated, functions_applied
 
 Tensor = torch.Tensor
 _Saved = Sequence[tuple[Tensor, Tensor]]  # tensors and their tangents
@@ -43,6 +43,7 @@ def pushed_through(caller: str, keep: bool) -> Iterator[None]:
     with ExitStack() as inside:
         if keep:
             inside.enter_context(checkpoints_taken(_Checkpoints(caller)))
+            inside.enter_context(flex_validated(_validated))
         if upstream.bookkeeping():
             inside.enter_context(functions_applied(_applied, of_rules=False))
         yield
@@ -77,6 +78,12 @@ def _applied(owner: Any, beneath: Callable[..., Any], args: Any, kwargs: Any) ->
     for i, tangent in zip(moved, result[len(xs) :], strict=True):
         outs[i] = _dual(outs[i], tangent)
     return tuple(outs)
+
+
+def _validated(query: Tensor, beneath: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """The devices of `flex_attention`: with a tangent its plain code runs, which has a gradient."""
+    if upstream.forward_level() < 0 or all(_tangent_of(x) is None for x in (query, *args)):
+        beneath(*args, **kwargs)
 
 
 # --- torch.utils.checkpoint ----------------------------------------------------------------------

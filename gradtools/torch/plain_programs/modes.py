@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_mapped, levels_differentiating
+from gradtools.torch.plain_programs.programs import flex_attention
 from gradtools.torch.plain_programs.rows import (
     GRADIENT,
     GRADIENT_AGAIN,
@@ -92,6 +93,8 @@ def _of_plain_code(fun: Any) -> Any:
 
 def plain_kernel(fun: upstream.HigherOrderOperator) -> Any:
     """What an operator that takes functions runs, by plain code."""
+    if fun is upstream.flex_operator():
+        return flex_attention
     return fun.py_kernels.get(upstream.DispatchKey.CompositeExplicitAutograd)
 
 

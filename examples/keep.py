@@ -17,6 +17,7 @@ PRINTED = FOLDER / "printed"
 PICTURES = {
     "u03_latent_gradients": ["frozen.png"],
     "u10_lost_gradient": ["u10_lost_gradient_torch.png"],
+    "u16_meanflow": ["u16_meanflow_torch.png"],
 }
 BOTH = "cross_check_minilm"  # it needs both backends, and takes no --backend
 

@@ -880,3 +880,63 @@ def test_make_fx_says_that_it_traces():
     f(torch.ones(1))
     make_fx(f)(torch.ones(1))
     assert seen == [False, True]
+
+
+# --- what frameworks put around layers -----------------------------------------------------------
+
+
+def test_a_checkpoint_passes_its_options_and_then_the_arguments():
+    from torch.utils.checkpoint import checkpoint
+
+    from gradtools.torch.patches import checkpoints_taken
+
+    seen = []
+
+    def around(fun, beneath, args, kwargs):
+        seen.append((fun, args[upstream.CHECKPOINT_OPTIONS :], kwargs))
+        return beneath(*args, **kwargs)
+
+    x, f = _x(), lambda x, *, c: x.exp() * c
+    with checkpoints_taken(around):
+        checkpoint(f, x, use_reentrant=False, c=2).sum().backward()
+    assert seen == [(f, (x,), {"c": 2})] and x.grad is not None
+    assert upstream.checkpoint_passes.__name__ == "_checkpoint_without_reentrant_generator"
+
+
+def test_functions_and_hooks_of_ddp_and_fsdp_are_known(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    assert upstream.bookkeeping() == ()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        hooks = []
+        layer = torch.nn.Linear(2, 2)
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        y = layer(_x()[None])
+        y.register_hook(hooks.append)
+        names = {type(n).__name__ for n in (y.grad_fn, *[n for n, _ in y.grad_fn.next_functions])}
+        nodes = {f.__name__ + "Backward" for f in upstream.bookkeeping()}
+        assert nodes == {"_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"}
+        assert names & nodes
+        (state,) = [h.__self__ for h in layer._forward_hooks.values() if hasattr(h, "__self__")][:1]
+        assert upstream.gathers_parameters(state._pre_backward)
+        assert not upstream.gathers_parameters(hooks.append)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_flex_attention_refuses_the_cpu_in_a_module_of_its_own():
+    from torch.nn.attention import flex_attention
+
+    assert upstream.flex_attention_module() is flex_attention
+    assert upstream.flex_operator() is flex_attention.flex_attention_hop
+    x = torch.ones(1, 1, 2, 2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention._validate_device(x, x, x)
+
+
+def test_a_table_is_read_at_a_number_of_vmaps():
+    table = torch.arange(3.0)
+    with upstream.indexing_by_numbers():
+        assert torch.vmap(lambda i: table[i])(torch.tensor([2, 0])).tolist() == [2.0, 0.0]

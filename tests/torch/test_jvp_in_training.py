@@ -1,0 +1,261 @@
+"""Training through a Jacobian-vector product, as MeanFlow does, in what models are trained with.
+
+The truth is the same loss by the math kernel in float64, its derivative along the path by finite
+differences. Around it: kinds of attention, checkpoints, DDP and FSDP2, precisions and compilers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import traceback
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+Tensor = torch.Tensor
+WORLD, SECONDS = 2, 240
+BATCH, LENGTH, WIDTH, HEADS = 2, 6, 16, 4
+_attend = nn.functional.scaled_dot_product_attention
+_i = torch.arange(LENGTH)
+BIAS = -0.125 * (_i[:, None] - _i).square().double()
+ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mask": {"attn_mask": _i[:, None] >= _i - 1},
+    "bias": {"attn_mask": BIAS},
+    "causal": {"is_causal": True},
+    "grouped": {"is_causal": True, "enable_gqa": True},
+    "flex": {"attn_mask": BIAS.masked_fill(_i[:, None] < _i, -torch.inf), "enable_gqa": True},
+}
+CHECKPOINTS = {
+    "whole": lambda f, *xs: f(*xs),
+    "torch": partial(checkpoint, use_reentrant=False),
+    "gt": lambda f, *xs: gt.checkpoint(f)(*xs),
+}
+PRECISIONS = {"float64": 1e-9, "float32": 2e-5, "bf16": 0.05, "compiled": 2e-5}  # and tolerances
+truth_by_math = [False]
+
+
+class Block(nn.Module):
+    """A layer of a transformer that is modulated by the time."""
+
+    def __init__(self, kind: str, way: str) -> None:
+        super().__init__()
+        self.kind, self.way = kind, way
+        heads = HEADS // 2 if ATTENTION[kind].get("enable_gqa") else HEADS
+        sizes = [WIDTH, *[WIDTH // HEADS * heads] * 2]
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.ModuleList([nn.Linear(WIDTH, n) for n in sizes])
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+
+    def forward(self, h: Tensor, c: Tensor) -> Tensor:
+        return CHECKPOINTS[self.way](self.evaluated, h, c)
+
+    def evaluated(self, h: Tensor, c: Tensor) -> Tensor:
+        x = self.norm(h) * (1 + c)
+        q, k, v = (f(x).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for f in self.qkv)
+        options = dict(ATTENTION[self.kind])
+        if self.kind == "flex" and not truth_by_math[0]:
+            score = lambda s, b, h, i, j: s - 0.125 * (i - j) ** 2
+            causal = lambda b, h, i, j: i >= j
+            mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device=q.device)
+            y = flex_attention(q, k, v, score, mask, enable_gqa=True)
+        else:
+            bias = options.get("attn_mask")
+            if bias is not None and bias.is_floating_point():
+                options["attn_mask"] = bias.to(q.dtype)
+            y = _attend(q, k, v, dropout_p=0.0, **options)
+        h = h + self.out(y.transpose(1, 2).flatten(2))
+        return h + self.mlp(h)
+
+
+class Velocity(nn.Module):
+    """u(x, t), the velocity of MeanFlow."""
+
+    def __init__(self, kind: str, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.time = nn.Linear(3, WIDTH), nn.Linear(1, WIDTH)
+        self.blocks = nn.ModuleList([Block(kind, way) for _ in range(2)])
+        self.out = nn.Linear(WIDTH, 3)
+        self.double()
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        h, c = self.into(x), self.time(t)[:, None]
+        for block in self.blocks:
+            h = block(h, c)
+        return self.out(h)
+
+
+def batch(dtype: torch.dtype) -> list[Tensor]:
+    random = torch.Generator().manual_seed(1)
+    shapes = [(BATCH, LENGTH, 3), (BATCH, 1), (BATCH, LENGTH, 3), (BATCH, LENGTH, 3)]
+    return [torch.randn(s, generator=random, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def loss(jvp: Any, u: Any, x: Tensor, t: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """MeanFlow's, and a term in which the tangent itself is trained."""
+    y, dy = jvp(u, (x, t), (v, torch.ones_like(t)))
+    target = (v - t[:, None] * dy).detach()
+    return (y - target).square().mean() + 0.1 * (dy * w).mean()
+
+
+def by_differences(u: Any, primals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
+    """Central differences of eighth order."""
+    weights, h = ((1, 4 / 5), (2, -1 / 5), (3, 4 / 105), (4, -1 / 280)), 1e-3
+    at = lambda e: u(*[x + e * dx for x, dx in zip(primals, tangents, strict=True)])
+    return at(0.0), sum(a * (at(k * h) - at(-k * h)) for k, a in weights) / h
+
+
+@cache
+def truth(kind: str) -> tuple[float, Tensor]:
+    model = Velocity(kind, "whole")
+    truth_by_math[0] = True
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            value = loss(by_differences, model, *batch(torch.float64))
+    finally:
+        truth_by_math[0] = False
+    value.backward()
+    return value.item(), gradient(model)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    whole = lambda g: g.full_tensor() if hasattr(g, "full_tensor") else g
+    return torch.cat([whole(p.grad).flatten().double() for p in model.parameters()])
+
+
+def wrapped(model: Velocity, wrapper: str) -> nn.Module:
+    if wrapper == "DDP":
+        return DistributedDataParallel(model)
+    if wrapper == "static":
+        return DistributedDataParallel(model, static_graph=True)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def errors(kind: str, way: str, wrapper: str, precision: str) -> list[float]:
+    """Of two steps, how far their gradients are from the truth, over its norm."""
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    model = Velocity(kind, way).to(dtype)
+    whole = model if wrapper == "alone" else wrapped(model, wrapper)
+    rows, rank = (dist.get_world_size(), dist.get_rank()) if wrapper != "alone" else (1, 0)
+    data = [x.chunk(rows)[rank] for x in batch(dtype)]
+    step = partial(loss, gt.jvp, whole)
+    if precision == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="aot_eager")
+    result = []
+    for _ in range(1 if precision == "compiled" else 2):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            value = step(*data)
+        value.backward()
+        expected = truth(kind)[1]
+        result.append(float((gradient(model) - expected).norm() / expected.norm()))
+    return result
+
+
+REFUSED = {
+    ("flex", "gt"): "jvp: f holds flex_attention, which PyTorch differentiates on CUDA devices",
+}
+
+
+def check(found: Any, kind: str, way: str, precision: str) -> None:
+    refusal = REFUSED.get((kind, way))
+    if refusal:
+        assert isinstance(found, str) and re.search(refusal, found), found
+    else:
+        assert isinstance(found, list), found
+        assert max(found) < PRECISIONS[precision]
+
+
+def outcome(*cell: str) -> Any:
+    try:
+        return errors(*cell)
+    except GradtoolsError as error:
+        return str(error)
+
+
+@pytest.mark.sampled(8, 72)
+@pytest.mark.slow_at("compiled")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("way", CHECKPOINTS)
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_a_gradient_through_a_jvp_is_that_of_the_math_kernel(kind, way, precision):
+    check(outcome(kind, way, "alone", precision), kind, way, precision)
+
+
+# --- in two processes ----------------------------------------------------------------------------
+
+WRAPPERS = ("DDP", "static", "FSDP2")
+CELLS = [
+    (kind, way, wrapper, precision)
+    for kind, way, wrapper, precision in product(ATTENTION, CHECKPOINTS, WRAPPERS, PRECISIONS)
+    if precision != "compiled" or kind == "causal"
+]
+
+
+def work(rank: int, folder: str, world: int, cells: Any) -> None:
+    torch.set_num_threads(1)
+    init = f"file://{folder}/init"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    found: dict[Any, Any] = {}
+    for cell in cells:
+        try:
+            found[cell] = outcome(*cell)
+        except Exception:
+            found[cell] = traceback.format_exc()
+        torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context = mp.start_processes(work, (str(folder), WORLD, CELLS), WORLD, join=False)
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until and not context.join(timeout=1):
+        pass
+    for process in context.processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    paths = [folder / f"{rank}.pt" for rank in range(WORLD)]
+    return [torch.load(p, weights_only=False) if p.exists() else {} for p in paths]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "way", "wrapper", "precision"), CELLS)
+def test_a_gradient_through_a_jvp_in_two_processes(kind, way, wrapper, precision, processes):
+    for found in processes:
+        check(found.get((kind, way, wrapper, precision), "it hangs"), kind, way, precision)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_of_training_are_pushed_through_in_one_process(wrapper, tmp_path):
+    """The quick half of the matrix of two processes."""
+    cells = [("causal", "whole", wrapper, "float64"), ("grouped", "torch", wrapper, "float32")]
+    work(0, str(tmp_path), 1, cells)
+    for (kind, way, _, precision), found in torch.load(tmp_path / "0.pt").items():
+        check(found, kind, way, precision)

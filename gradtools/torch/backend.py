@@ -220,6 +220,8 @@ class TorchBackend(Wing):
 def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
+    if is_compiling() and engines.is_pushed_in_trace():
+        return f(*args, **kwargs)  # PyTorch traces no tangents through a checkpoint's operator
     if is_compiling() and not engines.is_inside():
         from torch.utils.checkpoint import checkpoint
 

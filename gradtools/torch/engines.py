@@ -730,8 +730,12 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
 
     def paired(*xs: Tensor) -> Any:
         if is_compiling():
-            with _twice_in_trace(), RightTangents():
-                outs, extras = fun(*xs)
+            _pushed_in_trace.append(True)
+            try:
+                with _twice_in_trace(), RightTangents():
+                    outs, extras = fun(*xs)
+            finally:
+                _pushed_in_trace.pop()
         else:
             with torch.enable_grad(), NoGradStopsTangents(False, True, caller_of(fun)):
                 outs, extras, nested = _watched(fun, xs)
@@ -837,6 +841,14 @@ class _OpenFlags(threading.local):
 
 _eager = _OpenFlags()
 _compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty before and after
+
+
+_pushed_in_trace: list[bool] = []
+
+
+def is_pushed_in_trace() -> bool:
+    """Whether dynamo traces a function that forward mode pushes along."""
+    return bool(_pushed_in_trace)
 
 
 def _open_derivatives() -> list[list[bool]]:

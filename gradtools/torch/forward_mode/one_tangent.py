@@ -13,7 +13,6 @@ way; so does what is called inside of PyTorch, which a function mode does not se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.nn import functional
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, graphs
 from gradtools.torch.forward_mode.pushing import pushed_by_pytorch
-from gradtools.torch.forward_mode.symbolic_zeros import NoProductsOfZero
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -244,44 +242,6 @@ def _dropout(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     return None if training and p > 0 else x
 
 
-def _composed(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """PyTorch's own way through layers that one call holds, less what fixed weights would cost."""
-    with NoProductsOfZero():
-        return fun(*args, **kwargs)
-
-
-def _attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The plain formula without mask and dropout, where no fused kernel is allowed to run."""
-    q, k, v, mask, dropout, causal, scale, grouped = _of_attention(*args, **kwargs)
-    if mask is not None or dropout or causal or grouped or any(allowed() for allowed in _FUSED):
-        return None
-    if q.dtype not in _WIDE or not _one_dtype(q, k, v):
-        return None
-    root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    (q, dq), (k, dk), (v, dv) = map(mode.parts, (q, k, v))
-    if dq is None and dk is None and dv is None:
-        return None
-    q, k = q * root, (k * root).transpose(-2, -1)
-    dq, dk = _times(dq, root), None if dk is None else _times(dk, root).transpose(-2, -1)
-    probabilities = torch.softmax(q @ k, -1)
-    tangents = _product_of(q, dq, k, dk)
-    if tangents is not None:
-        dtype = probabilities.dtype
-        tangents = upstream.softmax_pullback(tangents, probabilities, -1, dtype)
-    return mode.dual(probabilities @ v, _product_of(probabilities, tangents, v, dv))
-
-
-def _times(dx: Any, number: float) -> Any:
-    return None if dx is None else dx * number
-
-
-def _product_of(a: Tensor, da: Any, b: Tensor, db: Any) -> Any:
-    """The tangent of a matrix product."""
-    if da is None:
-        return None if db is None else a @ db
-    return da @ b if db is None else (da @ b).add_(a @ db)
-
-
 def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
     """Whether nothing is cast, be it by autocast."""
     dtype = x.dtype
@@ -330,27 +290,8 @@ def _of_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool
     return input, p, training
 
 
-def _of_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> Any:
-    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-
-
 _MANY = 2**18  # below it joining the inputs costs more than it saves
 _PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
-_WIDE = (torch.float32, torch.float64)  # the plain formula of others has steps of its own
-_FUSED = (
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.cudnn_sdp_enabled,
-)
 
 _ALIKE: dict[Any, tuple[Any, ...]] = {
     _as_it_is: (
@@ -376,7 +317,5 @@ _ALIKE: dict[Any, tuple[Any, ...]] = {
     _batch_norm: (functional.batch_norm,),
     _softmax: (functional.softmax, torch.softmax, Tensor.softmax),
     _dropout: (functional.dropout,),
-    _composed: (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
-    _attention: (functional.scaled_dot_product_attention,),
 }
 _RULES = {fun: rule for rule, those in _ALIKE.items() for fun in those}

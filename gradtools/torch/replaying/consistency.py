@@ -240,9 +240,10 @@ class Verification:
             f"{self.caller}: chunk {i} gives other numbers when it is computed again, first "
             f"{where}. It depends on something that is neither an argument, a random stream, nor "
             "held by a module or variable that f can reach (an iterator, a file, a cache, the "
-            "clock, a tensor changed through .data), another thread draws from a random stream of "
-            "f, or a kernel is not deterministic (torch.use_deterministic_algorithms). Its "
-            "gradient would be wrong. Make it a buffer of a module or an argument."
+            "clock, __slots__ of an object, a tensor changed through .data), another thread draws "
+            "from a random stream of f, or a kernel is not deterministic "
+            "(torch.use_deterministic_algorithms). Its gradient would be wrong. Make it a buffer "
+            "of a module or an argument."
         )
 
     # --- graphs

@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+# As a path, which mypy, pyright and editors follow; they do not follow setuptools' import hook.
+EDITABLE := --config-settings editable_mode=compat -e
 
 # One thread for each worker: more threads than cores make both slower. Compiled modules are kept,
 # which the many processes that tests start would each compile again.
@@ -55,7 +57,7 @@ docs: $(VENV)/.docs-installed
 	@echo "open build/site/index.html"
 
 $(VENV)/.docs-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[docs]"
 	@touch $@
 
 # The compilers of TPU and GPU, ahead of time: neither is needed. They stand beside .venv, whose
@@ -73,7 +75,7 @@ $(AHEAD)/.installed: $(STAMP)
 	$(BIN)/python -m venv $(AHEAD)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    >"$$($(AHEAD)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	$(AHEAD)/bin/python -m pip install --quiet -c constraints.txt -e ".[ahead]"
+	$(AHEAD)/bin/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[ahead]"
 	@touch $@
 
 bench: $(STAMP)
@@ -85,7 +87,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    || { echo "gradtools needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[test]"
 	@touch $@
 
 clean:

@@ -61,6 +61,7 @@ BLOCK = re.compile(
     rf"^```python[^\n]*\n(?:(?!```)[^\n]*\n)*?{re.escape(EITHER)}\n.*?^```$",
     re.S | re.M,
 )
+WIDE = ("index.md", "gallery.md", "graphs.md")  # pages of pictures
 GALLERY = "assets/gallery/"
 PICTURE = re.compile(
     r"!\[([^\]]*)\]\(((?:\.\./)*(?:docs/)?assets/gallery/[^)]*\.svg)\)"
@@ -122,6 +123,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = page.file.src_uri
     if here.startswith(INTERNALS):
         page.meta.setdefault("search", {"boost": 0.1})
+    if here in WIDE:
+        page.meta.setdefault("hide", ["navigation", "toc"])
     markdown = PICTURE.sub(
         linked_picture, relinked(markdown, _origins[here], here)
     )

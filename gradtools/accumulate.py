@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from gradtools.arguments.wording import in_words, with_article
 from gradtools.backend import Operators
+from gradtools.boundary import user_facing_methods
 from gradtools.errors import GradtoolsError
 
 PRECISIONS = ("float16", "bfloat16", "float32", "float64")
@@ -316,6 +317,7 @@ class RankSums:
     varies: tuple[frozenset[Any], ...] = ()
 
 
+@user_facing_methods
 class GradientAccumulator:
     """A running weighted sum of gradients; made by `gt.GradientAccumulator`.
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from gradtools.boundary import called, user_facing_methods
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
@@ -332,7 +333,7 @@ class Differentiation(Arrays):
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         """`run(native, *args)` as a function of args; a pytree where functions can be."""
-        return partial(run, native)
+        return partial(called, run, native)
 
     def opened(
         self,
@@ -639,6 +640,9 @@ class Operators:
     """Public operators, bound to one backend."""
 
     never_changes = True  # what f holds of them is no state that a second run of f would meet
+
+    def __init_subclass__(cls) -> None:
+        user_facing_methods(cls)
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -27,7 +27,6 @@ from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
 from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition
 from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
-from gradtools.arguments.keyword_hints import with_hints
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R
 from gradtools.derivatives import Derivatives, GradientSpec
@@ -40,7 +39,6 @@ Argnums = int | Sequence[int]
 class Chunking(Operators):
     """The operators that take a batch chunk by chunk."""
 
-    @with_hints
     def chunked(
         self,
         f: F,
@@ -172,7 +170,6 @@ class Chunking(Operators):
         outs, carry = self._backend.run_chunks(chunks)
         return chunks.result(outs, carry)
 
-    @with_hints
     def microbatched_value_and_grad(
         self,
         f: Callable[P, R],

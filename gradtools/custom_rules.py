@@ -16,10 +16,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from gradtools.arguments.keyword_hints import with_hints
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe
 from gradtools.backend import Backend, F, Operators
+from gradtools.boundary import user_facing, user_facing_methods
 from gradtools.custom_structure import ARRAY, Shaped, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import told_apart
@@ -40,7 +40,6 @@ class CustomRules(Operators):
     def custom_rule(
         self, f: None = None, static_argnames: Any = (), check: str = "first"
     ) -> Callable[[Callable[..., Any]], CustomRule]: ...
-    @with_hints
     def custom_rule(self, f: Any = None, static_argnames: Any = (), check: str = "first") -> Any:
         """A function with the value of `f` and a derivative that you write.
 
@@ -105,6 +104,7 @@ _MAPS = ("fwd", "bwd", "jvp")
 _GIVEN = {"fun", *_MAPS, "remat", "check", "symbolic_zeros", "static_argnames", "kernel"}
 
 
+@user_facing_methods
 class CustomRule:
     """A function and its rule; see `custom_rule`.
 
@@ -291,6 +291,7 @@ class CustomRule:
 
         self.defjvp(summed)
 
+    @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
         statics: tuple[Any, ...] = ()

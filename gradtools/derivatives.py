@@ -19,12 +19,12 @@ from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.calls import NOT_NAMED, Call
 from gradtools.arguments.checks import normalized_argnums, refuse_arguments, whole_or_none
 from gradtools.arguments.in_axes import Argument, arguments_of_call
-from gradtools.arguments.keyword_hints import with_hints
 from gradtools.arguments.wording import describe, with_article
 from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
 from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
+from gradtools.gradient_types import Gradient, ValueAndGradient
 from gradtools.jacobian_blocks import blocks, in_precision_of
 
 A = TypeVar("A")
@@ -78,7 +78,7 @@ class Derivatives(Operators):
         *,
         has_aux: Literal[False] = False,
         disconnected_inputs: Disconnected = "raise",
-    ) -> Callable[Concatenate[T, P], T]: ...
+    ) -> Gradient[T, P]: ...
     @overload
     def grad(
         self,
@@ -87,14 +87,13 @@ class Derivatives(Operators):
         has_aux: Literal[True],
         disconnected_inputs: Disconnected = "raise",
     ) -> Callable[Concatenate[T, P], tuple[T, A]]: ...
-    @with_hints
     def grad(
         self,
-        f: Any,
+        f: Callable[..., Any],
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
-    ) -> Any:
+    ) -> Callable[..., Any]:
         """The gradient function of a real scalar f: J^H 1.
 
         f is evaluated once, and no `.grad` is changed. In JAX f is traced and the trace is run; if
@@ -149,7 +148,7 @@ class Derivatives(Operators):
         *,
         has_aux: Literal[False] = False,
         disconnected_inputs: Disconnected = "raise",
-    ) -> Callable[Concatenate[T, P], tuple[R, T]]: ...
+    ) -> ValueAndGradient[T, P, R]: ...
     @overload
     def value_and_grad(
         self,
@@ -157,15 +156,14 @@ class Derivatives(Operators):
         *,
         has_aux: Literal[True],
         disconnected_inputs: Disconnected = "raise",
-    ) -> Callable[Concatenate[T, P], tuple[tuple[R, A], T]]: ...
-    @with_hints
+    ) -> ValueAndGradient[T, P, tuple[R, A]]: ...
     def value_and_grad(
         self,
-        f: Any,
+        f: Callable[..., Any],
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
-    ) -> Any:
+    ) -> Callable[..., Any]:
         """The value and the gradient of a real scalar f, from one evaluation.
 
         Args:
@@ -253,7 +251,6 @@ class Derivatives(Operators):
     def vjp(
         self, f: Callable[P, tuple[R, A]], *primals: Any, has_aux: Literal[True]
     ) -> tuple[R, Callable[[Any], tuple[Any, ...]], A]: ...
-    @with_hints
     def vjp(self, f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         """The value of f and its pullback c -> J^H c, from one evaluation.
 
@@ -318,7 +315,6 @@ class Derivatives(Operators):
         tangents: Sequence[Any],
         has_aux: Literal[True],
     ) -> tuple[R, R, A]: ...
-    @with_hints
     def jvp(
         self,
         f: Callable[..., Any],
@@ -415,7 +411,6 @@ class Derivatives(Operators):
         out = attach(call.output(outs, extras)[0], _first)
         return out, self._backend.linear_map(pushforward, push)
 
-    @with_hints
     def jacobian(
         self,
         f: Callable[P, Any],
@@ -496,7 +491,6 @@ class Derivatives(Operators):
         uncompiled = self._backend.compiler.uncompiled
         return uncompiled(sparse_jacobian, call, run, sparsity, mode, chunk_size)
 
-    @with_hints
     def hvp(
         self,
         f: Callable[P, Any],
@@ -552,7 +546,6 @@ class Derivatives(Operators):
         pair = call.to_trees(grads), call.to_trees(products)
         return call.attaching(self.hvp, f, primals, tangents, mode)(pair)
 
-    @with_hints
     def hessian(
         self, f: Callable[P, Any], argnums: Argnums = 0, sparsity: Any = None
     ) -> Callable[P, Any]:
@@ -601,7 +594,6 @@ class Derivatives(Operators):
             result = call.to_trees([row[0] for row in rows])[0]
         return call.attaching(self._hessian_at, f, argnums, None, *args, **kwargs)(result)
 
-    @with_hints
     def per_example_grad(
         self,
         f: Callable[P, Any],

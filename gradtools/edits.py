@@ -21,6 +21,7 @@ from typing import Any
 from gradtools.arguments.checks import as_array
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, Operators, P, R, T
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, key_of, replaced_at
 
@@ -548,6 +549,7 @@ class _StraightThrough:
         through = "identity" if self._surrogate is None else _name(self._surrogate)
         return f"<straight_through {_name(self._f)}, derivative of {through}>"
 
+    @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = self._backend
         through = self._through(args, kwargs)

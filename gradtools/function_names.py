@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from gradtools.boundary import called
+
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
     """The call under a name like f's and with f's signature; it can be pickled if f can."""
@@ -15,7 +17,7 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
     except AttributeError:  # dynamo's stand-in for a partial has no attributes
         return call
     if type(call) is partial:
-        call = _Method(call.func, *call.args, **call.keywords)
+        call = _Method(called, call.func, *call.args, **call.keywords)
         call.__dict__.update(known)
     return call
 

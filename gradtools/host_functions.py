@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, overload
 
-from gradtools.arguments.keyword_hints import with_hints
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
@@ -46,7 +45,6 @@ class HostFunctions(Operators):
         vectorized: bool = False,
         check: str = "first",
     ) -> Callable[[Callable[..., Any]], HostFunction]: ...
-    @with_hints
     def host_function(
         self,
         kernel: Any = None,

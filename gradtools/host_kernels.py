@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.wording import in_words, with_article
+from gradtools.boundary import user_facing
 from gradtools.code_origin import definition_of
 from gradtools.errors import GradtoolsError
 from gradtools.integrations.containers import whole
@@ -62,6 +63,7 @@ class ArraySpec:
     shape: Shape
     dtype: str
 
+    @user_facing
     def __init__(self, shape: Any, dtype: Any) -> None:
         object.__setattr__(self, "shape", _shape(shape))
         object.__setattr__(self, "dtype", _dtype(dtype))

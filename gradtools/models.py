@@ -18,7 +18,6 @@ import numpy as np
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.chunks import ChunkOptions, check_verify
 from gradtools.arguments.in_axes import arguments_of_call
-from gradtools.arguments.keyword_hints import with_hints
 from gradtools.arguments.wording import with_article
 from gradtools.backend import F, Operators, P, R
 from gradtools.errors import GradtoolsError
@@ -228,7 +227,6 @@ class Models(Operators):
         """
         return self._backend.split_key(key, n)
 
-    @with_hints
     def vmap(self, f: Callable[P, R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[P, R]:
         """The function f, written for one example, mapped over a batch axis.
 
@@ -270,7 +268,6 @@ class Models(Operators):
         axes = tuple([axis for _, axis in batch.split])
         return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
 
-    @with_hints
     def checkpoint(self, f: F, verify: bool | None = None) -> F:
         """The function f; its intermediate results are computed again in the backward pass.
 

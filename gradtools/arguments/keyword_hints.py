@@ -5,13 +5,13 @@ The table of docs/coming-from.md for keywords: a refusal names the one that grad
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar
+from difflib import get_close_matches
+from inspect import Signature, signature
+from typing import Any
 
 from gradtools.errors import TypeRefusal
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _STATIC = (
     "name the parameters in static_argnames=; static arguments lead those of fwd as well as bwd"
@@ -47,26 +47,50 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "chunks": "write chunk_size=, the number of examples in a chunk",
     "retain": "write keep_graphs=",
     "outputs": "write select=",
+    "temperature": "write logit_scale=1 / temperature",
+    "temp": "write logit_scale=1 / temperature",
+    "tau": "write logit_scale=1 / tau",
     "result_shape_dtypes": "write out=ArraySpec(shape, dtype)",
     "vmap_method": "write vectorized=True, or leave it out for one call for each example",
 }
 
 
-def with_hints(operator: F) -> F:
-    """The operator, which refuses a keyword of another tool by naming its own."""
+def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
+    """What to say instead where a call of an operator did not fit its parameters.
 
-    @wraps(operator)
-    def hinting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name in _HINTS:
-                raise TypeRefusal(_refusal(operator.__name__, name))
-        return operator(self, *args, **kwargs)
-
-    return hinting  # type: ignore[return-value]
-
-
-def _refusal(operator: str, name: str) -> str:
-    hint = _HINTS[name]
+    Python's own text names the private class of the operator, and none of its parameters. None
+    where the error came from within the call.
+    """
+    trace = error.__traceback__
+    if not isinstance(error, TypeError) or trace is None or trace.tb_next is not None:
+        return None
+    name = _name(operator)
+    said = str(error).partition("() ")[2]
+    unknown = _UNKNOWN.search(said)
+    if unknown is None:
+        said = said if said.startswith("missing") else "too many positional arguments"
+        return TypeRefusal(f"{name}: {said}. Expected {_usage(operator)}.")
+    keyword = unknown[1]
+    known = [*signature(operator).parameters]
+    near = get_close_matches(keyword, known, 1)
+    hint = _HINTS.get(keyword) or (f"write {near[0]}=" if near else "")
     if isinstance(hint, dict):
-        hint = hint.get(operator, "leave it out")
-    return f"{operator}: there is no argument {name}=. Instead, {hint}."
+        hint = hint.get(name, "leave it out")
+    instead = f"Instead, {hint}." if hint else f"Expected {_usage(operator)}."
+    return TypeRefusal(f"{name}: there is no argument {keyword}=. {instead}")
+
+
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def _name(operator: Callable[..., Any]) -> str:
+    """The public name: of an initializer that of its class."""
+    owner, _, name = operator.__qualname__.rpartition(".")
+    return owner if name == "__init__" else name
+
+
+def _usage(operator: Callable[..., Any]) -> str:
+    """The operator's call, without types."""
+    parameters = [p.replace(annotation=p.empty) for p in signature(operator).parameters.values()]
+    plain = Signature([p for p in parameters if p.name != "self"])
+    return f"{_name(operator)}{plain}"

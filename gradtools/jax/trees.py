@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradtools.boundary import user_facing
 from gradtools.integrations.containers import Containers, OpenedTree
 from gradtools.jax import shardings
 
@@ -90,6 +91,7 @@ class LinearMap:
     def __init__(self, run: Callable[..., Any], native: Any) -> None:
         self.run, self.native = run, native
 
+    @user_facing
     def __call__(self, *args: Any) -> Any:
         return self.run(self.native, *args)
 

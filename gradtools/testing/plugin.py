@@ -22,13 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from types import FrameType
 from typing import Any
 
 import pytest
 
 import gradtools
-from gradtools.code_origin import USER, is_our_frame, lines_of, whose_frame
+from gradtools.boundary import hidden_frames
 
 BACKENDS = ("torch", "jax")
 _PROPERTY = "gradtools_cross_check"
@@ -121,42 +120,9 @@ def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
     """Hides gradtools' own frames in what is shown of a failure."""
     if call.excinfo is not None:
-        hide_own_frames(call.excinfo.value)
-
-
-# What a framework calls in the place of an operation, which then runs from there.
-_HANDERS_ON = ("__torch_function__", "__torch_dispatch__")
-
-
-def hide_own_frames(error: BaseException) -> None:
-    """Marks gradtools' frames of an error, and of those that it comes from, as pytest knows it.
-
-    An error that gradtools made by mistake keeps them.
-    """
-    seen: list[BaseException] = []
-    todo: list[tuple[BaseException | None, bool]] = [(error, False)]
-    while todo:
-        each, meant = todo.pop()
-        if each is None or any(each is one for one in seen):
-            continue
-        seen.append(each)
-        refusal = isinstance(each, gradtools.GradtoolsError)
-        frames = [frame for frame, _ in lines_of(each)]
-        made = next((f for f in frames if f.f_code.co_name not in _HANDERS_ON), None)
-        meant = meant or refusal or (made is not None and not is_our_frame(made))
-        todo += [(each.__cause__, meant), (each.__context__, meant)]
-        hidden = [*filter(is_our_frame, frames)] if meant else []
-        for frame in (*hidden, *_beneath_the_user(frames, refusal)):
-            frame.f_locals["__tracebackhide__"] = True
-
-
-def _beneath_the_user(frames: list[FrameType], refusal: bool) -> list[FrameType]:
-    """The frames of a framework that run between the user's innermost line and a refusal.
-
-    frames: Innermost first.
-    """
-    users = [k for k, frame in enumerate(frames) if refusal and whose_frame(frame) == USER]
-    return frames[: users[0]] if users else []
+        for _, hidden in hidden_frames(call.excinfo.value):
+            for frame in hidden:
+                frame.f_locals["__tracebackhide__"] = True
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

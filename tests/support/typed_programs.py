@@ -6,7 +6,7 @@ must report an error; on all others neither may.
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import torch
 import gradtools.jax as gj
 import gradtools.torch as gt
 
-x, z = torch.ones(3), jnp.ones(3)
+x, z, net = torch.ones(3), jnp.ones(3), torch.nn.Linear(3, 1)
 
 
 def loss(w: torch.Tensor, x: torch.Tensor, *, scaled: bool = False) -> torch.Tensor:
@@ -24,6 +24,10 @@ def loss(w: torch.Tensor, x: torch.Tensor, *, scaled: bool = False) -> torch.Ten
 
 def with_aux(w: torch.Tensor) -> tuple[torch.Tensor, int]:
     return w.sum(), 3
+
+
+def of_net(net: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return net(x).sum()
 
 
 def of_dict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -43,6 +47,12 @@ assert_type(gt.grad(with_aux, has_aux=True)(x), tuple[torch.Tensor, int])
 assert_type(
     gt.value_and_grad(with_aux, has_aux=True)(x), tuple[tuple[torch.Tensor, int], torch.Tensor]
 )
+assert_type(gt.grad(of_net)(net, x), dict[str, Any])
+assert_type(gt.value_and_grad(of_net)(net, x), tuple[torch.Tensor, dict[str, Any]])
+gt.grad(lambda net: net(x).sum())(net)["weight"]
+gt.value_and_grad(lambda net: net(x).sum())(net)[1]["weight"]
+gt.grad(of_net)(x, x)  # wrong
+assert_type(gt.vmap(gt.grad(loss))(x, x), torch.Tensor)
 assert_type(gt.jvp(loss, (x, x), (x, x)), tuple[torch.Tensor, torch.Tensor])
 assert_type(gt.vjp(loss, x, x)[0], torch.Tensor)
 gt.grad(gt.grad(lambda x: (x**3).sum()))(x)

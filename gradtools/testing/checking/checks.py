@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking.derivative_checks import DerivativeCheck
 from gradtools.testing.checking.probe import MODES, Probe, backend_name, wants_64_bits
@@ -28,6 +29,7 @@ from gradtools.testing.report import Report
 CALLER = "check_derivatives"
 
 
+@user_facing
 def check_derivatives(
     f: Callable[..., Any],
     args: Sequence[Any],

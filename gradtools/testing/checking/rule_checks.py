@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.testing.checking import slopes
 from gradtools.testing.checking.checks import check_settings, is_jax
@@ -41,6 +42,7 @@ from gradtools.testing.cross_checking.sides import in_double_precision
 from gradtools.testing.report import DIFFERS, Comparison, Report, compare_arrays, mismatch
 
 
+@user_facing
 def check_rule(
     rule: Any,
     args: Sequence[Any],

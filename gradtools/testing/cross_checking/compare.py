@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.mismatch_causes import explain
@@ -23,6 +24,7 @@ from gradtools.testing.cross_checking.sides import Inputs, Side, in_double_preci
 from gradtools.testing.report import Report
 
 
+@user_facing
 def cross_check(
     *,
     torch: Any,

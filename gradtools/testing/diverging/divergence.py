@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking.error_patterns import pattern
 from gradtools.testing.cross_checking import tolerances
@@ -35,6 +36,7 @@ from gradtools.testing.report import Comparison, Report, compare_arrays
 _ROUNDING = 256  # gradients below so many epsilons of the largest one are rounding
 
 
+@user_facing
 def first_divergence(
     torch_model: Any,
     jax_model: Any,

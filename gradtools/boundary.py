@@ -1,0 +1,108 @@
+"""What an error looks like where it leaves gradtools: the user's frames, and the names of the API.
+
+Each public operator, and each function that one returns, is `user_facing`. An error that passes
+there loses gradtools' own frames, so that a plain traceback ends at the user's line. Calls that do
+not fail pay nothing but one Python call. ``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import takewhile
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, TypeVar, cast
+
+from gradtools.arguments.keyword_hints import wrong_call
+from gradtools.code_origin import LIBRARY, USER, is_our_frame, lines_of, whose_frame
+from gradtools.errors import GradtoolsError
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+FULL = "GRADTOOLS_FULL_TRACEBACK"
+
+# What a framework calls in the place of an operation, which then runs from there.
+_REDISPATCHES = ("__torch_function__", "__torch_dispatch__")
+
+
+def user_facing(fun: F) -> F:
+    """The same function, whose errors are shown without gradtools' own frames."""
+
+    @wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fun(*args, **kwargs)
+        except Exception as error:
+            refusal = wrong_call(fun, error)
+            if refusal is not None:
+                raise trimmed(refusal) from None
+            trimmed(error)
+            raise  # a bare raise adds no entry for this frame
+
+    return cast(F, call)
+
+
+def user_facing_methods(cls: C) -> C:
+    """The class, each of whose public methods is `user_facing`."""
+    for name, member in list(vars(cls).items()):
+        if isinstance(member, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, user_facing(member))
+    return cls
+
+
+def called(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`fun(*args, **kwargs)`, likewise: for what an operator returns as a partial."""
+    try:
+        return fun(*args, **kwargs)
+    except Exception as error:
+        trimmed(error)
+        raise
+
+
+def trimmed(error: Exception) -> Exception:
+    """The error, with gradtools' own frames taken out of its traceback and of its causes'."""
+    if os.environ.get(FULL, "0") in ("", "0"):
+        for each, hidden in hidden_frames(error):
+            each.__traceback__ = _without(each.__traceback__, hidden)
+    return error
+
+
+def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[FrameType]]]:
+    """For an error and those that it comes from: the frames that tell the user nothing.
+
+    These are gradtools' own, and what a framework runs between the user's innermost line and a
+    refusal, or in what a refusal comes from. An error that gradtools made by mistake keeps its
+    frames.
+    """
+    seen: list[BaseException] = []
+    todo: list[tuple[BaseException | None, bool, bool]] = [(error, False, False)]
+    while todo:
+        each, meant, refused = todo.pop()
+        if each is None or any(each is one for one in seen):
+            continue
+        seen.append(each)
+        refusal = isinstance(each, GradtoolsError)
+        frames = [frame for frame, _ in lines_of(each)]
+        made = next((f for f in frames if f.f_code.co_name not in _REDISPATCHES), None)
+        meant = meant or refusal or (made is not None and not is_our_frame(made))
+        todo += [(come, meant, refused or refusal) for come in (each.__cause__, each.__context__)]
+        hidden = [*filter(is_our_frame, frames)] if meant else []
+        if refused and not refusal:
+            hidden += [frame for frame in frames if whose_frame(frame) == LIBRARY]
+        elif refusal:  # beneath the user's innermost line
+            hidden += takewhile(lambda frame: whose_frame(frame) != USER, frames)
+        yield each, hidden
+
+
+def _without(trace: TracebackType | None, hidden: list[FrameType]) -> TracebackType | None:
+    """A traceback without the entries of some frames."""
+    entries = []
+    while trace is not None:
+        if not any(trace.tb_frame is frame for frame in hidden):
+            entries.append(trace)
+        trace = trace.tb_next
+    result = None
+    for entry in reversed(entries):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result

@@ -38,7 +38,9 @@ def as_numpy(x: Any, framework: str, caller: str = "asarray") -> np.ndarray:
 def as_seed(seed: Any) -> int:
     """A seed of 64 bits as a Python integer, or an error."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise GradtoolsError(f"random_key: a seed is an integer, got {seed!r}.")
+        shape = getattr(seed, "shape", None)
+        came = repr(seed) if shape is None else f"an array of shape {tuple(shape)}"
+        raise GradtoolsError(f"random_key: a seed is an integer, got {came}.")
     seed = int(seed)
     if not -(2**63) <= seed < 2**63:
         raise GradtoolsError(f"random_key: a seed fits into 64 bits with its sign, got {seed}.")

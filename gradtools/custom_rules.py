@@ -221,6 +221,7 @@ class CustomRule:
                 raise GradtoolsError(
                     f"{self.__name__}.defvjp: {name} must be a function, got {rule!r}."
                 )
+        self._check_count("defvjp", "bwd", bwd, "residuals", "cotangent")
         self.fwd, self.bwd, self.remat = fwd, bwd, optimize_remat
         self._is_symbolic("cotangent", symbolic_zeros)
 
@@ -238,6 +239,21 @@ class CustomRule:
                 f"lead: it is called as fwd({', '.join(expected)}). jax.custom_vjp calls it in the "
                 "order of f, wherever nondiff_argnums points; reorder the parameters of fwd."
             )
+
+    def _check_count(self, definition: str, name: str, rule: Any, *arguments: str) -> None:
+        """Raises if a rule cannot be called with its arguments, which the static ones lead."""
+        expected = [*self._taken.statics, *arguments]
+        try:
+            taken = inspect.signature(rule)
+        except (TypeError, ValueError):
+            return
+        try:
+            taken.bind(*expected)
+        except TypeError:
+            raise GradtoolsError(
+                f"{self.__name__}.{definition}: {name} takes {taken}, but it is called as "
+                f"{name}({', '.join(expected)})."
+            ) from None
 
     def _is_symbolic(self, which: str, yes: bool) -> None:
         self.symbolic_zeros = self.symbolic_zeros - {which} | ({which} if yes else set())
@@ -257,6 +273,7 @@ class CustomRule:
             raise GradtoolsError(
                 f"{self.__name__}.defjvp: the rule must be a function, got {rule!r}."
             )
+        self._check_count("defjvp", "rule", rule, "primals", "tangents")
         self.jvp = rule
         self._is_symbolic("tangent", symbolic_zeros)
         return rule

@@ -902,7 +902,8 @@ def _callable(caller: str, f: Any, name: str = "f") -> None:
             if isinstance(f, str | int | float | complex | None)
             else with_article(type(f).__name__)
         )
-        raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.")
+        hint = f" Pass the function, not its result: {caller}(f)(x)." if hasattr(f, "dtype") else ""
+        raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.{hint}")
 
 
 def _one_of(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -122,7 +122,7 @@ class Models(Operators):
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS
             Traceback (most recent call last):
-            gradtools.errors.GradtoolsError: make_functional: got a builtins.int; ...
+            gradtools.errors.GradtoolsError: make_functional: got an int; ...
         """
         room = self._backend.room("modules", "make_functional")
         return room.make_functional(module, variables=variables, train=train, rng_names=rng_names)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.in_axes import Argument
+from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, refusal
 
@@ -128,7 +129,7 @@ class Batch:
             except (ValueError, TypeError) as error:
                 raise GradtoolsError(
                     f"{self.caller}: in_axes[{argument.key!r}] is {axes!r}; expected an integer, "
-                    f"None, or a tree of them like {argument.name}, {treedef}."
+                    f"None, or a tree of them like {argument.name}, {in_words(treedef)}."
                 ) from error
         return [
             axis + _rank(x) if type(axis) is int and -_rank(x) <= axis < 0 else axis

@@ -51,8 +51,8 @@ def normalized_argnums(
     for i in given:
         i = _as_position(caller, i, name)
         if not -count <= i < count:
-            many = f"{count} positional argument{'s' * (count > 1)}"
-            called = f"{many} (0 to {count - 1})" if count else "no positional argument"
+            few = ("no positional argument", "one positional argument, number 0")
+            called = few[count] if count < 2 else f"{count} arguments, numbers 0 to {count - 1}"
             raise GradtoolsError(
                 f"{caller}: {name} holds {i}, but f was called with {called}. {_by_position(name)}"
             )

@@ -32,8 +32,16 @@ def is_numeric(backend: Backend, x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
 
 
+def type_in_words(x: Any) -> str:
+    """The type of x with its module, after "a" or "an"."""
+    kind = type(x)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return with_article(f"{module}{kind.__qualname__}")
+
+
 def with_article(name: str) -> str:
     """The name of a type after "a" or "an"; None as it is written."""
     if name == "NoneType":
         return "None"
+    name = "jax.Array" if name == "ArrayImpl" else name
     return f"{'an' if name[0].lower() in 'aeio' or name == 'ndarray' else 'a'} {name}"

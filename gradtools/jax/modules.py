@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from gradtools.arguments.wording import type_in_words
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration, keras
 from gradtools.jax.arrays import check_key
@@ -52,9 +53,8 @@ def make_functional(
     if keras.is_keras(module):
         return keras.make_functional(module, variables, train, _KERAS)
     raise GradtoolsError(
-        f"make_functional: got a {type(module).__module__}.{type(module).__qualname__}; the JAX "
-        "backend accepts a flax.linen, flax.nnx or equinox Module, what haiku's transform gives, "
-        "and a Keras model."
+        f"make_functional: got {type_in_words(module)}; the JAX backend accepts a flax.linen, "
+        "flax.nnx or equinox Module, what haiku's transform gives, and a Keras model."
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gradtools.arguments.chunks import Chunks
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
@@ -564,6 +565,7 @@ class _PullbackInputs(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
+    @user_facing
     def backward(ctx: Any, *us: Tensor | None) -> Any:
         zs = ctx.saved_tensors
         if _are_spent(zs):

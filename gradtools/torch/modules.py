@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtools.arguments.in_axes import check_names
+from gradtools.arguments.wording import type_in_words
 from gradtools.errors import GradtoolsError, warn
 from gradtools.function_variables import parts_of, with_parts
 from gradtools.integrations import keras
@@ -454,8 +455,7 @@ def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
     """The tree. Refuses what is no module, and whose tensors cannot be given from outside."""
     if not isinstance(module, nn.Module):
         raise GradtoolsError(
-            f"{caller}: got a {type(module).__module__}.{type(module).__qualname__}; the "
-            "PyTorch backend accepts a torch.nn.Module."
+            f"{caller}: got {type_in_words(module)}; the PyTorch backend accepts a torch.nn.Module."
         )
     if variables is not None:
         raise GradtoolsError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 
 Tensor = torch.Tensor
@@ -54,6 +55,7 @@ class _Gate(torch.autograd.Function):
         ctx.ask, ctx.count = inputs[0], len(inputs)
 
     @staticmethod
+    @user_facing
     def backward(ctx: Any, ct: Tensor) -> Any:
         ctx.ask()
         return (None,) * ctx.count

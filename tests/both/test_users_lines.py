@@ -87,6 +87,10 @@ def test_all_frames_are_shown_where_the_environment_asks_for_them(gt, monkeypatc
     ("call", "text"),
     [
         (
+            lambda gt: gt.custom_rule(lambda x: x).defvjp(lambda x: (x, x), lambda c: (c,)),
+            "<lambda>.defvjp: bwd takes (c), but it is called as bwd(residuals, cotangent).",
+        ),
+        (
             lambda gt: gt.grad(len, arg=0),
             "grad: there is no argument arg=. Instead, write argnums=.",
         ),
@@ -103,9 +107,20 @@ def test_all_frames_are_shown_where_the_environment_asks_for_them(gt, monkeypatc
     ],
 )
 def test_a_call_that_does_not_fit_is_answered_with_the_public_parameters(gt, call, text):
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(GradtoolsError) as caught:
         call(gt)
-    assert str(caught.value) == text and isinstance(caught.value, GradtoolsError)
+    assert str(caught.value) == text
+    assert isinstance(caught.value, TypeError) or "bwd" in text  # as Python's own
+
+
+def test_a_refusal_in_a_backward_pass_has_no_frame_of_gradtools():
+    torch, gt = pytest.importorskip("torch"), pytest.importorskip("gradtools.torch")
+    rule = gt.custom_rule(lambda x: x * x)
+    rule.defvjp(lambda x: (x * x, x), lambda x, c: 2 * x * c)  # no tuple
+    for out in (rule, gt.frozen(torch.nn.Linear(3, 3))):
+        with pytest.raises(GradtoolsError, match=r"expected a tuple|are constants") as caught:
+            out(torch.ones(3, requires_grad=True)).sum().backward()
+        assert not any(f.startswith(OWN) for f in shown(caught.value))
 
 
 def test_a_disconnected_argument_is_warned_of_at_the_call(gt):

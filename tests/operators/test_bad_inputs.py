@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from tests.support.bad_inputs import BACKENDS, BAD, NATIVE, expected, read, without_what_changes
+from tests.support.bad_inputs import (
+    BACKENDS,
+    BAD,
+    GRADED_B,
+    NATIVE,
+    expected,
+    read,
+    without_what_changes,
+)
 from tests.support.derivative_table import lift
 from tests.support.state_of_process import changes, everything
 
@@ -20,6 +28,10 @@ def test_the_table_holds_more_than_three_hundred_calls_of_every_operator(gt):
     assert len(BAD) > 300
     called = {name for call in BAD.values() for name in names_in(call.__code__)}
     assert set(gt.__all__) - called == {"is_recomputing"}  # which takes nothing
+
+
+def test_every_text_is_graded_a_or_b():
+    assert set(BAD) >= GRADED_B and len(GRADED_B) < len(BAD) / 10
 
 
 def names_in(code: CodeType) -> set[str]:

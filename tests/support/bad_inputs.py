@@ -736,6 +736,44 @@ BAD: dict[str, Call] = {
     "measure of a function that raises": lambda gt, a: gt.measure(lambda x: x["w"], a(V)),
 }
 
+# Texts graded by a reader: A says what is wrong, where and what to do instead; B leaves the last to
+# the reader, who sees it from what was expected. All others are A; a C is fixed, not listed.
+GRADED_B = {
+    "grad of one number in a vector",
+    "argnums twice",
+    "argnums empty",
+    "a player on both sides",
+    "an unknown policy",
+    "an unhashable policy",
+    "an unknown mode of jacobian",
+    "an unknown mode of hvp",
+    "grad of a number",
+    "tiled of a sum",
+    "tiled of nothing",
+    "tiled of a Python number",
+    "tiled by two functions",
+    "tiled, a take by floats",
+    "attention of vectors",
+    "attention of narrow keys",
+    "attention with a narrow mask",
+    "an empty batch",
+    "chunked over an empty list",
+    "chunked over nothing",
+    "chunked, a carry of another structure",
+    "chunked, another structure of the last chunk",
+    "clip_gradient by a negative norm",
+    "straight_through to another shape",
+    "straight_through to another tree",
+    "straight_through to nothing",
+    "transform_gradient to another shape",
+    "asarray of ragged lists",
+    "why_zero of a function that raises",
+    "why_zero of a function that raises an error of its own",
+    "dependence of a function that raises an error of its own",
+    "formula of a function that raises",
+    "measure of a function that raises",
+    "a kernel that raises",
+}
 
 NATIVE = {  # the error is Python's, NumPy's or the framework's own, not a `GradtoolsError`
     "a kernel that raises": "LinAlgError: a kernel's own error comes through",

@@ -190,8 +190,8 @@ def match_parameters(
     Args:
         torch_params: A `torch.nn.Module`, or a dictionary from names to arrays (a state_dict).
             Names ending in running_mean and running_var are found in JAX's batch statistics.
-        jax_params: flax.linen's variables or its "params" alone; an `nnx.Module` or `nnx.State`;
-            an `equinox.Module`; nested dictionaries of arrays.
+        jax_params: flax.linen's variables or its "params" alone, or a pair `(module, variables)`;
+            an `nnx.Module` or `nnx.State`; an `equinox.Module`; nested dictionaries of arrays.
         overrides: What to pair whatever the names say: PyTorch's name of a module or an array to
             JAX's (with "." or "/" between its parts), or to a pair of JAX's name and a `Layout`
             or a permutation of the axes; to None to leave the array out.
@@ -501,6 +501,8 @@ def read_torch(params: Any) -> dict[str, np.ndarray]:
 
 def read_jax(params: Any) -> dict[Path, np.ndarray]:
     """NumPy arrays by path, of linen's variables, a module of nnx or equinox, or dictionaries."""
+    if isinstance(params, tuple) and len(params) == 2 and isinstance(params[1], Mapping):
+        params = params[1]  # (module, variables), as the other checks take a linen model
     if not isinstance(params, Mapping) and not hasattr(params, "to_pure_dict"):
         homes = {cls.__module__.partition(".")[0] for cls in type(params).__mro__}
         if "equinox" in homes:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
@@ -535,6 +536,7 @@ class _ProgramNode(torch.autograd.Function):
         return tuple([y.view_as(y) if id(y) in saved else y for y in outs])
 
     @staticmethod
+    @user_facing
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
         living, joint = list(cts), joint_of(ctx) if ctx.leaves else None
         for k, ct in enumerate(cts):

@@ -96,11 +96,11 @@ def _is_zero(question: Question) -> bool:
     except Exception as error:
         if not in_eager() or any(value_of(x) is None for x in question.at):
             return False
-        error.add_note(
-            f"{contract.name}: raised where every {question.which} is zero, which its map was "
-            "asked first. If that alone fails, custom_rule(f, check='never') leaves the question "
-            "out."
-        )
+        if not isinstance(error, GradtoolsError):
+            error.add_note(
+                f"{contract.name}: raised while the rule was called with a zero {question.which}, "
+                "to check that it is linear. custom_rule(f, check='never') skips the check."
+            )
         raise
     contract.hold_zero(question.which, wrong)
     return True

@@ -29,6 +29,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import get_gradient_edge
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import (
     JvpRule,
@@ -623,6 +624,7 @@ class _BothModes(_ReverseOnly):
             ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 
     @staticmethod
+    @user_facing
     def backward(ctx: Any, *cts: Any) -> Any:
         point = ctx.point
         signature, plan = point.signature, point.plan
@@ -699,6 +701,7 @@ class _Recorded(_BothModes):
     """
 
     @staticmethod
+    @user_facing
     def backward(ctx: Any, *cts: Any) -> Any:
         (ct,), signature = cts, ctx.point.signature
         if _graphs():

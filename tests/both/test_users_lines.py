@@ -113,6 +113,13 @@ def test_a_call_that_does_not_fit_is_answered_with_the_public_parameters(gt, cal
     assert isinstance(caught.value, TypeError) or "bwd" in text  # as Python's own
 
 
+@pytest.mark.parametrize("name", ["why_zero", "formula", "measure"])
+def test_what_needs_values_says_inside_of_a_transform_that_it_is_called_outside(gt, name):
+    look = lambda x: getattr(gt, name)(lambda x: (x**2).sum(), x) and x
+    with pytest.raises(GradtoolsError, match=rf"{name}: .*inside of a transform.* Call .*outside"):
+        gt.vmap(look)(gt.asarray(np.ones((2, 3), np.float32)))
+
+
 def test_a_refusal_in_a_backward_pass_has_no_frame_of_gradtools():
     torch, gt = pytest.importorskip("torch"), pytest.importorskip("gradtools.torch")
     rule = gt.custom_rule(lambda x: x * x)

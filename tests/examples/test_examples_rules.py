@@ -19,7 +19,7 @@ EXPECTED = 12.0  # of the cube at 2: 3 x^2, and 6 x
 
 def table() -> dict[str, tuple[str, ...]]:
     """The cells of each row, by the row's name without marks."""
-    section = PAGE.read_text(encoding="utf-8").split("## Beside what the frameworks have")[1]
+    section = PAGE.read_text(encoding="utf-8").split("## Compared with the frameworks' own")[1]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
     return {row[0].replace("`", ""): tuple(row[1:]) for row in rows if row[0] != "reverse"}
 

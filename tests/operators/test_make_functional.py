@@ -435,7 +435,7 @@ def test_wrong_names_and_shapes_are_named():
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (lambda: 3, "builtins.int; .*torch.nn.Module"),
+        (lambda: 3, "an int; .*torch.nn.Module"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "RecursiveScriptModule|ScriptModule"),
         (lambda: torch.compile(nn.Linear(2, 2)), "OptimizedModule.*_orig_mod"),
         (lambda: nn.LazyLinear(2), "no shape yet"),

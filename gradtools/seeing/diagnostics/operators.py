@@ -154,7 +154,7 @@ class SeeingOperators(Operators):
         )
 
     def _of_arguments(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> GradientReport:
-        program = LeafProgram(self._backend, "why_zero", f, args, kwargs, argnums)
+        program = LeafProgram(self._backend, "why_zero", f, args, kwargs, argnums).with_values()
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
         findings, notes = apart(findings, program.asked_by_argument())

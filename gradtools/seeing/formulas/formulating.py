@@ -84,10 +84,10 @@ class Formulating(Operators):
         order = order_among("formula", order, (1, 2), "1, or 2 with the double backward")
         if not Framework(self._backend, "formula").recorded_run.watchable():
             raise GradtoolsError(
-                "formula: f is looked at with numbers, in plain eager code only, not inside of a "
-                "transform (vmap, grad, jit) or in compiled code. Call formula outside."
+                "formula: called inside of a transform (vmap, grad) or of compiled code, but it runs "
+                "f on concrete values. Call it outside, on the function itself."
             )
-        program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums)
+        program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums).with_values()
         program.names = _leaf_names(f, program.names)
         return formulated(program, order)
 

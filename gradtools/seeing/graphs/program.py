@@ -49,7 +49,8 @@ class LeafProgram:
         strict: bool = True,
     ) -> None:
         if not callable(f):
-            raise GradtoolsError(f"{caller}: f is {f!r}; expected a function.")
+            came = describe(backend, f) if hasattr(f, "shape") else repr(f)
+            raise GradtoolsError(f"{caller}: f is {came}; expected a function.")
         self.backend, self.caller, self.f = backend, caller, f
         self.argnums = normalized_argnums(caller, argnums, len(args), name) if argnums != () else ()
         self.framework = Framework(backend, caller)
@@ -67,6 +68,15 @@ class LeafProgram:
         self._owners: list[int | None] = []
         self._trees = [self._taken(i, f"argument {i}", arg) for i, arg in enumerate(args)]
         self._named = {k: self._taken(None, f"argument {k!r}", v) for k, v in kwargs.items()}
+
+    def with_values(self) -> LeafProgram:
+        """The program, or an error where its arrays are those of a transform that still runs."""
+        if any(map(self.backend.is_traced, self.leaves)):
+            raise GradtoolsError(
+                f"{self.caller}: called inside of a transform (jit, vmap, grad), where arrays have "
+                "no values. Call it outside, on the function itself."
+            )
+        return self
 
     def _taken(self, position: int | None, name: str, arg: Any) -> _Taken:
         """An argument's treedef and leaves, with an int in place of each array: its number."""

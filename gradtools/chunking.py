@@ -57,10 +57,10 @@ class Chunking(Operators):
         """f over a batch, chunk by chunk, at the memory of one chunk's graph.
 
         The values and all derivatives are those of the loop `concat(f(chunk) for chunk in batch)`,
-        whatever loss follows. In the backward pass each chunk is computed again. This equals
-        `f(batch)` if f treats examples independently and deterministically. Batch normalization in
-        training mode does not: it normalizes each chunk by that chunk's own statistics, which a
-        warning says once.
+        for any loss. In the backward pass each chunk is computed again. This equals `f(batch)` if f
+        treats examples independently and deterministically. Batch normalization in training mode
+        does not: it normalizes each chunk by that chunk's own statistics, which a warning says
+        once.
 
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed. A
         captured tensor that is neither a leaf nor an argument is refused. Before a chunk is

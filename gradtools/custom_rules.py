@@ -71,8 +71,8 @@ class CustomRules(Operators):
             GradtoolsError: (on call) there is no rule; fwd's output, or that of the forward
                 rule, differs from f's in structure, shape or dtype; a cotangent or tangent from
                 what it belongs to; a map is not zero at zero, as where the tangent was
-                forgotten; a rule whose transpose is asked for is not linear; what a rule closes
-                over is differentiated.
+                forgotten; a rule that must be transposed is not linear; what a rule closes over is
+                differentiated.
 
         Example:
             >>> @gt.custom_rule

@@ -203,7 +203,7 @@ class Derivatives(Operators):
         """The value and the gradients of all players of a minimax problem.
 
         The gradients of the maximizing players are negated, so every player updates by `x - lr *
-        grad` and ordinary optimizers serve (GANs, domain-adversarial training).
+        grad` and ordinary optimizers work (GANs, domain-adversarial training).
 
         Args:
             f: As in `grad`.
@@ -261,10 +261,10 @@ class Derivatives(Operators):
 
         Returns:
             `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent like out
-            (what stands at leaves that are not floating or complex is ignored), may be called
-            many times, and returns a tuple with one pytree for each primal; what does not reach
-            the output gives zeros. In JAX it is a pytree, as `jax.vjp`'s: it may pass through
-            jit and scan, and be what a rule saves.
+            (entries at leaves that are not floating or complex are ignored), may be called many
+            times, and returns a tuple with one pytree for each primal; what does not reach the
+            output gives zeros. In JAX it is a pytree, as `jax.vjp`'s: it may pass through jit and
+            scan, and be what a rule saves.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a cotangent does not fit.

@@ -76,8 +76,9 @@ class Freezing(Operators):
             own, in its state_dict and moved with it; for its call they are constants.
 
         Raises:
-            GradtoolsError: memory_budget is below 0; (on differentiating) PyTorch: a parameter of
-                G is asked for its derivative; G captured a tensor that is computed from others.
+            GradtoolsError: memory_budget is below 0; (on differentiating) PyTorch: a derivative
+                with respect to a parameter of G is needed; G captured a tensor that is computed
+                from others.
 
         Example:
             >>> G = gt.frozen(lambda z: gt.xp.exp(z).sum())

@@ -57,10 +57,10 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
 
     Raises:
         GradtoolsError: f is no function. (On call) f draws from PyTorch's global stream, gives
-            other numbers at the same arguments, or writes in a buffer that it closes over; its
-            derivative is asked for and a tensor that it closes over requires grad; it returns 64
-            bits and x64 is off; in a traced program, its shapes cannot be told and `out` is None.
-            Under jit the text is in JAX's own error.
+            other numbers at the same arguments, or writes in a buffer that it closes over; it is
+            differentiated and a tensor that it closes over requires grad; it returns 64 bits and
+            x64 is off; in a traced program, its shapes cannot be inferred and `out` is None. Under
+            jit the text is in JAX's own error.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch

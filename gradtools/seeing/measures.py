@@ -118,7 +118,7 @@ class Measures(Operators):
           A bridged function (`gradtools.bridge`) is counted by its own framework, for its shapes.
           What cannot be counted (a host function, a kernel of unknown content) is named in `notes`.
         - ``peak_bytes``: the most bytes alive at once of what the call made. Its results count;
-          arguments, parameters and whatever else was there before do not.
+          arguments, parameters and other arrays that existed before do not.
         - ``saved_bytes``: the bytes kept for the backward pass when f is differentiated along all
           its floating and complex arguments, each array once. What was there before the call is
           alive anyway and does not count. Of a gradient function it is what its own derivative,

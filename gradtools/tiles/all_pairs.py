@@ -246,7 +246,8 @@ class Pairs(Operators):
         Args:
             query: [batch, heads, n, d] or [batch, n, heads, d], as `layout` says; in the first
                 any number of leading axes, also none.
-            key: The same with m in place of n. Its heads, if fewer, serve groups of queries.
+            key: The same with m in place of n. If it has fewer heads, each is shared by a group of
+            query heads.
             value: The same as key, with its own last axis.
             attn_mask: What broadcasts to [..., heads, n, m], in either layout: bool (True takes
                 part) or numbers that are added to the scores and differentiated.

@@ -117,7 +117,7 @@ class Tiling(Operators):
             verify: PyTorch: whether a tile that is computed again is compared, up to rounding, with
                 what it was first, as in `chunked`. None: the first tile, in the first derivative
                 of each f and of new shapes, dtypes, training modes or autocast. True: each tile,
-                in each derivative. False: none; nor is seen whether f changes what it closes over.
+                in each derivative. False: none; changes of what f closes over are not detected.
             progress: Whether to show a progress bar (of the package tqdm) over the tiles of each
                 sweep. JAX programs have none.
 

@@ -31,7 +31,7 @@ class SeeingOperators(Operators):
     def dependence(self, f: Callable[P, Any], *args: Any, **kwargs: Any) -> DependenceTable:
         """How each output leaf of f depends on each input leaf.
 
-        - ``differentiable``: a derivative flows, whatever its value is at these arguments.
+        - ``differentiable``: a derivative flows; it may be zero at these arguments.
         - ``zero_derivative``: connected, by round, floor or sign: the derivative is zero
           everywhere.
         - ``cut``: data flows, no derivative does: detached, compared, cast to an integer, outside
@@ -92,8 +92,8 @@ class SeeingOperators(Operators):
         these values, the report names the operations at which this happens (multiplied by zero,
         dead, saturated, underflow, ``nan``) and what to write there. What f changes is restored.
 
-        Masks, indices and branches that a comparison chooses are no losses, nor is a stopped value
-        that only scales.
+        Masks, indices and branches that a comparison chooses do not count as lost gradients;
+        neither does a stopped value that only scales.
 
         In training pass the model as `model` (or as f), or a closure without arguments that
         computes the loss. Then the parameters are examined instead of the arguments: those that the

@@ -68,7 +68,7 @@ class Formulating(Operators):
             GradtoolsError: order is not 1 or 2; argnums is out of range or names an integer
                 argument; f raises, returns no array, or what it computes cannot be differentiated
                 by the framework; the formula and automatic differentiation differ (which would be a
-                fault of gradtools, and is told with both values).
+                bug in gradtools; the error shows both values).
 
         Example:
             >>> w, x = gt.asarray(np.ones((2, 3), "f")), gt.asarray(np.ones(3, "f"))
@@ -84,8 +84,8 @@ class Formulating(Operators):
         order = order_among("formula", order, (1, 2), "1, or 2 with the double backward")
         if not Framework(self._backend, "formula").recorded_run.watchable():
             raise GradtoolsError(
-                "formula: called inside of a transform (vmap, grad) or of compiled code, but it runs "
-                "f on concrete values. Call it outside, on the function itself."
+                "formula: called inside of a transform (vmap, grad) or of compiled code, where "
+                "arrays have no values. Call it outside, on the function itself."
             )
         program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums).with_values()
         program.names = _leaf_names(f, program.names)

@@ -72,8 +72,8 @@ def check_derivatives(
             of the report says where what is set is lower.
 
     Returns:
-        A `Report`: a record for each comparison. Each says in `quantity` what stands left and
-        right, for example "reverse | finite differences".
+        A `Report`: a record for each comparison. `quantity` names the two sides, for example
+        "reverse | finite differences".
 
     Raises:
         AgreementError: A derivative is wrong. It carries the report, and names the argument and

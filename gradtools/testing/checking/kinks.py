@@ -194,7 +194,7 @@ def conventions(containing: str = "") -> tuple[Convention, ...]:
         containing: Only rows whose name has this text; the others are not measured.
 
     Returns:
-        One `Convention` for each row; None stands for a framework that is not installed.
+        One `Convention` for each row; None means that the framework is not installed.
 
     Example:
         >>> from gradtools.testing import conventions

@@ -61,8 +61,8 @@ def check_rule(
     lost on the way (detached, or computed outside the framework) is named, and so is a bwd or jvp
     that treats a residual or primal as a constant. Then `check_derivatives` checks the rule in
     all modes, and a batch of three examples under vmap is compared with the three alone. fwd, bwd
-    and jvp must be functions of what they get: what is written in place, read from the last call
-    or drawn anew is refused.
+    and jvp must be functions of what they get: a rule that writes in place, reads state of the last
+    call or draws random numbers is refused.
 
     Args:
         rule: What `gt.custom_rule` made: callable, with the attributes `fun`, `fwd`, `bwd` and

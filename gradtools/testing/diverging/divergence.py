@@ -65,11 +65,11 @@ def first_divergence(
         jax_model: The pair (module, variables) of flax.linen, an `nnx.Module`, or an
             `equinox.Module`, with its own parameters, which should be those of
             `mapping.to_jax(torch_model)`. An equinox module that takes one example is given as
-            `jax.vmap(module)`: it is then run over axis 0 of all inputs. Layers that it maps by
-            itself are not watched.
+            `jax.vmap(module)`: it is then run over axis 0 of all inputs. Layers that it maps itself
+            are not observed.
         mapping: A `ParameterMapping`, or None to let `match_parameters` find it.
         inputs: A tuple of NumPy arrays, both models' positional arguments.
-        layers: Names of modules in PyTorch to names in JAX, where they are not alike.
+        layers: Names of modules in PyTorch to names in JAX, where they differ.
         torch_kwargs: Keyword arguments of PyTorch's forward.
         jax_kwargs: Keyword arguments of the JAX model.
         dtype: What parameters, buffers and floating inputs are cast to: "float64" or "float32".

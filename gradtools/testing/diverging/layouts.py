@@ -181,19 +181,19 @@ def match_parameters(
 ) -> ParameterMapping:
     """Pairs the parameters of a torch.nn model with those of its port to flax or equinox.
 
-    Modules are paired by name, whatever the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
-    then by a common end of their names if only one pair has it, then, among those of equal kind
-    and shapes, by order. Within a pair of modules the arrays' names and shapes tell the layout; a
-    transposed convolution with as many channels in as out is told by its class or name, and is
-    taken to lack flax's transpose_kernel.
+    Modules are paired by name, ignoring the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
+    then by a common end of their names if only one pair has it, then, among those of equal kind and
+    shapes, by order. Within a pair of modules the arrays' names and shapes tell the layout; a
+    transposed convolution with as many channels in as out is recognized by its class or name, and
+    is assumed not to use flax's transpose_kernel.
 
     Args:
         torch_params: A `torch.nn.Module`, or a dictionary from names to arrays (a state_dict).
             Names ending in running_mean and running_var are found in JAX's batch statistics.
         jax_params: flax.linen's variables or its "params" alone, or a pair `(module, variables)`;
             an `nnx.Module` or `nnx.State`; an `equinox.Module`; nested dictionaries of arrays.
-        overrides: What to pair whatever the names say: PyTorch's name of a module or an array to
-            JAX's (with "." or "/" between its parts), or to a pair of JAX's name and a `Layout`
+        overrides: Pairs that take precedence over the names: PyTorch's name of a module or an array
+            to JAX's (with "." or "/" between its parts), or to a pair of JAX's name and a `Layout`
             or a permutation of the axes; to None to leave the array out.
         partial: True returns what could be paired and lists the rest in `left_out`.
 

@@ -162,7 +162,8 @@ def in_tabs(block: re.Match[str]) -> str:
         shown = "".join(
             f"    {line}".rstrip() + "\n" for line in code.splitlines()
         )
-        tabs.append(f'=== "{FRAMEWORKS[name]}"\n\n{shown}')
+        mark = "===" if tabs else "===!"  # the first begins a set of its own
+        tabs.append(f'{mark} "{FRAMEWORKS[name]}"\n\n{shown}')
     return "\n".join(tabs)
 
 
@@ -277,6 +278,7 @@ def program(path: Path) -> str:
     """A program: its docstring, what it prints and draws where that is kept, its source."""
     source = path.read_text(encoding="utf-8")
     said = (ast.get_docstring(ast.parse(source)) or "").replace("``", "`")
+    said = re.sub(r"<(?=[a-z])", "&lt;", said)  # an inner product is no tag
     parts = [f"# {_title(path)}", said.replace("::\n", ":\n")]
     kept = PRINTED / f"{path.stem}.txt"
     if path.parent.name == "examples" and kept.exists():

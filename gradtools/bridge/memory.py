@@ -167,9 +167,32 @@ _HELD_ONCE = _held_once()
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
     """The tensor in the memory of an array that may be read-only, which it must not write."""
+    if not x.flags.writeable and _of_writable_alone():
+        x = np.asarray(_Writable(x))
     if spec.dtype == _BFLOAT16:  # which NumPy knows as raw bytes
         return from_dlpack(x.view(np.int16)).view(torch.bfloat16)
     return from_dlpack(x)
+
+
+class _Writable:
+    """An array in the memory of one that is read-only."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.of = x
+        interface = x.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+@cache
+def _of_writable_alone() -> bool:
+    """Whether PyTorch refuses DLPack of a read-only array, as 2.8 does."""
+    x = np.zeros(1)
+    x.flags.writeable = False
+    try:
+        from_dlpack(x)
+    except BufferError:
+        return True
+    return False
 
 
 def numpy_of_tensor(t: Tensor) -> np.ndarray:

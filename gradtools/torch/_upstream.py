@@ -249,9 +249,16 @@ DisableTorchFunction: Any = _c.DisableTorchFunction
 """A tensor is asked itself, and not what a mode puts in its place. Its sister for subclasses,
 `torch._C.DisableTorchFunctionSubclass`, is documented. Gone: a flag in each of our modes."""
 
-Functions: Any = function._SingleLevelFunction
-"""The base beneath `torch.autograd.Function`: an `apply` set here for the time of a call is met by
-who keeps a bound `Function.apply`, too. Gone: patch Function, and miss those."""
+Functions: tuple[Any, ...] = (function._SingleLevelFunction,)
+"""The classes whose `apply` is replaced for the time of a call. In the base of
+`torch.autograd.Function` a bound `Function.apply` meets it, too; from PyTorch 2.14 on that is a
+function in C of its own, and so is Function's."""
+if not isinstance(vars(torch.autograd.Function)["apply"], classmethod):
+    Functions += (torch.autograd.Function,)
+
+node_creation_hook: Any = getattr(_autograd.graph, "node_creation_hook", None)
+"""A block that shows each node which is made, public from PyTorch 2.14 on: what was applied by a
+bound `apply` there. None before, where `Functions` meets those."""
 
 checkpoint_passes: Callable[..., Any] = (
     torch.utils.checkpoint._checkpoint_without_reentrant_generator

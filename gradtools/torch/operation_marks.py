@@ -36,6 +36,11 @@ def function_of_ours(kind: Any) -> str | None:
     return said or (kind.__name__.strip("_").lower() if own else None)
 
 
+def is_users_function(kind: Any) -> bool:
+    """Whether it is a class of Functions, and neither this package's nor PyTorch's own."""
+    return function_of_ours(kind) is None and not kind.__module__.startswith("torch.")
+
+
 class _DetachReason(threading.local):
     def __init__(self) -> None:
         self.reason = ""  # there from the beginning: dynamo guards on which attributes there are

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,7 @@ class _Patch:
         return before.__get__(None, owner) if self._kind is classmethod else before.__get__(owner)
 
 
-_FUNCTIONS = _Patch(upstream.Functions, "apply", classmethod)
+_FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in upstream.Functions]
 _PARAMETERS = _Patch(type(torch.nn.Parameter), "__call__")
 _OPERATORS = _Patch(upstream.HigherOrderOperator, "__call__")
 _CHECKPOINTS = _Patch(torch.utils.checkpoint, upstream.checkpoint_passes.__name__)
@@ -99,13 +99,15 @@ WATCHING = _Watching()
 def functions_applied(around: Around, of_rules: bool = True) -> Iterator[None]:
     """Calls of a `torch.autograd.Function`; the owner is its class.
 
-    The patch stands beneath Function: who keeps a bound `apply` comes by here as well.
+    Up to PyTorch 2.13 a bound `apply` is seen as well: the patch is in a base class.
 
     of_rules: Whether those of gradtools' rules matter, which then take their long way.
     """
     WATCHING.count += of_rules
     try:
-        with _FUNCTIONS.by(around):
+        with ExitStack() as patches:
+            for patch in _FUNCTIONS:
+                patches.enter_context(patch.by(around))
             yield
     finally:
         WATCHING.count -= of_rules

@@ -1,25 +1,33 @@
-"""The quick tests on other versions: ``python -m tests.support.versions [NAME ...]``.
+"""The tests on other versions: ``python -m tests.support.versions [NAME ...]``.
 
 Each pair has an environment in ``.venv-versions/``, which is built once. CPU wheels of PyTorch are
 taken where PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS offers them; otherwise pip fetches a CUDA build of
-about 3 GB, which is announced before.
+about 3 GB, which is announced before. In each run the programs of `version_programs`, and a part of
+the quick tests less what the ledger excuses (`version_ledger`). What was seen is kept in
+``versions_seen.json``, from which the table of docs/support.md is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv-versions"
 PACKAGES = """array-api-compat autograd equinox expecttest flax hypothesis matplotlib optax pytest
-    pytest-xdist quickjs-ng scikit-learn scipy tqdm""".split()
-TESTS = ["tests/torch", "tests/jax", "tests/operators", "tests/both"]
+    networkx packaging pytest-xdist quickjs-ng scikit-learn scipy tqdm""".split()
+TESTS = """tests/torch tests/jax tests/operators tests/both tests/seeing tests/testing
+    tests/house/test_versions.py""".split()
+SEEN = Path(__file__).with_name("versions_seen.json")
+PAGE = ROOT / "docs" / "support.md"
+START, END = "<!-- versions table: generated -->\n", "<!-- end of versions table -->\n"
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,59 @@ def built(name: str, pair: Pair) -> Path | None:
     return python
 
 
+def run_programs(python: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """What `version_programs` prints in an environment."""
+    done = subprocess.run(
+        [python, "-m", "tests.support.version_programs"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    seen: dict[str, Any] = json.loads(done.stdout)
+    return seen
+
+
+def table(seen: dict[str, Any]) -> str:
+    """The table "What works on which version", a column for each pair that was seen."""
+    pairs = [name for name in PAIRS if name in seen]
+    versions = lambda name: [seen[pair]["versions"].get(name, "–") for pair in pairs]
+    rows = [["PyTorch", *(v.partition("+")[0] for v in versions("torch"))]]
+    rows += [["JAX", *versions("jax")], ["Python", *versions("python")]]
+    rows += [
+        ["NumPy", *versions("numpy")],
+        ["tests that passed", *(seen[p]["tests"] for p in pairs)],
+    ]
+    titles = dict.fromkeys(title for pair in pairs for title in seen[pair]["programs"])
+    for title in titles:
+        cells = [seen[pair]["programs"].get(title, {}) for pair in pairs]
+        rows.append([title, *(_cell(cell) for cell in cells)])
+    header = ["", *pairs]
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(failures: dict[str, str]) -> str:
+    """Yes, or which framework fails."""
+    names = {"torch": "PyTorch", "jax": "JAX", "both": "both"}
+    failed = [names[needs] for needs, error in failures.items() if error]
+    return ("no: " + ", ".join(failed)) if failed else ("yes" if failures else "–")
+
+
+def write_page(seen: dict[str, Any]) -> str:
+    """docs/support.md with the table of what was seen."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    after = rest.partition(END)[2]
+    return f"{before}{START}\n{table(seen)}\n{END}{after}"
+
+
 def main() -> int:
-    """Runs the pairs that are named, or all; the exit status is 1 if a test failed."""
+    """Runs the pairs that are named, or all; the exit status is 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PAIRS))
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files or folders")
+    parser.add_argument("--workers", default="2", help="processes for the tests")
     args = parser.parse_args()
     failed = []
     for name in args.names or PAIRS:
@@ -83,14 +139,43 @@ def main() -> int:
         if python is None:
             print(f"{name}: left out, no Python {PAIRS[name].python} here")
             continue
-        marks = "not slow and not sweep and not ahead"
-        run = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-m", marks]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        done = subprocess.run([*run, *args.tests], cwd=ROOT, env=environment, check=False)
-        if done.returncode:
+        result = run_programs(python, environment)
+        wrong = [(t, e) for t, cell in result["programs"].items() for e in cell.values() if e]
+        for title, error in wrong:
+            print(f"{name}: {title}: {error}")
+        passed, result["tests"] = run_tests(name, python, environment, args)
+        if wrong or not passed:
             failed.append(name)
+        if args.tests == TESTS:
+            seen = json.loads(SEEN.read_text(encoding="utf-8")) if SEEN.exists() else {}
+            seen[name] = result
+            SEEN.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
+            PAGE.write_text(write_page(seen), encoding="utf-8")
     print("versions:", "failed on " + ", ".join(failed) if failed else "all passed")
     return bool(failed)
+
+
+def run_tests(
+    name: str, python: Path, environment: dict[str, str], args: argparse.Namespace
+) -> tuple[bool, str]:
+    """Whether the tests passed in an environment, and how many."""
+    marks = "not slow and not sweep and not ahead"
+    run = [python, "-m", "pytest", "-q", "-p", "tests.support.version_ledger", "-m", marks]
+    run += ["-p", "no:cacheprovider", "--version-part", str([*PAIRS].index(name))]
+    run += ["-n", args.workers, "--dist", "worksteal"]
+    print(f"{name}: {PAIRS[name]}", flush=True)
+    with subprocess.Popen(
+        [*run, *args.tests], cwd=ROOT, env=environment, stdout=subprocess.PIPE, encoding="utf-8"
+    ) as process:
+        assert process.stdout is not None
+        last = ""
+        for line in process.stdout:
+            sys.stdout.write(line)
+            last = line.strip() or last
+    counts = dict(reversed(part.split()[:2]) for part in last.partition(" in ")[0].split(", "))
+    excused = f", {counts['xfailed']} in the ledger" if "xfailed" in counts else ""
+    return process.returncode == 0, f"{counts.get('passed', 0)}{excused}"
 
 
 if __name__ == "__main__":

@@ -6,10 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gradtools.torch import patches  # noqa: E402  (only where PyTorch is installed)
+import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
+from gradtools import GradtoolsError  # noqa: E402
+from gradtools.torch import _upstream as upstream  # noqa: E402
+from gradtools.torch import patches  # noqa: E402
 
 HOLDERS = [
-    (patches.functions_applied, torch.autograd.function._SingleLevelFunction, "apply"),
+    *((patches.functions_applied, kind, "apply") for kind in upstream.Functions),
     (patches.parameters_made, type(torch.nn.Parameter), "__call__"),
     (patches.control_flow_called, torch._ops.HigherOrderOperator, "__call__"),
     (patches.scripts_called, torch.jit.ScriptFunction, "__call__"),
@@ -62,3 +65,24 @@ def test_calls_of_other_threads_pass():
         thread = threading.Thread(target=lambda: found.append(Double.apply(torch.ones(()))))
         thread.start(), thread.join()
     assert not seen and found[0].item() == 2.0
+
+
+def test_a_users_function_is_one_link_for_who_records_it():
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return (x > 0.5).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    bound, x = Through.apply, torch.linspace(0, 1, 4)
+    ways = [lambda f: gt.why_zero(f, x), lambda f: gt.formula(f, x)]
+    for way, text in zip(ways, ["Nothing is lost", "vjp[Through]"], strict=True):
+        assert text in str(way(lambda x: Through.apply(x).sum()))
+        if upstream.node_creation_hook is None:
+            assert text in str(way(lambda x: bound(x).sum()))
+            continue
+        with pytest.raises(GradtoolsError, match=r"bound before.*Through\.apply"):
+            way(lambda x: bound(x).sum())

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.engines import pulled
+from gradtools.torch.patches import functions_applied
 from gradtools.torch.replaying.nodes import applied
 
 Tensor = torch.Tensor
@@ -84,8 +86,8 @@ def test_the_loss_without_all_logits_is_a_function_of_newer_versions():
 
 # --- no longer needed? ---------------------------------------------------------------------------
 
-# What is public in 2.13 where a public way may come. A name that is new here may take the place of
-# one of the room's: look, and then add it to the list.
+# What is public in 2.8 to 2.15 where a public way may come. A new name may take the place of one of
+# the room's: look, and then add it to the list.
 _PUBLIC = {
     torch.func: (
         "debug_unwrap functional_call functionalize grad grad_and_value hessian jacfwd jacrev jvp "
@@ -93,7 +95,8 @@ _PUBLIC = {
     ),
     torch.autograd.graph: (
         "GradientEdge Node allow_mutation_on_saved_tensors disable_saved_tensors_hooks "
-        "get_gradient_edge increment_version region_activation_memory_budget "
+        "get_gradient_edge increment_version node_creation_hook queue_callback "
+        "region_activation_memory_budget "
         "register_multi_grad_hook save_on_cpu saved_tensors_hooks "
         "set_override_stale_capture_stream set_warn_on_accumulate_grad_stream_mismatch"
     ),
@@ -110,7 +113,7 @@ def test_nothing_public_has_come_that_may_take_the_place_of_a_private_name(modul
         for name, value in vars(module).items()
         if name[0] != "_" and getattr(value, "__module__", "") == module.__name__
     }
-    assert {*getattr(module, "__all__", made_here)} == set(_PUBLIC[module].split())
+    assert {*getattr(module, "__all__", made_here)} <= set(_PUBLIC[module].split())
 
 
 @pytest.mark.parametrize(
@@ -239,6 +242,7 @@ def test_the_first_level_loads_what_pytorch_loads_at_the_first_dual_number():
     assert said.stdout.split() == ["True"]
 
 
+@pytest.mark.skipif(upstream.fp32_precision is None, reason="from PyTorch 2.9 on")
 def test_the_precision_of_products_is_read():
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
@@ -438,24 +442,30 @@ def test_set_grad_enabled_is_what_a_mode_sees():
     assert upstream.count_of_function_modes() == upstream.count_of_dispatch_modes() == 0
 
 
-def test_an_apply_beneath_functions_meets_who_keeps_a_bound_one():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
 
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def test_who_keeps_a_bound_apply_is_met_by_a_patch_or_by_its_node():
     kept, seen = Double.apply, []
 
-    def apply(cls, *args):
-        seen.append(cls)
-        return super(upstream.Functions, cls).apply(*args)
+    def noting(kind, beneath, args, kwargs):
+        seen.append(kind)
+        return beneath(*args, **kwargs)
 
-    upstream.Functions.apply = classmethod(apply)
-    try:
-        kept(torch.ones(1))
-    finally:
-        del upstream.Functions.apply
-    kept(torch.ones(1))
+    def note(node):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            seen.append(upstream.forward_class(type(node)))
+
+    hook = upstream.node_creation_hook or (lambda note: nullcontext())
+    with functions_applied(noting), hook(note):
+        kept(_x())
     assert seen == [Double]
 
 

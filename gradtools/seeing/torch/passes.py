@@ -183,7 +183,7 @@ class _PassRecorder(Recorder[int]):
         hooked: Whether autograd is asked what it saves.
     """
 
-    caller = "gradient_graph"
+    caller, needs_rules = "gradient_graph", False
 
     def __init__(self, undo: Undo, hooked: bool) -> None:
         super().__init__(undo)

@@ -128,7 +128,7 @@ class CallRecorder(Numbering):
         refusal: PyTorch's own error, and what it says.
     """
 
-    levels = "rules", "parameters", "functions"
+    caller, levels = "why_zero or dependence", ("rules", "parameters", "functions")
 
     def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
         super().__init__(undo)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -35,6 +36,7 @@ from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording.source_lines import Scopes, place
 from gradtools.seeing.torch.recording.values import KnownTensor, TensorTable, Write, like
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.operation_marks import is_users_function
 from gradtools.torch.patches import functions_applied, parameters_made
 from gradtools.torch.rerunning import Undo
 
@@ -61,6 +63,7 @@ class Recorder(Generic[V]):
     Attributes:
         caller: What the user called.
         levels: At which it looks on, outermost first.
+        needs_rules: Whether what it says would be wrong if it missed the call of a Function.
         values: Every value, by number.
         captured: What was there before the run, by number.
         names: The names of what the program can reach, by id.
@@ -72,6 +75,7 @@ class Recorder(Generic[V]):
 
     caller = ""
     levels: tuple[str, ...] = ()
+    needs_rules = True
 
     def __init__(self, undo: Undo) -> None:
         self.values: dict[int, Value] = {}
@@ -212,6 +216,29 @@ class Operations(upstream.Watching):
         return self.recorder.operated(AtenCall(fun, args, kwargs or {}))
 
 
+@contextmanager
+def _rules(recorder: Any) -> Iterator[None]:
+    """The level of rules; refuses what no patch sees where a wrong answer would follow."""
+
+    def refuse_unseen(node: Any) -> None:
+        if recorder.quiet or recorder.rules or not isinstance(node, BackwardCFunction):
+            return
+        kind = upstream.forward_class(type(node))
+        if not is_users_function(kind):
+            return
+        raise GradtoolsError(
+            f"{recorder.caller}: f calls the torch.autograd.Function {kind.__name__} by an `apply` "
+            "that was bound before, which PyTorch 2.14 and newer shows to nobody; call "
+            f"{kind.__name__}.apply(...) where f uses it."
+        )
+
+    with ExitStack() as inside:
+        inside.enter_context(functions_applied(_unless_quiet(recorder, recorder.ruled)))
+        if upstream.node_creation_hook is not None and recorder.needs_rules:
+            inside.enter_context(upstream.node_creation_hook(refuse_unseen))
+        yield
+
+
 def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., Any]:
     def call(owner: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
         return beneath(*args, **kwargs) if recorder.quiet else around(owner, beneath, args, kwargs)
@@ -225,7 +252,7 @@ def _saved(recorder: Any) -> Any:
 
 
 _LEVELS: dict[str, Callable[[Any], Any]] = {
-    "rules": lambda recorder: functions_applied(_unless_quiet(recorder, recorder.ruled)),
+    "rules": _rules,
     "parameters": lambda recorder: parameters_made(_unless_quiet(recorder, recorder.wrapped)),
     "functions": _Functions,
     "operations": Operations,

@@ -57,7 +57,7 @@ docs: $(VENV)/.docs-installed
 	@echo "open build/site/index.html"
 
 $(VENV)/.docs-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[docs]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all]" --group docs
 	@touch $@
 
 # The compilers of TPU and GPU, ahead of time: neither is needed. They stand beside .venv, whose
@@ -75,7 +75,8 @@ $(AHEAD)/.installed: $(STAMP)
 	$(BIN)/python -m venv $(AHEAD)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    >"$$($(AHEAD)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	$(AHEAD)/bin/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[ahead]"
+	$(AHEAD)/bin/python -m pip install --quiet "pip>=25.1"
+	$(AHEAD)/bin/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all]" --group ahead
 	@touch $@
 
 bench: $(STAMP)
@@ -86,8 +87,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "gradtools needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "pip>=25.1"  # which knows dependency groups
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[test]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all]" --group test
 	@touch $@
 
 clean:

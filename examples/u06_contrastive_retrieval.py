@@ -40,7 +40,7 @@ warnings wave weakref xml.etree.ElementTree xml.sax.saxutils zipfile zlib
 def show(gt, backend):
     absent = minilm.missing(backend)
     if absent:
-        print(f"  left out: {', '.join(absent)} not installed; pip install 'gradtools[demo]'")
+        print(f"  left out: {', '.join(absent)} not installed; pip install --group demo")
         return {}
     texts = pairs()
     order = np.random.default_rng(0).permutation(len(texts))

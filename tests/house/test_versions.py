@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -16,6 +18,7 @@ import gradtools
 from gradtools.code_origin import PACKAGE, USER, kind_of
 from gradtools.testing.older_numpy import OlderNumPy
 from gradtools.versions import SUPPORTED, check_version
+from tests.support import versions
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = gradtools.available_backends()
@@ -79,6 +82,24 @@ for name in ("gradtools.{package}", "gradtools.{package}.arrays"):
     lines = done.stdout.splitlines()
     assert len(lines) == 2
     assert all(f"found {package} {version}" in line for line in lines)
+
+
+def test_the_readme_of_a_release_has_no_relative_link_and_its_metadata_the_addresses():
+    release = runpy.run_path(str(ROOT / ".ci" / "for_index.py"))
+    address = "https://host.invalid/gradtools", "v0.1.0"
+    before = (ROOT / "README.md").read_text(encoding="utf-8")
+    after = release["absolute"](before, *address)
+    targets = re.findall(r"\]\(([^)]+)\)", after)
+    assert len(targets) == len(re.findall(r"\]\(", before)) > 20
+    assert all(re.match(r"https?://|#", target) for target in targets)
+    assert "](https://host.invalid/gradtools/blob/v0.1.0/docs/tour.md)" in after
+    pyproject = release["with_urls"]((ROOT / "pyproject.toml").read_text(), *address)
+    assert tomllib.loads(pyproject)["project"]["urls"]["Issues"] == f"{address[0]}/issues"
+
+
+def test_the_table_of_versions_is_that_of_the_last_run():
+    page = versions.PAGE.read_text(encoding="utf-8")
+    assert page == versions.write_page(json.loads(versions.SEEN.read_text(encoding="utf-8")))
 
 
 def test_the_names_of_the_array_api_are_there_in_older_numpy():

@@ -10,7 +10,7 @@ import pytest
 import gradtools.jax as gt
 from gradtools import GradtoolsError
 
-hk = pytest.importorskip("haiku", reason='needs dm-haiku: pip install "gradtools[integration]"')
+hk = pytest.importorskip("haiku", reason="needs dm-haiku: pip install --group integration")
 pytestmark = [pytest.mark.integration, pytest.mark.jax]
 
 X = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)

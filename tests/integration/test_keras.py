@@ -16,7 +16,7 @@ import pytest
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(
-        find_spec("keras") is None, reason='needs keras: pip install "gradtools[integration]"'
+        find_spec("keras") is None, reason="needs keras: pip install --group integration"
     ),
 ]
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import torch
 
 import gradtools.torch as gt
 
-timm = pytest.importorskip("timm", reason='needs timm: pip install "gradtools[integration]"')
+timm = pytest.importorskip("timm", reason="needs timm: pip install --group integration")
 from tests.support.integration_models import agree, gradients
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]

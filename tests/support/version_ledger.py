@@ -29,7 +29,7 @@ WHOLE = """tests/torch/test_upstream.py tests/torch/test_wrong_gradients.py
 
 def applies(entry: dict[str, Any]) -> bool:
     """Whether an entry is about the versions that are installed here."""
-    for package in ("torch", "jax"):
+    for package in ("torch", "jax", "flax"):
         if package in entry:
             try:
                 here = version(package)
@@ -41,7 +41,7 @@ def applies(entry: dict[str, Any]) -> bool:
 
 
 def entries() -> list[dict[str, Any]]:
-    """The ledger: `tests`, `cases` of these or all, `torch` or `jax` specifiers, `reason`."""
+    """The ledger: `tests`, `cases` of these or all, specifiers of `torch`, `jax` or `flax`, `reason`."""
     return tomllib.loads(LEDGER.read_text(encoding="utf-8"))["limit"]
 
 

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# What only a device shows, within eight minutes: benchmarks/device.sh [cuda], in any environment
+# with PyTorch, JAX or both. Each part has its limit, and a part that fails lets the next ones run.
+# What it prints and the tables of costs are put into $OUT (benchmarks/results without it). With
+# `cpu` it shows that the script itself runs.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+DEVICE=${1:-cuda} PYTHON=${PYTHON:-python} OUT=${OUT:-benchmarks/results}
+export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+FAILED=0
+mkdir -p "$OUT"
+
+part() { # name, seconds, command
+    local log="$OUT/device_${DEVICE}_$1.log" start=$SECONDS
+    timeout "$2" "${@:3}" >"$log" 2>&1
+    local status=$?
+    [ "$status" -eq 0 ] || FAILED=1
+    echo "$1: exit status $status after $((SECONDS - start)) s; $(tail -n 1 "$log")"
+}
+
+"$PYTHON" -m gradtools backends
+part check 150 "$PYTHON" -m gradtools check --device "$DEVICE" --quick
+part tests 150 "$PYTHON" -m pytest -q -p no:cacheprovider tests/torch/test_cuda.py
+part cost 180 "$PYTHON" benchmarks/cost.py --device "$DEVICE"
+for table in "benchmarks/results/cost_$DEVICE".*; do
+    [ -e "$table" ] && [ "$OUT" != benchmarks/results ] && cp "$table" "$OUT"
+done
+exit $FAILED

@@ -41,7 +41,7 @@ def applies(entry: dict[str, Any]) -> bool:
 
 
 def entries() -> list[dict[str, Any]]:
-    """The ledger: `tests`, `cases` of these or all, specifiers of `torch`, `jax` or `flax`, `reason`."""
+    """The ledger: tests, cases of these or all, versions of `torch`, `jax` or `flax`, a reason."""
     return tomllib.loads(LEDGER.read_text(encoding="utf-8"))["limit"]
 
 

@@ -463,6 +463,7 @@ def test_who_keeps_a_bound_apply_is_met_by_a_patch_or_by_its_node():
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             seen.append(upstream.forward_class(type(node)))
 
+    assert torch.autograd.function._SingleLevelFunction in upstream.Functions
     hook = upstream.node_creation_hook or (lambda note: nullcontext())
     with functions_applied(noting), hook(note):
         kept(_x())

@@ -451,3 +451,15 @@ def test_a_jacobian_by_reverse_mode_is_pushed_along(f):
     x = torch.linspace(-1, 2, 12, dtype=D).sin().reshape(3, 4)
     rows = lambda x: gt.jacobian(f, mode="reverse")(x).square().sum()
     torch.testing.assert_close(gt.jvp(rows, (x,), (x,))[1], (gt.grad(rows)(x) * x).sum())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_weighted_cross_entropy_whose_weights_f_makes_has_forward_jacobians(reduction):
+    x, labels = torch.linspace(-1, 2, 9, dtype=D).reshape(3, 3), torch.tensor([0, 2, 1])
+
+    def f(x):
+        weights = torch.tensor([1.0, 2.0, 3.0], dtype=D)
+        return F.cross_entropy(x, labels, weight=weights, reduction=reduction)
+
+    found = gt.jacobian(gt.grad(f), mode="forward")(x)
+    torch.testing.assert_close(found, gt.hessian(f)(x))

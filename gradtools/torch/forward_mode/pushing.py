@@ -27,6 +27,7 @@ from gradtools.torch.forward_mode.by_transposing import NoTranspose, by_reverse_
 from gradtools.torch.functorch_wrappers import (
     is_dual,
     is_inexact,
+    is_mapped,
     is_wrapped,
     levels_differentiating,
     unwrapped,
@@ -217,12 +218,19 @@ def _is_fixed(x: Tensor) -> bool:
     return not (is_inexact(x) and strided) or forward_ad.unpack_dual(x).tangent is None
 
 
+def _constant(x: Any) -> Any:
+    """x without the levels of torch.func that it was made in, if none of them maps it."""
+    return x if x is None or is_mapped(x) else unwrapped(x)
+
+
 def _never(args: Args, kwargs: Kwargs) -> bool:
     return False
 
 
 def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     """`fun(*args, **kwargs)` by reverse mode alone; what writes in place, by a copy of its own."""
+    if _named(fun) == "cross_entropy_loss":  # which has no derivative by its third, the weights
+        args = (*args[:2], *(_constant(x) for x in args[2:3]), *args[3:])
     leaves, treedef = upstream.tree_flatten((args, kwargs))
     drawn = _OneDraw(_named(fun), leaves, opaque and upstream.peek_interpreter_stack() is not None)
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]

@@ -441,6 +441,15 @@ def saved(node: Any, name: str, *default: Any) -> Any:
     return getattr(node, f"_saved_{name}", *default)
 
 
+def is_shared(x: Tensor) -> bool:
+    """Whether others than one node of the graph hold the tensor that is read from it.
+
+    Gone: gradients of normalisations by PyTorch's own vmap are PyTorch's number.
+    """
+    count = getattr(x, "_use_count", None)
+    return count is not None and count() > 2
+
+
 def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """The shape and dtype of each result whose gradient a node takes. Gone: those are not told."""
     return [(tuple(x.shape), x.dtype) for x in getattr(node, "_input_metadata", ())]

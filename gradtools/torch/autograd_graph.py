@@ -26,7 +26,13 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import COMPILED, LOST, nodes_of
 from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.patches import scripts_called
-from gradtools.torch.plain_programs.backward_nodes import WRONG, is_wrong
+from gradtools.torch.plain_programs.backward_nodes import (
+    NORMS,
+    WRONG,
+    deviation_held,
+    is_wrong,
+    multiplies_by,
+)
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -41,10 +47,12 @@ class Survey(NamedTuple):
     Attributes:
         leaves: The tensors at its ends.
         custom: Nodes of code that is not PyTorch's, nor gradtools' own.
-        lost: Nodes of operators without a backward pass, where PyTorch only warns.
+        lost: Nodes of operators without a backward pass, where PyTorch only warns; and those that
+            take a deviation for a constant, as in PyTorch's own vmap of a normalisation's gradient.
         wrong: Nodes of operations whose gradient PyTorch has wrong.
         hooked: Whether hooks were set where it was made.
         compiled: Nodes of compiled code, whose backward passes lose derivatives.
+        norms: Nodes of normalisations.
     """
 
     leaves: list[Tensor]
@@ -52,6 +60,7 @@ class Survey(NamedTuple):
     lost: list[Any]
     wrong: list[Any]
     compiled: list[Any]
+    norms: list[Any]
     hooked: bool = False
 
 
@@ -60,7 +69,7 @@ _PLAIN: set[type] = set()  # PyTorch's own nodes
 
 def surveyed(outs: Sequence[Tensor]) -> Survey:
     """The graph of outs."""
-    result, plain, accumulates = Survey([], [], [], [], []), _PLAIN, upstream.AccumulateGrad
+    result, plain, accumulates = Survey([], [], [], [], [], []), _PLAIN, upstream.AccumulateGrad
     todo: list[Any] = []
     for y in outs:
         if y.requires_grad:
@@ -77,6 +86,9 @@ def surveyed(outs: Sequence[Tensor]) -> Survey:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 todo.append(parent)
+    deviations = {at for at in map(deviation_held, result.norms) if at}
+    if deviations:
+        result.lost.extend([node for node in todo if multiplies_by(node, deviations)])
     return result
 
 
@@ -89,6 +101,8 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
         elif not upstream.forward_class(kind).__module__.startswith(OWN):
             found.custom.append(node)
     elif kind.__name__ in WRONG:
+        if kind.__name__ in NORMS:
+            found.norms.append(node)
         if is_wrong(node):
             found.wrong.append(node)
     elif kind.__name__ != CPP_NODE:

@@ -256,7 +256,9 @@ pushes a tangent, and compiled code, is right. Write `torch.logical_not(x)`.
 PyTorch's own (`backward()` of a loss, `torch.autograd.grad`) gives PyTorch's number, and so do
 `torch.func.grad` and `torch.func.vmap` that f calls itself, in eager code: use `gt.grad`, `gt.vmap`
 and `gt.per_example_grad` there. So does a function that `torch.compile` compiled before gradtools
-differentiates it.
+differentiates it. The gradient of a normalisation by PyTorch's own `vmap`, which takes mean and
+deviation for constants (functorch#534), is refused where the graph shows it, which is unless the
+loss is linear in the normalisation.
 
 ## JAX: refused
 

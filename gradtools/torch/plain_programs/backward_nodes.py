@@ -292,6 +292,8 @@ def _has_strided_statistics(node: Any) -> bool:
 
 
 def _has_bias_alone(node: Any) -> bool:
+    if node.next_functions[1][0] is not None:  # a checkpoint computes again what is read
+        return False
     return upstream.saved(node, "weight") is None and upstream.saved(node, "bias") is not None
 
 
@@ -346,6 +348,26 @@ NODES = {
 }
 WRONG = frozenset(NODES)
 """The types of the nodes."""
+
+
+NORMS = ("NativeLayerNormBackward0", "NativeBatchNormBackward0")
+
+
+def deviation_held(node: Any) -> int:
+    """Where the reciprocal deviation of a normalisation lies, if something besides holds it."""
+    deviation = upstream.saved(node, "result2")
+    return deviation.data_ptr() if deviation is not None and upstream.is_shared(deviation) else 0
+
+
+def multiplies_by(node: Any, deviations: set[int]) -> bool:
+    """Whether a node is of a product with one of these, which it takes for a constant.
+
+    So do PyTorch's batching rules for the gradient of a normalisation (functorch#534).
+    """
+    if type(node).__name__ != "MulBackward0":
+        return False
+    factors = _saved(node, "self", "other")
+    return any(x is not None and x.data_ptr() in deviations for x in factors)
 
 
 def is_wrong(node: Any) -> bool:

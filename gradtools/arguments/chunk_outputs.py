@@ -111,9 +111,11 @@ class Outputs:
             return  # what is no array passes, as in a plain call
         for k, leaf in enumerate(leaves):
             if not is_numeric(self.backend, leaf):
+                cached = type(leaf).__name__.endswith("Cache")  # of keys and values, transformers
                 raise GradtoolsError(
                     f"{self.caller}: the function returned {describe(self.backend, leaf)} at "
-                    f"output{self.backend.leaf_paths(out)[k]}, expected an array. Return arrays."
+                    f"output{self.backend.leaf_paths(out)[k]}, expected an array. "
+                    f"{'Call the model with use_cache=False.' if cached else 'Return arrays.'}"
                 )
 
     def _unjoinable(

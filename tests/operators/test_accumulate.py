@@ -111,43 +111,6 @@ def test_sum_is_the_weighted_sum_and_mean_divides_it_by_the_weights(gt):
     assert float(mean["b"][0]) == 2.0
 
 
-def test_u11_two_losses_into_one_buffer_equal_the_gradient_of_their_sum(gt):
-    def loss1(w):
-        return (w**2).sum()
-
-    def loss2(w):
-        return (3 * w).sum()
-
-    w = f32(gt, [1.0, -2.0])
-    acc = gt.GradientAccumulator()
-    acc.add(gt.grad(loss1)(w))
-    acc.add(gt.grad(loss2)(w))
-    both = gt.grad(lambda w: loss1(w) + loss2(w))(w)
-    np.testing.assert_array_equal(gt.to_numpy(acc.sum()), gt.to_numpy(both))
-
-
-@pytest.mark.sweep_at("jax")
-def test_u11_chunks_of_4_4_2_with_token_counts_equal_the_full_weighted_mean(gt):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(10, 3)).astype(np.float32)
-    tokens = rng.integers(1, 9, size=10).astype(np.float32)
-
-    def loss(w, x, tokens):
-        return (((x @ w) ** 2) * tokens).sum() / tokens.sum()
-
-    w = f32(gt, [0.5, -1.0, 2.0])
-    acc, grad = gt.GradientAccumulator(), gt.grad(loss)
-    for part in (slice(0, 4), slice(4, 8), slice(8, 10)):
-        chunk = f32(gt, x[part]), f32(gt, tokens[part])
-        acc.add(grad(w, *chunk), weight=chunk[1].sum())
-    full = grad(w, f32(gt, x), f32(gt, tokens))
-    np.testing.assert_allclose(gt.to_numpy(acc.mean()), gt.to_numpy(full), rtol=1e-5)
-    plain = gt.GradientAccumulator()
-    for part in (slice(0, 4), slice(4, 8), slice(8, 10)):
-        plain.add(grad(w, f32(gt, x[part]), f32(gt, tokens[part])))
-    assert np.abs(gt.to_numpy(plain.mean()) - gt.to_numpy(full)).max() > 1e-2
-
-
 @pytest.mark.parametrize("weight", [2, 2.0, np.float32(2), np.float64(2), np.array(2), "array"])
 def test_a_weight_is_any_real_scalar_and_keeps_the_gradients_dtype(gt, weight):
     acc = gt.GradientAccumulator()
@@ -524,43 +487,6 @@ def test_what_was_added_in_inference_mode_can_be_changed_outside(torch_gt):
 
 
 # --- accumulate_gradients and assign_gradients -------------------------------------------
-
-
-def u7(x1, x2):
-    return x1**2 + 5 * x2
-
-
-def test_u7_grad_touches_no_buffer_and_accumulating_adds_for_what_is_named(gt):
-    buffer = zeros_buffer(gt, {"x1": 3.0, "x2": 1.0})
-    x1, x2 = f32(gt, 3.0), f32(gt, 1.0)
-    if is_torch(gt):
-        x1, x2 = buffer["x1"], buffer["x2"]
-    g1, g2 = gt.grad(u7, argnums=(0, 1))(x1, x2)
-    assert (g1.item(), g2.item()) == (6.0, 5.0)
-    untouched = None if is_torch(gt) else 0.0
-    assert held(gt, buffer["x1"]) == untouched
-
-    buffer = gt.accumulate_gradients(buffer, {"x1": g1, "x2": None})
-    buffer = gt.accumulate_gradients(buffer, {"x1": g1})
-    assert held(gt, buffer["x1"]) == 12.0
-    assert held(gt, buffer["x2"]) == untouched
-    buffer = gt.assign_gradients(buffer, {"x1": g1, "x2": g2})
-    assert (held(gt, buffer["x1"]), held(gt, buffer["x2"])) == (6.0, 5.0)
-
-
-@pytest.mark.sweep_at("jax")
-def test_u7_eight_threads_take_right_gradients_at_shared_parameters(gt):
-    buffer = zeros_buffer(gt, {"w": np.ones(1000)})
-    w = buffer["w"] if is_torch(gt) else f32(gt, np.ones(1000))
-
-    def work(i):
-        for k in range(20):
-            g = gt.grad(lambda w: (float(i + k) * w).sum())(w)
-            assert (gt.to_numpy(g) == i + k).all()
-
-    in_threads(work)
-    if is_torch(gt):
-        assert w.grad is None
 
 
 @pytest.mark.slow_at("True")

@@ -439,37 +439,6 @@ def test_minimax_negates_whole_trees(gt, backend_name, rng):
 # --- mixed partials ----------------------------------------------------------------------
 
 
-def _mixed_case(gt: Any) -> tuple[Any, Any]:
-    G = lambda z: gt.xp.exp(gt.xp.sum(z, axis=1))
-    f = lambda y, g: gt.xp.sum((gt.xp.sum(y, axis=1) + g) ** 3)
-    return f, G
-
-
-def _mixed_closed_form(y: np.ndarray, z: np.ndarray, u: np.ndarray) -> np.ndarray:
-    g = np.exp(z.sum(1))
-    w = g * u.sum(1)
-    return np.repeat((6 * (y.sum(1) + g) * w)[:, None], y.shape[1], 1)
-
-
-def test_mixed_partial_is_the_closed_form_and_double_backward(gt, backend_name, rng):
-    f, G = _mixed_case(gt)
-    y, z, u = (rng.normal(size=(3, 4)) for _ in range(3))
-    ly, lz, lu = lift(backend_name, (y, z, u))
-    found = gt.mixed_partial(f, G, ly, lz, lu)
-    close(lower(found), _mixed_closed_form(y, z, u), EXACT)
-    twice = gt.grad(lambda y: gt.xp.sum(lu * gt.grad(lambda z: f(y, G(z)))(lz)))(ly)
-    close(lower(found), lower(twice), EXACT)
-
-
-@pytest.mark.slow_at("jax")
-def test_mixed_partial_of_a_list_of_directions_is_a_list(gt, backend_name, rng):
-    f, G = _mixed_case(gt)
-    y, z, *us = (rng.normal(size=(3, 4)) for _ in range(5))
-    found = gt.mixed_partial(f, G, *lift(backend_name, (y, z)), lift(backend_name, us))
-    assert isinstance(found, list)
-    close(lower(found), [_mixed_closed_form(y, z, u) for u in us], EXACT)
-
-
 @pytest.mark.slow_at("jax")
 def test_mixed_partial_over_trees_equals_double_backward(gt, backend_name, rng):
     xp = gt.xp

@@ -1630,38 +1630,6 @@ def squared(w, x, *, power=2):
     return ((x["x"] @ w["w"]) ** power + w["b"]).mean()
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 11, 12])
-def test_microbatched_means_and_sums(chunk_size):
-    w = {"w": W[0].detach(), "b": torch.tensor(0.5).double()}
-    x = {"x": X}
-    value, grads = gt.microbatched_value_and_grad(squared, chunk_size)(w, x)
-    full, expected = gt.value_and_grad(squared)(w, x)
-    assert same(value, full, 1e-15)
-    assert all_same(list(grads.values()), list(expected.values()), 1e-15)
-    total = lambda w, x: squared(w, x) * len(x["x"])
-    found, grads = gt.microbatched_value_and_grad(total, chunk_size, reduction="sum")(w, x)
-    assert same(found, full * 11, 1e-15) and same(grads["w"], expected["w"] * 11, 1e-14)
-    cubic = gt.microbatched_value_and_grad(squared, chunk_size)(w, x, power=3)
-    assert same(cubic[0], squared(w, x, power=3), 1e-15)
-
-
-def token_mean(w, x, mask):
-    losses = torch.nn.functional.softplus(x @ w)
-    return (losses * mask).sum() / mask.sum()
-
-
-def test_microbatched_weights_as_array_and_as_function():
-    w, mask = W.detach()[:, :2], (numbers(11, 2, seed=3) > -0.8).double()
-    counts = mask.sum(1)
-    assert counts.min() < counts.max() and all(c.sum() > 0 for c in counts.split(CHUNK))
-    full = gt.value_and_grad(token_mean)(w, X, mask)
-    for weights in (counts, counts.numpy(), lambda w, x, mask: mask.sum()):
-        found = gt.microbatched_value_and_grad(token_mean, CHUNK, weights=weights)(w, X, mask)
-        assert same(found[0], full[0], 1e-14) and same(found[1], full[1], 1e-14)
-    unweighted = gt.microbatched_value_and_grad(token_mean, CHUNK)(w, X, mask)
-    assert not same(unweighted[0], full[0], 1e-6)
-
-
 def test_microbatched_argnums_axes_and_no_graph():
     f = lambda x, a, b: ((x.T @ a) * b).tanh().mean()
     a, b = W.detach()[0], W.detach()[1, 0].requires_grad_()

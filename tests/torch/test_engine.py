@@ -735,51 +735,6 @@ def under_no_grad(x):
     return x * s * t
 
 
-def in_place_under_no_grad(x):
-    h = x * 2
-    with torch.no_grad():
-        h.mul_(x)
-    return h.sin()
-
-
-def under_no_grad_in_vmap(x):
-    def entry(x):
-        with torch.no_grad():
-            s = x.sin()
-        return x * s
-
-    return torch.vmap(entry)(x)
-
-
-def a_gradient_under_no_grad(x):
-    with torch.no_grad():
-        s = gt.grad(lambda x: (x.sin() * x).sum())(x)
-    return x * s
-
-
-@pytest.mark.parametrize("tracked", [False, True])
-@pytest.mark.parametrize(
-    "f",
-    [under_no_grad, in_place_under_no_grad, under_no_grad_in_vmap, a_gradient_under_no_grad],
-    ids=lambda f: f.__name__,
-)
-def test_forward_mode_heeds_gradients_switched_off(f, tracked):
-    generator = torch.Generator().manual_seed(0)
-    x, u, v = torch.randn(3, 4, generator=generator, dtype=torch.float64)
-    leaf, one = x.clone().requires_grad_(), torch.ones((), dtype=torch.float64)
-    (pulled,) = torch.autograd.grad(f(leaf), leaf, v)
-    with torch.set_grad_enabled(tracked):
-        _, pushed = gt.jvp(f, (x,), (u,))
-        mixed = gt.mixed_partial(lambda y, g: y * (g * v).sum(), f, one, x, u)
-        jacobian = gt.jacobian(f, mode="forward")(x)
-        mapped = torch.vmap(lambda u: gt.jvp(f, (x,), (u,))[1])(torch.stack([u, 2 * u]))
-    products = [v * pushed, v * (jacobian @ u), v * mapped[0], v * mapped[1] / 2]
-    for found in (*(x.sum() for x in products), mixed):
-        torch.testing.assert_close(found, (pulled * u).sum(), rtol=1e-12, atol=1e-12)
-    assert torch.is_grad_enabled()
-    assert torch._C._is_fwd_grad_enabled()
-
-
 @pytest.mark.xfail(strict=True, reason="forward mode passes through no_grad (pytorch#128600)")
 def test_compiled_forward_mode_heeds_gradients_switched_off():
     """Dynamo asks no mode when f switches gradients, so this one is PyTorch's own."""

@@ -25,14 +25,16 @@ _ROOMS = {
     "host_functions:HostFunctions": "host_function ArraySpec",
     "freezing:Freezing": "frozen",
     "chunking:Chunking": "chunked microbatched_value_and_grad all_gather is_recomputing",
-    "tiles.tiling:Tiling": "pairwise_reduce",
-    "tiles.all_pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
+    "pairwise.pairwise_reduction:Tiling": "pairwise_reduce",
+    "pairwise.contrastive_losses:ContrastiveLoss": "contrastive_loss",
+    "pairwise.cross_entropy:LinearCrossEntropy": "linear_cross_entropy",
+    "pairwise.tiled_attention:Attention": "attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": (
         "make_functional xp asarray to_numpy random_key split_key vmap checkpoint compile"
     ),
-    "seeing.diagnostics.operators:SeeingOperators": "dependence why_zero guard_gradients",
-    "seeing.graphs.graph:Graphing": "gradient_graph",
+    "seeing.diagnostics.zero_gradients:SeeingOperators": "dependence why_zero guard_gradients",
+    "seeing.graphs.gradient_graphs:Graphing": "gradient_graph",
     "seeing.formulas.formulating:Formulating": "formula",
     "seeing.measures:Measures": "measure",
 }

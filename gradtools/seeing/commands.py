@@ -11,7 +11,7 @@ from typing import Any
 from gradtools.command_inputs import Given
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formulas import Formula, files
-from gradtools.seeing.graphs.graph import FORMS, Graph
+from gradtools.seeing.graphs.gradient_graphs import FORMS, Graph
 from gradtools.seeing.measures import Measurement
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from gradtools.testing.diverging.layouts import Layout as Layout
     from gradtools.testing.diverging.layouts import ParameterMapping as ParameterMapping
     from gradtools.testing.diverging.layouts import match_parameters as match_parameters
-    from gradtools.testing.records import Scenario as Scenario
-    from gradtools.testing.records import scenarios as scenarios
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
+    from gradtools.testing.scenario_table import Scenario as Scenario
+    from gradtools.testing.scenario_table import scenarios as scenarios
 
 _HOMES = {
     "check_derivatives": "checking.checks",
@@ -36,8 +36,8 @@ _HOMES = {
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",
-    "Scenario": "records",
-    "scenarios": "records",
+    "Scenario": "scenario_table",
+    "scenarios": "scenario_table",
     "tolerance": "cross_checking.tolerances",
     "tolerance_table": "cross_checking.tolerances",
 }

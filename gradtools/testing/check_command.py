@@ -35,7 +35,7 @@ from gradtools.testing.cross_checking.sides import in_double_precision
 from gradtools.testing.cross_checking.tolerances import FINITE_DIFFERENCES, real_name, tolerance
 from gradtools.testing.older_numpy import OlderNumPy
 from gradtools.testing.operators import OPERATORS, Operator, cube
-from gradtools.testing.records import Scenario, scenarios
+from gradtools.testing.scenario_table import Scenario, scenarios
 
 BACKENDS = ("torch", "jax")
 DTYPES = ("float64", "float32", "bfloat16", "complex128", "complex64")

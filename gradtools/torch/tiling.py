@@ -16,8 +16,8 @@ import torch
 
 from gradtools.arguments.chunks import progress_bar
 from gradtools.errors import GradtoolsError
+from gradtools.pairwise.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.rules import held_by, replaced_at
-from gradtools.tiles.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling

@@ -3,7 +3,7 @@
 import pytest
 
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix, links_of
-from gradtools.seeing.graphs.graph import Graph
+from gradtools.seeing.graphs.gradient_graphs import Graph
 from gradtools.seeing.graphs.lost_terms import losses
 from gradtools.seeing.graphs.nodes import Body, Dependence, Node, Value
 

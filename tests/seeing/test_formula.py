@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
+from gradtools.seeing.formulas.comparing import compared
 from gradtools.seeing.formulas.derivation import derive
 from gradtools.seeing.formulas.operation_record import OPERATIONS
 from gradtools.seeing.formulas.typesetting import number
@@ -180,6 +181,12 @@ def test_scale_gradient_scales_each_time_it_is_passed():
 )
 def test_a_complex_number_is_written_with_its_sign(value, text):
     assert number(value).text == text
+
+
+def test_the_first_entry_that_differs_is_named():
+    ours = np.array([1.0, 2.0, 3.0])
+    found = compared(["x̄"], [ours], [ours + [0.0, 1e-3, 1.0]], 1e-6, 0.0)
+    assert (found.where, found.framework, found.derivation) == ("x̄[1]", 2.0, 2.001)
 
 
 def test_one_over_a_zero_stays_in_the_formula():

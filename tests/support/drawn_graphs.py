@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtools.seeing.graphs.graph import Graph
+from gradtools.seeing.graphs.gradient_graphs import Graph
 from gradtools.seeing.graphs.nodes import Node
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from gradtools.seeing.graphs.graph import Graph
+from gradtools.seeing.graphs.gradient_graphs import Graph
 from gradtools.seeing.graphs.nodes import Body, Dependence, Node, Source, Value
 
 _NONE, _CUT, _ZERO, _FULL = Dependence

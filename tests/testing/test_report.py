@@ -25,7 +25,7 @@ MODULES = (
     "testing.checking.kinks",
     "testing.diverging.factor_names",
     "testing.report",
-    "testing.records",
+    "testing.scenario_table",
 )
 
 

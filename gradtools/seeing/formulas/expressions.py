@@ -43,7 +43,7 @@ class Expr:
             has made already is as old as that.
     """
 
-    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra/operators.py`
+    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra/functions.py`
     __radd__: ClassVar[Callable[[Expr, Any], Expr]]
     __sub__: ClassVar[Callable[[Expr, Any], Expr]]
     __rsub__: ClassVar[Callable[[Expr, Any], Expr]]

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import count, product, zip_longest
 from typing import Any
 
-from gradtools.testing.records import Scenario, scenarios
+from gradtools.testing.scenario_table import Scenario, scenarios
 
 DTYPES = ("float64", "float32", "bfloat16", "complex128", "complex64")
 TRANSFORMS = ("eager", "compile", "vmap", "checkpoint", "loop")

@@ -1,8 +1,8 @@
 """The matrix's programs in NumPy alone: values, and finite differences of them.
 
-The programs of `records.py` are written with an array namespace, and NumPy has one. So the oracle
-of the matrix is neither framework: a program is called in NumPy, in 64 bits, and becomes a real
-number by one loss with random weights w,
+The programs of `scenario_table.py` are written with an array namespace, and NumPy has one. So the
+oracle of the matrix is neither framework: a program is called in NumPy, in 64 bits, and becomes a
+real number by one loss with random weights w,
 
     L(x) = sum over outputs of Re<w, y> + |y|^2 / 2,    y = f(x)
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.tolerances import real_name
-from gradtools.testing.records import Scenario, scenarios
+from gradtools.testing.scenario_table import Scenario, scenarios
 
 Leaves = list[Any]
 Path = Callable[[Leaves], Leaves]

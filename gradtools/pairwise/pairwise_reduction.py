@@ -45,9 +45,8 @@ from gradtools.arguments.wording import describe, is_numeric, with_article
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
-from gradtools.rules import replaced_at
-from gradtools.tiles.tile_reductions import KINDS, Reduction, wide
-from gradtools.tiles.tile_rules import (
+from gradtools.pairwise.tile_reductions import KINDS, Reduction, wide
+from gradtools.pairwise.tile_rules import (
     COLUMNS,
     ROWS,
     SHARED,
@@ -61,6 +60,7 @@ from gradtools.tiles.tile_rules import (
     parted,
     reduced_second,
 )
+from gradtools.rules import replaced_at
 
 Names = int | str | Sequence[int | str]
 _TILE = (512, 512)  # rows and columns, where nothing else is said

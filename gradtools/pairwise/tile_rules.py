@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from gradtools.arguments.checks import as_array
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
+from gradtools.pairwise.tile_reductions import Reduction, wide
 from gradtools.rules import Linearized, Rule, closed_over_error, replaced_at
-from gradtools.tiles.tile_reductions import Reduction, wide
 
 if TYPE_CHECKING:
-    from gradtools.tiles.tiling import TiledCall
+    from gradtools.pairwise.pairwise_reduction import TiledCall
 
 
 ROWS, COLUMNS, SHARED = "rows", "columns", "shared"

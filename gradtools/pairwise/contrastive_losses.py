@@ -1,0 +1,253 @@
+"""`contrastive_loss`: of all pairs of two towers, without the matrix of logits.
+
+    contrastive    (1/2n) sum_i (log sum_j e^s_ij - s_ii) + (log sum_j e^s_ji - s_ii)
+    sigmoid        (1/n) sum_ij log(1 + e^s_ij) - (1/n) sum_i s_ii
+
+What is left of each is work on rows alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from gradtools.arguments.checks import as_array
+from gradtools.backend import Array, Backend, Operators
+from gradtools.errors import GradtoolsError
+from gradtools.pairwise.cross_entropy import check_shape, check_smoothing, tiled
+from gradtools.pairwise.tile_reductions import wide
+
+TileSize = int | tuple[int, int] | None
+
+
+class ContrastiveLoss(Operators):
+    """The contrastive loss, bound to one backend."""
+
+    def contrastive_loss(
+        self,
+        x: Any,
+        y: Any,
+        logit_scale: Any = 1.0,
+        logit_bias: Any = 0.0,
+        negatives: Any = None,
+        ids: Any = None,
+        *,
+        sigmoid: bool = False,
+        symmetric: bool = True,
+        label_smoothing: float = 0.0,
+        gathered: bool = False,
+        axis_name: Any = None,
+        group: Any = None,
+        tile_size: TileSize = None,
+        memory_budget: int | None = None,
+        progress: bool = False,
+    ) -> Any:
+        """The contrastive loss of n pairs (x_i, y_i) against all others, without their logits.
+
+        With s_ij = logit_scale <x_i, y_j> + logit_bias it is the cross entropy of the rows of s,
+        and if symmetric its mean with that of the columns, whose label is the diagonal (InfoNCE,
+        as in CLIP); with `sigmoid=True` the sum over all pairs of the logistic loss, over n
+        (SigLIP). One sweep gives rows and columns. A learned temperature is
+        `logit_scale=exp(w)`.
+
+        Args:
+            x: Features, [n, d]; normalize them first.
+            y: The same of the other side.
+            logit_scale: 1 / temperature, a number or an array without axes.
+            logit_bias: A number or an array without axes.
+            negatives: Further features [k, d] that no x belongs to.
+            ids: n integers; pairs i != j of equal ids are no negatives, and are left out.
+            sigmoid: Whether pairs are classified one by one.
+            symmetric: Whether columns count as well as rows.
+            label_smoothing: The part of the label that is spread over all classes.
+            gathered: Whether x and y are the local rows of a larger batch, whose other rows are
+                gathered (see `all_gather`); the loss is that of the local rows, to be averaged over
+                processes as gradients are. So too if axis_name or group is given.
+            axis_name: JAX: the mapped axis of the batch.
+            group: PyTorch: the process group; None is the default one.
+            tile_size: As in `pairwise_reduce`, like what follows.
+            memory_budget: Bytes for one tile.
+            progress: Whether to show a progress bar.
+
+        Returns:
+            An array without axes, in float32 for features of 16 bits.
+
+        Raises:
+            GradtoolsError: Shapes that do not fit; a label_smoothing outside of 0 to 1; an option
+                that `sigmoid=True` does not know.
+
+        Example:
+            >>> x = gt.asarray(np.eye(3, dtype=np.float32))
+            >>> round(float(gt.contrastive_loss(x, x, logit_scale=2.0)), 5)
+            0.23954
+
+        Source: van den Oord, Li, Vinyals, Representation learning with contrastive predictive
+        coding, 2018; Radford et al., CLIP, 2021; Zhai et al., Sigmoid loss for language image
+        pre-training, 2023.
+        """
+        caller, backend = "contrastive_loss", self._backend
+        x, y = (as_array(backend, caller, z, name) for z, name in ((x, "x"), (y, "y")))
+        if len(x.shape) != 2 or tuple(x.shape) != tuple(y.shape):
+            raise GradtoolsError(
+                f"{caller}: x has the shape {tuple(x.shape)} and y {tuple(y.shape)}; expected two "
+                "matrices of one shape, a pair in each row."
+            )
+        if sigmoid and label_smoothing:
+            raise GradtoolsError(
+                f"{caller}: label_smoothing is {label_smoothing} with sigmoid=True, whose labels "
+                "are those of single pairs; leave one of them out."
+            )
+        check_smoothing(caller, label_smoothing)
+        y = backend.tiles.sharded_like(y, x)
+        scale, bias = (
+            float(z)  # of Python, exact beside any dtype
+            if isinstance(z, int | float)
+            else backend.cast(as_array(backend, caller, z, name, beside=x), x)
+            for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))
+        )
+        options = {"tile_size": tile_size, "memory_budget": memory_budget, "progress": progress}
+        logits = _Logits(self._backend, scale, bias, label_smoothing, options)
+        apart = gathered or axis_name is not None or group is not None
+        own = None if ids is None else as_array(backend, caller, ids, "ids", beside=x)
+        check_shape(caller, "ids", own, (x.shape[0],), "one for each row of x")
+        spread = lambda z: z
+        if apart:
+            gathered = partial(
+                backend.compiler.uncompiled, backend.all_gather, axis_name=axis_name, group=group
+            )
+            spread = lambda z: None if z is None else gathered(z)
+        # The logits of pairs are taken from the sweep, whose cotangent is then the only one of x.
+        positive, mean = logits.positive(x, y) if apart else None, backend.xp.mean
+        columns = logits.with_negatives(spread(y), spread(own), negatives)
+        if sigmoid:
+            return mean(logits.losses(x, own, columns, positive))
+        both = symmetric and not apart
+        losses = logits.entropies(x, own, columns, positive, both)
+        if symmetric and apart:
+            losses += logits.entropies(y, own, {"y": spread(x), "b": spread(own)}, positive)
+        return sum(map(mean, losses[1:]), mean(losses[0])) / len(losses)
+
+
+class _Logits:
+    """s_ij = scale <x_i, y_j> + bias, reduced.
+
+    With ids a row's own pair is left out of the sweep with all that share its id, and added after.
+    """
+
+    def __init__(
+        self, backend: Backend, scale: Any, bias: Any, smoothing: float, options: dict[str, Any]
+    ) -> None:
+        self.backend, self.xp = backend, backend.xp
+        self.scale, self.bias, self.smoothing, self.options = scale, bias, smoothing, options
+
+    def positive(self, x: Array, y: Array) -> Array:
+        """The logits of the pairs themselves."""
+        return self.scale * wide(self.backend, self.xp.sum(x * y, axis=1)) + self.bias
+
+    def with_negatives(self, y: Array, ids: Any, negatives: Any) -> dict[str, Any]:
+        """The columns: features, ids, and which have one."""
+        if negatives is None:
+            return {"y": y, "b": ids}
+        more = as_array(self.backend, "contrastive_loss", negatives, "negatives", beside=y)
+        wanted = (*more.shape[:1], y.shape[1])
+        check_shape("contrastive_loss", "negatives", more, wanted, "features like those of y")
+        n, k = y.shape[0], more.shape[0]
+        if ids is not None:
+            ids = self.xp.concat([ids, self.xp.broadcast_to(ids[:1], (k,))])
+        ours = self.backend.tiles.indices(n + k, y) < n
+        return {"y": self.xp.concat([y, self.backend.cast(more, y)]), "b": ids, "ours": ours}
+
+    def _sweep(
+        self, f: Any, reduce: Any, over: Any, x: Array, ids: Any, columns: Any, positive: Any
+    ) -> tuple[Any, Array]:
+        """What f gives, reduced, and the logits of the pairs."""
+        i = self.backend.tiles.indices(x.shape[0], x) if positive is None else None
+        result = {"x": x, "a": ids, "i": i, **columns}
+        named = {name: z for name, z in result.items() if z is not None}
+        rows, others = (
+            [name for name in names if name in named]
+            for names in (("x", "a", "i"), ("y", "b", "ours"))
+        )
+        if positive is None:
+            reduce, over = (reduce, "take"), (over, "columns")
+        run = tiled(self.backend, f, reduce, rows=rows, columns=others, over=over, **self.options)
+        out = run(scale=self.scale, bias=self.bias, **named)
+        return out if positive is None else (out, positive)
+
+    def losses(self, x: Array, ids: Any, columns: Any, positive: Any) -> Array:
+        """The sums of log(1 + e^s_ij) along rows, less the logits of the pairs."""
+        f = partial(_pair_losses, self.backend)
+        result, positive = self._sweep(f, "sum", "columns", x, ids, columns, positive)
+        result = result if ids is None else result + _softplus(self.backend, positive)
+        return result - positive
+
+    def entropies(
+        self, x: Array, ids: Any, columns: Any, positive: Any, both: bool = False
+    ) -> list[Array]:
+        """The cross entropy of each row and, if both are asked for, of each column."""
+        sides = ["columns", "rows"] if both else ["columns"]
+        scores = partial(_pair_scores, self.backend, bool(self.smoothing), len(sides))
+        reduce = ["logsumexp", "sum", "sum"] if self.smoothing else ["logsumexp"]
+        over = [[side] * len(reduce) for side in sides]
+        reduces = [reduce] * len(sides)
+        result, positive = self._sweep(scores, reduces, over, x, ids, columns, positive)
+        return [self._entropy(positive, ids, *[z[: x.shape[0]] for z in each]) for each in result]
+
+    def _entropy(
+        self, positive: Array, ids: Any, total: Array, mass: Any = None, count: Any = None
+    ) -> Array:
+        if ids is not None:
+            total = self.xp.logaddexp(total, positive)
+        loss = total - (1 - self.smoothing) * positive
+        if not self.smoothing:
+            return loss
+        if ids is not None:
+            mass, count = mass + positive, count + 1
+        return loss - self.smoothing * mass / count
+
+
+# A sweep's function holds no arrays: what it closes over would be lifted out of a trace.
+
+
+def _pair_scores(
+    backend: Backend,
+    smoothed: bool,
+    sides: int,
+    x: Any,
+    y: Any,
+    scale: Any,
+    bias: Any,
+    i: Any = None,
+    **marks: Any,
+) -> Any:
+    s = scale * wide(backend, x @ y.T) + bias
+    result = [_where_kept(backend, s, -float("inf"), **marks)]
+    if smoothed:
+        result += [_where_kept(backend, f, 0.0, **marks) for f in (s, s * 0 + 1)]
+    return _with_own([result] * sides, s, i)
+
+
+def _pair_losses(
+    backend: Backend, x: Any, y: Any, scale: Any, bias: Any, i: Any = None, **marks: Any
+) -> Any:
+    s = scale * wide(backend, x @ y.T) + bias
+    return _with_own(_where_kept(backend, _softplus(backend, s), 0.0, **marks), s, i)
+
+
+def _with_own(found: Any, s: Array, i: Any) -> Any:
+    """f's output, and what the logits of the pairs are taken from."""
+    return found if i is None else (found, (s, i))
+
+
+def _softplus(backend: Backend, s: Array) -> Array:
+    return backend.xp.logaddexp(s, backend.zeros_like(s))
+
+
+def _where_kept(
+    backend: Backend, s: Array, other: float, a: Any = None, b: Any = None, ours: Any = None
+) -> Array:
+    if a is None:
+        return s
+    kept = a[:, None] != b[None]
+    kept = kept if ours is None else kept | ~ours[None]
+    return backend.xp.where(kept, s, backend.zeros_like(s[:1, :1]) + other)

@@ -1,0 +1,229 @@
+"""`attention`: sum_j softmax_j(q_i . k_j / sqrt(d)) v_j, without the matrix of scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import isqrt, prod
+from typing import Any, Literal
+
+from gradtools.arguments.checks import as_array
+from gradtools.backend import Array, Backend, Operators
+from gradtools.errors import GradtoolsError
+from gradtools.pairwise.cross_entropy import tiled
+
+TileSize = int | tuple[int, int] | None
+_PAIRS_AT_ONCE = 2**22  # of all heads together
+
+
+class Attention(Operators):
+    """Attention, bound to one backend."""
+
+    def attention(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        layout: Literal["heads_first", "heads_last"] | None = None,
+        tile_size: TileSize = None,
+    ) -> Any:
+        """Attention with every derivative at memory linear in the sequence.
+
+        Like `torch.nn.functional.scaled_dot_product_attention` and `jax.nn.dot_product_attention`,
+        but with forward mode and derivatives of all orders, and without the matrix of scores.
+
+        Args:
+            query: [batch, heads, n, d] or [batch, n, heads, d], as `layout` says; in the first
+                any number of leading axes, also none.
+            key: The same with m in place of n. If it has fewer heads, each is shared by a group of
+                query heads.
+            value: The same as key, with its own last axis.
+            attn_mask: What broadcasts to [..., heads, n, m], in either layout: bool (True takes
+                part) or numbers that are added to the scores and differentiated.
+            is_causal: Whether row i attends to columns j <= i only.
+            scale: Of the scores; None is 1 / sqrt(d).
+            layout: "heads_first" as in PyTorch or "heads_last" as in JAX; None is the
+                framework's own.
+            tile_size: As in `pairwise_reduce`, for each head; None makes it smaller for many.
+
+        Returns:
+            An array like query with value's last axis. A row without any column is 0.
+
+        Raises:
+            GradtoolsError: Shapes that do not fit; an unknown layout.
+
+        Example:
+            >>> q = gt.asarray(np.zeros((1, 1, 2, 4), np.float32))
+            >>> v = gt.asarray(np.float32([[[[1.0], [3.0]]]]))
+            >>> gt.to_numpy(gt.attention(q, q, v, layout="heads_first"))[0, 0, :, 0].tolist()
+            [2.0, 2.0]
+
+        Source: Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; Dao et al.,
+        FlashAttention, 2022.
+        """
+        caller, backend = "attention", self._backend
+        xp = backend.xp
+        layout = layout or ("heads_first" if backend.name == "torch" else "heads_last")
+        if layout not in ("heads_first", "heads_last"):
+            raise GradtoolsError(
+                f"{caller}: layout is {layout!r}; expected 'heads_first' or 'heads_last'."
+            )
+        named = ((query, "query"), (key, "key"), (value, "value"))
+        q, k, v = (as_array(backend, caller, z, name) for z, name in named)
+        last = layout == "heads_last"
+        if last and {len(z.shape) for z in (q, k, v)} != {4}:
+            raise GradtoolsError(
+                f"{caller}: with layout='heads_last' query, key and value have four axes, [batch, "
+                f"n, heads, d]; these have {len(q.shape)}, {len(k.shape)}, {len(v.shape)}."
+            )
+        if last:
+            q, k, v = (xp.permute_dims(z, (0, 2, 1, 3)) for z in (q, k, v))
+        heads = _Heads.of(caller, q, k, v)
+        mask = (
+            None
+            if attn_mask is None
+            else as_array(backend, caller, attn_mask, "attn_mask", beside=q)
+        )
+        call = _Attention(self._backend, heads, is_causal, scale, tile_size)
+        out = call.run(q, k, v, mask)
+        return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The shapes of an attention: leading axes, groups of queries to a head of keys, lengths."""
+
+    batch: tuple[int, ...]
+    groups: int
+    rows: int
+    columns: int
+    size: int
+
+    @classmethod
+    def of(cls, caller: str, q: Array, k: Array, v: Array) -> _Heads:
+        # A vector, which does not fit, is here a matrix without rows.
+        (*qs, n, d), (*ks, m, e) = ((0,) * (2 - len(z.shape)) + tuple(z.shape) for z in (q, k))
+        fits = tuple(v.shape[:-1]) == (*ks, m) and d == e and len(qs) == len(ks)
+        groups = qs[-1] // ks[-1] if fits and qs and ks[-1] else 1
+        if not fits or qs[:-1] != ks[:-1] or qs[-1:] != [groups * h for h in ks[-1:]]:
+            raise GradtoolsError(
+                f"{caller}: with heads first, query has the shape {tuple(q.shape)}, key "
+                f"{tuple(k.shape)} and value {tuple(v.shape)}; expected [..., heads, n, d], "
+                "[..., h, m, d] and [..., h, m, e], where h divides heads."
+            )
+        return cls(tuple(ks), groups, n, m, d)
+
+
+class _Attention:
+    """One call, heads first; the queries of a group are rows of one head."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        heads: _Heads,
+        causal: bool,
+        scale: float | None,
+        tile_size: TileSize,
+    ) -> None:
+        self.backend, self.xp = backend, backend.xp
+        self.heads, self.causal = heads, causal
+        self.scale = heads.size**-0.5 if scale is None else scale
+        known = [n for n in heads.batch if hasattr(n, "__index__")]  # others are symbolic
+        together = isqrt(_PAIRS_AT_ONCE // max(prod(known), 1))
+        self.tile_size = tile_size or max(64, min(512, together))
+
+    def run(self, q: Array, k: Array, v: Array, mask: Any) -> Array:
+        """The output, of query's shape but for the last axis."""
+        heads, shape = self.heads, (*q.shape[:-1], v.shape[-1])
+        q = self.xp.reshape(q, (*heads.batch, heads.groups * heads.rows, heads.size))
+        arrays = {"q": q, "k": k, "v": v}
+        if self.causal:
+            i = self.backend.tiles.indices(heads.rows, q)
+            arrays["i"] = self.xp.concat([i] * heads.groups) if heads.groups > 1 else i
+        if mask is not None:
+            name, arrays["mask"] = self._mask(mask)
+        else:
+            name = "rows"
+        if self.causal or name == "pairs":
+            arrays["j"] = self.backend.tiles.indices(heads.columns, q)
+        columns = ["k", "v", "j", *(["mask"] if name == "columns" else [])]
+        rows = ["q", "i", *(["mask"] if name != "columns" else [])]
+        scores = partial(self._scores, name)
+        scores.gives_new_scores = True  # type: ignore[attr-defined]
+        run = tiled(
+            self.backend,
+            scores,
+            "softmax",
+            tile_size=self.tile_size,
+            rows=[n for n in rows if n in arrays],
+            columns=[n for n in columns if n in arrays],
+        )
+        names = list(arrays)
+        call = lambda *xs: run(**dict(zip(names, xs, strict=True)))
+        lead = [axis for axis, n in enumerate(heads.batch) if n != 1]  # a level of vmap costs
+        for axis in reversed(lead):
+            in_axes = []
+            for name_, x in arrays.items():
+                own = name_ in ("q", "k", "v") or (name_ == "mask" and x.shape[axis] > 1)
+                in_axes.append(0 if own else None)
+            call = self.backend.vmap(call, in_axes=tuple(in_axes))
+        xs = [
+            self._without_ones(x, len(heads.batch)) if name_ in ("q", "k", "v", "mask") else x
+            for name_, x in arrays.items()
+        ]
+        return self.xp.reshape(call(*xs), shape)
+
+    def _without_ones(self, x: Array, lead: int) -> Array:
+        """x without leading axes of length 1."""
+        return self.xp.reshape(x, [n for n in x.shape[:lead] if n != 1] + [*x.shape[lead:]])
+
+    def _mask(self, mask: Array) -> tuple[str, Array]:
+        """Whose argument the mask is, and the mask with all leading axes, of length 1 or whole."""
+        heads, xp = self.heads, self.xp
+        full = (*heads.batch[:-1], heads.batch[-1] * heads.groups) if heads.batch else ()
+        wanted = (*full, heads.rows, heads.columns)
+        shape = (1,) * (len(wanted) - len(mask.shape)) + tuple(mask.shape)
+        fits = len(shape) == len(wanted)
+        if not fits or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
+            raise GradtoolsError(
+                f"attention: attn_mask has the shape {tuple(mask.shape)}, which does not broadcast "
+                f"to {wanted}, [..., heads, n, m]."
+            )
+        mask = xp.reshape(mask, shape)
+        *lead, n, m = shape
+        if heads.groups > 1 and lead and (lead[-1] > 1 or n > 1):
+            own = lead[-1] > 1
+            most = heads.batch[-1] * heads.groups if own else heads.groups
+            mask = xp.broadcast_to(mask, (*lead[:-1], most, heads.rows, m))
+            mask = xp.reshape(mask, (*lead[:-1], heads.batch[-1] if own else 1, -1, m))
+            *lead, n, m = mask.shape
+        if n == 1:
+            mask = xp.broadcast_to(mask, (*lead, 1, heads.columns))
+            return "columns", xp.reshape(mask, (*lead, heads.columns))
+        if m == 1:
+            return "rows", xp.reshape(mask, (*lead, n))
+        return "pairs", mask
+
+    def _scores(
+        self, name: str, q: Any, k: Any, v: Any, mask: Any = None, i: Any = None, j: Any = None
+    ) -> Any:
+        xp, s = self.xp, (self.scale * q) @ k.T
+        if mask is not None:
+            if name == "pairs":
+                mask = xp.take(mask, j, axis=1)
+            mask = {"rows": mask[:, None], "columns": mask[None]}.get(name, mask)
+            if self.backend.is_inexact(mask):
+                s = s + self.backend.cast(mask, s)
+            else:
+                s = self._where(mask, s)
+        if self.causal:
+            s = self._where(i[:, None] >= j[None], s)
+        return s, v[None]
+
+    def _where(self, kept: Any, s: Any) -> Any:
+        """The scores of pairs that take part, -inf elsewhere."""
+        return self.xp.where(kept, s, self.backend.zeros_like(s[:1, :1]) - float("inf"))

@@ -294,7 +294,7 @@ class Backward(_Derived):
         cts = [*cts, *shared_cts] if terms else cts
         adding, forward = None if create else self.adding, self.forward
         # The graph is that of the first pass, of which it is known.
-        same = self.of is forward and forward.compares_leaves and not forward.batches
+        same = self.of is self.forward and forward.compares_leaves and not forward.batches
         how = create, create, same and forward.is_right
         if forward.hooked or forward.counts:
             with going_back(forward, create):

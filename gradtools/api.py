@@ -17,6 +17,7 @@ _ROOMS = {
         "grad value_and_grad minimax_value_and_grad vjp jvp linearize jacobian hvp hessian "
         "per_example_grad mixed_partial"
     ),
+    "taylor:Taylor": "jet laplacian",
     "edits:Edits": (
         "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "
         "replace_gradient straight_through"

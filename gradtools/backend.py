@@ -596,6 +596,7 @@ class Recomputation(Programs):
             for rows, lists in zip(chunks.cut.rows, chunks.lists, strict=True)
         ]
 
+    carry_series = Lazily("taylor", lacking="jet")
     tiles = Lazily("tiling", "", lacking="pairwise_reduce")
     """A wing's room for reductions over all pairs of rows: `sweep`, `fold` and what they need."""
 

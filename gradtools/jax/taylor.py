@@ -1,0 +1,189 @@
+"""Taylor mode in JAX: a jaxpr is interpreted on arrays that carry their series."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradtools.backend import Fun
+from gradtools.jax import jaxprs
+from gradtools.taylor import LOGISTIC, TANH, Algebra, Series, polynomials, powers
+
+_LINEAR = frozenset(
+    "add add_any sub neg reshape transpose broadcast_in_dim squeeze expand_dims slice "
+    "concatenate reduce_sum cumsum rev real imag conj complex convert_element_type copy copy_p "
+    "split reduce_window_sum fft".split()
+)
+_BILINEAR = frozenset(("mul", "dot_general", "conv_general_dilated"))
+_IN_ITS_FIRST = {  # linear in the first operands, where the others stand still
+    "gather": 1,
+    "dynamic_slice": 1,
+    "pad": 2,
+    "div": 1,
+}
+_INLINED = ("jit", "pjit", "closed_call", "core_call")
+
+
+def carry_series(
+    fun: Fun, moved: Sequence[Series], algebra: Algebra
+) -> tuple[list[Series], list[Any]]:
+    """fun's outputs with their series, and its extras."""
+    counts: list[int] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        outs, extras = fun(*leaves)
+        counts.append(len(outs))
+        return [*outs, *extras]
+
+    closed = jax.make_jaxpr(flat)(*[x.primal for x in moved])
+    results = _run(closed, moved, algebra)
+    still = (None,) * algebra.order
+    outs = [y if isinstance(y, Series) else Series(y, still) for y in results[: counts[-1]]]
+    return outs, [y.primal if isinstance(y, Series) else y for y in results[counts[-1] :]]
+
+
+def _run(closed: Any, entries: Sequence[Any], algebra: Algebra) -> list[Any]:
+    consts = [*closed.consts]
+    step = lambda i, eqn, xs: _step(eqn, xs, algebra)
+    return jaxprs.interpreted(jaxprs.open_jaxpr(closed), [*consts, *entries], step)
+
+
+def _step(eqn: Any, xs: list[Any], algebra: Algebra) -> Sequence[Any]:
+    moved = [i for i, x in enumerate(xs) if isinstance(x, Series)]
+    if not moved:
+        return jaxprs.bound(eqn, xs)
+    name = eqn.primitive.name
+    if name in _INLINED:
+        return _run(eqn.params["jaxpr"], xs, algebra)
+    primals = [x.primal if isinstance(x, Series) else x for x in xs]
+    movers = [xs[i] for i in moved]
+
+    def at(*values: Any) -> list[Any]:
+        filled = list(primals)
+        for i, value in zip(moved, values, strict=True):
+            filled[i] = value
+        return jaxprs.bound(eqn, filled)
+
+    first = _IN_ITS_FIRST.get(name, 0)
+    alone = name in _BILINEAR and len(moved) == 1
+    if name in _LINEAR or alone or (first and moved[-1] < first):
+        return _linear(eqn, xs, moved, primals, at, algebra)
+    if name in _BILINEAR:
+        x, y = movers
+        terms = algebra.product(lambda a, b: jaxprs.bound(eqn, [a, b])[0], x, y, False)
+        return [Series(at(x.primal, y.primal)[0], tuple(terms))]
+    if name == "div":
+        return [_quotient(xs[0], xs[1], algebra)]
+    if len(moved) == 1 and (name in _DERIVED or not jnp.iscomplexobj(movers[0].primal)):
+        slopes = _slopes(name, eqn, movers[0].primal, moved[0], primals, algebra.order)
+        if slopes is not None:
+            return [Series(at(movers[0].primal)[0], tuple(algebra.elementwise(slopes, movers[0])))]
+    return _any(eqn, movers, at, algebra)
+
+
+def _linear(
+    eqn: Any, xs: list[Any], moved: list[int], primals: list[Any], at: Any, algebra: Algebra
+) -> Sequence[Any]:
+    """Of an equation that is linear in its moved operands, where the others add a constant."""
+    affine = eqn.primitive.name in ("add", "add_any", "sub", "concatenate", "pad", "complex")
+    still = [jnp.zeros_like(p) if affine and i not in moved else p for i, p in enumerate(primals)]
+
+    def part(*values: Any) -> list[Any]:
+        filled = list(still)
+        for i, value in zip(moved, values, strict=True):
+            filled[i] = value
+        return jaxprs.bound(eqn, filled)
+
+    movers = [xs[i] for i in moved]
+    ys = at(*[x.primal for x in movers])
+    if not any(map(jaxprs.is_inexact, eqn.outvars)):  # a conversion to integers
+        return ys
+    terms = algebra.linear(part, movers, False)
+    return [Series(y, tuple(t)) for y, t in zip(ys, terms, strict=True)] if terms else ys
+
+
+def _quotient(x: Any, y: Any, algebra: Algebra) -> Series:
+    """x / y, where y moves."""
+    slopes = powers(y.primal, -1, algebra.order)
+    inverse = Series(1 / y.primal, tuple(algebra.elementwise(slopes, y)))
+    if not isinstance(x, Series):
+        terms = algebra.linear(lambda t: [x * t], [inverse], False)[0]
+        return Series(x / y.primal, tuple(terms))
+    terms = algebra.product(lambda a, b: a * b, x, inverse, False)
+    return Series(x.primal / y.primal, tuple(terms))
+
+
+def _any(eqn: Any, movers: list[Series], at: Any, algebra: Algebra) -> Sequence[Any]:
+    """Of any equation, by nested forward mode."""
+    inexact = jaxprs.inexact(eqn.outvars)
+    if not any(inexact):
+        return at(*[x.primal for x in movers])
+
+    def fun(*values: Any) -> tuple[list[Any], list[Any]]:
+        ys = at(*values)
+        pairs = list(zip(ys, inexact, strict=True))
+        return [y for y, keeps in pairs if keeps], [y for y, keeps in pairs if not keeps]
+
+    outs, extras = algebra.general(fun, movers)
+    left, rest = iter(outs), iter(extras)
+    return [next(left) if keeps else next(rest) for keeps in inexact]
+
+
+# --- elementwise functions: f', f'', ... at x ---------------------------------------------------
+
+
+def _slopes(
+    name: str, eqn: Any, x: Any, position: int, primals: list[Any], order: int
+) -> list[Any] | None:
+    if name in _DERIVED:
+        return _DERIVED[name](x, order)
+    if name == "integer_pow":
+        return powers(x, eqn.params["y"], order)
+    if name not in _ELEMENTWISE:
+        return None
+    one = jnp.ones_like(x)
+    f: Callable[..., Any] = lambda x: jaxprs.bound(eqn, [*primals[:position], x])[0]
+    slopes = []
+    for _ in range(order):
+        f = partial(lambda g, x: jax.jvp(g, (x,), (one,))[1], f)
+        slopes.append(f(x))
+    return slopes
+
+
+def _exp(x: Any, order: int) -> list[Any]:
+    return [jnp.exp(x)] * order
+
+
+def _log(x: Any, order: int) -> list[Any]:
+    return [1 / x, *powers(x, -1, order - 1)]
+
+
+def _sin(x: Any, order: int) -> list[Any]:
+    s, c = jnp.sin(x), jnp.cos(x)
+    return [(c, -s, -c, s)[k % 4] for k in range(order)]
+
+
+def _cos(x: Any, order: int) -> list[Any]:
+    s, c = jnp.sin(x), jnp.cos(x)
+    return [(-s, -c, s, c)[k % 4] for k in range(order)]
+
+
+_DERIVED: dict[str, Callable[[Any, int], list[Any]]] = {
+    "exp": _exp,
+    "log": _log,
+    "sin": _sin,
+    "cos": _cos,
+    "tanh": lambda x, order: polynomials(jnp.tanh(x), TANH, order),
+    "logistic": lambda x, order: polynomials(jax.nn.sigmoid(x), LOGISTIC, order),
+    "sqrt": lambda x, order: powers(x, 0.5, order),
+    "rsqrt": lambda x, order: powers(x, -0.5, order),
+    "square": lambda x, order: powers(x, 2.0, order),
+}
+_ELEMENTWISE = frozenset(
+    "abs acos acosh asin asinh atan atanh cbrt ceil cosh digamma erf erfc erf_inv exp2 expm1 "
+    "floor lgamma log1p round sign sinh tan".split()
+)

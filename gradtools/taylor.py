@@ -1,0 +1,404 @@
+"""Taylor mode: derivatives of high order along a curve, and the Laplacian, in one pass.
+
+An array that moves carries more than its value. For `jet`, x(t) carries its derivatives at t = 0,
+
+    x, dx/dt, d2x/dt2, ..., dKx/dtK
+
+and for `laplacian` its Jacobian J with respect to the inputs, one row of it for each input entry,
+and its Laplacian L, summed over them. Both are an algebra with three rules:
+
+    f linear         y_k = f(x_k)
+                     J_y = f(J_x), L_y = f(L_x)
+    f bilinear       f(x, y)_k = sum_j C(k, j) f(x_j, y_k-j)
+                     L = f(L_x, y) + f(x, L_y) + 2 sum f(J_x, J_y)
+    f elementwise    the formula of Faa di Bruno
+                     J_y = f'(x) J_x, L_y = f'(x) L_x + f''(x) sum J_x^2
+
+What has no rule is differentiated K times along the polynomial by nested forward mode, which takes
+2^K passes through it. The wings say which operation is which (`torch/taylor.py`, `jax/taylor.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from math import comb, factorial
+from operator import add
+from typing import Any
+
+from gradtools.arguments.calls import Call
+from gradtools.arguments.checks import normalized_argnums
+from gradtools.arguments.keyword_hints import with_hints
+from gradtools.arguments.wording import with_article
+from gradtools.backend import Array, Backend, Fun, Operators, P
+from gradtools.errors import GradtoolsError
+from gradtools.function_names import like_function
+
+Term = Array | None  # None: zero
+Linear = Callable[..., list[Array]]
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """An array that moves.
+
+    Attributes:
+        primal: Its value.
+        terms: What else it carries, each of its shape, or with an axis for the inputs in front.
+    """
+
+    primal: Array
+    terms: tuple[Term, ...]
+
+
+class Jets:
+    """The algebra of derivatives along a curve, up to an order."""
+
+    def __init__(self, backend: Backend, order: int) -> None:
+        self.backend, self.order = backend, order
+
+    def linear(self, f: Linear, xs: Sequence[Series], leading: bool) -> list[list[Term]]:
+        """The terms of each output of an f that is linear in all of xs together.
+
+        leading: Whether f takes arrays with a further axis in front.
+        """
+        return _by_output([self._along(f, xs, k) for k in range(self.order)])
+
+    def _along(self, f: Linear, xs: Sequence[Series], k: int) -> list[Array] | None:
+        terms = [x.terms[k] for x in xs]
+        if all(t is None for t in terms):
+            return None
+        return f(*self.backend.filled(terms, [x.primal for x in xs]))
+
+    def product(
+        self, f: Callable[[Array, Array], Array], x: Series, y: Series, leading: bool
+    ) -> list[Term]:
+        """The terms of an f that is linear in each of two operands."""
+        xs, ys = (x.primal, *x.terms), (y.primal, *y.terms)
+        return [
+            _sum(
+                _scaled(comb(k, j), f(xs[j], ys[k - j]))
+                for j in range(k + 1)
+                if xs[j] is not None and ys[k - j] is not None
+            )
+            for k in range(1, self.order + 1)
+        ]
+
+    def elementwise(self, slopes: Sequence[Array], x: Series) -> list[Term]:
+        """The terms of f(x), where slopes are f', f'', ... at x: the formula of Faa di Bruno.
+
+        With B(n, k) the partial Bell polynomials of x's terms, y_n = sum_k f^(k)(x) B(n, k).
+        """
+        bell: dict[tuple[int, int], Term] = {}
+        for n in range(1, self.order + 1):
+            bell[n, 1] = x.terms[n - 1]
+            for k in range(2, n + 1):
+                bell[n, k] = _sum(
+                    _scaled(comb(n - 1, i - 1), x.terms[i - 1] * bell[n - i, k - 1])
+                    for i in range(1, n - k + 2)
+                    if x.terms[i - 1] is not None and bell[n - i, k - 1] is not None
+                )
+        return [
+            _sum(slopes[k - 1] * bell[n, k] for k in range(1, n + 1) if bell[n, k] is not None)
+            for n in range(1, self.order + 1)
+        ]
+
+    def general(
+        self, f: Fun, xs: Sequence[Series], in_loop: bool = False
+    ) -> tuple[list[Series], list[Any]]:
+        """`(outs, extras)` of any f, by forward mode in forward mode along the polynomial."""
+        first = self.backend.zeros_like(self.backend.xp.real(xs[0].primal)).sum()
+        one = self.backend.ones_like(first)
+        extras: list[Any] = []
+
+        def curve(t: Array) -> tuple[list[Array], list[Any]]:
+            outs, others = f(*[_polynomial(x, t) for x in xs])
+            return outs, others
+
+        g = curve
+        for k in range(self.order):
+            g = partial(self._one_more, g, k + 1, one)
+        outs, extras = g(first)
+        count = len(outs) // (self.order + 1)
+        return [
+            Series(outs[i], tuple(outs[i + k * count] for k in range(1, self.order + 1)))
+            for i in range(count)
+        ], extras
+
+    def _one_more(self, g: Fun, known: int, one: Array, t: Array) -> tuple[list[Array], list[Any]]:
+        """g's outputs, which are `known` derivatives of each, and one more of each."""
+        outs, extras, pushed = self.backend.jvp(g, [t], [one])
+        return [*outs, *pushed[len(outs) - len(outs) // known :]], extras
+
+
+class Laplacians:
+    """The algebra of Jacobians and Laplacians: the terms are (J, L)."""
+
+    order = 2
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._jets = Jets(backend, 2)
+
+    def linear(self, f: Linear, xs: Sequence[Series], leading: bool) -> list[list[Term]]:
+        """As `Jets.linear`."""
+        primals = [x.primal for x in xs]
+        jacobians, laplacians = ([x.terms[k] for x in xs] for k in (0, 1))
+        pushed = lost = None
+        if any(j is not None for j in jacobians):
+            pushed = self._mapped(f, leading)(*self._rows(jacobians, primals))
+        if any(t is not None for t in laplacians):
+            lost = f(*self.backend.filled(laplacians, primals))
+        return _by_output([pushed, lost])
+
+    def product(
+        self, f: Callable[[Array, Array], Array], x: Series, y: Series, leading: bool
+    ) -> list[Term]:
+        """As `Jets.product`."""
+        (jx, lx), (jy, ly) = x.terms, y.terms
+        left = self._each(lambda j: f(j, y.primal), leading, jx)
+        right = self._each(lambda j: f(x.primal, j), leading, jy)
+        both = None
+        if jx is not None and jy is not None:
+            both = 2 * self._each(f, leading, jx, jy).sum(0)
+        flat = [None if lx is None else f(lx, y.primal), None if ly is None else f(x.primal, ly)]
+        return [_sum(t for t in terms if t is not None) for terms in ([left, right], [*flat, both])]
+
+    def elementwise(self, slopes: Sequence[Array], x: Series) -> list[Term]:
+        """As `Jets.elementwise`."""
+        j, laplacian = x.terms
+        terms = [] if laplacian is None else [slopes[0] * laplacian]
+        if j is None:
+            return [None, _sum(terms)]
+        return [slopes[0] * j, _sum([*terms, slopes[1] * (j * j).sum(0)])]
+
+    def general(
+        self, f: Fun, xs: Sequence[Series], in_loop: bool = False
+    ) -> tuple[list[Series], list[Any]]:
+        """`(outs, extras)` of any f: second derivatives along each row, and one along L.
+
+        in_loop: Whether the rows are taken one by one, for an f that vmap cannot follow.
+        """
+        backend, primals = self.backend, [x.primal for x in xs]
+        outs, extras = f(*primals)
+        jacobians, laplacians = ([x.terms[k] for x in xs] for k in (0, 1))
+
+        def along(*rows: Array) -> tuple[list[Any], list[Any]]:
+            moved = [Series(p, (row, None)) for p, row in zip(primals, rows, strict=True)]
+            ys, _ = self._jets.general(f, moved)
+            return [y.terms[0] for y in ys], [y.terms[1] for y in ys]
+
+        if all(j is None for j in jacobians):
+            first: Sequence[Term] = [None] * len(outs)
+            second: Sequence[Term] = first
+        else:
+            rows = self._rows(jacobians, primals)
+            first, second = self._one_by_one(along, rows) if in_loop else backend.vmap(along)(*rows)
+            second = [y.sum(0) for y in second]
+        if any(t is not None for t in laplacians):
+            _, _, pushed = backend.jvp(f, primals, backend.filled(laplacians, primals))
+            second = [p if s is None else s + p for s, p in zip(second, pushed, strict=True)]
+        return [Series(y, (j, t)) for y, j, t in zip(outs, first, second, strict=True)], extras
+
+    def _one_by_one(self, along: Callable[..., Any], rows: list[Array]) -> Any:
+        results = [along(*row) for row in zip(*rows, strict=True)]
+        stacked = self.backend.xp.stack
+        return [
+            [stacked(ys) for ys in zip(*part, strict=True)] for part in zip(*results, strict=True)
+        ]
+
+    def _mapped(self, f: Callable[..., Any], leading: bool) -> Callable[..., Any]:
+        return f if leading else self.backend.vmap(f)
+
+    def _each(self, f: Callable[..., Any], leading: bool, *rows: Term) -> Any:
+        return None if rows[0] is None else self._mapped(f, leading)(*rows)
+
+    def _rows(self, jacobians: Sequence[Term], primals: Sequence[Array]) -> list[Array]:
+        count = next(j.shape[0] for j in jacobians if j is not None)
+        return [
+            self.backend.xp.broadcast_to(self.backend.zeros_like(p), (count, *p.shape))
+            if j is None
+            else j
+            for j, p in zip(jacobians, primals, strict=True)
+        ]
+
+
+Algebra = Jets | Laplacians
+
+
+def _by_output(along: Sequence[list[Array] | None]) -> list[list[Term]]:
+    """Of the outputs along each term, the terms of each output."""
+    count = max((len(ys) for ys in along if ys is not None), default=0)
+    return [[None if ys is None else ys[i] for ys in along] for i in range(count)]
+
+
+def _sum(terms: Any) -> Term:
+    found = list(terms)
+    return reduce(add, found) if found else None
+
+
+def _scaled(count: int, x: Array) -> Array:
+    return x if count == 1 else count * x
+
+
+def _polynomial(x: Series, t: Array) -> Array:
+    """The sum of x_k t^k / k!, in x's dtype."""
+    result, power = x.primal, t
+    for k, term in enumerate(x.terms, 1):
+        if term is not None:
+            result = result + term * (power / factorial(k))
+        power = power * t
+    return result
+
+
+def powers(x: Array, p: float, order: int) -> list[Any]:
+    """The derivatives of x^p; those of a whole power above it are zero, also at x = 0."""
+    slopes: list[Any] = []
+    factor, p = 1.0, int(p) if float(p).is_integer() else p
+    for k in range(order):
+        factor *= p - k
+        slopes.append(factor * x ** (p - k - 1) if factor else 0.0)
+    return slopes
+
+
+def polynomials(y: Array, slope: tuple[float, ...], order: int) -> list[Any]:
+    """The derivatives of a function y with y' = slope(y), a polynomial: so are they all."""
+    slopes, p = [], list(slope)
+    for _ in range(order):
+        slopes.append(reduce(lambda value, c: value * y + c, reversed(p)))
+        derived = [k * c for k, c in enumerate(p)][1:]
+        p = [0.0] * (len(derived) + len(slope) - 1)
+        for i, a in enumerate(derived):
+            for j, b in enumerate(slope):
+                p[i + j] += a * b
+    return slopes
+
+
+TANH, LOGISTIC = (1.0, 0.0, -1.0), (0.0, 1.0, -1.0)  # 1 - y^2 and y - y^2
+
+
+class Taylor(Operators):
+    """The operators of Taylor mode."""
+
+    @with_hints
+    def jet(
+        self, f: Callable[..., Any], primals: Sequence[Any], series: Sequence[Sequence[Any]]
+    ) -> tuple[Any, Any]:
+        """The derivatives of f along a curve up to order K, in one pass.
+
+        For x(t) with the derivatives `series` at t = 0 it gives those of f(x(t)), as
+        `jax.experimental.jet` does. An order K costs about K^2 / 2 products in place of the 2^K
+        passes of nested derivatives. Operations without a rule take nested forward mode.
+
+        Args:
+            f: Takes and returns pytrees of arrays.
+            primals: One pytree of floating or complex arrays for each argument.
+            series: For each argument a list of its derivatives d^k x / dt^k, k = 1 to K, each of
+                the argument's structure, shapes and dtypes. All lists have the length K.
+
+        Returns:
+            `(out, series_out)`: f's output, and its tree with a list of K derivatives in place of
+            each leaf; None where the output is not floating or complex.
+
+        Raises:
+            GradtoolsError: The lists differ in length or are empty, or a term does not fit.
+
+        Example:
+            >>> x, one, zero = (gt.asarray(np.float32(v)) for v in (2.0, 1.0, 0.0))
+            >>> y, derivatives = gt.jet(lambda x: x ** 3, (x,), ([one, zero, zero],))
+            >>> float(y), [float(d) for d in derivatives]
+            (8.0, [12.0, 12.0, 6.0])
+
+        Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 13; Bettencourt,
+        Johnson and Duvenaud, Taylor-mode automatic differentiation for higher-order derivatives
+        in JAX, 2019.
+        """
+        if not callable(f):
+            raise GradtoolsError(
+                f"jet: f is {with_article(type(f).__name__)}; expected a function."
+            )
+        order = _order(primals, series)
+        call = Call(self._backend, "jet", f, primals, {}, tuple(range(len(primals))))
+        along = [call.from_trees([terms[k] for terms in series], "series") for k in range(order)]
+        moved = [Series(x, tuple(terms)) for x, *terms in zip(call.leaves, *along, strict=True)]
+        outs, extras = self._run(call, moved, Jets(self._backend, order))
+        out, _ = call.output([y.primal for y in outs], extras)
+        lists = [self._backend.filled(y.terms, [y.primal] * order) for y in outs]
+        return out, call.tangent_output(lists)
+
+    @with_hints
+    def laplacian(self, f: Callable[P, Any], argnums: int | Sequence[int] = 0) -> Callable[P, Any]:
+        """The Laplacian of f: the sum of its second derivatives along each input entry.
+
+        One pass computes the value, the Jacobian and the Laplacian together: with D input entries
+        about D + 2 passes forward, where a Hessian takes 2 D or more. Take one point and
+        `gt.vmap` for many. The result may be differentiated again.
+
+        Args:
+            f: Takes and returns pytrees of arrays.
+            argnums: Which positional arguments, real arrays or pytrees of them, the sum is over.
+
+        Returns:
+            A function of f's arguments that returns f's structure: at each entry of the output
+            the sum over all input entries x_i of its d^2 / dx_i^2.
+
+        Raises:
+            GradtoolsError: An argument is not a real floating array.
+
+        Example:
+            >>> u = lambda x: x[0] ** 2 * x[1] + x[1] ** 3
+            >>> float(gt.laplacian(u)(gt.asarray(np.float32([1.0, 2.0]))))
+            16.0
+
+        Source: Li et al., A computational framework for neural network-based variational Monte
+        Carlo with forward Laplacian, 2024.
+        """
+        if not callable(f):
+            raise GradtoolsError(
+                f"laplacian: f is {with_article(type(f).__name__)}; expected a function."
+            )
+        return like_function("laplacian_of_", f, partial(self._laplacian_at, f, argnums))
+
+    def _laplacian_at(
+        self, f: Any, argnums: int | Sequence[int], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        backend = self._backend
+        chosen = normalized_argnums("laplacian", argnums, len(args))
+        call = Call(backend, "laplacian", f, args, kwargs, chosen)
+        if any(map(backend.is_complex, call.leaves)):
+            raise GradtoolsError(
+                "laplacian: an argument is complex; take its real and imaginary parts as two."
+            )
+        sizes = [_size(x) for x in call.leaves]
+        moved = [
+            Series(x, (backend.unit_basis(x, sum(sizes[:i]), sum(sizes[i + 1 :])), None))
+            for i, x in enumerate(call.leaves)
+        ]
+        outs, _ = self._run(call, moved, Laplacians(backend))
+        return call.tangent_output([backend.filled([y.terms[1]], [y.primal])[0] for y in outs])
+
+    def _run(
+        self, call: Call, moved: list[Series], algebra: Algebra
+    ) -> tuple[list[Series], list[Any]]:
+        return self._backend.compiler.uncompiled(self._backend.carry_series, call, moved, algebra)
+
+
+def _size(x: Array) -> int:
+    return reduce(lambda a, b: a * b, x.shape, 1)
+
+
+def _order(primals: Sequence[Any], series: Sequence[Any]) -> int:
+    """How many terms each list has."""
+    if len(primals) != len(series):
+        raise GradtoolsError(
+            f"jet: {len(primals)} primals and {len(series)} lists of derivatives; give one list "
+            "for each primal."
+        )
+    lengths = {len(terms) for terms in series}
+    if len(lengths) != 1 or 0 in lengths:
+        raise GradtoolsError(
+            f"jet: the lists in series have the lengths {sorted(lengths)}; give each argument as "
+            "many derivatives, at least one."
+        )
+    return int(lengths.pop())

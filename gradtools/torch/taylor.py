@@ -1,0 +1,488 @@
+"""Taylor mode in PyTorch: a function mode in which tensors carry their series.
+
+A tensor that moves has its series as an attribute. Each operation on it either has a rule here or
+takes nested forward mode (`Jets.general`). What no mode sees (a `torch.autograd.Function`, a
+gradient that f takes, memory that f overwrites) gives a tensor without a series that autograd's
+graph leads back to the inputs: f is then differentiated by nested forward mode as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from gradtools.backend import Fun
+from gradtools.rules import replaced_at
+from gradtools.taylor import LOGISTIC, TANH, Algebra, Series, polynomials, powers
+from gradtools.torch import _upstream as upstream
+from gradtools.torch import engines
+from gradtools.torch.autograd_graph import graph_of, node_of
+from gradtools.torch.compiling import as_written
+from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.rerunning import changes_in_place, name_of
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_SERIES = "gradtools_series"
+
+
+class _NotSeen(Exception):
+    """f does what no rule for single operations can follow."""
+
+
+def carry_series(
+    fun: Fun, moved: Sequence[Series], algebra: Algebra
+) -> tuple[list[Series], list[Any]]:
+    """fun's outputs with their series, and its extras."""
+    still = (None,) * algebra.order
+    places: list[list[bool]] = []
+
+    def flat(*aliases: Tensor) -> tuple[list[Tensor], list[Any]]:
+        here = [
+            Series(x, tuple(map(_saveable, s.terms))) for x, s in zip(aliases, moved, strict=True)
+        ]
+        start = Randomness.everywhere({x.device.type for x in aliases})
+        try:
+            with as_written(), _Carrying(algebra, here) as mode:
+                outs, extras = fun(*aliases)
+            mode.refuse_unseen(outs)
+            ys = [getattr(y, _SERIES, None) or Series(y, still) for y in outs]
+        except _NotSeen:
+            with restored(start):
+                ys, extras = algebra.general(fun, here, in_loop=True)
+        places[:] = [[t is not None for t in y.terms] for y in ys]
+        return [x for y in ys for x in (y.primal, *y.terms) if x is not None], extras
+
+    flat.caller = engines.caller_of(fun)  # type: ignore[attr-defined]
+    result = engines.vjp(flat, [x.primal for x in moved], groups=None, once=True)
+    left = iter(result.outs)
+    series = [
+        Series(next(left), tuple([next(left) if there else None for there in each]))
+        for each in places
+    ]
+    return series, list(result.extras)
+
+
+def _saveable(x: Tensor | None) -> Tensor | None:
+    """x, or a copy that autograd may save if it was made in inference mode."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
+class _Carrying(TorchFunctionMode):
+    """Inside, operations on tensors that carry a series give tensors that do."""
+
+    def __init__(self, algebra: Algebra, inputs: Sequence[Series]) -> None:
+        super().__init__()
+        self.algebra = algebra
+        self._inputs = inputs
+        self._depth = len(upstream.get_interpreter_stack() or ())
+        self._nodes = {node_of(x.primal) for x in inputs} - {None}
+        self._known: dict[int, Tensor] = {}  # tensors that do not depend on the inputs
+        self._inside: Any = None
+
+    def __enter__(self) -> _Carrying:
+        for x in self._inputs:
+            setattr(x.primal, _SERIES, x)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for x in self._inputs:
+            x.primal.__dict__.pop(_SERIES, None)
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        raw = getattr(fun, "__name__", "")
+        if fun in _DIFFERENTIATE or len(upstream.get_interpreter_stack() or ()) != self._depth:
+            raise _NotSeen
+        if not torch.is_grad_enabled():
+            return fun(*args, **kwargs)
+        if type(fun) is FunctionType and fun is not self._inside:
+            return self._within(fun, args, kwargs)
+        leaves, treedef = upstream.tree_flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if hasattr(x, _SERIES)]
+        self.refuse_unseen(leaves)
+        name = name_of(fun)
+        attribute = raw == "__get__" and name not in _VIEWS
+        if not places or attribute or name in _QUESTIONS or raw.startswith("is_"):
+            return fun(*args, **kwargs)
+        if changes_in_place(raw, kwargs) or name in _HOOKS:
+            raise _NotSeen
+        call = _Operation(self, fun, leaves, treedef, places)
+        rule = _RULES.get(name)
+        result = None if rule is None else rule(call, *args, **kwargs)
+        return call.any() if result is None else result
+
+    def refuse_unseen(self, xs: Sequence[Any]) -> None:
+        """Raises if one of these depends on the inputs, and carries nothing."""
+        for x in xs:
+            if not isinstance(x, Tensor) or not x.requires_grad or hasattr(x, _SERIES):
+                continue
+            if x.grad_fn is None or id(x) in self._known:
+                continue
+            if not self._nodes.isdisjoint(graph_of([x])):
+                raise _NotSeen
+            self._known[id(x)] = x
+
+    def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A function of PyTorch's in Python, inside of which this mode stays."""
+        before, self._inside = self._inside, fun
+        try:
+            with self.again():
+                return upstream.redispatch_function(fun, (), args, kwargs)
+        finally:
+            self._inside = before
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, this mode sees what is called while it handles a call."""
+        TorchFunctionMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+
+
+class _Operation:
+    """One call of a function of PyTorch's, some of whose operands carry a series."""
+
+    def __init__(
+        self, mode: _Carrying, fun: Any, leaves: list[Any], treedef: Any, places: list[int]
+    ) -> None:
+        self.mode, self.fun, self.algebra = mode, fun, mode.algebra
+        self._leaves, self._treedef, self._places = leaves, treedef, places
+        self.moved: list[Series] = [getattr(leaves[i], _SERIES) for i in places]
+
+    def at(self, *values: Tensor) -> Any:
+        """The call, with other values of what moves."""
+        filled = replaced_at(self._leaves, self._places, values)
+        args, kwargs = upstream.tree_unflatten(filled, self._treedef)
+        return self.fun(*args, **kwargs)
+
+    def linear(self, f: Callable[..., Any] | None = None, leading: bool = False) -> Any:
+        """The result of a call that is linear in all that moves; f: without what is added."""
+        result = self.at(*[x.primal for x in self.moved])
+        part = self.at if f is None else f
+        flat = lambda *xs: [y for y in upstream.tree_leaves(part(*xs)) if isinstance(y, Tensor)]
+        ys = [y for y in upstream.tree_leaves(result) if isinstance(y, Tensor)]
+        if all(map(is_inexact, ys)):
+            for y, terms in zip(ys, self.algebra.linear(flat, self.moved, leading), strict=False):
+                carrying(y, terms)
+        return result
+
+    def any(self) -> Any:
+        """The result of any call, by nested forward mode."""
+        shape: list[Any] = []
+
+        def fun(*values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            ys, outdef = upstream.tree_flatten(self.at(*values))
+            kinds = [isinstance(y, Tensor) and (1 + is_inexact(y)) for y in ys]
+            shape[:] = [outdef, kinds, ys]
+            pairs = list(zip(ys, kinds, strict=True))
+            return [y for y, k in pairs if k == 2], [y for y, k in pairs if k == 1]
+
+        outs, extras = self.algebra.general(fun, self.moved)
+        outdef, kinds, ys = shape
+        left, rest = iter(outs), iter(extras)
+        result = []
+        for kind, y in zip(kinds, ys, strict=True):
+            series = next(left) if kind == 2 else None
+            if series is not None:
+                result.append(carrying(series.primal, series.terms))
+            else:
+                result.append(next(rest) if kind == 1 else y)
+        return upstream.tree_unflatten(result, outdef)
+
+
+def carrying(y: Tensor, terms: Sequence[Tensor | None]) -> Tensor:
+    """y, which from here on carries these terms."""
+    if any(t is not None for t in terms):
+        setattr(y, _SERIES, Series(y, tuple(terms)))
+    return y
+
+
+def _series(x: Any) -> Series | None:
+    return getattr(x, _SERIES, None)
+
+
+# --- rules: the result, or None where nested forward mode is taken -------------------------------
+
+
+def _linear(call: _Operation, *args: Any, **kwargs: Any) -> Any:
+    return call.linear()
+
+
+def _in_its_first(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Linear in the first operand, where the others stand still."""
+    return call.linear() if len(call.moved) == 1 and _series(x) else None
+
+
+def _sum(sign: int) -> Any:
+    def rule(call: _Operation, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 2:
+            return None
+        a, b = map(_series, args)
+        y = call.at(*[x.primal for x in call.moved])
+        if a and b:
+            return call.linear() if len(call.moved) == 2 else None
+        moving, factor = (a, 1) if a else (b, sign)
+        assert moving is not None
+        reaching = partial(_reaching, y, factor)
+        terms = call.algebra.linear(lambda t: [reaching(t)], [moving], False)
+        return carrying(y, terms[0]) if terms else y
+
+    return rule
+
+
+def _reaching(y: Tensor, sign: int, x: Tensor) -> Tensor:
+    """A term of y, which x was broadcast to."""
+    x = x if sign > 0 else -x
+    x = x if x.shape == y.shape else x.expand(y.shape)
+    return x.to(y.dtype)
+
+
+def _product(call: _Operation, *args: Any, **kwargs: Any) -> Any:
+    """Of two operands, linear in each."""
+    if kwargs or len(args) != 2:
+        return None
+    a, b = args
+    x, y = _series(a), _series(b)
+    if x is None or y is None:
+        ranks = [c.dim() if isinstance(c, Tensor) else 0 for c in args]
+        scaled = name_of(call.fun) in _SCALES
+        leading = ranks[1 if x is None else 0] >= ranks[0 if x is None else 1]
+        # A further axis in front is one more of matrices, where the moved ones stand left.
+        stacked = x is not None and ranks[1] == 2
+        return call.linear(leading=leading if scaled else stacked)
+    leading = a.dim() == b.dim() and name_of(call.fun) in _SCALES
+    terms = call.algebra.product(call.fun, x, y, leading)
+    return carrying(call.fun(x.primal, y.primal), terms)
+
+
+def _quotient(call: _Operation, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 2:
+        return None
+    a, b = args
+    if _series(b) is None:
+        return call.linear(leading=not isinstance(b, Tensor))
+    with call.mode.again():
+        return a * torch.reciprocal(b)
+
+
+def _layer(call: _Operation, x: Any, weight: Any, bias: Any = None, *more: Any) -> Any:
+    """A linear or convolutional layer."""
+    if _series(x) is None or len(call.moved) > 1:
+        return None
+    part = lambda t: call.fun(t, weight, None, *more)
+    return call.linear(part, leading=call.fun is functional.linear)
+
+
+def _elementwise(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
+    series = _series(x)
+    if series is None or len(call.moved) > 1 or x.is_complex():
+        return None
+    order, slopes = call.algebra.order, []
+    fun: Fun = lambda x: ([call.at(x)], [])
+    ones = torch.ones_like(x)
+    for _ in range(order):
+        fun = partial(_slope, fun, ones)
+        slopes.append(fun(x)[0][0])
+    return carrying(call.at(x), call.algebra.elementwise(slopes, series))
+
+
+def _slope(fun: Fun, ones: Tensor, x: Tensor) -> tuple[list[Tensor], list[Any]]:
+    return engines.jvp(fun, [x], [ones])[2], []
+
+
+def _known_slopes(slopes: Callable[[Tensor, Tensor, int], list[Tensor]]) -> Any:
+    """An elementwise function of one operand, whose derivatives are known from x and y."""
+
+    def rule(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return None
+        y = call.at(x)
+        found = slopes(x, y, call.algebra.order)
+        return carrying(y, call.algebra.elementwise(found, call.moved[0]))
+
+    return rule
+
+
+def _power(call: _Operation, x: Any, p: Any = 2, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or not isinstance(p, int | float) or _series(x) is None:
+        return None
+    found = powers(x, float(p), call.algebra.order)
+    return carrying(call.at(x), call.algebra.elementwise(found, call.moved[0]))
+
+
+def _circular(signs: Sequence[int], own: Any, other: Any) -> Any:
+    def slopes(x: Tensor, y: Tensor, order: int) -> list[Tensor]:
+        z = other(x)
+        return [signs[k % 4] * (z if k % 2 == 0 else y) for k in range(order)]
+
+    return slopes
+
+
+# --- compositions, run inside of the mode --------------------------------------------------------
+
+
+def _composed(program: Callable[..., Any]) -> Any:
+    def rule(call: _Operation, *args: Any, **kwargs: Any) -> Any:
+        with call.mode.again():
+            return program(*args, **kwargs)
+
+    return rule
+
+
+def _absolute(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if x.is_complex() or args or kwargs:
+        return None
+    with call.mode.again():
+        return x * torch.sign(x)
+
+
+def _softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    x = x if dtype is None else x.to(dtype)
+    z = (x - x.detach().amax(dim, True)).exp()
+    return z / z.sum(dim, True)
+
+
+def _log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    x = x if dtype is None else x.to(dtype)
+    z = x - x.detach().amax(dim, True)
+    return z - z.exp().sum(dim, True).log()
+
+
+def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
+    top = x.detach().amax(dim, True)
+    top = torch.where(top.isfinite(), top, 0)
+    z = (x - top).exp().sum(dim, True).log() + top
+    return z if keepdim else z.squeeze(dim)
+
+
+def _layer_norm(
+    x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Any:
+    axes = tuple(range(-len(shape), 0))
+    z = x - x.mean(axes, True)
+    z = z * torch.rsqrt((z * z).mean(axes, True) + eps)
+    z = z if weight is None else z * weight
+    return z if bias is None else z + bias
+
+
+def _batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> Any:
+    if training or mean is None:
+        with torch.no_grad():  # which updates the running statistics
+            torch.batch_norm(x.detach(), None, None, mean, variance, True, momentum, eps, cudnn)
+        axes = (0, *range(2, x.dim()))
+        z = x - x.mean(axes, True)
+        z = z * torch.rsqrt((z * z).mean(axes, True) + eps)
+    else:
+        z = (x - _channels(mean, x)) * torch.rsqrt(_channels(variance, x) + eps)
+    z = z if weight is None else z * _channels(weight, x)
+    return z if bias is None else z + _channels(bias, x)
+
+
+def _channels(parameter: Any, x: Any) -> Any:
+    return parameter.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def _attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if dropout_p or enable_gqa:
+        raise _NotSeen
+    scores = (q * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -math.inf)
+    scores = scores if attn_mask is None else scores + attn_mask
+    return torch.softmax(scores, -1) @ v
+
+
+_DIFFERENTIATE = {
+    torch.autograd.grad,
+    torch.autograd.backward,
+    Tensor.backward,
+    upstream.custom_function_call,
+}
+_HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+_QUESTIONS = frozenset(
+    "detach size dim numel ndimension nelement stride len bool int float complex item tolist numpy "
+    "is_floating_point is_complex is_contiguous element_size data_ptr get_device format repr str "
+    "hash storage_offset has_names zeros_like ones_like empty_like full_like rand_like randn_like "
+    "new_zeros new_ones new_empty new_full new_tensor eq ne lt le gt ge isnan isinf isfinite "
+    "isposinf isneginf argmax argmin argsort sign floor ceil round trunc nonzero count_nonzero "
+    "requires_grad_ allclose equal is_same_size result_type can_cast broadcast_shapes".split()
+)
+_VIEWS = ("T", "mT", "H", "mH", "real", "imag")
+_SCALES = frozenset(("mul", "rmul", "multiply"))
+_SIN = _circular((1, -1, -1, 1), torch.sin, torch.cos)
+_COS = _circular((-1, -1, 1, 1), torch.cos, torch.sin)
+_ALIKE: dict[Any, str] = {
+    _linear: (
+        "cat concat concatenate stack hstack vstack neg negative reshape view reshape_as view_as "
+        "transpose swapaxes permute t flatten unflatten unsqueeze squeeze expand expand_as "
+        "broadcast_to movedim moveaxis sum mean cumsum select narrow flip roll tile repeat "
+        "diagonal diag diag_embed tril triu trace chunk split unbind tensor_split real imag conj "
+        "clone contiguous to double float half bfloat16 type type_as view_as_real "
+        "view_as_complex resolve_conj resolve_neg unfold T mT H mH"
+    ),
+    _in_its_first: "getitem index_select gather take_along_dim masked_select",
+    _sum(1): "add radd",
+    _sum(-1): "sub subtract",
+    _product: "mul rmul multiply matmul rmatmul mm bmm mv dot",
+    _quotient: "div truediv true_divide divide",
+    _layer: "linear conv1d conv2d conv3d",
+    _elementwise: (
+        "relu leaky_relu silu gelu elu selu celu mish softplus logsigmoid hardtanh "
+        "erf erfc log1p expm1 sinh cosh tan asin acos atan asinh acosh atanh exp2 log2 log10 "
+        "digamma lgamma"
+    ),
+    _absolute: "abs absolute",
+    _power: "pow square",
+    _known_slopes(lambda x, y, n: [y] * n): "exp",
+    _known_slopes(lambda x, y, n: [1 / x, *powers(x, -1.0, n - 1)]): "log",
+    _known_slopes(lambda x, y, n: powers(x, 0.5, n)): "sqrt",
+    _known_slopes(lambda x, y, n: powers(x, -0.5, n)): "rsqrt",
+    _known_slopes(lambda x, y, n: powers(x, -1.0, n)): "reciprocal",
+    _known_slopes(lambda x, y, n: polynomials(y, TANH, n)): "tanh",
+    _known_slopes(lambda x, y, n: polynomials(y, LOGISTIC, n)): "sigmoid",
+    _known_slopes(_SIN): "sin",
+    _known_slopes(_COS): "cos",
+    _composed(_softmax): "softmax",
+    _composed(_log_softmax): "log_softmax",
+    _composed(_logsumexp): "logsumexp",
+    _composed(_layer_norm): "layer_norm",
+    _composed(_batch_norm): "batch_norm",
+    _composed(_attention): "scaled_dot_product_attention",
+}
+_RULES = {name: rule for rule, names in _ALIKE.items() for name in names.split()}

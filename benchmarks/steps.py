@@ -209,7 +209,38 @@ def second_order() -> dict[str, tuple[Run, ...]]:
             total = total + torch.autograd.grad(g[:, i].sum(), y, create_graph=True)[0][:, i]
         total.square().mean().backward()
 
+    line, where = mlp(4, 128), torch.rand(1024, 1)
+    line = nn.Sequential(nn.Linear(1, 128), nn.Tanh(), line, nn.Linear(128, 1))
+    one, zero = torch.ones_like(where), torch.zeros_like(where)
+    wave, at = nn.Sequential(nn.Linear(30, 128), nn.Tanh(), nn.Linear(128, 1)), torch.rand(256, 30)
+    potential = lambda r: wave(r)[0]
+
+    def fourth() -> None:
+        gt.jet(line, (where,), ([one, zero, zero, zero],))[1][3].square().mean().backward()
+
+    def fourth_by_hand() -> None:
+        y = where.clone().requires_grad_()
+        d = line(y)
+        for _ in range(4):
+            (d,) = torch.autograd.grad(d.sum(), y, create_graph=True)
+        d.square().mean().backward()
+
+    def laplacian() -> None:
+        gt.vmap(gt.laplacian(potential))(at).square().mean().backward()
+
+    def trace_of_the_hessian() -> None:
+        hessians = torch.vmap(torch.func.hessian(potential))(at)
+        hessians.diagonal(dim1=-2, dim2=-1).sum(-1).square().mean().backward()
+
     return {
+        "u_xxxx by `jet`, 5 x 128, 1,024 points, a step | nested `autograd.grad`": (
+            fourth,
+            fourth_by_hand,
+        ),
+        "`laplacian`, 30 inputs, 256 points, a step | `torch.func.hessian`": (
+            laplacian,
+            trace_of_the_hessian,
+        ),
         "`linearize(grad(f))`, 8 products | double backward, graph kept": (
             linearized,
             double_backward,

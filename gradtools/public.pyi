@@ -15,6 +15,7 @@ from gradtools.seeing.diagnostics.operators import SeeingOperators as _SeeingOpe
 from gradtools.seeing.formulas.formulating import Formulating as _Formulating
 from gradtools.seeing.graphs.graph import Graphing as _Graphing
 from gradtools.seeing.measures import Measures as _Measures
+from gradtools.taylor import Taylor as _Taylor
 from gradtools.tiles.all_pairs import Pairs as _Pairs
 from gradtools.tiles.tiling import Tiling as _Tiling
 
@@ -25,6 +26,7 @@ _host_functions: _HostFunctions
 _freezing: _Freezing
 _chunking: _Chunking
 _tiling: _Tiling
+_taylor: _Taylor
 _pairs: _Pairs
 _accumulation: _Accumulation
 _models: _Models
@@ -58,7 +60,9 @@ host_function = _host_functions.host_function
 hvp = _derivatives.hvp
 is_recomputing = _chunking.is_recomputing
 jacobian = _derivatives.jacobian
+jet = _taylor.jet
 jvp = _derivatives.jvp
+laplacian = _taylor.laplacian
 random_key = _models.random_key
 replace_gradient = _edits.replace_gradient
 linear_cross_entropy = _pairs.linear_cross_entropy

@@ -19,6 +19,7 @@ import gradtools
 INSTALLED = gradtools.available_backends()
 ROOT = pathlib.Path(gradtools.__file__).parent
 NAMES = {
+    "taylor": ["jet", "laplacian"],
     "derivatives": [
         *("grad", "value_and_grad", "vjp", "jvp", "linearize", "jacobian", "hvp", "hessian"),
         *("per_example_grad", "mixed_partial", "minimax_value_and_grad"),

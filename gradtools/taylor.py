@@ -29,7 +29,6 @@ from typing import Any
 
 from gradtools.arguments.calls import Call
 from gradtools.arguments.checks import normalized_argnums
-from gradtools.arguments.keyword_hints import with_hints
 from gradtools.arguments.wording import with_article
 from gradtools.backend import Array, Backend, Fun, Operators, P
 from gradtools.errors import GradtoolsError
@@ -281,7 +280,6 @@ TANH, LOGISTIC = (1.0, 0.0, -1.0), (0.0, 1.0, -1.0)  # 1 - y^2 and y - y^2
 class Taylor(Operators):
     """The operators of Taylor mode."""
 
-    @with_hints
     def jet(
         self, f: Callable[..., Any], primals: Sequence[Any], series: Sequence[Sequence[Any]]
     ) -> tuple[Any, Any]:
@@ -327,7 +325,6 @@ class Taylor(Operators):
         lists = [self._backend.filled(y.terms, [y.primal] * order) for y in outs]
         return out, call.tangent_output(lists)
 
-    @with_hints
     def laplacian(self, f: Callable[P, Any], argnums: int | Sequence[int] = 0) -> Callable[P, Any]:
         """The Laplacian of f: the sum of its second derivatives along each input entry.
 

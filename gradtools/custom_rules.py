@@ -60,7 +60,8 @@ class CustomRules(Operators):
                 program. They come first in the arguments of fwd, bwd and rule. An array that a
                 static function captures cannot be differentiated.
             check: When the rule is checked for structure, shapes, dtypes and linearity: "first"
-                (once for each shape and dtype), "always", or "never".
+                (once for each shape and dtype), "always", or "never". fwd's value is compared
+                with f's once, at the first arguments that are known.
 
         Returns:
             A function with f's arguments. In `bwd`, None is a zero cotangent, and what belongs
@@ -69,10 +70,10 @@ class CustomRules(Operators):
 
         Raises:
             GradtoolsError: (on call) there is no rule; fwd's output, or that of the forward
-                rule, differs from f's in structure, shape or dtype; a cotangent or tangent from
-                what it belongs to; a map is not zero at zero, as where the tangent was
-                forgotten; a rule that must be transposed is not linear; what a rule closes over is
-                differentiated.
+                rule, differs from f's in structure, shape or dtype, or fwd's in value; a
+                cotangent or tangent from what it belongs to; a map is not zero at zero, as where
+                the tangent was forgotten; a rule that must be transposed is not linear; what a
+                rule closes over is differentiated.
 
         Example:
             >>> @gt.custom_rule

@@ -107,7 +107,7 @@ class JaxBackend(Wing):
         self, fun: Any, xs: Sequence[Array], ys: Sequence[Array], twin: Any = None
     ) -> list[tuple[Any, Any]]:
         known = all_known((*xs, *ys))
-        if not known and twin is None:
+        if (not known and twin is None) or (known and not all(y.is_fully_addressable for y in ys)):
             return []
         outs = [list(ys)]
         for f in [fun] if known else [fun, twin]:

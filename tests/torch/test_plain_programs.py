@@ -433,14 +433,20 @@ def test_a_jacobian_of_a_norm_is_differentiable(norm, operator):
         lambda x: F.log_softmax(x, -1),
         lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2])),
         lambda x: torch.linalg.norm(x, dim=1),
+        lambda x: F.huber_loss(x, torch.zeros_like(x), delta=0.7),
+        lambda x: F.soft_margin_loss(x, torch.ones_like(x), reduction="none"),
+        lambda x: F.mse_loss(x, x.flip(0), reduction="sum"),
         lambda x: torch.linalg.solve(x @ x.mT + torch.eye(3, dtype=D), x[:, 0]),
     ],
-    ids=["softmax", "log_softmax", "cross_entropy", "norm", "solve"],
+    ids=["softmax", "log_softmax", "cross_entropy", "norm", "huber", "soft_margin", "mse", "solve"],
 )
 def test_a_jacobian_by_reverse_mode_is_pushed_along(f):
     x = torch.linspace(-1, 2, 12, dtype=D).sin().reshape(3, 4)
     rows = lambda x: gt.jacobian(f, mode="reverse")(x).square().sum()
     torch.testing.assert_close(gt.jvp(rows, (x,), (x,))[1], (gt.grad(rows)(x) * x).sum())
+    forward = lambda x: gt.jacobian(f, mode="forward")(x).square().sum()
+    torch.testing.assert_close(gt.jvp(forward, (x,), (x,))[1], (gt.grad(rows)(x) * x).sum())
+    torch.testing.assert_close(gt.grad(forward)(x), gt.grad(rows)(x))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -21,6 +21,7 @@ from gradtools.torch.plain_programs.rows import (
     GRADIENT,
     GRADIENT_AGAIN,
     MAPPED,
+    TANGENT_OF_GRADIENT,
     THIRD,
     UNDER_VMAP,
     PlainProgram,
@@ -31,7 +32,7 @@ from gradtools.torch.plain_programs.rows import (
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-_REVERSE = (GRADIENT, GRADIENT_AGAIN, THIRD, MAPPED, UNDER_VMAP)
+_REVERSE = (GRADIENT, GRADIENT_AGAIN, THIRD, MAPPED, UNDER_VMAP, TANGENT_OF_GRADIENT)
 
 
 class PlainPrograms(TorchFunctionMode):

@@ -362,6 +362,26 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> Tensor:
     return result
 
 
+def _reduced(x: Tensor, reduction: int) -> Tensor:
+    """By PyTorch's numbers: 0 none, 1 mean, 2 sum."""
+    return x.mean() if reduction == 1 else x.sum() if reduction == 2 else x
+
+
+def mse_loss(input: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    return _reduced((input - target) ** 2, reduction)
+
+
+def huber_loss(input: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Tensor:
+    """Quadratic up to delta, linear beyond: the square of what is within, and the rest."""
+    gap = input - target
+    within = gap.clamp(-delta, delta)
+    return _reduced(within * (gap - 0.5 * within), reduction)
+
+
+def soft_margin_loss(input: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    return _reduced(torch.nn.functional.softplus(-target * input), reduction)
+
+
 def sinc(input: Tensor) -> Tensor:
     """sin(pi x) / (pi x), by its power series where |pi x| < 1."""
     z = torch.pi * (input if is_inexact(input) else input.to(torch.get_default_dtype()))

@@ -408,7 +408,8 @@ TABLE = (
         PlainProgram(
             f"{_F}{name}",
             {TANGENT_OF_GRADIENT: _ERROR},
-            issue=issue,
+            getattr(programs, name),
+            issue,
             examples={TANGENT_OF_GRADIENT: f"torch.{_F}{name}(x, torch.ones_like(x))"},
         )
         for name, issue in (

@@ -15,7 +15,7 @@ from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
 
 from gradtools.arguments.keyword_hints import wrong_call
-from gradtools.code_origin import LIBRARY, USER, is_our_frame, lines_of, whose_frame
+from gradtools.code_origin import USER, is_our_frame, lines_of, whose_frame
 from gradtools.errors import GradtoolsError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,9 +71,9 @@ def trimmed(error: Exception) -> Exception:
 def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[FrameType]]]:
     """For an error and those that it comes from: the frames that tell the user nothing.
 
-    These are gradtools' own, and what a framework runs between the user's innermost line and a
-    refusal, or in what a refusal comes from. An error that gradtools made by mistake keeps its
-    frames.
+    These are gradtools' own, what a framework runs between the user's innermost line and a refusal,
+    and all but the user's in what a refusal comes from. An error that gradtools made by mistake
+    keeps its frames.
     """
     seen: list[BaseException] = []
     todo: list[tuple[BaseException | None, bool, bool]] = [(error, False, False)]
@@ -89,7 +89,7 @@ def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[Fr
         todo += [(come, meant, refused or refusal) for come in (each.__cause__, each.__context__)]
         hidden = [*filter(is_our_frame, frames)] if meant else []
         if refused and not refusal:
-            hidden += [frame for frame in frames if whose_frame(frame) == LIBRARY]
+            hidden += [frame for frame in frames if whose_frame(frame) != USER]
         elif refusal:  # beneath the user's innermost line
             hidden += takewhile(lambda frame: whose_frame(frame) != USER, frames)
         yield each, hidden

@@ -26,13 +26,31 @@ class _Linalg:
         return getattr(np.linalg, name)
 
 
+_NAMES = {
+    **{f"a{name}": f"arc{name}" for name in "cos cosh sin sinh tan tan2 tanh".split()},
+    "bitwise_invert": "invert",
+    "concat": "concatenate",
+    "cumulative_prod": "cumprod",
+    "cumulative_sum": "cumsum",
+    "permute_dims": "transpose",
+    "pow": "power",
+}
+
+
 class OlderNumPy:
     """`numpy` with the names of the array API."""
 
     linalg = _Linalg()
-    concat = staticmethod(np.concatenate)
-    cumulative_sum = staticmethod(np.cumsum)
-    atan2 = staticmethod(np.arctan2)
+
+    @staticmethod
+    def matrix_transpose(x: Any) -> Any:
+        """The last two axes exchanged."""
+        return np.swapaxes(x, -1, -2)
+
+    @staticmethod
+    def vecdot(x: Any, y: Any, axis: int = -1) -> Any:
+        """The sum of conj(x) y along an axis."""
+        return np.sum(np.conj(x) * y, axis)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
+        return getattr(np, _NAMES.get(name, name))

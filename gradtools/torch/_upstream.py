@@ -260,13 +260,26 @@ node_creation_hook: Any = getattr(_autograd.graph, "node_creation_hook", None)
 """A block that shows each node which is made, public from PyTorch 2.14 on: what was applied by a
 bound `apply` there. None before, where `Functions` meets those."""
 
-checkpoint_passes: Callable[..., Any] = (
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_checkpoint = vars(torch.utils.checkpoint)
+checkpoint_passes: Callable[..., Any] = _checkpoint.get(
+    "_checkpoint_without_reentrant_generator_impl",  # from PyTorch 2.14 on
+    _checkpoint["_checkpoint_without_reentrant_generator"],
 )
-CHECKPOINT_OPTIONS = checkpoint_passes.__code__.co_argcount - 1
-"""What `torch.utils.checkpoint` does before and after the first pass of a function, and how many
-options stand between the function and its arguments: to keep tangents as well. Gone: in forward
-mode refuse checkpoints, whose second pass would have none."""
+"""What `torch.utils.checkpoint` does before and after the first pass of a function: to keep
+tangents as well. Gone: in forward mode refuse checkpoints, whose second pass would have none."""
+
+
+def checkpoint_call(args: Any, kwargs: Any) -> tuple[Any, Any, Callable[..., Any]]:
+    """Of a call of `checkpoint_passes` less the function: its inputs, and a call with others.
+
+    From PyTorch 2.14 on the inputs are a tuple and a dict, and options have names; before, options
+    stand between the function and its inputs.
+    """
+    if checkpoint_passes.__name__.endswith("_impl"):
+        return *args, lambda fun, *xs: checkpoint_passes(fun, xs, {}, **kwargs)
+    count = checkpoint_passes.__code__.co_argcount - 1
+    options, inputs = args[:count], args[count:]
+    return inputs, kwargs, lambda fun, *xs: checkpoint_passes(fun, *options, *xs)
 
 
 def bookkeeping() -> tuple[Any, ...]:

@@ -904,14 +904,15 @@ def test_a_checkpoint_passes_its_options_and_then_the_arguments():
     seen = []
 
     def around(fun, beneath, args, kwargs):
-        seen.append((fun, args[upstream.CHECKPOINT_OPTIONS :], kwargs))
+        seen.append((fun, *upstream.checkpoint_call(args, kwargs)[:2]))
         return beneath(*args, **kwargs)
 
     x, f = _x(), lambda x, *, c: x.exp() * c
     with checkpoints_taken(around):
         checkpoint(f, x, use_reentrant=False, c=2).sum().backward()
     assert seen == [(f, (x,), {"c": 2})] and x.grad is not None
-    assert upstream.checkpoint_passes.__name__ == "_checkpoint_without_reentrant_generator"
+    name = upstream.checkpoint_passes.__name__
+    assert name.removesuffix("_impl") == "_checkpoint_without_reentrant_generator"
 
 
 def test_functions_and_hooks_of_ddp_and_fsdp_are_known(tmp_path):

@@ -99,8 +99,8 @@ class _Checkpoints:
         """As the checkpoint of a function of primals and tangents, if any tangent goes in."""
         if upstream.forward_level() < 0 or not torch.is_grad_enabled():
             return beneath(*args, **kwargs)
-        options, inputs = args[: upstream.CHECKPOINT_OPTIONS], args[upstream.CHECKPOINT_OPTIONS :]
-        leaves, treedef = upstream.tree_flatten((inputs, kwargs))
+        *inputs, passes = upstream.checkpoint_call(args, kwargs)
+        leaves, treedef = upstream.tree_flatten(tuple(inputs))
         tangents = [_tangent_of(x) for x in leaves]
         moved = [i for i, tangent in enumerate(tangents) if tangent is not None]
         captured = [
@@ -124,8 +124,7 @@ class _Checkpoints:
                     fun(*xs, **named)
 
         primals = [upstream.unpack_dual(leaves[i], level=0)[0] for i in moved]
-        inputs = replaced_at(leaves, moved, primals)
-        return upstream.checkpoint_passes(again, *options, *inputs, *[tangents[i] for i in moved])
+        return passes(again, *replaced_at(leaves, moved, primals), *[tangents[i] for i in moved])
 
     @contextmanager
     def _level(self) -> Iterator[None]:

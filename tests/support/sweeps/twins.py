@@ -423,8 +423,7 @@ def _lines(
 LEDGER: tuple[LedgerLine, ...] = (
     *_lines("*.digamma", ("grad", "jvp"), DIFFERS, _DIGITS),
     *_lines("*.polygamma", ("value",), DIFFERS, _DIGITS),
-    *_lines("nn.hard_sigmoid", ("grad", "jvp"), DIFFERS, _SINGLE),
-    *_lines("nn.hard_sigmoid", ("hvp, reverse*",), REFUSED, "no second derivative in PyTorch"),
+    *_lines("nn.hard_sigmoid", ("grad", "jvp", "hvp, reverse*"), DIFFERS, _SINGLE),
     *_lines("nn.dot_product_attention", ("value",), DIFFERS, "in float32 in JAX", "jax#37422"),
     *_lines("numpy.heaviside numpy.floor_divide", _DERIVATIVES, REFUSED, _STAIRS),
     *_lines("numpy.bincount", _DERIVATIVES, REFUSED, "PyTorch has no derivative to the weights"),

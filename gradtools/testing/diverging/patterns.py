@@ -77,13 +77,18 @@ class ArrayPair:
         if ratio is None:
             return None
         named = name_factor(ratio, sizes)
-        if named is None and (self.a == self.a.reshape(-1)[0]).all():
+        if named is None and self._is_repeated:
             return None  # of one number, or of one that is repeated, any other is a multiple
         text = _ratio_text(ratio)
         detail = f"{self.names[0]} is {text} times {self.names[1]}."
         if named and ("size" in named or "entries" in named):
             detail += " A sum on one side, a mean on the other."
         return f"constant factor {text}" + (f", {named}" if named else ""), detail
+
+    @property
+    def _is_repeated(self) -> bool:
+        """Whether a is one number, of which any other is a multiple and a sum."""
+        return bool((self.a == self.a.reshape(-1)[:1]).all())
 
     def layout(self) -> Found | None:
         """The same numbers stand in other places."""
@@ -99,7 +104,7 @@ class ArrayPair:
 
     def offset(self) -> Found | None:
         """The difference is one number."""
-        if self.a.size < 2:
+        if self.a.size < 2 or self._is_repeated:
             return None
         difference = self.a - self.b
         if not equal(difference, np.full_like(difference, difference.mean()), 1e-4):
@@ -109,7 +114,7 @@ class ArrayPair:
 
     def along_an_axis(self) -> Found | None:
         """A factor for each row or column."""
-        if self.a.ndim < 2 or not (self.a.any() and self.b.all()):
+        if self.a.ndim < 2 or self._is_repeated or not (self.a.any() and self.b.all()):
             return None
         ratio = self.a / self.b
         if equal(ratio, np.ones_like(ratio), 1e-3):  # a factor of 1 each

@@ -57,6 +57,7 @@ from gradtools.torch.compiling import (
     uncompiled,
 )
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
+from gradtools.torch.forward_mode.one_tangent import OneTangent
 from gradtools.torch.forward_mode.pushing import RightTangents, gated_where_unseen
 from gradtools.torch.forward_mode.training_machinery import pushed_through
 from gradtools.torch.functorch_wrappers import is_inexact
@@ -501,7 +502,8 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         recorded = nodes_made()
         with torch.enable_grad():
             caller = caller_of(fun)
-            with NoGradStopsTangents(not keep, keep, caller), pushed_through(caller, keep):
+            mode = NoGradStopsTangents(False, True, caller) if keep else OneTangent((), caller)
+            with mode, pushed_through(caller, keep):
                 outs, extras, nested = _watched(fun, duals)
             unseen = not (keep or nested or seen) and nodes_made() != recorded
             # Under no_grad a view of what is tracked would say that it is, and show no graph.

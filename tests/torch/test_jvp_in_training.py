@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
@@ -304,6 +305,28 @@ def test_long_attention_has_the_tangent_of_the_math_kernel(options):
     with sdpa_kernel(SDPBackend.MATH):
         expected = torch.func.jvp(attend, tuple(xs[:3]), tuple(xs[3:]))
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+class CountsProducts(TorchDispatchMode):
+    """The operations of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fun in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.count += args[-2].numel() * args[-1].shape[-1]
+        return fun(*args, **(kwargs or {}))
+
+
+def test_fixed_weights_cost_no_products_with_zero_where_nothing_has_a_graph():
+    net, (x, v) = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(2, 4, 8)
+    with torch.no_grad(), CountsProducts() as plain:
+        net(x)
+    with torch.no_grad(), CountsProducts() as pushed:
+        gt.jvp(net, (x,), (v,))
+    assert pushed.count == 2 * plain.count
 
 
 WAYS_IN = {

@@ -129,7 +129,7 @@ class NoGradStopsTangents(TorchFunctionMode):
 
     def _may_enter(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> bool:
         in_python = type(fun) is FunctionType and fun is not self._inside
-        return in_python and all(map(_is_plain, types)) and not is_wrong_at(fun, args, kwargs)
+        return in_python and all(map(is_plain, types)) and not is_wrong_at(fun, args, kwargs)
 
     def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A function of PyTorch's in Python, inside of which this mode stays."""
@@ -188,6 +188,6 @@ class NoGradStopsTangents(TorchFunctionMode):
         return True
 
 
-def _is_plain(kind: Any) -> bool:
+def is_plain(kind: Any) -> bool:
     """Whether a class of tensors leaves functions as they are."""
     return kind in _PLAIN or getattr(kind.__torch_function__, "__func__", None) is _AS_IT_IS

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, graphs
+from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents, graphs, is_plain
 from gradtools.torch.forward_mode.pushing import pushed_by_pytorch
 
 Tensor = torch.Tensor
@@ -39,11 +39,14 @@ def tangent_of(x: Tensor) -> Tensor | None:
 class OneTangent(NoGradStopsTangents):
     """For a dual level without a graph, and outside of functorch's transforms.
 
+    In a graph a rule would save primals without their tangents, which a gradient in f needs.
+
     fixed: Tensors known to have no tangent, as long as nobody changes them in place.
+    caller: As in `NoGradStopsTangents`.
     """
 
-    def __init__(self, fixed: Iterable[Tensor] = ()) -> None:
-        super().__init__(hidden=True)
+    def __init__(self, fixed: Iterable[Tensor] = (), caller: str | None = None) -> None:
+        super().__init__(hidden=True, caller=caller)
         self._held = [*fixed]  # so that their ids are theirs
         versions = map(upstream.version_of, self._held)
         self._versions = dict(zip(map(id, self._held), versions, strict=True))
@@ -51,7 +54,8 @@ class OneTangent(NoGradStopsTangents):
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         """The function; one that stands in the table at once, where f has switched nothing."""
         rule = _RULES.get(fun) if self._hidden and torch.is_grad_enabled() else None
-        if rule is None or upstream.peek_interpreter_stack() is not None:
+        plain = upstream.peek_interpreter_stack() is None and all(map(is_plain, types))
+        if rule is None or not plain:
             return super().__torch_function__(fun, types, args, kwargs)
         kwargs = kwargs or {}
         graphs(False)
@@ -67,7 +71,8 @@ class OneTangent(NoGradStopsTangents):
 
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
-        rule = None if torch.is_grad_enabled() else _RULES.get(fun)
+        moves = upstream.is_forward_mode_enabled() and all(map(is_plain, types))
+        rule = _RULES.get(fun) if moves and not torch.is_grad_enabled() else None
         if rule is not None:
             result = rule(self, fun, args, kwargs)
             if result is not None:

@@ -327,6 +327,9 @@ def test_fixed_weights_cost_no_products_with_zero_where_nothing_has_a_graph():
     with torch.no_grad(), CountsProducts() as pushed:
         gt.jvp(net, (x,), (v,))
     assert pushed.count == 2 * plain.count
+    with torch.no_grad():
+        sparse = torch.eye(4).to_sparse()  # has a way of its own
+        torch.testing.assert_close(gt.jvp(lambda x: sparse @ x, (x,), (v,)), (x, v))
 
 
 WAYS_IN = {

@@ -36,6 +36,12 @@ def tangent_of(x: Tensor) -> Tensor | None:
     return tangent
 
 
+def _are_plain(types: Any, args: Args) -> bool:
+    """Whether the operands are dense tensors of no class of a user's."""
+    dense = all([x.layout is _STRIDED for x in args if isinstance(x, Tensor)])
+    return dense and all(map(is_plain, types))
+
+
 class OneTangent(NoGradStopsTangents):
     """For a dual level without a graph, and outside of functorch's transforms.
 
@@ -54,7 +60,7 @@ class OneTangent(NoGradStopsTangents):
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         """The function; one that stands in the table at once, where f has switched nothing."""
         rule = _RULES.get(fun) if self._hidden and torch.is_grad_enabled() else None
-        plain = upstream.peek_interpreter_stack() is None and all(map(is_plain, types))
+        plain = upstream.peek_interpreter_stack() is None and _are_plain(types, args)
         if rule is None or not plain:
             return super().__torch_function__(fun, types, args, kwargs)
         kwargs = kwargs or {}
@@ -71,7 +77,7 @@ class OneTangent(NoGradStopsTangents):
 
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
-        moves = upstream.is_forward_mode_enabled() and all(map(is_plain, types))
+        moves = upstream.is_forward_mode_enabled() and _are_plain(types, args)
         rule = _RULES.get(fun) if moves and not torch.is_grad_enabled() else None
         if rule is not None:
             result = rule(self, fun, args, kwargs)

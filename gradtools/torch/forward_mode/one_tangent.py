@@ -38,7 +38,7 @@ def tangent_of(x: Tensor) -> Tensor | None:
 
 def _are_plain(types: Any, args: Args) -> bool:
     """Whether the operands are dense tensors of no class of a user's."""
-    dense = all([x.layout is _STRIDED for x in args if isinstance(x, Tensor)])
+    dense = all(x.layout is _STRIDED for x in args if isinstance(x, Tensor))
     return dense and all(map(is_plain, types))
 
 

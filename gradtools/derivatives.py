@@ -23,6 +23,7 @@ from gradtools.arguments.wording import describe, with_article
 from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
 from gradtools.disconnected_inputs import Connection, is_missing, refuse_cut
 from gradtools.errors import GradtoolsError
+from gradtools.freezing import Freezing
 from gradtools.function_names import like_function
 from gradtools.gradient_types import Gradient, ValueAndGradient
 from gradtools.jacobian_blocks import blocks, in_precision_of
@@ -53,11 +54,13 @@ class GradientSpec:
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
 JacobianMode = Literal["auto", "forward", "reverse"]
 HvpMode = Literal["auto", "forward_over_reverse", "reverse_over_reverse"]
+GradMode = Literal["auto", "forward_over_reverse"]
 _DISCONNECTED = ("raise", "warn", "zeros", "strict")
 _JACOBIAN_MODES = ("auto", "forward", "reverse")
 _PLAYERS = "minimize or maximize"
 _CLOSED_OVER = "let f close over it"  # where every argument is differentiated
 _HVP_MODES = ("auto", "forward_over_reverse", "reverse_over_reverse")
+_GRAD_MODES = ("auto", "forward_over_reverse")
 
 
 class Derivatives(Operators):
@@ -70,6 +73,7 @@ class Derivatives(Operators):
         argnums: Argnums,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
     ) -> Callable[P, Any]: ...
     @overload
     def grad(
@@ -78,6 +82,7 @@ class Derivatives(Operators):
         *,
         has_aux: Literal[False] = False,
         disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
     ) -> Gradient[T, P]: ...
     @overload
     def grad(
@@ -86,6 +91,7 @@ class Derivatives(Operators):
         *,
         has_aux: Literal[True],
         disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
     ) -> Callable[Concatenate[T, P], tuple[T, A]]: ...
     def grad(
         self,
@@ -93,6 +99,7 @@ class Derivatives(Operators):
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
     ) -> Callable[..., Any]:
         """The gradient function of a real scalar f: J^H 1.
 
@@ -108,6 +115,11 @@ class Derivatives(Operators):
             has_aux: Whether f returns `(output, aux)`; aux may hold anything.
             disconnected_inputs: What happens when an argument does not reach the output:
                 "raise", "warn", "zeros", or "strict", which raises for any single leaf.
+            mode: How the gradient itself is differentiated. "auto": by the framework's double
+                backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
+                by a jvp of the gradient, which is computed again from the arguments, so that an
+                unrolled optimization keeps the parameters of each step and no activations. f is
+                taken as `frozen(f)`: all that is to be differentiated is an argument of f.
 
         Returns:
             A function of f's arguments, returning a pytree like the argument (a tuple of them
@@ -116,6 +128,7 @@ class Derivatives(Operators):
         Raises:
             GradtoolsError: (on call) The output is not a real scalar; a differentiated argument
                 holds something that is not a floating or complex array; argnums is out of range.
+                With mode="forward_over_reverse" also as `frozen`.
             DisconnectedInputError: (on call) As `disconnected_inputs` says.
 
         Example:
@@ -126,6 +139,8 @@ class Derivatives(Operators):
         """
         if disconnected_inputs != "raise":
             _one_of("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
+        if mode != "auto":
+            f = self._forward_over_reverse("grad", f, mode)
         spec = GradientSpec("grad", f, argnums, has_aux, disconnected_inputs)
         return _named("grad", f, argnums, partial(self._gradient_at, spec))
 
@@ -140,6 +155,7 @@ class Derivatives(Operators):
         argnums: Argnums,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
     ) -> Callable[P, tuple[R, Any]]: ...
     @overload
     def value_and_grad(
@@ -148,6 +164,7 @@ class Derivatives(Operators):
         *,
         has_aux: Literal[False] = False,
         disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
     ) -> ValueAndGradient[T, P, R]: ...
     @overload
     def value_and_grad(
@@ -156,6 +173,7 @@ class Derivatives(Operators):
         *,
         has_aux: Literal[True],
         disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
     ) -> ValueAndGradient[T, P, tuple[R, A]]: ...
     def value_and_grad(
         self,
@@ -163,6 +181,7 @@ class Derivatives(Operators):
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
     ) -> Callable[..., Any]:
         """The value and the gradient of a real scalar f, from one evaluation.
 
@@ -171,6 +190,7 @@ class Derivatives(Operators):
             argnums: As in `grad`.
             has_aux: As in `grad`.
             disconnected_inputs: As in `grad`.
+            mode: As in `grad`.
 
         Returns:
             A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)`.
@@ -185,6 +205,8 @@ class Derivatives(Operators):
             (9.0, 6.0)
         """
         _one_of("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
+        if mode != "auto":
+            f = self._forward_over_reverse("value_and_grad", f, mode)
         spec = GradientSpec("value_and_grad", f, argnums, has_aux, disconnected_inputs)
         call = partial(self._value_and_gradient_at, spec)
         return _named("value_and_grad", f, argnums, call)
@@ -707,6 +729,12 @@ class Derivatives(Operators):
         return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u)
 
     # --- helpers that need the backend
+
+    def _forward_over_reverse(self, operator: str, f: Any, mode: str) -> Any:
+        """f, whose gradient is differentiated by a jvp of it."""
+        _callable(operator, f)
+        _one_of(operator, "mode", mode, _GRAD_MODES)
+        return Freezing(self._backend).frozen(f)
 
     def _scalar_gradient(
         self, spec: GradientSpec, args: Sequence[Any], kwargs: dict[str, Any]

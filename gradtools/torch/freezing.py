@@ -583,7 +583,7 @@ _CONSTANTS = (
     "frozen: a derivative with respect to a parameter of G is needed, and G's parameters "
     "are constants here. Switch them off (module.requires_grad_(False)), ask for chosen inputs "
     "(torch.autograd.grad, "
-    "or backward(inputs=...)), or use G itself."
+    "or backward(inputs=...)), pass them as arguments (make_functional), or use G itself."
 )
 
 

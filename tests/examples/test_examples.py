@@ -144,6 +144,18 @@ PRINTED = {
         r"from its slopes alone: loss \S+ to \S+",
         r"closes over 'weight' of Linear, which requires grad",
     ],
+    "u16_unrolled_optimization": [
+        r"through five steps both modes differ by \S+",
+        r"one more step takes \S+ kB by double backward, \S+ kB this way",
+        r"the outer loss goes from \S+ to \S+",
+        r"of the 8 lightest examples \d have the wrong sign",
+    ],
+    "u17_sparse_jacobian": [
+        r"2998 entries of 1000000, which differ by \S+",
+        r"after four Newton steps the residual is \S+",
+        r"a pattern that leaves out the neighbors is refused",
+        r"a sparse Hessian of 2998 entries differs by \S+",
+    ],
     "u15_token_means_over_ranks": [
         r"the mean over ranks and chunks is off by \S+ on each rank",
         r"microbatched_value_and_grad is off by \S+",

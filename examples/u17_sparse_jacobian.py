@@ -1,0 +1,69 @@
+"""A Jacobian of 1,000 columns from four products, by coloring its sparsity pattern.
+
+An implicit step of a reaction and diffusion on a line is solved by Newton's method. Each equation
+holds a point and its neighbors, so columns that share no row are pushed together. The pattern is
+detected from the program, or given; one that leaves out an entry is refused, since each call
+compares the product with a random vector.
+"""
+
+import numpy as np
+import scipy.sparse
+import scipy.sparse.linalg
+from common import claim, difference, flat, main
+
+from gradtools import GradtoolsError
+
+POINTS, STEP = 1_000, 0.1
+
+
+def show(gt, backend):
+    xp = gt.xp
+    before = gt.asarray(np.exp(-(np.linspace(-3, 3, POINTS) ** 2)))
+
+    def residual(u):
+        """Of u = before + STEP (u'' - u^3), with u fixed to 0 beyond the ends."""
+        edge = xp.zeros(1, dtype=u.dtype)
+        padded = xp.concat([edge, u, edge])
+        flow = padded[2:] - 2 * u + padded[:-2]
+        return u - before - STEP * (flow - u**3)
+
+    sparse = gt.jacobian(residual, sparsity="detect")
+    J = to_scipy(gt, sparse(before), backend)
+    dense = gt.to_numpy(gt.jacobian(residual)(before))
+    apart = difference(J.toarray().ravel(), dense.ravel())
+    claim(f"{J.nnz} entries of {dense.size}, which differ by {apart:.1e}", apart < 1e-12)
+
+    u = before
+    for _ in range(4):
+        J = to_scipy(gt, sparse(u), backend)
+        u = u - gt.asarray(scipy.sparse.linalg.spsolve(J.tocsc(), gt.to_numpy(residual(u))))
+    left = float(xp.max(xp.abs(residual(u))))
+    claim(f"after four Newton steps the residual is {left:.1e}", left < 1e-12)
+
+    diagonal = scipy.sparse.eye(POINTS)
+    try:
+        gt.jacobian(residual, sparsity=diagonal)(before)
+    except GradtoolsError as error:
+        claim("a pattern that leaves out the neighbors is refused", "pattern" in str(error))
+    else:
+        claim("a pattern that leaves out the neighbors is refused", False)
+
+    energy = lambda u: xp.sum((u[1:] - u[:-1]) ** 2) + xp.sum(u**4)
+    H = to_scipy(gt, gt.hessian(energy, sparsity="detect")(before), backend)
+    off = difference(H.toarray().ravel(), gt.to_numpy(gt.hessian(energy)(before)).ravel())
+    claim(f"a sparse Hessian of {H.nnz} entries differs by {off:.1e}", off < 1e-12)
+    return {"solution": flat(gt, u).tolist()}
+
+
+def to_scipy(gt, J, backend):
+    """The framework's own sparse form as SciPy's."""
+    if backend == "torch":
+        J = J.coalesce()
+        values, (rows, columns) = J.values(), gt.to_numpy(J.indices())
+    else:
+        values, (rows, columns) = J.data, gt.to_numpy(J.indices).T
+    return scipy.sparse.coo_array((gt.to_numpy(values), (rows, columns)), shape=J.shape).tocsr()
+
+
+if __name__ == "__main__":
+    main(show)

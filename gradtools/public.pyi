@@ -11,13 +11,13 @@ from gradtools.edits import Edits as _Edits
 from gradtools.freezing import Freezing as _Freezing
 from gradtools.host_functions import HostFunctions as _HostFunctions
 from gradtools.models import Models as _Models
-from gradtools.seeing.diagnostics.operators import SeeingOperators as _SeeingOperators
+from gradtools.pairwise.pairwise_reduction import Tiling as _Tiling
+from gradtools.seeing.diagnostics.zero_gradients import SeeingOperators as _SeeingOperators
 from gradtools.seeing.formulas.formulating import Formulating as _Formulating
-from gradtools.seeing.graphs.graph import Graphing as _Graphing
+from gradtools.seeing.graphs.gradient_graphs import Graphing as _Graphing
 from gradtools.seeing.measures import Measures as _Measures
 from gradtools.taylor import Taylor as _Taylor
 from gradtools.tiles.all_pairs import Pairs as _Pairs
-from gradtools.tiles.tiling import Tiling as _Tiling
 
 _derivatives: _Derivatives
 _edits: _Edits

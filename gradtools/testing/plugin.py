@@ -27,7 +27,6 @@ from typing import Any
 import pytest
 
 import gradtools
-from gradtools.boundary import hidden_frames
 
 BACKENDS = ("torch", "jax")
 _PROPERTY = "gradtools_cross_check"
@@ -120,6 +119,8 @@ def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
     """Hides gradtools' own frames in what is shown of a failure."""
     if call.excinfo is not None:
+        from gradtools.boundary import hidden_frames  # a run without failures never needs it
+
         for _, hidden in hidden_frames(call.excinfo.value):
             for frame in hidden:
                 frame.f_locals["__tracebackhide__"] = True

@@ -20,6 +20,7 @@ line of the test; ``--full-trace`` shows them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -53,7 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Switches 64-bit numbers on in JAX by the option."""
+    """Switches 64-bit numbers on in JAX by the option; ``--full-trace`` keeps all frames."""
+    if config.getoption("fulltrace", False):
+        os.environ["GRADTOOLS_FULL_TRACEBACK"] = "1"
     if config.getoption("--gradtools-x64") and "jax" in wanted_backends(config):
         import_module("jax").config.update("jax_enable_x64", True)
 

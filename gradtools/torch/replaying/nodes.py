@@ -200,6 +200,13 @@ class _Derived(ChunkProgram):
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         self.of.pass_by(i, *self.split(i, xs, shared)[:2])
 
+    def _drop_hooks_set_again(self, adding: LeafHooks | None) -> None:
+        """Those that f set on leaves just now: it set them before, and they fire on the sum."""
+        for k, x in enumerate(self.leaves):
+            hooks = upstream.tensor_hooks(x)
+            if hooks and not (adding is not None and adding.takes(k)):
+                hooks.clear()
+
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
         """Which chunks were had from graphs that were kept."""
         return set()
@@ -323,6 +330,8 @@ class Backward(_Derived):
     ) -> list[Any]:
         """As `pulled`; what hooks on leaves add to the sums is None."""
         roots = outs if adding is None else adding.roots(outs)
+        if self.forward.hooked:
+            self._drop_hooks_set_again(adding)
         try:
             grads = self.pulled(roots, inputs, cts, own, *how)
         except RuntimeError as error:

@@ -161,6 +161,10 @@ class LeafHooks:
         for x in self._bare:
             upstream.set_tensor_hooks(x, None)
 
+    def takes(self, k: int) -> bool:
+        """Whether a hook takes the gradient of leaf k, before any other hook on it."""
+        return any(k == place for place, _ in self._large)
+
     def roots(self, outs: Sequence[Any]) -> Sequence[Any]:
         """The outputs, for autograd to begin at."""
         self.added.clear()

@@ -11,13 +11,15 @@ from gradtools.edits import Edits as _Edits
 from gradtools.freezing import Freezing as _Freezing
 from gradtools.host_functions import HostFunctions as _HostFunctions
 from gradtools.models import Models as _Models
+from gradtools.pairwise.contrastive_losses import ContrastiveLoss as _ContrastiveLoss
+from gradtools.pairwise.cross_entropy import LinearCrossEntropy as _LinearCrossEntropy
 from gradtools.pairwise.pairwise_reduction import Tiling as _Tiling
+from gradtools.pairwise.tiled_attention import Attention as _Attention
 from gradtools.seeing.diagnostics.zero_gradients import SeeingOperators as _SeeingOperators
 from gradtools.seeing.formulas.formulating import Formulating as _Formulating
 from gradtools.seeing.graphs.gradient_graphs import Graphing as _Graphing
 from gradtools.seeing.measures import Measures as _Measures
 from gradtools.taylor import Taylor as _Taylor
-from gradtools.tiles.all_pairs import Pairs as _Pairs
 
 _derivatives: _Derivatives
 _edits: _Edits
@@ -27,7 +29,9 @@ _freezing: _Freezing
 _chunking: _Chunking
 _tiling: _Tiling
 _taylor: _Taylor
-_pairs: _Pairs
+_contrastive: _ContrastiveLoss
+_cross_entropy: _LinearCrossEntropy
+_attention: _Attention
 _accumulation: _Accumulation
 _models: _Models
 _seeing: _SeeingOperators
@@ -40,12 +44,12 @@ ArraySpec = _host_functions.ArraySpec
 accumulate_gradients = _accumulation.accumulate_gradients
 asarray = _models.asarray
 assign_gradients = _accumulation.assign_gradients
-attention = _pairs.attention
+attention = _attention.attention
 checkpoint = _models.checkpoint
 chunked = _chunking.chunked
 clip_gradient = _edits.clip_gradient
 compile = _models.compile
-contrastive_loss = _pairs.contrastive_loss
+contrastive_loss = _contrastive.contrastive_loss
 custom_rule = _custom_rules.custom_rule
 dependence = _seeing.dependence
 formula = _formulating.formula
@@ -65,7 +69,7 @@ jvp = _derivatives.jvp
 laplacian = _taylor.laplacian
 random_key = _models.random_key
 replace_gradient = _edits.replace_gradient
-linear_cross_entropy = _pairs.linear_cross_entropy
+linear_cross_entropy = _cross_entropy.linear_cross_entropy
 linearize = _derivatives.linearize
 measure = _measures.measure
 microbatched_value_and_grad = _chunking.microbatched_value_and_grad

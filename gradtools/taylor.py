@@ -93,10 +93,11 @@ class Jets:
         for n in range(1, self.order + 1):
             bell[n, 1] = x.terms[n - 1]
             for k in range(2, n + 1):
+                pairs = [(i, x.terms[i - 1], bell[n - i, k - 1]) for i in range(1, n - k + 2)]
                 bell[n, k] = _sum(
-                    _scaled(comb(n - 1, i - 1), x.terms[i - 1] * bell[n - i, k - 1])
-                    for i in range(1, n - k + 2)
-                    if x.terms[i - 1] is not None and bell[n - i, k - 1] is not None
+                    _scaled(comb(n - 1, i - 1), a * b)
+                    for i, a, b in pairs
+                    if a is not None and b is not None
                 )
         return [
             _sum(slopes[k - 1] * bell[n, k] for k in range(1, n + 1) if bell[n, k] is not None)
@@ -194,7 +195,7 @@ class Laplacians:
         else:
             rows = self._rows(jacobians, primals)
             first, second = self._one_by_one(along, rows) if in_loop else backend.vmap(along)(*rows)
-            second = [y.sum(0) for y in second]
+            second = [y.sum(0) for y in second if y is not None]
         if any(t is not None for t in laplacians):
             _, _, pushed = backend.jvp(f, primals, backend.filled(laplacians, primals))
             second = [p if s is None else s + p for s, p in zip(second, pushed, strict=True)]

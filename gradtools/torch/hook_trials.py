@@ -289,7 +289,7 @@ def _is_users(hook: Any) -> bool:
 _LOOKS_ON = "torch.autograd.graph"
 
 
-_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SET_HOOKS = ("torch.utils.hooks", "torch.nn.modules.module")  # for modules
 
 

@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.rules import replaced_at
-from gradtools.taylor import LOGISTIC, TANH, Algebra, Series, polynomials, powers
+from gradtools.taylor import LOGISTIC, TANH, Algebra, Laplacians, Series, polynomials, powers
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import engines
 from gradtools.torch.autograd_graph import graph_of, node_of
 from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.randomness import Randomness
 from gradtools.torch.rerunning import changes_in_place, name_of
 
 Tensor = torch.Tensor
@@ -58,8 +58,7 @@ def carry_series(
             mode.refuse_unseen(outs)
             ys = [getattr(y, _SERIES, None) or Series(y, still) for y in outs]
         except _NotSeen:
-            with restored(start):
-                ys, extras = algebra.general(fun, here, in_loop=True)
+            ys, extras = algebra.general(partial(_from, start, fun), here, in_loop=True)
         places[:] = [[t is not None for t in y.terms] for y in ys]
         return [x for y in ys for x in (y.primal, *y.terms) if x is not None], extras
 
@@ -71,6 +70,12 @@ def carry_series(
         for each in places
     ]
     return series, list(result.extras)
+
+
+def _from(start: Randomness, fun: Fun, *xs: Tensor) -> Any:
+    """fun where the streams began, so that each evaluation draws the same."""
+    start.restore()
+    return fun(*xs)
 
 
 def _saveable(x: Tensor | None) -> Tensor | None:
@@ -192,7 +197,16 @@ class _Operation:
             pairs = list(zip(ys, kinds, strict=True))
             return [y for y, k in pairs if k == 2], [y for y, k in pairs if k == 1]
 
-        outs, extras = self.algebra.general(fun, self.moved)
+        start = Randomness.everywhere({x.primal.device.type for x in self.moved})
+        rows = isinstance(self.algebra, Laplacians)
+        try:
+            outs, extras = self.algebra.general(fun, self.moved)
+        except RuntimeError as error:
+            if not rows:
+                raise
+            raise _NotSeen from error  # what vmap does not support is right one by one
+        if rows and start.used().states:
+            raise _NotSeen  # its evaluations drew other numbers
         outdef, kinds, ys = shape
         left, rest = iter(outs), iter(extras)
         result = []
@@ -407,6 +421,10 @@ def _channels(parameter: Any, x: Any) -> Any:
     return parameter.reshape(-1, *[1] * (x.dim() - 2))
 
 
+def _dropout(x: Any, p: float, training: bool) -> Any:
+    return x * torch.dropout(torch.ones_like(x.detach()), p, True) if training else x
+
+
 def _attention(
     q: Any,
     k: Any,
@@ -483,6 +501,7 @@ _ALIKE: dict[Any, str] = {
     _composed(_logsumexp): "logsumexp",
     _composed(_layer_norm): "layer_norm",
     _composed(_batch_norm): "batch_norm",
+    _composed(_dropout): "dropout",
     _composed(_attention): "scaled_dot_product_attention",
 }
 _RULES = {name: rule for rule, names in _ALIKE.items() for name in names.split()}

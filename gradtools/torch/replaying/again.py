@@ -50,7 +50,8 @@ def as_it_began(forward: Forward) -> Iterator[None]:
             "backward pass needs it as it was. Clone it before you change it."
         )
     with REPLAYS:
-        outer = here.replaying, forward.is_again, forward.carry, forward.drawn, forward.is_bare
+        replaying, bare = here.replaying, forward.is_bare
+        outer = forward.is_again, forward.carry, forward.drawn
         before = forward.standing if forward.is_again else None
         forward.standing = forward.start.now()
         # Where f goes backward itself, what it adds was added before. Elsewhere .grad is left
@@ -67,8 +68,8 @@ def as_it_began(forward: Forward) -> Iterator[None]:
             here.replaying, here.wanted = True, False
             yield
         finally:
-            here.replaying, *rest = outer
-            forward.is_again, forward.carry, forward.drawn, forward.is_bare = rest
+            here.replaying, forward.is_bare = replaying, bare
+            forward.is_again, forward.carry, forward.drawn = outer
             forward.standing.restore()
             forward.standing = before or forward.standing
             for x, grad in grads:

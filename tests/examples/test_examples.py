@@ -144,7 +144,7 @@ PRINTED = {
         r"from its slopes alone: loss \S+ to \S+",
         r"closes over 'weight' of Linear, which requires grad",
     ],
-    "u16_unrolled_optimization": [
+    "u18_unrolled_optimization": [
         r"through five steps both modes differ by \S+",
         r"one more step takes \S+ kB by double backward, \S+ kB this way",
         r"the outer loss goes from \S+ to \S+",

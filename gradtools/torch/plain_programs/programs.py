@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -241,9 +242,9 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v; of long sequences without the matrix of scores."""
     if not dropout_p and _is_long(query, key, value):
-        from gradtools.torch import attention as in_tiles
-
-        return in_tiles(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+        in_tiles = import_module("gradtools.torch").attention  # a public operator, made of these
+        result: Tensor = in_tiles(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+        return result
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = (over_groups(x, times) for x in (key, value))

@@ -55,11 +55,12 @@ class Freezing(Operators):
 
         PyTorch: G is a module or a function; random generators, buffers and attributes are restored
         as in `chunked`. A kernel without forward mode (fused attention, recurrent layers on the
-        CPU) is replaced by plain operations for that pass, with a warning; if there is none, that
-        pass takes double backward, as it does if G sets gradient hooks or calls
-        `torch.autograd.grad`. JAX: G is a function, or a module of equinox or flax.nnx. Where it
-        has no forward mode (a `jax.custom_vjp`) that pass takes reverse mode twice, with a warning;
-        a rule that is nonlinear in its cotangent is refused.
+        CPU) is pushed along by transposing its backward pass. Where that has no derivative
+        PyTorch's own alternatives to the kernel run, with a warning, or that pass takes double
+        backward, as it does if G sets gradient hooks or calls `torch.autograd.grad`. JAX: G is a
+        function, or a module of equinox or flax.nnx. Where it has no forward mode (a
+        `jax.custom_vjp`) that pass takes reverse mode twice, with a warning; a rule that is
+        nonlinear in its cotangent is refused.
 
         Args:
             G: Takes and returns pytrees of arrays.

@@ -468,6 +468,15 @@ def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(tuple(x.shape), x.dtype) for x in getattr(node, "_input_metadata", ())]
 
 
+def described(node: Any) -> Sequence[Any]:
+    """Of each result whose gradient a node takes, its shape, dtype and device.
+
+    Gone: hooks on nodes are not tried, and a derivative through them is refused.
+    """
+    described: Sequence[Any] = node._input_metadata
+    return described
+
+
 # --- tensors -----------------------------------------------------------------------------------
 
 
@@ -756,6 +765,16 @@ def is_frameworks_own_question(depth: int) -> bool:
     question within a pushforward, 0.3 us; a library that asks for PyTorch is taken for the user.
     """
     return _package(_asker(depth + 1)) in ("torch", "gradtools")
+
+
+def asks_for_hooks(depth: int, setters: Sequence[str]) -> bool:
+    """Whether the user, or PyTorch where it sets hooks on a module, asks what a mode sees.
+
+    As above; setters: The modules in which PyTorch does.
+    """
+    frame = _asker(depth + 1)
+    name = str(frame.f_globals.get("__name__", ""))
+    return name in setters or _package(frame) not in ("torch", "gradtools")
 
 
 def is_leaving_a_block(depth: int) -> bool:

@@ -12,7 +12,6 @@ applies `scale_gradient` twice): there a hook that edits the gradient is refused
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -194,12 +193,12 @@ class _Hook(NamedTuple):
 
     @classmethod
     def before(cls, node: Any, hook: Callable[[Any], Any]) -> _Hook:
-        return cls(node, node._input_metadata, lambda cts: hook(tuple(cts)), [])
+        return cls(node, upstream.described(node), lambda cts: hook(tuple(cts)), [])
 
     @classmethod
     def after(cls, node: Any, hook: Callable[[Any, Any], Any]) -> _Hook:
-        found = [p and p._input_metadata[i] for p, i in node.next_functions]
-        count, outs = len(found), node._input_metadata
+        found = [p and upstream.described(p)[i] for p, i in node.next_functions]
+        count, outs = len(found), upstream.described(node)
         call = lambda cts: hook(tuple(cts[:count]), tuple(cts[count:]))
         return cls(node, [*found, *outs], lambda cts: _padded(call(cts), cts, count), [])
 
@@ -319,10 +318,8 @@ class _Hooks(TorchFunctionMode):
                 hook = self.seen[-1].noting(hook)
             return fun(x, hook)
         out = fun(*args, **kwargs)
-        if fun == _GRAD_FN and out is not None:
-            reader = sys._getframe(1).f_globals.get("__name__", "")
-            if reader in _SET_HOOKS or not reader.startswith((*OWN, "torch.")):
-                return _Node(out, self.seen)
+        if fun == _GRAD_FN and out is not None and upstream.asks_for_hooks(1, _SET_HOOKS):
+            return _Node(out, self.seen)
         return out
 
 

@@ -156,8 +156,12 @@ def test_functions_of_copied_code_are_made_in_the_rooms_alone():
 
 # --- frames and texts ----------------------------------------------------------------------------
 
-# Who finds the user's line, and says where a function stands; who hides frames from pytest.
-_TELL_LINES = ("code_origin.py", "testing/plugin.py")
+# Who finds the user's line, and says where a function stands; who hides frames from the user and
+# from pytest; who tells a call that did not fit from an error within it.
+_TELL_LINES = (
+    *("code_origin.py", "testing/plugin.py", "boundary.py"),
+    "arguments/keyword_hints.py",
+)
 
 
 def test_frames_of_the_stack_are_looked_at_to_tell_a_line_or_in_the_rooms():
@@ -165,8 +169,12 @@ def test_frames_of_the_stack_are_looked_at_to_tell_a_line_or_in_the_rooms():
     assert not found, "\n".join(map(str, found))
 
 
-# Who reads what an error of a framework says; and who tells that a check found no such mode.
-_READ_TEXTS = {"torch/known_errors.py", "jax/known_errors.py", "testing/checking/probe.py"}
+# Who reads what an error of a framework says; who tells that a check found no such mode; and who
+# reads which argument Python does not know.
+_READ_TEXTS = {
+    *("torch/known_errors.py", "jax/known_errors.py", "testing/checking/probe.py"),
+    "arguments/keyword_hints.py",
+}
 
 
 def test_what_an_error_says_is_read_in_one_room_of_each_wing():

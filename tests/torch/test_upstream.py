@@ -570,6 +570,41 @@ def test_hooks_of_a_leaf_are_seen_and_none_there_is_put_back():
     assert torch.equal(pickle.loads(pickle.dumps(x)), x)
 
 
+def test_what_a_node_takes_is_described():
+    y = torch.ones(2, 3, dtype=torch.float64, requires_grad=True).exp()
+    (shown,) = upstream.described(y.grad_fn)
+    assert (tuple(shown.shape), shown.dtype, shown.device) == ((2, 3), y.dtype, y.device)
+
+
+def test_a_tensor_that_others_hold_is_told():
+    """The deviation of a normalization, which a product of PyTorch's own batching rule saves."""
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    factor = torch.full((3,), 2.0, dtype=torch.float64)
+    product, other = x * factor, x.exp() * factor
+    del factor
+    assert upstream.is_shared(product.grad_fn._saved_other)
+    del other
+    assert not upstream.is_shared(product.grad_fn._saved_other)
+
+
+def test_who_reads_a_node_to_set_a_hook_is_told():
+    said = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, fun, types, args=(), kwargs=None):
+            if fun == torch.Tensor.grad_fn.__get__:
+                said.append(upstream.asks_for_hooks(1, ("torch.utils.hooks",)))
+            return fun(*args, **(kwargs or {}))
+
+    y, net = _x().requires_grad_().exp(), torch.nn.Tanh()
+    with Watch():
+        y.grad_fn  # noqa: B018 - the question is what is tried
+        assert said.pop()
+        net.register_full_backward_hook(lambda *_: None)
+        net(y)
+    assert any(said)
+
+
 def test_every_hook_that_is_set_counts():
     x = _x().requires_grad_()
     y, before = 2 * x, upstream.hooks_made()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._higher_order_ops import map as mapped
 from torch._higher_order_ops import scan, while_loop
+from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
 from gradtools.errors import GradtoolsError
@@ -79,3 +80,23 @@ def test_its_second_derivative_is_right_forward_over_reverse_and_else_refused(na
     torch.testing.assert_close(hvp(hidden, forward), hvp(plain, forward), rtol=1e-12, atol=1e-12)
     with pytest.raises(GradtoolsError, match="AutogradOp, whose gradient"):
         hvp(hidden, reverse)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["cond", "map"])
+def test_a_tangent_through_one_is_trained(name, checkpointed):
+    """PyTorch's forward rule of logsumexp writes in place what a second derivative needs."""
+    w = torch.arange(9.0, dtype=torch.float64).reshape(3, 3).sin().requires_grad_()
+    body = lambda h, w: torch.logsumexp(h @ w, -1, keepdim=True) * (h @ w)
+    operators = {
+        "cond": lambda h: torch.cond(torch.tensor(True), body, lambda h, w: h @ w * 1.0, (h, w)),
+        "map": lambda h: map_(body, h, w),
+    }
+    rows, along = torch.stack([X, X.cos()]), torch.stack([T, T.sin()])
+
+    def gradient(f):
+        g = (lambda h: checkpoint(f, h, use_reentrant=False)) if checkpointed else f
+        tangent = gt.jvp(g, (rows,), (along,))[1]
+        return torch.autograd.grad(tangent.square().sum(), w)[0]
+
+    torch.testing.assert_close(gradient(operators[name]), gradient(lambda h: body(h, w)))

@@ -12,7 +12,8 @@ function that asks goes the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -112,6 +113,10 @@ class NoGradStopsTangents(TorchFunctionMode):
             return self._within(fun, args, kwargs)
         if fun is upstream.custom_function_call and self._again:
             return self._gated(fun, args, kwargs)
+        of_functions = isinstance(fun, upstream.HigherOrderOperator) and fun is not self._inside
+        if of_functions and fun is not upstream.custom_function_call:
+            with self._inside_of(fun):  # the functions that it takes are seen
+                return pushed_rightly(fun, args, kwargs, self._again)
         return pushed_rightly(fun, args, kwargs, self._again)
 
     def _gated(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -133,10 +138,15 @@ class NoGradStopsTangents(TorchFunctionMode):
 
     def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A function of PyTorch's in Python, inside of which this mode stays."""
+        with self._inside_of(fun):
+            return upstream.redispatch_function(fun, (), args, kwargs)
+
+    @contextmanager
+    def _inside_of(self, fun: Any) -> Iterator[None]:
         before, self._inside = self._inside, fun
         TorchFunctionMode.__enter__(self)
         try:
-            return upstream.redispatch_function(fun, (), args, kwargs)
+            yield
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)
             self._inside = before

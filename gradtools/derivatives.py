@@ -115,7 +115,7 @@ class Derivatives(Operators):
             has_aux: Whether f returns `(output, aux)`; aux may hold anything.
             disconnected_inputs: What happens when an argument does not reach the output:
                 "raise", "warn", "zeros", or "strict", which raises for any single leaf.
-            mode: How the gradient itself is differentiated. "auto": by the framework's double
+            mode: How the gradient is differentiated in turn. "auto": by the framework's double
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is computed again from the arguments, so that an
                 unrolled optimization keeps the parameters of each step and no activations. f is

@@ -58,10 +58,11 @@ def test_every_block_of_python_is_found():
 
 def test_every_package_that_a_block_imports_is_in_an_extra():
     """So that the checks, which install them all, leave out no block."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    named = {**project["project"]["optional-dependencies"], **project["dependency-groups"]}
     extras = {
-        extra: {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in wanted}
-        for extra, wanted in project["optional-dependencies"].items()
+        extra: {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in wanted if type(one) is str}
+        for extra, wanted in named.items()
     }
     others = {"dm_haiku": "haiku", "scikit_learn": "sklearn"}  # are imported by another name
     known = {others.get(name, name) for names in extras.values() for name in names}

@@ -333,6 +333,13 @@ BAD: dict[str, Call] = {
     "no primals to vjp": lambda gt, a: gt.vjp(lambda: 1.0),
     "no primals to linearize": lambda gt, a: gt.linearize(lambda: 1.0),
     "no primals to jvp": lambda gt, a: gt.jvp(lambda: 1.0, (), ()),
+    "a jet of lists of two lengths": lambda gt, a: gt.jet(
+        lambda x, y: x * y, (a(V), a(V)), ([a(V)], [a(V), a(V)])
+    ),
+    "a jet without derivatives": lambda gt, a: gt.jet(total(gt), (a(V),), ([],)),
+    "a jet of arrays for lists": lambda gt, a: gt.jet(total(gt), (a(V),), (a(V),)),
+    "laplacian of a complex argument": lambda gt, a: gt.laplacian(total(gt))(a(Z)),
+    "laplacian of integers": lambda gt, a: gt.laplacian(total(gt))(a(N)),
     "a tangent of another tree": lambda gt, a: gt.jvp(
         lambda p: p["w"], ({"w": a(V)},), ({"b": a(V)},)
     ),

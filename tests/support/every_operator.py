@@ -277,7 +277,7 @@ USES = (
     Use("vjp", lambda w: lambda x: w.gt.vjp(w.twice, x)[1](w.t)[0], rows=True),
     Use("jvp", lambda w: lambda x: w.gt.jvp(w.twice, (x,), (w.t,))[1], rows=True),
     Use("linearize", lambda w: lambda x: w.gt.linearize(w.twice, x)[1](w.t), rows=True),
-    Use("jet", lambda w: lambda x: w.gt.jet(w.twice, (x,), ([w.t, w.t],))[1], rows=True),
+    Use("jet", lambda w: lambda x: w.gt.jet(w.twice, (x,), ([w.t, w.t],))[1][1], rows=True),
     Use("laplacian", _of_loss("laplacian")),
     Use("jacobian", _of_f("jacobian")),
     Use("jacobian: forward", _of_f("jacobian", mode="forward")),

@@ -262,8 +262,8 @@ PICTURES = (
         "A transformer block",
         "{operations} operations; blocks are modules. The residual stream is what runs past "
         "`self_attn` and past the two linear layers into the two `add`, and on the way back the "
-        "gradients of both ways meet in two `add` as well. Every weight's gradient leaves beside "
-        "its block. {kept} bytes are newly kept; the weights are alive anyway.",
+        "gradients of both ways meet in two `add` as well. Every weight's gradient is shown "
+        "next to its block. {kept} bytes are newly kept; the weights are alive anyway.",
         TRANSFORMER,
         (_drawn(2, 3, 8, seed=1),),
         held=_held(TRANSFORMER),

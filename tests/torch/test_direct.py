@@ -243,10 +243,11 @@ def tangent(f, x):
 
 
 # What one call takes of each kind of rule, counted; a bare Function takes two, and one backward.
+# One is that of `boundary.py`, and so is one of a backward pass.
 TAKES = {
-    value: {"vjp": 3, "jvp": 3, "both": 3},
-    attached: {"vjp": 4, "jvp": 5, "both": 4},
-    gradient: {"vjp": 5, "jvp": 6, "both": 5},
+    value: {"vjp": 4, "jvp": 4, "both": 4},
+    attached: {"vjp": 5, "jvp": 6, "both": 5},
+    gradient: {"vjp": 7, "jvp": 8, "both": 7},
     tangent: {"vjp": 56, "jvp": 34, "both": 34},
 }
 
@@ -265,7 +266,7 @@ def host_sine():
     return f
 
 
-@pytest.mark.parametrize(("what", "most"), [(value, 2), (gradient, 10)])
+@pytest.mark.parametrize(("what", "most"), [(value, 3), (gradient, 14)])
 def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
     f, x = host_sine(), numbers(requires_grad=True)
     for _ in range(2):
@@ -277,7 +278,7 @@ def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
     ("run", "most"),
     [
         (lambda: gt.grad(lambda x: (x * x).sum())(numbers()), 48),
-        (lambda: gt.reverse_gradient(numbers(requires_grad=True)), 5),
+        (lambda: gt.reverse_gradient(numbers(requires_grad=True)), 6),
     ],
     ids=["grad", "reverse_gradient"],
 )

@@ -38,8 +38,13 @@ def tangent_of(x: Tensor) -> Tensor | None:
 
 def _are_plain(types: Any, args: Args) -> bool:
     """Whether the operands are dense tensors of no class of a user's."""
-    dense = all(x.layout is _STRIDED for x in args if isinstance(x, Tensor))
-    return dense and all(map(is_plain, types))
+    for x in args:  # a loop, for this is asked at each operation
+        if isinstance(x, Tensor) and x.layout is not _STRIDED:
+            return False
+    for kind in types:
+        if kind not in _PLAIN and not is_plain(kind):
+            return False
+    return True
 
 
 class OneTangent(NoGradStopsTangents):
@@ -60,8 +65,8 @@ class OneTangent(NoGradStopsTangents):
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         """The function; one that stands in the table at once, where f has switched nothing."""
         rule = _RULES.get(fun) if self._hidden and torch.is_grad_enabled() else None
-        plain = upstream.peek_interpreter_stack() is None and _are_plain(types, args)
-        if rule is None or not plain:
+        plain = rule is not None and upstream.peek_interpreter_stack() is None
+        if rule is None or not (plain and _are_plain(types, args)):
             return super().__torch_function__(fun, types, args, kwargs)
         kwargs = kwargs or {}
         graphs(False)
@@ -77,9 +82,9 @@ class OneTangent(NoGradStopsTangents):
 
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
-        moves = upstream.is_forward_mode_enabled() and _are_plain(types, args)
-        rule = _RULES.get(fun) if moves and not torch.is_grad_enabled() else None
-        if rule is not None:
+        rule = None if torch.is_grad_enabled() else _RULES.get(fun)
+        moves = rule is not None and upstream.is_forward_mode_enabled()
+        if rule is not None and moves and _are_plain(types, args):
             result = rule(self, fun, args, kwargs)
             if result is not None:
                 return result

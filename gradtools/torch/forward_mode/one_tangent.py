@@ -41,10 +41,7 @@ def _are_plain(types: Any, args: Args) -> bool:
     for x in args:  # a loop, for this is asked at each operation
         if isinstance(x, Tensor) and x.layout is not _STRIDED:
             return False
-    for kind in types:
-        if kind not in _PLAIN and not is_plain(kind):
-            return False
-    return True
+    return _USUAL.issuperset(types) or all(map(is_plain, types))
 
 
 class OneTangent(NoGradStopsTangents):
@@ -308,6 +305,7 @@ def _of_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool
 
 _MANY = 2**18  # below it joining the inputs costs more than it saves
 _PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
+_USUAL = frozenset(_PLAIN)
 
 _ALIKE: dict[Any, tuple[Any, ...]] = {
     _as_it_is: (

@@ -14,7 +14,6 @@ from gradtools.backend import Array, Lazily, Wing
 from gradtools.jax import arrays, engines, module_arguments, shardings, transformed_modules, trees
 from gradtools.jax._upstream import backward_shapes_are_checked
 from gradtools.jax.known_errors import flax_explained
-from gradtools.jax.recomputing import checkpointed
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.linearity import can_be_tried, computed
 from gradtools.jax.rules.transposing import pull, push, transpose, value_and_push
@@ -181,6 +180,8 @@ class JaxBackend(Wing):
             return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
+        from gradtools.jax.recomputing import checkpointed
+
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
 
 from gradtools.arguments.wording import with_article
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError, NotImplementedRefusal
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
-from gradtools.jax._upstream import ClosedJaxpr, constants_of
+from gradtools.jax._upstream import ClosedJaxpr, Primitive, constants_of
 from gradtools.jax.compiled_once import compiled, own
 from gradtools.jax.known_errors import NO_EFFECTS, flax_explained, says
 

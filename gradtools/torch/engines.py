@@ -544,14 +544,19 @@ def _gated_at_custom_code(
     tracked = [y for y in primals if y.requires_grad]
     pushed = gated_where_unseen(caller_of(fun), tracked, pushed)
     custom = surveyed(tracked).custom if tracked else []
-    own = upstream.bookkeeping() if custom else ()
-    custom = [node for node in custom if upstream.forward_class(type(node)) not in own]
+    custom = [node for node in custom if not _is_bookkeeping(node)]
     if not custom:
         return pushed
     from gradtools.torch.double_backward import gated_tangents
 
     along = [*zip(leaves, entered, tangents, strict=True)]
     return gated_tangents(caller_of(fun), fun, along, primals, custom, pushed)
+
+
+def _is_bookkeeping(node: Any) -> bool:
+    if not isinstance(node, BackwardCFunction):  # TorchScript, and what is written in C++
+        return False
+    return upstream.forward_class(type(node)) in upstream.bookkeeping()
 
 
 def _shown(x: Tensor) -> Tensor:

@@ -171,8 +171,8 @@ class Outputs:
 
         Args:
             chunks: The shapes of each chunk's arrays, or of each kind of chunk.
-            again: Those for another number of examples; None where f takes no other. Called where
-                all chunks have equal shapes.
+            again: Those for another number of examples, at each call of the next ones; None where
+                f takes no other. Called where all chunks have equal shapes, and before a refusal.
             by_data: Whether lengths may depend on numbers, as those of `x[mask]` do.
         """
         axes, known = self.axes or [], chunks[0]
@@ -194,6 +194,9 @@ class Outputs:
             return
         follows = self._follow(chunks, by_data)
         if not all(follows) and by_data and len(chunks) < 3 and (other := again()) is not None:
+            chunks = [*chunks, other]
+            follows = self._follow(chunks, by_data)
+        if not all(follows) and by_data and (other := again()) is not None:  # at other examples
             chunks = [*chunks, other]
             follows = self._follow(chunks, by_data)
         if not all(follows):

@@ -113,6 +113,7 @@ class Rerun:
         self._given = [x for x in forward.chunks.shared if isinstance(x, Tensor)]
         self._versions = [*map(upstream.version_of, self._given)]
         self._way: Way | None = None
+        self._start = 0  # of the examples that the next run takes
 
     def __call__(self, other: Chunks) -> list[torch.Size] | None:
         forward = self._forward
@@ -125,13 +126,17 @@ class Rerun:
         way = way_of(forward).about("rows")
         if way.is_known():
             return None
-        pieces = [_apart(x.narrow(axis, 0, other.cut.sizes[0])) for x, axis in other.splits]
+        size = other.cut.sizes[0]
+        pieces = []
+        for x, axis in other.splits:
+            start = min(self._start, x.shape[axis] - size)
+            pieces.append(_apart(x.narrow(axis, start, size)))
         pieces += [_apart(x) for x in other.lists[0]]
         carry = [_apart(x) for x in forward.first_carry]
         cached = without_cached_weights() if upstream.caches_weights() else NOTHING
         with as_it_began(forward), cached:
             outs, _ = other.call(0, 0, pieces, other.shared, carry)
-        self._way = way
+        self._way, self._start = way, self._start + size
         return [y.shape for y in outs]
 
     def was_right(self) -> None:

@@ -72,9 +72,7 @@ def test_lengths_that_the_data_decide_are_joined():
     for size in (4, 5):
         out = gt.chunked(lambda x: x[x[:, 0] > 0], size)(X)
         assert torch.equal(out, X[X[:, 0] > 0])
-    x = torch.tensor(
-        [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    )  # one of the first four, of two and of the rest
+    x = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])  # one of four, of the rest, of the first two
     assert torch.equal(gt.chunked(lambda x: x[x > 0.5], 4)(x), torch.ones(2))
 
 

@@ -364,7 +364,8 @@ class RightTangents(TorchFunctionMode):
             fun = torch.norm
         if fun in _TRACED:
             return _traced(_TRACED[fun], fun, args, kwargs)
-        if isinstance(fun, _OPERATORS) and fun.__module__.rpartition(".")[2] not in _OWN:
+        other = isinstance(fun, _OPERATORS) and fun.__module__.rpartition(".")[2] not in _OWN
+        if other and _inexact(args, kwargs):
             raise GradtoolsError(
                 f"jvp: f holds the custom operator {fun.__name__}, whose tangent PyTorch drops in "
                 "compiled code. Leave this derivative out of what is compiled."

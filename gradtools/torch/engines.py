@@ -109,8 +109,6 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             outs, extras, push = _functorch_linearize(fun, leaves)
             return outs, extras, push(tangents)
         with suppress(NoForwardMode):
-            if upstream.DYNAMO in sys.modules:  # a compiled piece of f would lose its tangents
-                return uncompiled(_dual_jvp, fun, leaves, tangents)
             return _dual_jvp(fun, leaves, tangents)
         outs, extras, push = _eager_linearize(fun, leaves)
         return outs, extras, push(tangents)

@@ -6,8 +6,11 @@ differences. Around it: kinds of attention, checkpoints, DDP and FSDP2, precisio
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 import time
 import traceback
 from functools import cache, partial
@@ -225,7 +228,24 @@ def cells(wrappers: tuple[str, ...]) -> list[tuple[str, ...]]:
 @pytest.mark.slow_at("compiled")
 @pytest.mark.parametrize(("kind", "way", "wrapper", "precision"), cells(("alone",)))
 def test_a_gradient_through_a_jvp_is_that_of_the_math_kernel(kind, way, wrapper, precision):
-    check(outcome(kind, way, wrapper, precision), kind, way, wrapper, precision)
+    cell = kind, way, wrapper, precision
+    check(elsewhere(*cell) if (kind, precision) == ("flex", "bf16") else outcome(*cell), *cell)
+
+
+def elsewhere(*cell: str) -> Any:
+    """The outcome in a process of its own.
+
+    Once dynamo has compiled other cells, PyTorch's vmap refuses `i - j` in the score function
+    under autocast ("NYI: querying is_contiguous inside of vmap"). Why is not known.
+    """
+    program = (
+        "import json; from tests.torch.test_jvp_in_training import outcome; "
+        f"print('outcome', json.dumps(outcome(*{cell!r})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout.rpartition("outcome")[2])
 
 
 # --- in two processes ----------------------------------------------------------------------------

@@ -76,6 +76,8 @@ def _levels_of_torch() -> dict[str, Any]:
     stance = getattr(compiler, "_stance", None)
     return {
         "the compiler's stance": getattr(stance, "stance", "default"),
+        "the dispatch keys included": torch._C._dispatch_tls_local_include_set().raw_repr(),
+        "the dispatch keys excluded": torch._C._dispatch_tls_local_exclude_set().raw_repr(),
         "the nesting of vmap": level,
         "functorch's levels": len(stack or ()),
         "the level of forward mode": forward_ad._current_level,

@@ -12,13 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FROZEN = ROOT / "docs" / "frozen-costs.md"
-ACCELERATORS = ROOT / "docs" / "accelerators.md"
-COMPILED = {"TPU": "ahead_of_time_tpu.md", "H100": "ahead_of_time_cuda.md"}
 PAGES = {  # and the way to results
     ROOT / "README.md": "",
     ROOT / "docs" / "measured.md": "../",
     FROZEN: "../",
-    ACCELERATORS: "../",
 }
 MARKS = "<!-- figures: generated -->\n\n", "\n\n<!-- end of figures -->"
 
@@ -56,8 +53,7 @@ def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = ""
 
 def table(page: Path) -> str:
     """The table of one page, in Markdown; README.md has the first rows alone."""
-    own = {FROZEN: _of_frozen, ACCELERATORS: _of_accelerators}
-    return own[page]() if page in own else _of_all(page)
+    return _of_frozen() if page == FROZEN else _of_all(page)
 
 
 def _of_all(page: Path) -> str:
@@ -93,7 +89,7 @@ def _of_all(page: Path) -> str:
 
 
 def _of_frozen() -> str:
-    """What `frozen` takes in each network of frozen.md, and over the size of G."""
+    """What `frozen` takes in each network of frozen.md."""
     lines = [
         "| G | work, times double backward | time | peak MB at 64 uses | double backward, MB |",
         "|---|---|---|---|---|",
@@ -115,42 +111,7 @@ def _of_frozen() -> str:
         ]
         name = " ".join(reversed(of))
         lines.append(f"| {name} | {_span(work)} | {_span(times)} | {' | '.join(peaks)} |")
-    sizes = rows("frozen_sizes.md")[1:]  # below the rule under its head
-    lines += ["", "| " + " | ".join(sizes[0]) + " |", "|---" * len(sizes[0]) + "|"]
-    lines += ["| " + " | ".join(row.values()) + " |" for row in sizes]
     return "\n".join(lines)
-
-
-def _of_accelerators() -> str:
-    """What every operator costs on each device, and below what programs need as they grow."""
-    lines = [
-        "| | CPU, PyTorch | CPU, JAX | TPU, float32 | TPU, bfloat16 | H100, float32 |",
-        "|---|---|---|---|---|---|",
-    ]
-    gpu = {row[""]: row["float32"] for row in rows(COMPILED["H100"], under="Operators")}
-    for row in rows(COMPILED["TPU"], under="Operators")[1:]:
-        of = row[""]
-        cells = [x["time over by hand"] for b in ("torch", "jax") for x in rows("cost.md", of, b)]
-        cells += [row["float32"], row["bfloat16"], gpu.get(of, "")]
-        cells = [cell.replace("; by hand the same", " **=**") for cell in cells]
-        lines.append(f"| {of} | {' | '.join(cells)} |")
-    for heading in _headings(COMPILED["TPU"])[1:]:
-        found = {device: rows(file, under=heading)[1:] for device, file in COMPILED.items()}
-        first, *ways = found["TPU"][0]
-        if "moves" in ways:
-            continue
-        titles = [f"{device}: {way}" for device in COMPILED for way in ways]
-        lines += ["", f"**{heading}**", "", f"| {first} | {' | '.join(titles)} |"]
-        lines.append("|---" * (1 + len(titles)) + "|")
-        for k, row in enumerate(found["TPU"]):
-            cells = [found[device][k][way] for device in COMPILED for way in ways]
-            lines.append(f"| {row[first]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _headings(name: str) -> list[str]:
-    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
-    return [line[3:] for line in lines if line.startswith("## ")]
 
 
 def _cells(under: str, *of: str, way: str = "gt.frozen") -> list[float]:

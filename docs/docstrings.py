@@ -3,8 +3,8 @@
 A line ``::: gradtools.torch.grad`` on a page becomes the function's signature and docstring;
 ``::: gradtools.custom_rules.CustomRule defvjp defjvp`` shows these members of a class as well, and
 ``::: gradtools.testing.Report *`` all that have docstrings; ``::: $ gradtools check`` is what that
-command says of itself. What is shown is what `help()` sees:
-the object itself, imported, so a bound method appears as it is called.
+command says of itself, and ``::: kinds`` the table of the findings of `why_zero`. What is shown is
+what `help()` sees: the object itself, imported, so a bound method appears as it is called.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import redirect_stdout, suppress
 from typing import Any
 
 from gradtools import cli
+from gradtools.seeing.diagnostics.findings import KINDS
 
 COMMAND = re.compile(r"^::: \$ gradtools (.*)$", re.MULTILINE)
 ENTRY = re.compile(r"^::: (\S+)((?: \S+)*)$", re.MULTILINE)
@@ -33,7 +34,14 @@ WIDTH = 90
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Puts docstrings in the place of the lines that name what they belong to."""
     markdown = COMMAND.sub(lambda found: command(found[1].split()), markdown)
+    markdown = re.sub(r"^::: kinds$", lambda _: kinds(), markdown, flags=re.M)
     return ENTRY.sub(lambda found: entry(found[1], found[2].split()), markdown)
+
+
+def kinds() -> str:
+    """Every kind of finding of `why_zero`, with its reason and its fix."""
+    rows = [f"| {name} | {k.reason} | {k.fix} |" for name, k in KINDS.items()]
+    return "\n".join(["| kind | what happened | fix |", "|---|---|---|", *rows])
 
 
 def command(words: list[str]) -> str:

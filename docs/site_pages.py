@@ -47,7 +47,6 @@ INTERNALS = (
         "upstream-bugs.",
     ),
     *(
-        "own-rules-support.",
         "benchmarks/",
         "tests/",
         "CHANGELOG.",

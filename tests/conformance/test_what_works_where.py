@@ -19,10 +19,10 @@ T = np.array([1.0, 2.0, 3.0])
 
 
 def table() -> dict[str, tuple[str, ...]]:
-    """The cells of each row, by the operator that the row names."""
+    """The cells of each row, by each operator that the row names."""
     section = PAGE.read_text(encoding="utf-8").split("<!--")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
-    return {row[0].split("`")[1]: tuple(row[1:]) for row in rows[1:]}
+    return {name: tuple(row[1:]) for row in rows[1:] for name in row[0].split("`")[1::2]}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import pytest
 import gradtools
 import gradtools.testing
 from gradtools import cli
+from gradtools.seeing.diagnostics.findings import KINDS
 from tests.support.pages import ROOT
 
 CONTENTS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -154,6 +155,12 @@ def test_an_entry_has_the_signature_the_arguments_and_an_example(gt, monkeypatch
 def test_signs_of_markdown_in_a_docstring_mean_themselves(gt, monkeypatch):
     shown = hook("docstrings", monkeypatch).entry(f"{gt.__name__}.mixed_partial", [])
     assert "&lt;u, " in shown and "<u" not in re.sub(r"`[^`]*`", "", shown)
+
+
+def test_every_kind_of_finding_is_in_the_reference(monkeypatch):
+    page = (ROOT / "docs" / "reference" / "seeing.md").read_text(encoding="utf-8")
+    shown = hook("docstrings", monkeypatch).on_page_markdown(page, None, None, None)
+    assert all(f"| {name} | {kind.reason} | {kind.fix} |" in shown for name, kind in KINDS.items())
 
 
 def test_a_command_is_shown_by_its_help(monkeypatch):

@@ -195,11 +195,6 @@ def check(cell, row, found):
         assert (abs(found() - EXPECTED) < 1e-5) == (cell == "yes")
 
 
-def test_the_page_leads_to_the_support_table():
-    assert "(own-rules-support.md)" in PAGE.read_text(encoding="utf-8")
-    assert PAGE.with_name("own-rules-support.md").exists()
-
-
 @pytest.mark.slow_at("torch", "u05_cpp_extension-CXX")
 @pytest.mark.parametrize(
     ("name", "variable"), [("u05_c_kernel", "CC"), ("u05_cpp_extension", "CXX")]

@@ -134,7 +134,7 @@ def test_the_page_says_what_the_benchmark_printed():
     assert "not known" not in printed
     assert first + more == passed >= 135
     assert passed + skipped + rest == every
-    page = " ".join((ROOT / "docs" / "custom-rule-differences.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "migrating-rules.md").read_text().split())
     assert f"{every} tests, of which JAX skips {skipped}" in page
     assert f"{first} of the {every - skipped} pass, and {more} more" in page
     assert f"{passed} of the {every}, and {rest} do not" in page

@@ -310,19 +310,6 @@ def test_the_guard_refuses_a_position_that_is_not_there(gt, x):
         gt.guard_gradients(lambda x: x, argnums=4)(x)
 
 
-# --- the page ----------------------------------------------------------------------------
-
-
-def test_the_page_lists_every_kind_with_its_reason_and_fix():
-    from pathlib import Path
-
-    from gradtools.seeing.diagnostics.findings import KINDS
-
-    page = (Path(__file__).parents[2] / "docs" / "lost-gradients.md").read_text(encoding="utf-8")
-    rows = [f"| {name} | {kind.reason} | {kind.fix} |" for name, kind in KINDS.items()]
-    assert "\n".join(rows) in page
-
-
 def test_dependence_runs_on_numbers_where_they_decide(gt, x, backend_name):
     """PyTorch tries the other branch and sees the output change; JAX follows the one taken."""
     f = lambda x, y: y if x[0] > 0 else x

@@ -201,18 +201,17 @@ PICTURES = (
     Picture(
         "stopped",
         "A loss with a stopped gradient",
-        "The commitment loss of a quantized layer. `h.detach()` cuts the red edge, so that no "
-        "gradient flows through `round`; the other edge of `h` still carries one. The dashed edges "
-        "are the {kept} bytes that backward reads; `x` is alive anyway.",
+        "The commitment loss of a quantized layer. `h.detach()` cuts the red edge to `round`; the "
+        "other edge of `h` still carries a gradient. Dashed edges are the {kept} bytes kept for "
+        "backward.",
         commitment,
         (_drawn(4, 2), _drawn(3, 4, seed=1)),
     ),
     Picture(
         "square",
         "Square: an input is saved",
-        "The rule saves its input `a`. Backward reads it: a dashed edge. And since `a` "
-        "is an input, double backward can differentiate with respect to it: the second gradient "
-        "of x is 2 g v. The argument was alive anyway: the forward pass keeps {kept} new bytes.",
+        "Backward reads the saved input `a`. Since `a` is an input, double backward can "
+        "differentiate with respect to it. The forward pass keeps {kept} new bytes.",
         lambda x: Square.apply(x),
         (X,),
         2,
@@ -220,8 +219,7 @@ PICTURES = (
     Picture(
         "exp",
         "Exp: an output is saved",
-        "An output is as good as an input: `b` is saved, and its graph leads to x through the rule "
-        "itself. {kept} bytes are newly kept, the output's.",
+        "The saved output `b` leads to x through the rule itself. {kept} new bytes are kept.",
         lambda x: Exp.apply(x),
         (X,),
         2,
@@ -229,10 +227,10 @@ PICTURES = (
     Picture(
         "sinh_lost",
         "Sinh, and its second gradient is lost",
-        "Two exponentials are computed inside of the rule and kept on ctx. Nothing leads from them "
-        "to x, so that what backward makes of them is a constant to double backward. PyTorch gives "
-        "None for the second gradient of x without an error; the picture crosses the two values "
-        "where backward reads them, says how to fix it, and draws the gradient as `missing`.",
+        "Two exponentials are computed inside the Function and kept on ctx. No graph connects "
+        "them to x, so double backward treats them as constants, and PyTorch gives None for the "
+        "second gradient. The picture crosses both values out and draws the gradient as "
+        "`missing`.",
         lambda x: SinhLost.apply(x),
         (X,),
         2,
@@ -240,9 +238,8 @@ PICTURES = (
     Picture(
         "sinh",
         "Sinh, fixed",
-        "The exponentials are outputs of the rule, which the caller drops, and are saved as such. "
-        "Backward takes a cotangent for each of them, and through these the second gradient "
-        "flows. Nothing is crossed.",
+        "The exponentials are returned as outputs and saved as such. Backward takes a cotangent "
+        "for each, through which the second gradient flows.",
         lambda x: Sinh.apply(x)[0],
         (X,),
         2,
@@ -250,9 +247,8 @@ PICTURES = (
     Picture(
         "cube",
         "Cube: a rule for the rule's backward",
-        "Backward is a rule of its own, with its own derivative, as it has to be where backward is "
-        "a kernel of C or NumPy. Each node carries the name of its rule: `Cube` in the first pass, "
-        "`CubeBackward` in the two others.",
+        "Where backward is a C or NumPy kernel, it needs a derivative of its own. Each node "
+        "carries its rule's name: `Cube` in the first pass, `CubeBackward` in the two others.",
         lambda x: Cube.apply(x),
         (X,),
         2,
@@ -260,10 +256,8 @@ PICTURES = (
     Picture(
         "transformer_block",
         "A transformer block",
-        "{operations} operations; blocks are modules. The residual stream is what runs past "
-        "`self_attn` and past the two linear layers into the two `add`, and on the way back the "
-        "gradients of both ways meet in two `add` as well. Every weight's gradient is shown "
-        "next to its block. {kept} bytes are newly kept; the weights are alive anyway.",
+        "{operations} operations; blocks are modules. The residual stream runs past `self_attn` "
+        "and the linear layers into the two `add` nodes. {kept} new bytes are kept.",
         TRANSFORMER,
         (_drawn(2, 3, 8, seed=1),),
         held=_held(TRANSFORMER),
@@ -271,9 +265,9 @@ PICTURES = (
     Picture(
         "resnet_block",
         "A residual block",
-        "relu keeps its output, a convolution its input, batch normalisation its input and two "
-        "numbers a channel: {kept} bytes. The cotangent of the sum goes both ways, unchanged along "
-        "the shortcut, and the last `add` is where both come together at the input.",
+        "relu keeps its output, a convolution its input, batch normalization its input and two "
+        "numbers per channel: {kept} bytes. The cotangent of the sum takes both ways, and the "
+        "last `add` joins them at the input.",
         RESNET,
         (_drawn(2, 2, 4, 4, seed=1),),
         held=_held(RESNET),
@@ -281,10 +275,9 @@ PICTURES = (
     Picture(
         "wgan_gp",
         "The gradient penalty of WGAN-GP",
-        "The loss holds a gradient, so the forward pass has an inner derivative in it, marked as "
-        "such, and the critic's weights are read twice: forward, and by the inner backward. The "
-        "outer backward sums both in `add`. The last bias has no gradient, for the slope does not "
-        "depend on it. {kept} bytes are newly kept.",
+        "The loss contains a gradient, so its forward pass holds an inner backward pass. The "
+        "critic's weights are read by both, and the outer backward pass sums the two gradients. "
+        "{kept} new bytes are kept.",
         penalty,
         (_drawn(3, 2, seed=1),),
         held=_held(critic, "critic."),
@@ -292,18 +285,16 @@ PICTURES = (
     Picture(
         "chunked_loss",
         "A chunked loss",
-        "The encoder runs chunk by chunk and keeps nothing: of its `tanh` no dashed edge leads to "
-        "backward, where each chunk's `matmul` and `tanh` run once more. {kept} bytes "
-        "are newly kept, the embeddings that all pairs need.",
+        "The encoder keeps nothing: no dashed edge leaves its `tanh`, and each chunk's `matmul` "
+        "and `tanh` run again in backward. The {kept} new bytes are the embeddings.",
         contrastive,
         (_drawn(3, 2), _drawn(4, 3, seed=1)),
     ),
     Picture(
         "frozen_network",
         "A second derivative through a frozen network",
-        "The loss is a function of the slope of y² G(z). Ordinary double backward would keep the "
-        "graph of G and of its backward pass; here only {kept} new bytes are kept, and backward "
-        "runs G forward over reverse, in one direction.",
+        "The loss is a function of the slope of y² G(z). Double backward would keep two graphs of "
+        "G; here {kept} new bytes are kept, and backward runs G forward over reverse.",
         through_frozen,
         (torch.tensor(2.0), torch.tensor([1.0, 3.0])),
     ),
@@ -311,11 +302,10 @@ PICTURES = (
 
 HEAD = """# Gallery of graphs
 
-Each picture is drawn by [`gradient_graph`](graphs.md). On the site, click a picture to open its
-interactive page: blocks open and close, and a value shows where it is used. Forward is blue,
-backward orange, backward of the backward violet. Dashed edges are values that a later pass reads;
-red is lost. A test compares every number of a graph with PyTorch's own derivatives. The last two
-are JAX programs. The programs are in tests/support/gallery.py, which writes this page.
+Each picture is drawn by [`gradient_graph`](graphs.md). On the site, click one to open its
+interactive page. Forward is blue, backward orange, backward of the backward violet. Dashed edges
+are saved for a later pass; red is lost. The last two are JAX programs. `python -m
+tests.support.gallery` writes this page.
 """
 
 

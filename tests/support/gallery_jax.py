@@ -64,9 +64,8 @@ PICTURES = (
     Picture(
         "jax_sinh",
         "In JAX: sinh with its intermediates saved",
-        "The program whose second gradient PyTorch loses, written with `jax.custom_vjp`. JAX "
-        "differentiates the rule's forward function too, so what it saves leads back to x: nothing "
-        "is crossed, and the second gradient of x is there.",
+        "With `jax.custom_vjp` the second gradient exists: JAX also differentiates the rule's "
+        "forward function, so the saved exponentials lead back to x.",
         sinh,
         (jnp.asarray([0.5, -1.0, 2.0], jnp.float32),),
         2,
@@ -74,9 +73,8 @@ PICTURES = (
     Picture(
         "jax_wgan_gp",
         "In JAX: the gradient penalty",
-        "`jax.grad` inside of the loss is traced into the forward pass, {operations} operations in "
-        "all, and the outer backward goes through it like through any other part. {kept} bytes "
-        "are newly kept.",
+        "The inner `jax.grad` is traced into the forward pass: {operations} operations in all. "
+        "{kept} new bytes are kept.",
         penalty,
         (_PARAMS, _X),
     ),

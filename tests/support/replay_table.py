@@ -18,8 +18,8 @@ START, END = "<!-- what is put back: written by tests/support/replay_table.py --
 PLACES = re.compile(r"f counts in |f draws (?:by|from) |a module counts in |f switches ")
 SILENT = Way("never", CHUNKED, (("keep_graphs", 0), ("verify", False)))
 DEFAULT = Way("by default", CHUNKED, (("keep_graphs", 0),))
-PUT_BACK = "put back, or not moved"
-VERIFIED = "not reached; refused when it makes a difference"
+PUT_BACK = "restored"
+VERIFIED = "not restored; refused when it changes a result"
 KINDS = (PUT_BACK, "refused at once", VERIFIED, "out of reach")
 
 
@@ -41,9 +41,11 @@ def table() -> str:
         if PLACES.match(program.name) and "number of threads" not in program.name:
             found[kind_of(program)].append(_place(program.name))
     rows = [
-        f"| {kind} | {len(names)} | {'; '.join(names)} |" for kind, names in found.items() if names
+        f"| {kind} | {len(names)} | {'' if kind == PUT_BACK else '; '.join(names)} |"
+        for kind, names in found.items()
+        if names
     ]
-    return "\n".join(["| what becomes of it | | where the state is |", "|---|---|---|", *rows, ""])
+    return "\n".join(["| behavior | places | where the state is |", "|---|---|---|", *rows, ""])
 
 
 def _place(name: str) -> str:

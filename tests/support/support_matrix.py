@@ -1,23 +1,17 @@
-"""What own rules can do: every way of giving one, in every transform, in both backends.
+"""What custom rules can do: every way of giving one, in every transform, in both backends.
 
 A cell that is not named here works, with the numbers of the way's closed form. One that does not
-is named with the error that it raises. `python -m tests.support.support_matrix` writes the table of
-the docs; `tests/conformance/test_support_matrix.py` runs the cells,
-`tests/both/test_support_table.py` compares the table.
+is named with the error that it raises. `tests/conformance/test_support_matrix.py` runs the cells.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from tests.support.support_transforms import BOTH, Transform
 from tests.support.support_ways import WAYS, Way
-
-TABLE = Path(__file__).parents[2] / "docs" / "own-rules-support.md"
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Refusal:
 
 
 _BEYOND = Refusal(
-    "the last kernel of the chain has no rule; PyTorch's compiler says so around our words",
+    "the last kernel of the chain has no rule",
     "MissingRuleError or TorchRuntimeError or BackendCompilerFailed",
     "has no rule, so its derivative is unknown",
     ("*",),
@@ -183,67 +177,3 @@ def wanted_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
     if way.order < transform.order:
         return _BEYOND
     return next((r for r in REFUSALS if r.holds(backend, transform, way)), None)
-
-
-# --- the table ---------------------------------------------------------------------------
-
-_HEAD = """\
-# What own rules can do
-
-This page is written by `python -m tests.support.support_matrix`, and every number in it by a test:
-a cell is a way of giving a rule in a transform, run and compared with a closed form. "9" means all
-nine work, in both backends; "7/9" that seven do, and the notes below say what the others raise.
-"""
-
-
-def table() -> str:
-    """The docs' page."""
-    groups = list(dict.fromkeys(t.group for b in ("torch", "jax") for t in transforms(b)))
-    notes: dict[str, list[str]] = {}
-    lines = [
-        "| Rule | " + " | ".join(groups) + " |",
-        "|---" * (len(groups) + 1) + "|",
-    ]
-    for way in WAYS.values():
-        row = [_cell(way, group, notes) for group in groups]
-        lines.append(f"| {way.name} | " + " | ".join(row) + " |")
-    lines += ["", "What does not work, and what it raises:", ""]
-    lines += [f"- {reason}. {_listed(places)}" for reason, places in notes.items()]
-    lines += [
-        "",
-        f"In JAX, run for {len(PLAIN_WAYS)} ways alone, because they are slow to compile:",
-    ]
-    lines += [f"{'; '.join(THINNED)}."]
-    lines += ["", "The transforms of each column:", ""]
-    for group in groups:
-        names = {t.name: None for b in ("torch", "jax") for t in transforms(b) if t.group == group}
-        lines.append(f"- **{group}**: {', '.join(names)}.")
-    return _HEAD + "\n" + "\n".join(lines) + "\n"
-
-
-def _listed(places: Sequence[str]) -> str:
-    return "Cells: " + "; ".join(dict.fromkeys(places)) + "."
-
-
-def _cell(way: Way, group: str, notes: dict[str, list[str]]) -> str:
-    done = total = 0
-    for backend in ("torch", "jax"):
-        for transform, other in cells(backend):
-            if other is not way or transform.group != group:
-                continue
-            total += 1
-            refusal = refusal_of(backend, transform, way)
-            if refusal is None:
-                done += 1
-                continue
-            reason = f"to be mended: {refusal.reason}"
-            if not refusal.bug:
-                reason = f"{refusal.reason} (`{refusal.error}`)"
-            name = {"torch": "PyTorch", "jax": "JAX"}[backend]
-            notes.setdefault(reason, []).append(f"{name}, {transform.name}")
-    return f"{total}" if done == total else f"{done}/{total}"
-
-
-if __name__ == "__main__":
-    assert all(importlib.util.find_spec(name) for name in ("torch", "jax"))
-    TABLE.write_text(table())

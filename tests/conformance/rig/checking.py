@@ -1,26 +1,14 @@
-"""The cells of the matrix judged one by one, and the table of docs/support.md.
-
-python -m tests.conformance.rig.checking    # prints the table
-"""
+"""The cells of the matrix judged one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.conformance.rig.matrix import (
-    ARGUMENTS,
-    DTYPES,
-    OPERATORS,
-    TRANSFORMS,
-    Cell,
-    cells,
-)
+from tests.conformance.rig.matrix import Cell
 from tests.conformance.rig.trial import compared
-
-BACKENDS = ("torch", "jax")
 
 
 @dataclass(frozen=True)
@@ -100,43 +88,3 @@ def _configure(values: dict[str, Any]) -> None:
     for name, value in values.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-
-
-def support_table() -> str:
-    """What is tried, as Markdown: operator by backend, with the number of cells that run."""
-    head = "| operator | order | dtypes | PyTorch | not in PyTorch | JAX | not in JAX |"
-    every = {backend: list(cells(backend)) for backend in BACKENDS}
-    met = dict.fromkeys(cell.operator for cell in every["torch"])
-    names = dict.fromkeys([*(o for o in OPERATORS if o in met), *met])
-    rows = [_support_row(operator, every) for operator in names]
-    return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
-
-
-def _support_row(operator: Any, every: dict[str, list[Cell]]) -> str:
-    parts = [operator.name, str(operator.order)]
-    for backend in BACKENDS:
-        mine = [cell for cell in every[backend] if cell.operator == operator]
-        run = [cell for cell in mine if not cell.reason]
-        if backend == "torch":
-            parts.append(_of_all([cell.dtype for cell in run], DTYPES))
-        parts += [str(len(run)), _lacking(run, operator) if run else mine[0].reason]
-    return "| " + " | ".join(parts) + " |"
-
-
-def _of_all(found: Sequence[str], known: Sequence[str]) -> str:
-    missing = [name for name in known if name not in found]
-    if not missing:
-        return "all"
-    return ", ".join(name for name in known if name in found) or "–"
-
-
-def _lacking(run: Sequence[Cell], operator: Any) -> str:
-    """Transforms and ways of passing arguments in which no cell of the operator runs."""
-    aux = () if operator.aux else ("aux",)
-    columns = [*TRANSFORMS, *(a for a in ARGUMENTS if a not in aux)]
-    met = {cell.transform for cell in run} | {cell.arguments for cell in run}
-    return ", ".join(name for name in columns if name not in met) or "–"
-
-
-if __name__ == "__main__":
-    print(support_table())

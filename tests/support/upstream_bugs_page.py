@@ -205,7 +205,7 @@ sweeps on your versions.
 
 gradtools differentiates these operations through programs of simple operations, in eager code, in
 `torch.func` and in compiled code. A first derivative still runs the fused kernel where that is
-right. In brackets: what plain PyTorch gives.
+right. In brackets: what plain PyTorch gives, if not another number.
 
 | operation | what is wrong | upstream |
 |---|---|---|
@@ -258,7 +258,8 @@ def page() -> str:
     wrong: dict[tuple[str, str], list[str]] = {}
     for found in (row_of(*shown) for shown in SHOWN):
         of = found.row.operation, found.row.issue or "no report"
-        wrong.setdefault(of, []).append(f"{found.wrong} ({found.plain})")
+        given = "" if found.plain == "another number" else f" ({found.plain})"
+        wrong.setdefault(of, []).append(f"{found.wrong}{given}")
     alike: dict[tuple[str, str], list[str]] = {}
     for (operation, issue), what in wrong.items():
         alike.setdefault((", ".join(what), issue), []).append(f"`{operation}`")

@@ -42,7 +42,9 @@ Apply = Callable[..., Applied]
 
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
 SCALARS = (bool, int, float, str, type(None))
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_FIRST = [*vars(nn.Module())]  # the fields that every module has, in their order
+_HOOKS = slice(1 + _FIRST.index("_buffers"), _FIRST.index("_modules"))
+_OF_EVERY_MODULE = frozenset(_FIRST)
 _INERT = frozenset((*SCALARS, torch.dtype, torch.device, torch.Size))
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
@@ -113,15 +115,19 @@ class ModuleTree:
 
 def _walk(module: nn.Module, prefix: str, tree: ModuleTree, seen: set[int]) -> None:
     """As `module.named_modules()` and its kin, without a generator for each level."""
-    tree.modules[module] = prefix[:-1]
+    modules = tree.modules
+    modules[module] = prefix[:-1]
     parameters, buffers, children = upstream.slots_of(module)
-    for found, own in ((tree.parameters, parameters), (tree.buffers, buffers)):
-        for name, x in own.items():
-            if x is not None and id(x) not in seen:
-                seen.add(id(x))
-                found[prefix + name] = x
+    for name, x in parameters.items():
+        if x is not None and id(x) not in seen:
+            seen.add(id(x))
+            tree.parameters[prefix + name] = x
+    for name, x in buffers.items():
+        if x is not None and id(x) not in seen:
+            seen.add(id(x))
+            tree.buffers[prefix + name] = x
     for name, child in children.items():
-        if child is not None and child not in tree.modules:
+        if child is not None and child not in modules:
             _walk(child, f"{prefix}{name}.", tree, seen)
 
 
@@ -264,9 +270,11 @@ def _node(module: nn.Module, places: dict, slots: dict) -> ModuleNode:
 
 def _live(fields: dict[str, Any]) -> list[str]:
     """The fields of a module that hold a reference; most of the many hold none."""
-    return [
-        k for k, v in fields.items() if type(v) not in _INERT and (type(v) not in _CONTAINERS or v)
-    ]
+    names, values = [*fields], [*fields.values()]
+    if names[: len(_FIRST)] == _FIRST and not any(values[_HOOKS]):  # as in most modules
+        del names[_HOOKS], values[_HOOKS]
+    pairs = zip(names, values, strict=True)
+    return [k for k, v in pairs if type(v) not in _INERT and (type(v) not in _CONTAINERS or v)]
 
 
 def _slots(fields: Mapping[str, Any], places: dict) -> dict[str, Any]:
@@ -363,6 +371,7 @@ class Copy:
         given = {**tree.parameters, **params}
         own: dict[int, Any] = {id(p): given[name] for name, p in tree.parameters.items()}
         own |= {id(b): buffers[name] for name, b in tree.buffers.items()}
+        own[id(None)] = None
         made = []
         for m in (*tree.modules, *tree.hidden):
             live = _live(vars(m))
@@ -376,35 +385,36 @@ class Copy:
         self.root = own[id(next(iter(tree.modules)))]
 
     def _fill(
-        self, module: nn.Module, copy: Any, live: Sequence[str], slots: dict[int, Any]
-    ) -> tuple[dict[str, Any], Sequence[str]]:
-        """Gives the copy its fields. Returns these, and which are not to be handed back."""
-        fields = dict(vars(module))
-        if upstream.COMPILED_CALL in fields:
+        self, module: nn.Module, copy: Any, live: list[str], slots: dict[int, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], Sequence[str]]:
+        """Gives the copy its fields.
+
+        Returns the module's buffers, the fields, and which of them are not to be handed back.
+        """
+        own, fields, fixed = self._own, vars(module).copy(), upstream.SLOTS
+        buffers = fields["_buffers"]
+        if fields.get(upstream.COMPILED_CALL) is not None:
             fields[upstream.COMPILED_CALL] = None
-        held = {k: fields[k] for k in live if k not in upstream.SLOTS}
-        fixed = upstream.SLOTS
-        if held:
-            _check_closures(module, held, self._own)
-            relinked = [k for k, v in held.items() if _refers(v, self._own)]
-            for name in relinked:
-                fields[name] = _relink(fields[name], lambda x: self._own.get(id(x)))
-            fixed = (*fixed, *relinked)
         for name in upstream.SLOTS:
             source = fields[name]
             result = slots.get(id(source))
             if result is None:
-                own = self._own
-                result = {k: None if v is None else own[id(v)] for k, v in source.items()}
-                slots[id(source)] = result
+                slots[id(source)] = result = {k: own[id(v)] for k, v in source.items()}
             fields[name] = result
-        object.__setattr__(copy, "__dict__", fields)
-        return dict(fields), fixed
+        held = {k: fields[k] for k in live if k not in fixed}
+        if held:
+            _check_closures(module, held, own)
+            relinked = [k for k, v in held.items() if _refers(v, own)]
+            for name in relinked:
+                fields[name] = _relink(fields[name], lambda x: own.get(id(x)))
+            fixed = (*fixed, *relinked)
+        vars(copy).update(fields)
+        return buffers, fields, fixed
 
     def hand_back(self) -> None:
         """Assigns to the module what was assigned to the copy: buffers, and other attributes."""
-        for original, copy, before, fixed in self._made:
-            for name, buffer in upstream.slots_of(original)[1].items():
+        for original, copy, buffers, before, fixed in self._made:
+            for name, buffer in buffers.items():
                 value = upstream.slots_of(copy)[1].get(name)
                 if buffer is not None and value is not self._own[id(buffer)]:
                     upstream.slots_of(original)[1][name] = value

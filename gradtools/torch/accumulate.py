@@ -26,6 +26,8 @@ from gradtools.torch.module_arguments import with_parts
 
 _LOCK = threading.RLock()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_is_traced = upstream.is_wrapped
+Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
@@ -40,8 +42,9 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for entry in entries:
             _check(caller, entry)
-        for write in _plan(caller, entries, add):
-            write()
+        merged = _merged(caller, entries, add)
+        for write, of, grad in _additions(merged) if add else _assignments(merged):
+            write(of, grad)
     return target
 
 
@@ -228,11 +231,14 @@ def _parameters(caller: str, target: Any) -> Any:
     return with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
 
 
-def _plan(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[Callable[[], Any]]:
+def _assignments(merged: Sequence[tuple[Any, Any]]) -> list[Write]:
     """The writes, ready to be done; no caller's tensor is touched or kept by them."""
-    merged = _merged(caller, entries, add)
-    if not add:  # each copy is made before the first write
-        return [_setter(p, g.detach().clone()) for p, g in merged]
+    copies = upstream.clone_each([g.detach() for _, g in merged])
+    return [(_set, p, copy) for (p, _), copy in zip(merged, copies, strict=True)]
+
+
+def _additions(merged: Sequence[tuple[Any, Any]]) -> list[Write]:
+    """As `_assignments`."""
     buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
     return [_addition(p, _apart(g.detach(), buffers)) for p, g in merged]
 
@@ -255,17 +261,17 @@ def _merged(caller: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple
     return [(target, grad) for _, target, grad in result.values()]
 
 
-def _addition(p: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
+def _addition(p: torch.Tensor, g: torch.Tensor) -> Write:
     old = p.grad
     if old is None:
-        return _setter(p, g.clone())
+        return _set, p, g.clone()
     if _is_writable(old) and old.layout in (torch.strided, g.layout):
-        return lambda: old.add_(g)
-    return _setter(p, g + old.detach() if old.layout != torch.strided else old.detach() + g)
+        return torch.Tensor.add_, old, g
+    return _set, p, g + old.detach() if old.layout != torch.strided else old.detach() + g
 
 
-def _setter(p: torch.Tensor, new: torch.Tensor) -> Callable[[], Any]:
-    return lambda: setattr(p, "grad", new)
+def _set(p: torch.Tensor, new: torch.Tensor) -> None:
+    p.grad = new
 
 
 def _is_writable(grad: torch.Tensor) -> bool:
@@ -360,10 +366,6 @@ def _check_match(caller: str, path: str, p: torch.Tensor, g: torch.Tensor) -> No
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
     """`p.grad_dtype`, its own before PyTorch 2.10; where that allows any, what `.grad` has now."""
     return getattr(p, "grad_dtype", p.dtype) or (g.dtype if p.grad is None else p.grad.dtype)
-
-
-def _is_traced(x: torch.Tensor) -> bool:
-    return upstream.is_wrapped(x)
 
 
 def _short(name: Any) -> str:

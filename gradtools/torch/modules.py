@@ -337,16 +337,13 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
         return None if place is None else slots[place[0]][place[1]]
 
     filled: dict[int, dict[str, Any]] = {}
+    sources = (params, buffers, copies)
     for copy, node in zip(copies, plan.nodes, strict=True):
-        fields = dict(node.shared)
+        fields = node.shared.copy()
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
-        own: list[tuple[dict[str, Any], Any]] = [
-            (node.parameters, params),
-            (node.buffers, buffers),
-            (node.children, copies),
-        ]
-        for name, (places, source) in zip(upstream.SLOTS, own, strict=True):
+        own = (node.parameters, node.buffers, node.children)
+        for name, places, source in zip(upstream.SLOTS, own, sources, strict=True):
             result = filled.get(id(places))
             if result is None:
                 result = {k: None if at is None else source[at] for k, at in places.items()}
@@ -506,7 +503,9 @@ def _check_kind(caller: str, name: str, kind: type[nn.Module]) -> None:
 def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
     check_names(what, given, shapes, "name to tensor")
     for name, shape in shapes.items():
-        _check_tensor(what, name, given[name], shape)
+        x = given[name]
+        if not isinstance(x, Tensor) or x.shape != shape:
+            _check_tensor(what, name, x, shape)
 
 
 def _check_tensor(what: str, name: str, value: Any, shape: torch.Size) -> None:

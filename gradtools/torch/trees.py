@@ -76,8 +76,11 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
         return [], _NO_KEYWORDS
     if is_flat(tree):
         return [*tree.values()], _dict_of((*tree,))
+    compiling = torch.compiler.is_dynamo_compiling()
+    if type(tree) is list and not compiling and all(map(_is_tensor, tree)):
+        return [*tree], _list_of(len(tree))
     result = _flattened(tree)
-    if torch.compiler.is_dynamo_compiling() and not any(map(_may_hold_tensors, result[0])):
+    if compiling and not any(map(_may_hold_tensors, result[0])):
         return result
     return _in_python(_CONTAINERS.opened, *result)
 
@@ -93,6 +96,11 @@ def is_flat(tree: Any) -> bool:
 def _dict_of(keys: tuple[Any, ...]) -> TreeDef:
     spec = pytree.tree_structure(dict.fromkeys(keys, 0))
     return TreeDef(spec, (True,) * len(keys), keys)
+
+
+@lru_cache(maxsize=64)
+def _list_of(count: int) -> TreeDef:
+    return TreeDef(pytree.tree_structure([0] * count), (True,) * count)
 
 
 def _may_hold_tensors(x: Any) -> bool:
@@ -154,6 +162,8 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 def leaf_paths(tree: Any) -> list[str]:
     """Where each leaf that is not None stands, such as `['w'][0]`."""
+    if is_flat(tree):
+        return [f"[{key!r}]" for key in tree]
     if torch.compiler.is_dynamo_compiling() and not any(
         map(_may_hold_tensors, _flattened(tree)[0])
     ):

@@ -210,8 +210,8 @@ PICTURES = (
     Picture(
         "square",
         "Square: an input is saved",
-        "Backward reads the saved input `a`. Since `a` is an input, double backward can "
-        "differentiate with respect to it. The forward pass keeps {kept} new bytes.",
+        "Backward reads the saved input `a`, with respect to which it can be differentiated. "
+        "{kept} new bytes are kept.",
         lambda x: Square.apply(x),
         (X,),
         2,
@@ -227,10 +227,8 @@ PICTURES = (
     Picture(
         "sinh_lost",
         "Sinh, and its second gradient is lost",
-        "Two exponentials are computed inside the Function and kept on ctx. No graph connects "
-        "them to x, so double backward treats them as constants, and PyTorch gives None for the "
-        "second gradient. The picture crosses both values out and draws the gradient as "
-        "`missing`.",
+        "Two exponentials are kept on ctx, without a graph to x, so PyTorch gives None for the "
+        "second gradient. They are crossed out, and the gradient is drawn as `missing`.",
         lambda x: SinhLost.apply(x),
         (X,),
         2,
@@ -238,8 +236,8 @@ PICTURES = (
     Picture(
         "sinh",
         "Sinh, fixed",
-        "The exponentials are returned as outputs and saved as such. Backward takes a cotangent "
-        "for each, through which the second gradient flows.",
+        "The exponentials are outputs of the rule, and the second gradient flows through their "
+        "cotangents.",
         lambda x: Sinh.apply(x)[0],
         (X,),
         2,
@@ -247,8 +245,7 @@ PICTURES = (
     Picture(
         "cube",
         "Cube: a rule for the rule's backward",
-        "Where backward is a C or NumPy kernel, it needs a derivative of its own. Each node "
-        "carries its rule's name: `Cube` in the first pass, `CubeBackward` in the two others.",
+        "Backward is a rule of its own, `CubeBackward`, as it must be for a C or NumPy kernel.",
         lambda x: Cube.apply(x),
         (X,),
         2,
@@ -257,7 +254,7 @@ PICTURES = (
         "transformer_block",
         "A transformer block",
         "{operations} operations; blocks are modules. The residual stream runs past `self_attn` "
-        "and the linear layers into the two `add` nodes. {kept} new bytes are kept.",
+        "and the linear layers. {kept} new bytes are kept.",
         TRANSFORMER,
         (_drawn(2, 3, 8, seed=1),),
         held=_held(TRANSFORMER),
@@ -266,8 +263,7 @@ PICTURES = (
         "resnet_block",
         "A residual block",
         "relu keeps its output, a convolution its input, batch normalization its input and two "
-        "numbers per channel: {kept} bytes. The cotangent of the sum takes both ways, and the "
-        "last `add` joins them at the input.",
+        "numbers per channel: {kept} bytes.",
         RESNET,
         (_drawn(2, 2, 4, 4, seed=1),),
         held=_held(RESNET),
@@ -276,8 +272,7 @@ PICTURES = (
         "wgan_gp",
         "The gradient penalty of WGAN-GP",
         "The loss contains a gradient, so its forward pass holds an inner backward pass. The "
-        "critic's weights are read by both, and the outer backward pass sums the two gradients. "
-        "{kept} new bytes are kept.",
+        "outer backward pass sums both gradients of the weights. {kept} new bytes are kept.",
         penalty,
         (_drawn(3, 2, seed=1),),
         held=_held(critic, "critic."),

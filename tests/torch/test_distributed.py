@@ -6,9 +6,6 @@ compared here. A process that hangs is ended, and fails.
 
 from __future__ import annotations
 
-import os
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +13,12 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
+from tests.support.processes import found_in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
@@ -400,47 +397,17 @@ def refused(rank, world):
     return said
 
 
-def work(rank, world, folder):
-    torch.set_num_threads(1)
-    init = f"file://{folder}/init"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
-    found = {}
-    for name, f in CHECKS.items():
-        try:
-            found[name] = f(rank, world)
-        except Exception:
-            found[name] = traceback.format_exc()
-            break  # the others wait for this one
-        finally:
-            torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def run(rank, world, name):
+    return CHECKS[name](rank, world)
 
 
 # --- here ---------------------------------------------------------------------------------
 
 
-def start(world, folder):
-    """What each process found, those that hang ended."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = mp.start_processes(work, (world, str(folder)), world, join=False)
-    until = time.monotonic() + SECONDS
-    try:
-        while time.monotonic() < until and not context.join(timeout=1):
-            pass
-    except mp.ProcessExitedException:
-        pass  # what it found tells
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    paths = [folder / f"{rank}.pt" for rank in range(world)]
-    return [torch.load(p, weights_only=False) if p.exists() else {} for p in paths]
-
-
 @pytest.fixture(scope="module", params=WORLDS, ids="{} processes".format)
 def processes(request, tmp_path_factory):
-    return start(request.param, tmp_path_factory.mktemp("processes"))
+    folder = tmp_path_factory.mktemp("processes")
+    return found_in_processes(run, CHECKS, request.param, folder, SECONDS, last=True)
 
 
 def found_by(processes, name):

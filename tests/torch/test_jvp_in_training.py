@@ -7,12 +7,9 @@ differences. Around it: kinds of attention, checkpoints, DDP and FSDP2, precisio
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-import time
-import traceback
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -20,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +30,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 from gradtools.torch.live_bytes import LiveBytes
+from tests.support.processes import found_in_processes, work
 
 Tensor = torch.Tensor
 WORLD, SECONDS = 2, 480
@@ -54,6 +51,7 @@ CHECKPOINTS = {
     "torch": partial(checkpoint, use_reentrant=False),
     "gt": lambda f, *xs: gt.checkpoint(f)(*xs),
 }
+AXES = "kind", "way", "wrapper", "precision"
 PRECISIONS = {"float64": 1e-9, "float32": 2e-5, "bf16": 0.05, "compiled": 2e-5}  # and tolerances
 NOT_TRACED = (  # PyTorch's words, which depend on what dynamo has seen before
     "when making fake tensor call|attempted to apply meta conversion to view functorch"
@@ -224,9 +222,9 @@ def cells(wrappers: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [cell for cell in every if cell[3] != "compiled" or compiled(cell)]
 
 
-@pytest.mark.sampled(8, 99)
+@pytest.mark.sampled(8, 12)
 @pytest.mark.slow_at("compiled")
-@pytest.mark.parametrize(("kind", "way", "wrapper", "precision"), cells(("alone",)))
+@pytest.mark.parametrize(AXES, cells(("alone",)))
 def test_a_gradient_through_a_jvp_is_that_of_the_math_kernel(kind, way, wrapper, precision):
     cell = kind, way, wrapper, precision
     check(elsewhere(*cell) if (kind, precision) == ("flex", "bf16") else outcome(*cell), *cell)
@@ -251,52 +249,35 @@ def elsewhere(*cell: str) -> Any:
 # --- in two processes ----------------------------------------------------------------------------
 
 WRAPPERS = ("DDP", "static", "FSDP2")
-CELLS = cells(WRAPPERS)
 
 
-def work(rank: int, folder: str, world: int, run: Any) -> None:
-    torch.set_num_threads(1)
-    init = f"file://{folder}/init"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
-    found: dict[Any, Any] = {}
-    for cell in run:
-        try:
-            found[cell] = outcome(*cell)
-        except Exception:
-            found[cell] = traceback.format_exc()
-        torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def in_a_process(rank: int, world: int, cell: tuple[str, ...]) -> Any:
+    return outcome(*cell)
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory):
+def found(tmp_path_factory, request):
+    """What both processes found in the cells that are selected."""
+    mine = [i for i in request.session.items if i.module is request.module]
+    mine = [i for i in mine if "found" in i.fixturenames]
+    run = [tuple(i.callspec.params[axis] for axis in AXES) for i in mine]
     folder = tmp_path_factory.mktemp("processes")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = mp.start_processes(work, (str(folder), WORLD, CELLS), WORLD, join=False)
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until and not context.join(timeout=1):
-        pass
-    for process in context.processes:
-        if process.is_alive():
-            process.kill()
-        process.join()
-    paths = [folder / f"{rank}.pt" for rank in range(WORLD)]
-    return [torch.load(p, weights_only=False) if p.exists() else {} for p in paths]
+    return found_in_processes(in_a_process, run, WORLD, folder, SECONDS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "way", "wrapper", "precision"), CELLS)
-def test_a_gradient_through_a_jvp_in_two_processes(kind, way, wrapper, precision, processes):
+@pytest.mark.sampled(0, 22)
+@pytest.mark.parametrize(AXES, cells(WRAPPERS))
+def test_a_gradient_through_a_jvp_in_two_processes(kind, way, wrapper, precision, found):
     cell = kind, way, wrapper, precision
-    for found in processes:
-        check(found.get(cell, "it hangs"), *cell)
+    for process in found:
+        check(process.get(cell, "it hangs"), *cell)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrappers_of_training_are_pushed_through_in_one_process(wrapper, tmp_path):
     """The quick half of the matrix of two processes."""
     quick = [("causal", "whole", wrapper, "float64"), ("grouped", "torch", wrapper, "float32")]
-    work(0, str(tmp_path), 1, quick)
+    work(0, in_a_process, quick, 1, str(tmp_path))
     for cell, found in torch.load(tmp_path / "0.pt").items():
         check(found, *cell)
 

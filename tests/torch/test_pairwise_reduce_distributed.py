@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradtools.torch as gt
+from tests.support.processes import found_in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-ROWS = 5  # in each process
+ROWS, SECONDS = 5, 100
 OPTIONS = (
     {},
     {"symmetric": False, "label_smoothing": 0.1},
@@ -47,29 +45,22 @@ def gradients(model):
     return found
 
 
-def work(rank, world, folder):
-    torch.set_num_threads(1)
-    init = f"file://{folder}/init"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
-    model, found = DistributedDataParallel(Towers()), []
+def averaged(rank, world, k):
+    model = DistributedDataParallel(Towers())
     local = [z[rank * ROWS : (rank + 1) * ROWS] for z in batch(world)]
-    for options in OPTIONS:
-        model(*local, gathered=True, **options).backward()
-        found.append(gradients(model))
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    model(*local, gathered=True, **OPTIONS[k]).backward()
+    return gradients(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 4])
 def test_the_averaged_gradients_are_those_of_the_whole_batch(world, tmp_path):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.start_processes(work, (world, str(tmp_path)), world)
+    processes = found_in_processes(averaged, range(len(OPTIONS)), world, tmp_path, SECONDS)
     model = Towers()
     for k, options in enumerate(OPTIONS):
         model(*batch(world), **options).backward()
         expected = gradients(model)
-        for rank in range(world):
-            found = torch.load(tmp_path / f"{rank}.pt")[k]
+        for found in processes:
+            assert not isinstance(found[k], str), found[k]
             for name, g in expected.items():
-                torch.testing.assert_close(found[name], g, rtol=1e-12, atol=1e-14)
+                torch.testing.assert_close(found[k][name], g, rtol=1e-12, atol=1e-14)

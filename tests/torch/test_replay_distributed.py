@@ -6,17 +6,12 @@ gradtools' words in every process.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
+from tests.support.processes import found_in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 SECONDS, WORLD = 90, 2
@@ -153,40 +149,14 @@ def case(rank: int, wrapper: str, operator: str) -> Any:
     return found, trained(rank, model, wrap, layers, plain)
 
 
-def work(rank: int, folder: str) -> None:
-    """One process, all cases."""
-    torch.set_num_threads(1)
-    init = f"file://{folder}/init"
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORLD)
-    found: dict[tuple[str, str], Any] = {}
-    for what in CASES:
-        try:
-            found[what] = case(rank, *what)
-        except Exception:
-            found[what] = traceback.format_exc()
-        torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def start(folder: Any) -> list[Any]:
-    """What each process found; those that hang are ended."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = mp.start_processes(work, (str(folder),), WORLD, join=False)
-    until = time.monotonic() + SECONDS
-    with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):
-        while time.monotonic() < until and not context.join(timeout=1):
-            pass
-    for process in context.processes:
-        if process.is_alive():
-            process.kill()
-        process.join()
-    paths = [folder / f"{rank}.pt" for rank in range(WORLD)]
-    return [torch.load(p, weights_only=False) if p.exists() else {} for p in paths]
+def run(rank: int, world: int, what: tuple[str, str]) -> Any:
+    return case(rank, *what)
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    return start(tmp_path_factory.mktemp("processes"))
+    folder = tmp_path_factory.mktemp("processes")
+    return found_in_processes(run, CASES, WORLD, folder, SECONDS)
 
 
 @pytest.mark.slow

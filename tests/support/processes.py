@@ -1,0 +1,71 @@
+"""PyTorch in several processes: each runs the same cases, and what they found is compared here.
+
+The processes are forked from one server that has imported PyTorch, which takes seconds, once for
+all test modules of a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_IMPORTED = (
+    *("gradtools.torch", "torch.distributed.fsdp", "torch.nn.parallel"),
+    *("torch.nn.attention.flex_attention", "pytest"),
+)
+
+Case = Callable[..., Any]
+
+
+def found_in_processes(
+    case: Case, cases: Iterable[Any], world: int, folder: Path, seconds: float, last: bool = False
+) -> list[dict[Any, Any]]:
+    """What `case(rank, world, name)` returns for each name in each of `world` processes.
+
+    An exception is found as its traceback. Processes that hang are ended: what they did not come
+    to is missing. With `last` a case that raises is the last one, since others wait for it.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    multiprocessing.set_forkserver_preload(list(_IMPORTED))
+    args = case, [*cases], world, str(folder), last
+    context = mp.start_processes(work, args, world, join=False, start_method="forkserver")
+    until = time.monotonic() + seconds
+    with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):
+        while time.monotonic() < until and not context.join(timeout=0.2):
+            pass
+    for process in context.processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    paths = [folder / f"{rank}.pt" for rank in range(world)]
+    return [torch.load(p, weights_only=False) if p.exists() else {} for p in paths]
+
+
+def work(
+    rank: int, case: Case, cases: list[Any], world: int, folder: str, last: bool = False
+) -> None:
+    """One process, all cases."""
+    torch.set_num_threads(1)
+    init = f"file://{folder}/init"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    found: dict[Any, Any] = {}
+    for name in cases:
+        try:
+            found[name] = case(rank, world, name)
+        except Exception:
+            found[name] = traceback.format_exc()
+            if last:
+                break
+        finally:
+            torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

@@ -205,7 +205,10 @@ def the_same_numbers_in_any_order(request: pytest.FixtureRequest) -> None:
     for generator, state in request.config.stash[GENERATORS]:
         generator.state = state
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(20261121)
+        torch = sys.modules["torch"]
+        torch.default_generator.manual_seed(20261121)
+        if torch.cuda.is_initialized():  # what waits for it would keep a stack of each test
+            torch.cuda.manual_seed_all(20261121)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from gradtools import bridge
 
-THREADS, CALLS = 16, 10_000
+THREADS, CALLS = 16, 2_000
 
 
 def together(work, each):
@@ -80,7 +80,7 @@ def test_sixteen_threads_call_at_once_and_all_are_right(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_ten_thousand_calls_neither_hang_nor_leak(kind):
+def test_many_calls_neither_hang_nor_leak(kind):
     work = KINDS[kind]()
     together(work, 20)
     gc.collect()
@@ -88,8 +88,8 @@ def test_ten_thousand_calls_neither_hang_nor_leak(kind):
     wrong, hung = together(work, CALLS // THREADS)
     gc.collect()
     assert not wrong and not hung
-    assert len(gc.get_objects()) - live < 2_000
-    assert resident() - before < 60e6
+    assert len(gc.get_objects()) - live < 400
+    assert resident() - before < 12e6
 
 
 def resident():

@@ -228,6 +228,10 @@ COMPILED = {
 
 
 @pytest.mark.quick_at("a clipped dataclass")
+@pytest.mark.sweep_at(
+    "a reversed dataclass", "a reversed dataclass in a dict", "a stopped dataclass"
+)
+@pytest.mark.sweep_at("gradients of examples in a dataclass")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_pytorch_opens_containers_as_eager_does(name):
     x, m = torch.arange(1.0, 4.0), torch.arange(6.0).reshape(2, 3)

@@ -142,10 +142,14 @@ CELLS = [
 ]
 CELLS += [("jax", "softmax", mix) for mix in ("f", "r", "fr", "rr", "rf")]
 CELLS += [("jax", reduce, "fr") for reduce in DENSE if reduce != "softmax"]
-SLOW = [("jax", "softmax", mix) for mix in MIXES if len(mix) == 3]
-SLOW += [(b, reduce, "rrr") for b, reduce in (("torch", "own"), ("jax", "own"), ("jax", "max"))]
-SLOW = [cell for cell in dict.fromkeys(SLOW) if cell not in CELLS]
-MARKED = [*CELLS, *[pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW]]
+SLOW = [("jax", "softmax", mix) for mix in ("fff", "frf", "rfr", "rrr")]
+SLOW += [("torch", "own", "rrr"), ("jax", "max", "rrr")]
+SWEEP = [("jax", "softmax", mix) for mix in MIXES if len(mix) == 3] + [("jax", "own", "rrr")]
+MARKED = [
+    *CELLS,
+    *[pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW if cell not in CELLS],
+    *[pytest.param(*cell, marks=pytest.mark.sweep) for cell in SWEEP if cell not in SLOW],
+]
 
 
 @pytest.mark.sampled(torch=(3, 14), jax=(0, 1))

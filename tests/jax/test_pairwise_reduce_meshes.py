@@ -78,12 +78,12 @@ LAID_OUT = [
 for kind, ways in ((AxisType.Explicit, ("gradient", "Hessian")), (AxisType.Auto, ("gradient",))):
     mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit, kind))
     with jax.set_mesh(mesh):
-        for way in ways:
-            for specs in LAID_OUT:
-                x, y = (jax.device_put(z, NamedSharding(mesh, s)) for z, s in zip((X, Y), specs))
-                for name in ("contrastive, plain", "pairwise_reduce"):
-                    found = jax.jit(WAYS[way](PROGRAMS[name]))(W, x, y, CLASSES)
-                    close(found, WANTED[name, way], (kind, name, way, specs))
+        for k, specs in enumerate(LAID_OUT):  # each with one way of each program
+            x, y = (jax.device_put(z, NamedSharding(mesh, s)) for z, s in zip((X, Y), specs))
+            for j, name in enumerate(("contrastive, plain", "pairwise_reduce")):
+                way = ways[(k + j) % len(ways)]
+                found = jax.jit(WAYS[way](PROGRAMS[name]))(W, x, y, CLASSES)
+                close(found, WANTED[name, way], (kind, name, way, specs))
 
 mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 

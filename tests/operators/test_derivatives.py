@@ -568,6 +568,7 @@ def _options(backend_name: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(slow=15)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_compiled_operators_give_the_eager_numbers(some_problem, operator, backend_name):
     problem = some_problem

@@ -76,6 +76,7 @@ def test_right_derivatives_pass(gt, name):
 
 
 @pytest.mark.slow_at("float64", "jax")
+@pytest.mark.sweep_at(("float64", "jax"))
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_what_is_zero_but_for_rounding_passes(gt, dtype):
     def centred(x):
@@ -95,6 +96,7 @@ def test_a_rule_that_is_as_small_as_rounding_and_wrong_is_refused(gt):
 
 
 @pytest.mark.slow_at("0.0", "jax")
+@pytest.mark.sweep_at(("0.0", "jax"))
 @pytest.mark.parametrize("factor", [0.0, 4.0])
 def test_rounding_beside_a_large_constant_is_no_kink(gt, factor):
     f = gt.custom_rule(lambda x: 1e3 + 1e-6 * (x**2).sum())

@@ -111,39 +111,6 @@ def test_where_examples_of_a_chunk_meet_it_is_the_loop(chunk_size, interleaved, 
     same(both(run), both(loop), 1e-11, 1e-11)
 
 
-def test_a_closed_form():
-    square = gt.chunked(lambda x: x**2, 2)
-    x = jnp.asarray([1.0, 2.0, 3.0])
-    loss = lambda x: square(x).sum() ** 2
-    same(jax.grad(loss)(x), 4 * x * (x**2).sum())
-    hessian = 8 * jnp.outer(x, x) + 4 * (x**2).sum() * jnp.eye(3)
-    same(jax.hessian(loss)(x), hessian)
-    same(jax.jit(jax.jacrev(jax.grad(loss)))(x), hessian)
-
-
-@pytest.mark.slow
-def test_axes_of_inputs_and_outputs_in_trees():
-    def f(p, batch, scale=1.0):
-        a, b = batch["a"], batch["b"]  # (3, c) and (c,)
-        return {"left": p["w"].T @ a * scale, "right": (b, jnp.outer(jnp.ones(2), b**2)[None])}
-
-    p = {"w": W}
-    batch = {"a": X.T, "b": X[:, 0]}
-    for interleaved in (False, True):
-        run = gt.chunked(
-            f,
-            4,
-            in_axes=(None, {"a": -1, "b": 0}),
-            out_axes={"left": -1, "right": (0, 2)},
-            interleaved=interleaved,
-        )
-        loss = lambda g: (
-            lambda p, b: sum(jnp.sum(jnp.sin(y) ** 2) for y in jax.tree.leaves(g(p, b)))
-        )
-        both = lambda g: lambda p, b: (g(p, b, scale=2.0), jax.grad(loss(g), (0, 1))(p, b))
-        same(*jax.jit(lambda p, b, run=run: (both(run)(p, b), both(f)(p, b)))(p, batch))
-
-
 def test_integer_and_unused_outputs_numpy_batches_and_static_arguments():
     def f(w, x, tokens, name):
         assert name == "static"
@@ -212,19 +179,6 @@ def test_a_list_of_equal_examples_is_scanned(interleaved, keep_graphs):
     ours = jax.jit(jax.grad(loss(run), (0, 1)))(W, list(X))
     same(ours, jax.jit(jax.grad(loss(f), (0, 1)))(W, list(X)), 1e-11)
     assert len(calls) == 2 + 1  # two sizes of chunks; the plain function
-
-
-@pytest.mark.sweep_at("True")
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_list_of_unequal_examples_may_give_a_list(interleaved):
-    def f(w, xs):
-        return [{"y": jnp.sin(x @ w), "n": jnp.asarray(len(x))} for x in xs]
-
-    xs = [X[:3], X[3:6], X[6:7], X[7:8], X[8:9]]
-    run = gt.chunked(f, 2, in_axes=(None, 0), interleaved=interleaved)
-    same(run(W, xs), f(W, xs))
-    loss = lambda f: lambda w: contrast(jnp.concatenate([out["y"] for out in f(w, xs)]))
-    same(jax.jit(jax.grad(loss(run)))(W), jax.grad(loss(f))(W), 1e-11)
 
 
 @pytest.mark.slow_at("2-1")
@@ -421,13 +375,6 @@ def test_inside_a_scan():
         return lambda w: jax.lax.scan(step, w, jnp.stack([X, 2 * X]))[1].sum()
 
     same(jax.jit(jax.grad(train(chunked(4))))(W), jax.grad(train(embed))(W), 1e-10, 1e-11)
-
-
-def test_chunked_inside_chunked():
-    inner = gt.chunked(lambda w, x: embed(w, x), 2, in_axes=(None, 0))
-    outer = gt.chunked(lambda w, x: inner(w, x), 5, in_axes=(None, 0))
-    ours = derivatives(lambda w, x: contrast(outer(w, x)), W, X)
-    same(ours, full_batch()[1], 1e-10, 1e-10)
 
 
 def test_f_may_close_over_what_is_traced_and_differentiated():

@@ -12,11 +12,9 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
-import enum
 import functools
 import gc
 import itertools
-import queue
 import random
 import tempfile
 import threading
@@ -24,7 +22,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,19 +170,9 @@ IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any]
     # what is made, how f changes it, and what f reads of it
     "a tensor": lambda: (torch.ones((), dtype=D), lambda t: t.add_(1), lambda t: t),
     "a tensor, by .data": lambda: (torch.ones((), dtype=D), lambda t: t.data.add_(1), lambda t: t),
-    "a tensor, by detach()": lambda: (
-        torch.ones((), dtype=D),
-        lambda t: t.detach().add_(1),
-        lambda t: t,
-    ),
     "a tensor, by NumPy": lambda: (
         torch.ones(1, dtype=D),
         lambda t: t.numpy().__iadd__(1),
-        lambda t: t,
-    ),
-    "a tensor, by out=": lambda: (
-        torch.ones((), dtype=D),
-        lambda t: torch.mul(t.clone(), 2, out=t),
         lambda t: t,
     ),
     "a tensor, by other memory": lambda: (
@@ -202,11 +190,6 @@ IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any]
         lambda t: t.resize_(len(t) + 1).fill_(1),
         lambda t: t.sum(),
     ),
-    "an integer tensor": lambda: (
-        torch.ones((), dtype=torch.int64),
-        lambda t: t.add_(1),
-        lambda t: t,
-    ),
     "a row of a tensor": lambda: (
         torch.ones(3, 3, dtype=D),
         lambda t: t[1].mul_(2),
@@ -217,11 +200,6 @@ IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any]
     "a tensor in a dictionary": lambda: (
         {"n": torch.ones((), dtype=D)},
         lambda t: t["n"].add_(1),
-        lambda t: t["n"],
-    ),
-    "a tensor in a dictionary, by another": lambda: (
-        {"n": torch.ones((), dtype=D)},
-        lambda t: t.update(n=t["n"] + 1),
         lambda t: t["n"],
     ),
     "a NumPy array": lambda: (np.ones(()), lambda t: t.__iadd__(1), lambda t: float(t)),
@@ -300,23 +278,6 @@ def _() -> World:
     return World(step, lambda: count.clone())
 
 
-@program(
-    "a queue of earlier outputs is an argument, and each chunk writes its rows", TRAINED, EITHER
-)
-def _() -> World:
-    w, memory = weight(), torch.zeros(6, 3, dtype=D)
-    place = [0]
-
-    def f(x: Any, memory: Any) -> Any:
-        y = x @ w
-        out = y @ memory.clone().T
-        memory[place[0] : place[0] + len(y)] = y.detach()
-        place[0] = (place[0] + len(y)) % 6
-        return out
-
-    return simple(f, leaves=[w], shared=(memory,), state=lambda: place[0])
-
-
 @program("f changes a shared argument that requires a gradient, under no_grad", TRAINED, EITHER)
 def _() -> World:
     w, scale = weight(), torch.ones((), dtype=D, requires_grad=True)
@@ -329,23 +290,10 @@ def _() -> World:
     return simple(f, leaves=[w], shared=(scale,))
 
 
-@program("f changes a shared argument that requires a gradient, by .data", TRAINED, EITHER)
-def _() -> World:
-    w, scale = weight(), torch.ones((), dtype=D, requires_grad=True)
-
-    def f(x: Any, scale: Any) -> Any:
-        scale.data.mul_(2)
-        return (x @ w) + scale
-
-    return simple(f, leaves=[w], shared=(scale,))
-
-
 for _how, _change in {
     "in place": lambda x: x.mul_(2),
     "by .data": lambda x: x.data.mul_(2),
-    "by a view": lambda x: x[:, 0].mul_(2),
     "by NumPy": lambda x: x.numpy().__imul__(2),
-    "by detach()": lambda x: x.detach().mul_(2),
     "under inference mode": lambda x: torch.inference_mode()(x.mul_)(2),
 }.items():
 
@@ -358,18 +306,6 @@ for _how, _change in {
             return x.clone() @ w
 
         return simple(f, leaves=[w], tracked=False)
-
-
-@program("f changes rows in place that are computed from a leaf", TRAINED, EITHER)
-def _() -> World:
-    w, x = weight(), batch().requires_grad_()
-
-    def step(run: Run) -> dict[str, Any]:
-        loss = score(run(lambda x: x.mul_(w[0]) @ w)(x * 2))
-        loss.backward()
-        return {"loss": loss, "grads": [x.grad, w.grad]}
-
-    return World(step)
 
 
 @program("f changes one row of an expanded batch", TRAINED, EITHER)
@@ -428,19 +364,6 @@ def _() -> World:
     return World(step)
 
 
-@program("the loss reads the last attached penalty that a module keeps", TRAINED, EITHER)
-def _() -> World:
-    module, x = Keeps(lambda y: y.square().mean()), batch()
-    module.register_forward_pre_hook(lambda m, _: setattr(m, "last", None))
-
-    def step(run: Run) -> dict[str, Any]:
-        loss = score(run(module)(x)) + module.last
-        loss.backward()
-        return {"loss": loss, "grads": [module.w.grad]}
-
-    return World(step)
-
-
 def _cached(store: Callable[[Any], Any]) -> World:
     """A function of a weight that is computed in the first call, and kept."""
     w = weight()
@@ -468,34 +391,10 @@ def _in_lru(w: Any) -> Any:
     return functools.lru_cache(lambda: w.exp())
 
 
-def _in_property(w: Any) -> Any:
-    class Lazy:
-        @functools.cached_property
-        def value(self) -> Any:
-            return w.exp()
-
-    lazy = Lazy()
-    return lambda: lazy.value
-
-
-def _by_version(w: Any) -> Any:
-    known: dict[int, Any] = {}
-
-    def read() -> Any:
-        if w._version not in known:
-            known.clear()
-            known[w._version] = w.exp()
-        return known[w._version]
-
-    return read
-
-
 for _where, _store in {
     "an attribute": _in_attribute,
     "a dictionary": _in_dictionary,
     "lru_cache": _in_lru,
-    "a cached_property": _in_property,
-    "a dictionary by the weight's version": _by_version,
 }.items():
     program(f"a function of a weight is cached in {_where} by the first chunk", REPLAYED, EITHER)(
         lambda store=_store: _cached(store)
@@ -539,17 +438,6 @@ def _() -> World:
     return of_module(parametrized(), around=parametrize.cached)
 
 
-@program("parametrize.cached() inside of f")
-def _() -> World:
-    net = parametrized()
-
-    def f(x: Any) -> Any:
-        with parametrize.cached():
-            return net(x) + net(x)
-
-    return simple(f, module=net)
-
-
 @program("parametrize.cached() around, backward inside", TRAINED, EITHER)
 def _() -> World:
     net = parametrized()
@@ -581,37 +469,6 @@ def _() -> World:
         warnings.simplefilter("ignore")
         net = nn.utils.weight_norm(nn.Linear(3, 3).double())
     return of_module(net)
-
-
-@program("an attached hidden state goes from chunk to chunk of an LSTM", TRAINED, EITHER)
-def _() -> World:
-    class Stateful(nn.Module):
-        def __init__(self, detached: bool) -> None:
-            super().__init__()
-            self.cell, self.hidden, self.detached = nn.LSTM(3, 3).double(), None, detached
-
-        def forward(self, x: Any) -> Any:
-            y, hidden = self.cell(x, self.hidden)
-            self.hidden = tuple(h.detach() for h in hidden) if self.detached else hidden
-            return y
-
-    return of_module(Stateful(False))
-
-
-@program("a detached hidden state goes from chunk to chunk of a GRU")
-def _() -> World:
-    class Stateful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.hidden = nn.GRU(3, 3).double(), None
-
-        def forward(self, x: Any) -> Any:
-            y, hidden = self.cell(x, self.hidden)
-            self.hidden = hidden.detach()
-            return y.clone()
-
-    net = Stateful()
-    return of_module(net, state=lambda: net.hidden, tracked=True)
 
 
 # --- 4: state in every kind of holder -------------------------------------------------------
@@ -696,9 +553,6 @@ def _() -> Any:
     return lambda: seen.update("a") or seen["a"], lambda: dict(seen)
 
 
-counter("a defaultdict", RIGHT)(lambda: _item(collections.defaultdict(int), "n", dict))
-
-
 @counter("the order of an OrderedDict", RIGHT)
 def _() -> Any:
     seen = collections.OrderedDict(a=1, b=2, c=3)
@@ -711,26 +565,12 @@ def _() -> Any:
 
 
 counter("a ChainMap")(lambda: _item(collections.ChainMap({"n": 0}), "n", dict))
-counter("a UserDict")(lambda: _item(collections.UserDict(n=0), "n", dict))
-counter("a UserList")(lambda: _appended(collections.UserList()))
 
 
 @counter("an iterator of itertools.count")
 def _() -> Any:
     ticks = itertools.count(1)
     return lambda: next(ticks), lambda: repr(ticks)
-
-
-@counter("a generator function")
-def _() -> Any:
-    def numbers() -> Any:
-        n = 0
-        while True:
-            n += 1
-            yield n
-
-    ticks = numbers()
-    return lambda: next(ticks), lambda: ticks.gi_frame.f_locals["n"]
 
 
 @counter("a file")
@@ -745,9 +585,6 @@ def _() -> Any:
     return tick, file.tell
 
 
-counter("a bytearray")(lambda: _item(bytearray(b"\0"), 0, bytes))
-
-
 @counter("a NumPy array", RIGHT)
 def _() -> Any:
     seen = np.zeros(2)
@@ -760,17 +597,6 @@ def _() -> Any:
 
 
 counter("a NumPy array of objects")(lambda: _item(np.array([0, None], dtype=object), 0, list))
-
-
-@counter("a structured NumPy array", RIGHT)
-def _() -> Any:
-    seen = np.zeros(1, dtype=[("n", "f8"), ("m", "i4")])
-
-    def tick() -> float:
-        seen["n"] += 1
-        return float(seen["n"][0])
-
-    return tick, lambda: seen.tobytes()
 
 
 @counter("a view of a NumPy array", RIGHT)
@@ -789,20 +615,6 @@ def _() -> Any:
 def _() -> Any:
     seen = torch.zeros(200_000, dtype=D)
     return lambda: float(seen[0].add_(1)), lambda: float(seen[0])
-
-
-@counter("a tensor of more than a megabyte, by .data")
-def _() -> Any:
-    seen = torch.zeros(200_000, dtype=D)
-    return lambda: float(seen.data[0].add_(1)), lambda: float(seen[0])
-
-
-@counter("a variable of another module of Python's, in its function")
-def _() -> Any:
-    helpers = python_module(
-        "step = 0\ndef tick():\n    global step\n    step += 1\n    return step"
-    )
-    return lambda: helpers.tick(), lambda: helpers.step
 
 
 @counter("a module of Python's that another one imports")
@@ -848,7 +660,6 @@ for _name, _generator, _number, _state in (
 
 
 STEP, SEEN = 0, []  # globals of this module
-HELPERS = python_module("step = 0")
 
 
 def _tick_global() -> int:
@@ -860,11 +671,6 @@ def _tick_global() -> int:
 def _tick_global_list() -> int:
     SEEN.append(1)
     return len(SEEN)
-
-
-def _tick_global_module() -> int:
-    HELPERS.step += 1
-    return HELPERS.step
 
 
 @counter("a global", RIGHT)
@@ -880,17 +686,6 @@ def _() -> Any:
     return lambda: _tick_global_list(), lambda: len(SEEN)
 
 
-@counter("a module of Python's in a global")
-def _() -> Any:
-    HELPERS.step = 0
-    return lambda: _tick_global_module(), lambda: HELPERS.step
-
-
-counter("an attribute of a class, by the class's name")(
-    lambda: _attribute(type("Config", (), {"n": 0}))
-)
-
-
 @counter("a class method that counts")
 def _() -> Any:
     class Config:
@@ -902,18 +697,6 @@ def _() -> Any:
             return cls.step
 
     return Config.tick, lambda: Config.step
-
-
-@counter("a list in a class, by an instance", RIGHT)
-def _() -> Any:
-    class Model:
-        seen: ClassVar[Any] = []
-
-        def __call__(self) -> int:
-            self.seen.append(1)
-            return len(self.seen)
-
-    return Model(), lambda: len(Model.seen)
 
 
 @counter("a bound method of a plain object", RIGHT)
@@ -930,21 +713,6 @@ def _() -> Any:
     return counts.tick, lambda: counts.n
 
 
-@counter("the result of functools.lru_cache")
-def _() -> Any:
-    calls: list[int] = []
-
-    @functools.lru_cache
-    def known(n: int) -> int:
-        calls.append(n)
-        return len(calls)
-
-    def tick() -> float:
-        return known(0) + 10 * len(calls) + 100 * known.cache_info().hits
-
-    return tick, lambda: (len(calls), known.cache_info().hits)
-
-
 @counter("a ContextVar")
 def _() -> Any:
     step: Any = contextvars.ContextVar("step", default=0)
@@ -957,7 +725,6 @@ def _() -> Any:
 
 
 counter("threading.local")(lambda: _attribute(_with_zero(threading.local())))
-counter("an attribute of a tensor")(lambda: _attribute(_with_zero(torch.zeros(1))))
 
 
 @counter("an attribute of a function")
@@ -979,12 +746,6 @@ def _() -> Any:
     return tick, lambda: len(tick.__defaults__[0])  # type: ignore[index]
 
 
-@counter("functools.partial with a list", RIGHT)
-def _() -> Any:
-    seen: list[int] = []
-    return functools.partial(lambda s: s.append(1) or len(s), seen), lambda: len(seen)
-
-
 @counter("slots")
 def _() -> Any:
     class Counts:
@@ -999,52 +760,8 @@ def _() -> Any:
     return counts, lambda: counts.n
 
 
-@counter("a property that reads a hidden dictionary", RIGHT)
-def _() -> Any:
-    class Counts:
-        def __init__(self) -> None:
-            self.__dict__["_hidden"] = {"n": 0}
-
-        @property
-        def n(self) -> int:
-            self._hidden["n"] += 1  # type: ignore[attr-defined]
-            return self._hidden["n"]  # type: ignore[attr-defined]
-
-    counts = Counts()
-    return lambda: counts.n, lambda: dict(counts._hidden)  # type: ignore[attr-defined]
-
-
-@counter("an object with __getattr__ and a hidden store")
-def _() -> Any:
-    store = {"n": 0}
-
-    class Proxy:
-        def __getattr__(self, name: str) -> int:
-            store[name] += 1
-            return store[name]
-
-    proxy = Proxy()
-    return lambda: proxy.n, lambda: dict(store)
-
-
 counter("a dataclass", RIGHT)(
     lambda: _attribute(dataclasses.make_dataclass("Counts", [("n", int)])(0))
-)
-
-
-@counter("a frozen dataclass, by object.__setattr__", RIGHT)
-def _() -> Any:
-    counts: Any = dataclasses.make_dataclass("Counts", [("n", int)], frozen=True)(0)
-
-    def tick() -> int:
-        object.__setattr__(counts, "n", counts.n + 1)
-        return counts.n
-
-    return tick, lambda: counts.n
-
-
-counter("an attribute of an Enum's member")(
-    lambda: _attribute(_with_zero(enum.Enum("Phase", "FIRST").FIRST))
 )
 
 
@@ -1052,42 +769,6 @@ counter("an attribute of an Enum's member")(
 def _() -> Any:
     held = collections.namedtuple("Held", "seen")([])
     return lambda: held.seen.append(1) or len(held.seen), lambda: len(held.seen)
-
-
-@counter("a Queue")
-def _() -> Any:
-    left: Any = queue.Queue()
-    for k in range(1, 20):
-        left.put(k)
-    return left.get, left.qsize
-
-
-@counter("an object that is a dictionary")
-def _() -> Any:
-    class Table(dict):  # type: ignore[type-arg]
-        pass
-
-    table = Table(n=0)
-    table.m = 0  # type: ignore[attr-defined]
-
-    def tick() -> int:
-        table["n"] += 1
-        table.m += 1  # type: ignore[attr-defined]
-        return table["n"] + table.m  # type: ignore[attr-defined]
-
-    return tick, lambda: (dict(table), table.m)  # type: ignore[attr-defined]
-
-
-@counter("an object with __call__ that is replaced", RIGHT)
-def _() -> Any:
-    holder = types.SimpleNamespace(f=lambda: 1, n=0)
-
-    def tick() -> int:
-        n = holder.f()
-        holder.f = lambda: n + 1
-        return n
-
-    return tick, lambda: holder.f()
 
 
 @counter("the code of a function that is replaced", EITHER)
@@ -1166,11 +847,6 @@ def _tick_buffer(self: Any) -> Any:
     return self.n.clone()
 
 
-def _tick_fleeting(self: Any) -> Any:
-    self.fleeting.add_(1)
-    return self.fleeting.clone()
-
-
 def _tick_replaced(self: Any) -> Any:
     self.n = self.n + 1
     return self.n
@@ -1178,11 +854,6 @@ def _tick_replaced(self: Any) -> Any:
 
 def _tick_data(self: Any) -> Any:
     self.n.data.add_(1)
-    return self.n.clone()
-
-
-def _tick_average(self: Any) -> Any:
-    self.n.mul_(0.9).add_(self.w.detach().mean(), alpha=0.1)
     return self.n.clone()
 
 
@@ -1215,10 +886,8 @@ def _tick_frozen_parameter(self: Any) -> Any:
 
 _zero = lambda: torch.zeros((), dtype=D)
 _module_counter("a buffer", lambda: {"n": _zero()}, _tick_buffer)
-_module_counter("a buffer that is not saved", lambda: {"fleeting": _zero()}, _tick_fleeting)
 _module_counter("a buffer that is replaced", lambda: {"n": _zero()}, _tick_replaced)
 _module_counter("a buffer, by .data", lambda: {"n": _zero()}, _tick_data)
-_module_counter("an average of a parameter", lambda: {"n": _zero()}, _tick_average)
 _module_counter("what its first call sets up", lambda: {"n": _zero(), "ready": False}, _tick_first)
 _module_counter("a buffer that its first call registers", dict, _tick_new)
 _module_counter(
@@ -1248,67 +917,12 @@ def _kept(
 
 _kept("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
 _kept("batch norm without momentum", lambda: mlp(nn.BatchNorm1d(4, momentum=None)))
-_kept(
-    "batch norm without running statistics",
-    lambda: mlp(nn.BatchNorm1d(4, track_running_stats=False)),
-)
 _kept("batch norm in evaluation", lambda: mlp(nn.BatchNorm1d(4)).eval())
-_kept(
-    "instance norm that tracks",
-    lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 3)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()
-    ).double(),
-)
 _kept(
     "a lazy layer that has not run",
     lambda: nn.LazyLinear(2, dtype=D),
     {CHUNKED: EITHER, CHECKPOINT: EITHER, FROZEN: EITHER, MICROBATCHED: EITHER},
 )
-
-
-class Codebook(nn.Module):
-    """Vector quantisation whose codebook is an average."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.eye(3, dtype=D))
-        self.register_buffer("used", torch.zeros(3, dtype=D))
-        self.w = nn.Parameter(weight().detach())
-
-    def forward(self, x: Any) -> Any:
-        z = x @ self.w
-        which = torch.cdist(z.detach(), self.codes).argmin(1)
-        with torch.no_grad():
-            self.used.index_add_(0, which, torch.ones(len(x), dtype=D))
-            self.codes[which] = 0.9 * self.codes[which] + 0.1 * z
-        return z + (self.codes[which] - z).detach(), which
-
-
-_kept("a codebook that is an average", Codebook)
-
-
-class Momentum(nn.Module):
-    """A momentum encoder beside the encoder, and a queue."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.online = mlp()
-        self.target = copy.deepcopy(self.online).requires_grad_(False)
-        self.register_buffer("queue", torch.zeros(5, 3, dtype=D))
-        self.at = 0
-
-    def forward(self, x: Any) -> Any:
-        with torch.no_grad():
-            for p, q in zip(self.target.parameters(), self.online.parameters(), strict=True):
-                p.mul_(0.9).add_(q, alpha=0.1)
-            keys = self.target(x)
-        y = self.online(x) @ torch.cat([keys, self.queue.clone()[:2]]).T[:, :2]
-        self.queue[self.at] = keys[0]
-        self.at = (self.at + 1) % 5
-        return y
-
-
-_kept("a momentum encoder with a queue", Momentum, EITHER)
 
 
 # hooks
@@ -1335,10 +949,6 @@ def _counts_full_backward(net: Any, seen: Any) -> None:
     net[0].register_full_backward_hook(lambda m, a, b: seen.append(1))
 
 
-def _counts_full_backward_pre(net: Any, seen: Any) -> None:
-    net[0].register_full_backward_pre_hook(lambda m, a: seen.append(1))
-
-
 def _counts_in_tensor_hooks(net: Any, seen: Any) -> None:
     def hook(m: Any, a: Any, out: Any) -> None:
         if out.requires_grad:
@@ -1358,7 +968,6 @@ def _counts_accumulations(net: Any, seen: Any) -> None:
 program("a forward hook counts and multiplies")(_hooked(_adds_forward))
 program("a forward pre-hook counts and multiplies")(_hooked(_adds_pre))
 program("a full backward hook counts", TRAINED)(_hooked(_counts_full_backward))
-program("a full backward pre-hook counts", TRAINED)(_hooked(_counts_full_backward_pre))
 program("a hook on a tensor inside of f counts", TRAINED)(_hooked(_counts_in_tensor_hooks))
 program("a parameter's hook counts", (CHECKPOINT,))(_hooked(_counts_parameter_hooks))
 program("a hook after a parameter's gradient counts", TRAINED)(_hooked(_counts_accumulations))
@@ -1374,19 +983,6 @@ def _() -> World:
 
     handles.append(net[0].register_forward_hook(hook))
     return of_module(net, state=lambda: len(net[0]._forward_hooks))
-
-
-@program("f registers a hook in its first call", expect=EITHER)
-def _() -> World:
-    net = mlp()
-
-    def f(x: Any) -> Any:
-        y = net(x)
-        if not net[0]._forward_hooks:
-            net[0].register_forward_hook(lambda m, a, out: out * 2)
-        return y
-
-    return simple(f, module=net, state=lambda: len(net[0]._forward_hooks))
 
 
 @program("saved tensors' hooks inside of f count", TRAINED)
@@ -1410,19 +1006,13 @@ def _() -> World:
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
     "F.dropout": lambda x: F.dropout(x, 0.5),
-    "F.dropout in place": lambda x: F.dropout(x * 1, 0.5, inplace=True),
-    "F.rrelu": lambda x: F.rrelu(x, training=True),
-    "F.gumbel_softmax": lambda x: F.gumbel_softmax(x),
     "torch.bernoulli": lambda x: x * torch.bernoulli(x.sigmoid().detach()),
     "torch.multinomial": lambda x: x * (1 + torch.multinomial(x.detach().softmax(-1), 1)),
     "torch.randn_like": lambda x: x + x * torch.randn_like(x),
-    "torch.normal": lambda x: x * torch.normal(0.0, 1.0, (3,), dtype=D),
     "torch.distributions": lambda x: x * torch.distributions.Gamma(2.0, 1.0).sample(),
-    "reparametrised samples": lambda x: torch.distributions.Normal(x, 1 + x**2).rsample(),
     "random.random": lambda x: x * random.random(),
     "random.gauss, which keeps one back": lambda x: x * random.gauss(0, 1),
     "NumPy's own stream": lambda x: x * _draw_numpy(),
-    "nn.init": lambda x: x @ nn.init.normal_(torch.empty(3, 3, dtype=D)),
     "all streams at once": lambda x: F.dropout(x) * random.random() * _draw_numpy(),
     "torch.random.fork_rng": lambda x: _forked(x),
     "torch.manual_seed inside of f": lambda x: _seeded(x),
@@ -1457,16 +1047,6 @@ for _name, _draw in DRAWS.items():
         return simple(lambda x: draw(x @ w), leaves=[w])
 
 
-class DropPath(nn.Module):
-    """Drops whole examples of a residual branch."""
-
-    def forward(self, x: Any) -> Any:
-        if not self.training:
-            return x
-        keep = torch.rand(len(x), *(1,) * (x.ndim - 1), dtype=x.dtype) < 0.7
-        return x * keep / 0.7
-
-
 class Recurrent(nn.Module):
     """An LSTM of two layers with dropout between."""
 
@@ -1478,20 +1058,7 @@ class Recurrent(nn.Module):
         return self.lstm(x[:, None])[0][:, 0]
 
 
-class Attention(nn.Module):
-    """Attention with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mha = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True).double()
-
-    def forward(self, x: Any) -> Any:
-        return self.mha(x[:, None], x[:, None], x[:, None])[0][:, 0]
-
-
-_kept("a DropPath in the middle", lambda: mlp(DropPath()))
 _kept("an LSTM with dropout between its layers", Recurrent)
-_kept("attention with dropout", Attention)
 _kept(
     "an encoder layer in training",
     lambda: nn.Sequential(
@@ -1526,16 +1093,6 @@ def _() -> World:
     w = weight()
     generator = torch.default_generator
     return simple(lambda x: x @ w * torch.rand((), generator=generator), leaves=[w])
-
-
-@program("f draws from a random.Random in a global of its module", expect=EITHER)
-def _() -> World:
-    helpers = python_module(
-        "import random\nr = random.Random(0)\ndef f(x, w):\n    return x @ w * r.random()"
-    )
-    w = weight()
-    f = helpers.f
-    return simple(lambda x: f(x, w), leaves=[w], state=lambda: helpers.r.getstate())
 
 
 # --- 6: between forward and backward --------------------------------------------------------
@@ -1589,13 +1146,7 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
     ),
     "the module is put to evaluation": (lambda net, x: net.eval(), (_norm, nn.Dropout), RIGHT),
     "all parameters are frozen": (lambda net, x: net.requires_grad_(False), (), EITHER),
-    "one parameter is frozen": (lambda net, x: net[0].weight.requires_grad_(False), (), EITHER),
     "running statistics are moved": (_shift_statistics, (_norm,), RIGHT),
-    "running statistics are reset": (
-        lambda net, x: setattr(net[2], "running_mean", torch.zeros(4, dtype=D)),
-        (_norm,),
-        RIGHT,
-    ),
     "a hook is added": (
         lambda net, x: net[0].register_forward_hook(lambda m, a, out: out * 2),
         (),
@@ -1609,30 +1160,18 @@ _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
         RIGHT,
     ),
     "gradients are set to None": (lambda net, x: net.zero_grad(), (), RIGHT),
-    "the default dtype is changed": (
-        lambda net, x: torch.set_default_dtype(torch.float64),
-        (nn.Dropout,),
-        RIGHT,
-    ),
     "deterministic algorithms are switched on": (
         lambda net, x: torch.use_deterministic_algorithms(True),
         (nn.Dropout,),
         RIGHT,
     ),
     "the module is called again": (lambda net, x: net(batch()), (_norm, nn.Dropout), RIGHT),
-    "the module is called again under no_grad": (
-        lambda net, x: torch.no_grad()(net)(batch()),
-        (_norm,),
-        RIGHT,
-    ),
     "the module is moved to float32": (lambda net, x: net.float(), (), EITHER),
     "a buffer is replaced": (
         lambda net, x: setattr(net[2], "running_mean", torch.ones(4, dtype=D)),
         (_norm,),
         RIGHT,
     ),
-    "a layer is appended": (lambda net, x: net.append(nn.Tanh()), (), RIGHT),
-    "tied weights are untied": (_new_parameter, (), EITHER),
 }
 for _name, (_change, _more, _expect) in _BETWEEN.items():
     _kinds = REPLAYED if "frozen" not in _name else TRAINED
@@ -1659,11 +1198,6 @@ for _name, _args in {
         lambda: torch.ones(3, dtype=D),
         lambda v: v.clone(),
     ),
-    "a captured small tensor, by .data": (
-        lambda h: h["v"].data.mul_(3),
-        lambda: torch.ones(3, dtype=D),
-        lambda v: v.clone(),
-    ),
     "a captured array": (
         lambda h: h["v"].__imul__(3),
         lambda: np.ones(3),
@@ -1672,11 +1206,6 @@ for _name, _args in {
     "a captured list": (lambda h: h["v"].clear(), lambda: [2.0], lambda v: v[0]),
     "a captured large tensor, by .data": (
         lambda h: h["v"].data.mul_(3),
-        lambda: torch.ones(200_000, dtype=D),
-        lambda v: v[:3].clone(),
-    ),
-    "a captured large tensor, by NumPy": (
-        lambda h: h["v"].numpy().__imul__(3),
         lambda: torch.ones(200_000, dtype=D),
         lambda v: v[:3].clone(),
     ),
@@ -1738,47 +1267,15 @@ def _() -> World:
     return World(step, lambda: (state_of(net), state_of(counts)))
 
 
-@program("an unrelated graph saved a shared argument before a replay", TRAINED, EITHER)
-def _() -> World:
-    w, p, count = weight(), weight(), torch.ones((), dtype=D)
-
-    def f(x: Any, count: Any) -> Any:
-        y = x @ w * count.clone()
-        count.add_(1)
-        return y
-
-    def step(run: Run) -> dict[str, Any]:
-        first = score(run(f, (0, None))(batch(), count))
-        other = (count * p).sum()
-        first.backward()
-        other.backward()
-        return {"loss": [first, other], "grads": [w.grad, p.grad]}
-
-    return World(step, lambda: count.clone())
-
-
 @program("an embedding with max_norm", (*TRAINED, MICROBATCHED), EITHER, unsaid="no module")
 def _() -> World:
     net = nn.Embedding(5, 3, max_norm=0.5).double()
     return of_module(net, torch.tensor([0, 1, 2, 3, 4, 0]), tracked=False)
 
 
-@program("F.embedding with max_norm of a captured weight", (*TRAINED, MICROBATCHED), EITHER)
-def _() -> World:
-    w = weight(5, 3)
-    f = lambda i: F.embedding(i, w.clone() if w.grad is not None else w, max_norm=0.5)
-    return simple(f, torch.tensor([0, 1, 2, 3, 4, 0]), leaves=[w], tracked=False)
-
-
 @program("an embedding with sparse gradients", TRAINED)
 def _() -> World:
     return of_module(nn.Embedding(5, 3, sparse=True).double(), torch.tensor([0, 1, 2, 3, 4, 0]))
-
-
-@program("an embedding bag with sparse gradients", TRAINED)
-def _() -> World:
-    net = nn.EmbeddingBag(5, 3, sparse=True).double()
-    return of_module(net, torch.tensor([[0, 1], [2, 3], [4, 0], [1, 1], [2, 2], [3, 0]]))
 
 
 @program("an embedding that counts by frequency", TRAINED, EITHER)
@@ -1791,18 +1288,6 @@ def _() -> World:
 def _() -> World:
     w, s = weight(), torch.eye(3, dtype=D).to_sparse()
     return simple(lambda x: torch.sparse.mm(s, (x @ w).T).T, leaves=[w])
-
-
-@program("a sparse buffer that f replaces")
-def _() -> World:
-    net = Counting(s=torch.eye(3, dtype=D).to_sparse())
-
-    def tick() -> Any:
-        net.s = (net.s * 2).coalesce()
-        return net.s.to_dense()[0, 0]
-
-    net.tick = tick  # type: ignore[assignment]
-    return of_module(net, state=lambda: net.s.to_dense())
 
 
 @program("a sparse buffer that f changes in place", expect=EITHER)
@@ -1826,24 +1311,6 @@ def _() -> World:
     return simple(lambda x: (s @ (x @ w).T).T, leaves=[w])
 
 
-@program("a batch that is sparse", TRAINED, EITHER)
-def _() -> World:
-    w, x = weight(), batch().to_sparse()
-
-    def step(run: Run) -> dict[str, Any]:
-        f = lambda x: torch.sparse.mm(x, w)
-        out = (
-            torch.cat([f(x.index_select(0, torch.arange(i, i + 2))) for i in range(0, 6, 2)])
-            if (run.plain and run.kind == CHUNKED)
-            else run(f)(x)
-        )
-        loss = score(out)
-        loss.backward()
-        return {"loss": loss, "grads": [w.grad]}
-
-    return World(step)
-
-
 @program("nested tensors inside of f", TRAINED)
 def _() -> World:
     w = weight()
@@ -1853,15 +1320,6 @@ def _() -> World:
         return x @ w * parts.values().sum()
 
     return simple(f, leaves=[w], tracked=False)
-
-
-@program("a nested tensor that is captured", TRAINED, EITHER)
-def _() -> World:
-    w = weight()
-    held = torch.nested.nested_tensor(
-        [torch.ones(2, dtype=D), torch.ones(3, dtype=D)], layout=torch.jagged
-    )
-    return simple(lambda x: x @ w * held.values().sum(), leaves=[w])
 
 
 @program("f gives a lazy conjugate", (CHUNKED, CHECKPOINT))
@@ -1894,12 +1352,6 @@ for _reentrant in (True, False):
         net = mlp(nn.Dropout(0.5))
         f = lambda x: torch_checkpoint(net, x, use_reentrant=reentrant)
         return simple(f, module=net)
-
-
-@program("torch.utils.checkpoint inside of f around batch norm", TRAINED, EITHER)
-def _() -> World:
-    net = mlp(nn.BatchNorm1d(4))
-    return simple(lambda x: torch_checkpoint(net, x, use_reentrant=False), module=net)
 
 
 @program("gt.checkpoint inside of f")
@@ -1943,57 +1395,6 @@ def _() -> World:
         return x @ w
 
     return simple(f, leaves=[w], state=lambda: p.grad.clone())
-
-
-@program("f takes a step of an optimizer inside", REPLAYED, EITHER)
-def _() -> World:
-    w, p = weight(), weight()
-    optimizer = torch.optim.Adam([p], lr=0.1)
-
-    def f(x: Any) -> Any:
-        with torch.enable_grad():
-            optimizer.zero_grad()
-            (p * x.detach().sum()).sin().sum().backward()
-            optimizer.step()
-        return x @ w * p.detach().mean()
-
-    read = lambda: (p.detach().clone(), [s["step"].clone() for s in optimizer.state.values()])
-    return simple(f, leaves=[w], state=read)
-
-
-def _weighted(weights: Any, loss: Any) -> Callable[[], World]:
-    def make() -> World:
-        w = torch.tensor(0.5, dtype=D)
-        x, n = torch.arange(1.0, 7.0, dtype=D), torch.tensor(weights, dtype=D)
-
-        def step(run: Run) -> dict[str, Any]:
-            if run.plain:
-                w.requires_grad_()
-                value = ((w * x - 1) ** 2 * n).sum() / n.sum()
-                return {"value": value, "grad": torch.autograd.grad(value, w)[0]}
-            found = gt.microbatched_value_and_grad(loss, 2, weights=lambda w, x, n: n.sum())(
-                w, x, n
-            )
-            return {"value": found[0], "grad": found[1]}
-
-        return World(step)
-
-    return make
-
-
-_mean = lambda w, x, n: ((w * x - 1) ** 2 * n).sum() / n.sum()
-_KINDS = (MICROBATCHED,)
-program("a chunk of weight 0 whose mean is 0/0", _KINDS, EITHER)(
-    _weighted([1.0, 2.0, 0.0, 0.0, 3.0, 1.0], _mean)
-)
-program("the first chunk has weight 0 and its mean is 0/0", _KINDS, EITHER)(
-    _weighted([0.0, 0.0, 1.0, 2.0, 3.0, 1.0], _mean)
-)
-program("all weights are 0", _KINDS, EITHER)(_weighted([0.0] * 6, _mean))
-program("weights that sum to 0", _KINDS, EITHER)(_weighted([1.0, 1.0, -1.0, -1.0, 0.0, 0.0], _mean))
-program("a weight that is not a number", _KINDS, EITHER)(
-    _weighted([1.0, float("nan"), 1.0, 1.0, 1.0, 1.0], _mean)
-)
 
 
 @program("backward() through a frozen module at a plain z", (FROZEN,), REFUSED, "parameter")
@@ -2158,21 +1559,6 @@ def _() -> World:
     return simple(f, leaves=[w])
 
 
-@program("f warns only once, by the registry of its module", expect=EITHER)
-def _() -> World:
-    w, heard = weight(), []
-
-    def f(x: Any) -> Any:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")
-            warnings.warn_explicit("once", UserWarning, "file", 1, registry=registry)
-        heard.append(len(caught))
-        return x @ w * (1 + len(caught))
-
-    registry: dict[Any, Any] = {}
-    return simple(f, leaves=[w], state=lambda: list(heard))
-
-
 # exceptions
 
 
@@ -2259,80 +1645,6 @@ for _exception in (ValueError, KeyboardInterrupt):
 # threads
 
 
-def _beside(work: Callable[[nn.Module], Any], own: bool) -> World:
-    """While a chunk is computed again, another thread works; plainly it works afterwards."""
-    net = mlp(nn.BatchNorm1d(4), nn.Dropout(0.5))
-    other = net if own else mlp(nn.BatchNorm1d(4))
-    x, go, done, found = batch(), threading.Event(), threading.Event(), []
-    calls, chunks = itertools.count(), 1
-
-    def worker() -> None:
-        go.wait()
-        found.append(work(other))
-        done.set()
-
-    def f(x: Any) -> Any:
-        y = net(x)
-        if next(calls) >= chunks and not go.is_set():  # the first pass is over
-            go.set()
-            done.wait(1)  # it may have to wait for the replay
-        return y
-
-    def step(run: Run) -> dict[str, Any]:
-        nonlocal chunks
-        chunks = -(-len(x) // run.way.size) if run.kind == CHUNKED else 1
-        thread = threading.Thread(target=worker)
-        thread.start()
-        loss = score(run(f)(x))
-        try:
-            loss.backward()
-        finally:
-            go.set()
-        thread.join()
-        return {"loss": loss, "grads": [p.grad for p in net.parameters()], "found": found}
-
-    return World(step, lambda: (state_of(net), state_of(other)))
-
-
-def _counts(module: Any) -> Any:
-    with torch.no_grad():
-        module[:3](batch())  # draws nothing
-    return module[2].num_batches_tracked.clone()
-
-
-program("another thread calls the same model while a chunk is computed again", TRAINED, EITHER)(
-    lambda: _beside(_counts, True)
-)
-program("another thread calls another model while a chunk is computed again", TRAINED, EITHER)(
-    lambda: _beside(_counts, False)
-)
-program("another thread draws numbers while a chunk is computed again", TRAINED, EITHER)(
-    lambda: _beside(lambda m: torch.rand(2), False)
-)
-program("another thread draws Python's numbers while a chunk is computed again", TRAINED, EITHER)(
-    lambda: _beside(lambda m: random.random(), False)
-)
-
-
-@program("f computes in a thread of its own", ALL, EITHER)
-def _() -> World:
-    net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
-
-    def f(x: Any) -> Any:
-        out, grad = [], torch.is_grad_enabled()
-
-        def work() -> None:
-            with torch.set_grad_enabled(grad):
-                out.append(net(x))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        return out[0]
-
-    return simple(f, module=net)
-
-
 @program("the backward pass runs in another thread", TRAINED)
 def _() -> World:
     net, x = Rich(), batch()
@@ -2411,30 +1723,6 @@ def _() -> World:
     return simple(f, module=net)
 
 
-@program("torch.func.stack_module_state with an ensemble")
-def _() -> World:
-    nets = [mlp() for _ in range(2)]
-    parameters, buffers = torch.func.stack_module_state(nets)
-    base = copy.deepcopy(nets[0])
-    call = lambda p, b, x: torch.func.functional_call(base, (p, b), (x,))
-    f = lambda x: torch.vmap(call, (0, 0, None))(parameters, buffers, x).sum(0)
-    return simple(f, leaves=list(parameters.values()))
-
-
-@program("a traced module with a counter", expect=EITHER)
-def _() -> World:
-    net = _traced()
-    return of_module(net, state=lambda: net.n)
-
-
-def _traced() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net = Counting(n=torch.zeros((), dtype=D))
-        net.tick = lambda: net.n.add_(1).clone()  # type: ignore[assignment]
-        return torch.jit.trace(net, batch()[:2], check_trace=False)
-
-
 @program("tied weights")
 def _() -> World:
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
@@ -2454,20 +1742,6 @@ def _() -> World:
             base.weight.data -= a.detach()
 
     return simple(f, leaves=[a], tracked=False)
-
-
-@program("an adapter that is merged once, in the first call", expect=EITHER)
-def _() -> World:
-    net = nn.Linear(3, 3).double().requires_grad_(False)
-    a, merged = weight(), [False]
-
-    def f(x: Any) -> Any:
-        if not merged[0]:
-            net.weight.data += 1.0
-            merged[0] = True
-        return net(x) + x @ a
-
-    return simple(f, leaves=[a], state=lambda: (net.weight.clone(), merged[0]), tracked=False)
 
 
 class Named(torch.Tensor):
@@ -2491,13 +1765,6 @@ def _() -> World:
     )
 
 
-@program("a buffer of a subclass of Tensor that counts")
-def _() -> World:
-    net = Counting(n=torch.zeros((), dtype=D).as_subclass(Named))
-    net.tick = lambda: net.n.add_(1).clone().as_subclass(torch.Tensor)  # type: ignore[assignment]
-    return of_module(net, state=lambda: float(net.n))
-
-
 @program("outputs in a dictionary, with an integer among them", TRAINED)
 def _() -> World:
     net = mlp(nn.Dropout(0.5))
@@ -2513,12 +1780,6 @@ def _() -> World:
 def _() -> World:
     net = mlp()
     return simple(lambda x: (net(x), "a word"), module=net)
-
-
-@program("an output that is None", TRAINED, EITHER)
-def _() -> World:
-    net = mlp()
-    return simple(lambda x: (net(x), None), module=net)
 
 
 @program("an output that is a dataclass", TRAINED, EITHER)
@@ -2581,30 +1842,6 @@ def _() -> World:
         return x @ w + (x @ extra if len(seen) == 2 else 0)
 
     return simple(f, leaves=[w, extra], state=lambda: len(seen))
-
-
-@program("a parameter that f makes in its first call", REPLAYED, EITHER)
-def _() -> World:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(weight().detach())
-
-        def forward(self, x: Any) -> Any:
-            if not hasattr(self, "late"):
-                self.late = nn.Parameter(torch.ones(3, dtype=D))
-            return x @ self.w * self.late
-
-    net = Late()
-
-    def step(run: Run) -> dict[str, Any]:
-        if run.kind == FROZEN:
-            return simple(net).step(run)
-        loss = score(run(net)(batch()))
-        loss.backward()
-        return {"loss": loss, "grads": [net.w.grad, net.late.grad]}
-
-    return World(step, lambda: state_of(net))
 
 
 @program("a layer is trained that was frozen before", TRAINED)

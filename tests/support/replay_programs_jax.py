@@ -7,7 +7,6 @@ gradtools must refuse in its own words.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -171,11 +170,6 @@ def a_callback_that_counts(chunked: Any) -> Any:
 
 
 @program()
-def a_callback_that_counts_under_jit(chunked: Any) -> Any:
-    return _counted(chunked, jit=True)
-
-
-@program()
 def a_callback_that_counts_without_kept_chunks(chunked: Any) -> Any:
     return _counted(chunked, jit=True, keep_graphs=0)
 
@@ -213,11 +207,6 @@ def _io(chunked: Any, ordered: bool, **options: Any) -> Any:
 @program(refused="chunked: f holds an operation with effects")
 def an_io_callback(chunked: Any) -> Any:
     return _io(chunked, ordered=False)
-
-
-@program(refused="chunked: f holds an operation with effects")
-def an_ordered_io_callback(chunked: Any) -> Any:
-    return _io(chunked, ordered=True)
 
 
 @program()
@@ -266,32 +255,6 @@ def an_array_of_numpy_written_between_forward_and_backward(chunked: Any) -> Any:
     return out, pull(out)
 
 
-@program()
-def a_numpy_argument_written_between_forward_and_backward(chunked: Any) -> Any:
-    x = np.array(X)
-    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), keep_graphs=0)(w, x.copy()), W)
-    x[:] = 0
-    return out, pull(out)
-
-
-@program()
-def a_dict_that_f_fills(chunked: Any) -> Any:
-    notes: dict[str, int] = {}
-
-    def f(w: Any, x: Any) -> Any:
-        notes["width"] = x.shape[1]
-        return encode(w, x)
-
-    return both(lambda w: chunked(f, 3, (None, 0))(w, X), W), notes["width"]
-
-
-@program()
-def a_function_with_a_cache(chunked: Any) -> Any:
-    weight = functools.lru_cache(lambda n: np.full(n, 1.5))
-    f = lambda w, x: encode(w, x) * weight(x.shape[1])
-    return both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
-
-
 # --- randomness and carries -------------------------------------------------------------------
 
 
@@ -305,13 +268,8 @@ def _keys(chunked: Any, key: Any, **options: Any) -> Any:
 
 
 @program()
-def a_typed_key(chunked: Any) -> Any:
-    return _keys(chunked, jax.random.key(0))
-
-
-@program()
 def an_old_key(chunked: Any) -> Any:
-    return _keys(chunked, jax.random.PRNGKey(0))
+    return _keys(chunked, jax.random.PRNGKey(0), interleaved=True)
 
 
 @program()
@@ -341,14 +299,6 @@ def keys_as_examples(chunked: Any) -> Any:
     one = lambda x, k: x * jax.random.normal(k, x.shape)
     f = lambda w, x, k: jax.vmap(one)(encode(w, x), k)
     return both(lambda w: chunked(f, 3, (None, 0, 0), keep_graphs=0)(w, X, keys), W)
-
-
-@program()
-def a_carry_that_scales(chunked: Any) -> Any:
-    f = lambda w, x, c: (encode(w, x) * c, c + jnp.sum(x) ** 2)
-    g = chunked(f, 3, (None, 0, None), carry_argnums=2)
-    out, carry = g(W, X, jnp.float64(1))
-    return out, carry, both(lambda w: g(w, X, jnp.float64(1))[0], W)
 
 
 @program()
@@ -435,24 +385,8 @@ def a_method_of_a_module_of_nnx(chunked: Any) -> Any:
 
 
 @program()
-def a_partial_of_a_module_of_nnx(chunked: Any) -> Any:
-    call = lambda net, x: net(x)
-    return _trained(lambda net, x: chunked(functools.partial(call, net), 3)(x))
-
-
-@program()
-def a_module_of_nnx_in_a_list(chunked: Any) -> Any:
-    return _trained(lambda net, x: (lambda nets: chunked(lambda x: nets[0](x), 3)(x))([net]))
-
-
-@program()
 def a_module_of_nnx_for_two_towers(chunked: Any) -> Any:
     return _trained(lambda net, x: chunked(net, 3)(x) * chunked(net, 2)(x + 1))
-
-
-@program()
-def a_module_of_nnx_interleaved(chunked: Any) -> Any:
-    return _trained(lambda net, x: chunked(net, 3, interleaved=True)(x))
 
 
 @program()
@@ -619,10 +553,6 @@ def _closure_rule(w: Any, x: Any) -> Any:
     return f(x @ w)
 
 
-def _index(w: Any, x: Any) -> Any:
-    return jnp.sort(encode(w, x), axis=1)[:, ::-1]
-
-
 def _by_size(w: Any, x: Any) -> Any:
     return encode(w, x) * (2.0 if len(x) == 3 else 5.0)
 
@@ -639,42 +569,16 @@ _refused = "the fwd or bwd of a jax.custom_vjp in f closes over it"
 PROGRAMS["a rule that closes over a tracer"] = Program(
     lambda chunked: both(chunked(_closure_rule, 3, (None, 0)), W, X), _refused
 )  # under jit JAX says it itself, when the program that holds the tracer is run
-_plainly("a jitted f", jax.jit(encode))
-_plainly("a vmapped f", jax.vmap(encode, (None, 0)))
 _plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, x) ** 2))(x))
-_plainly("a sort in f", _index)
 _plainly("an f that depends on the size of a chunk", _by_size)
 _plainly("an f that is not of single examples", lambda w, x: encode(w, x - x.mean(0)))
 _plainly("a constant output", lambda w, x: jnp.ones((len(x), 2)) + 0 * w[0, 0])
-_plainly("a captured array of numpy", lambda w, x: encode(w, x) * np.arange(3.0))
-_plainly("a named and offloadable value", lambda w, x: jnp.sin(encode(w, x)))
 _plainly("interleaved chunks", encode, interleaved=True)
 _plainly("interleaved chunks without kept ones", encode, interleaved=True, keep_graphs=0)
 _plainly("a memory budget", encode, memory_budget=100)
 
 
 # --- arguments --------------------------------------------------------------------------------
-
-
-@program()
-def a_tree_of_arguments(chunked: Any) -> Any:
-    f = lambda p, x: {"a": encode(p["w"], x["x"]), "b": x["n"] * 2.0}
-    g = chunked(f, 3, (None, 0))
-    x = {"x": X, "n": jnp.arange(7)}
-    return both(lambda w: g({"w": w, "name": "left"}, x)["a"], W), g({"w": W}, x)
-
-
-@program()
-def axes_other_than_the_first(chunked: Any) -> Any:
-    f = lambda w, x: w @ x
-    return both(lambda w, x: chunked(f, 3, (None, 1), 1)(w, x), W, X.T)
-
-
-@program()
-def a_list_of_examples(chunked: Any) -> Any:
-    f = lambda w, xs: [encode(w, x) for x in xs]
-    xs = [batch(n, 3) for n in (1, 2, 2, 4)]
-    return both(lambda w: jnp.concatenate(chunked(f, 2, (None, 0))(w, xs)), W)
 
 
 @program(refused="the batch is empty")
@@ -685,16 +589,6 @@ def an_empty_batch(chunked: Any) -> Any:
 @program(refused="they cannot be joined")
 def an_output_whose_other_axes_depend_on_the_chunk(chunked: Any) -> Any:
     return chunked(lambda x: x @ x.T, 3)(X)
-
-
-@program()
-def one_chunk(chunked: Any) -> Any:
-    return both(lambda w: chunked(encode, 99, (None, 0), keep_graphs=0)(w, X), W)
-
-
-@program()
-def chunks_of_one(chunked: Any) -> Any:
-    return both(lambda w: chunked(encode, 1, (None, 0), keep_graphs=0)(w, X), W)
 
 
 @program()
@@ -835,23 +729,6 @@ def a_tracer_of_a_scan_around(chunked: Any) -> Any:
         return w - 0.01 * both(lambda w: chunked(f, 3, (None, 0))(w, X), w)[1][0], None
 
     return jax.lax.scan(step, W, jnp.arange(1.0, 4.0))[0]
-
-
-@program()
-def forward_mode(chunked: Any) -> Any:
-    return jax.jvp(lambda w: chunked(encode, 3, (None, 0))(w, X), (W,), (W + 1,))
-
-
-@program()
-def forward_over_reverse(chunked: Any) -> Any:
-    grad = lambda w: both(lambda w: chunked(encode, 3, (None, 0), keep_graphs=0)(w, X), w)[1][0]
-    return jax.jvp(grad, (W,), (W + 1,))
-
-
-@program()
-def chunks_in_chunks(chunked: Any) -> Any:
-    inner = lambda w, x: chunked(encode, 2, (None, 0), keep_graphs=0)(w, x)
-    return both(lambda w: chunked(inner, 4, (None, 0), keep_graphs=0)(w, X), W)
 
 
 @program()

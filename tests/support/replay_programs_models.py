@@ -5,7 +5,6 @@ Each is what one finds in a model's repository, and keeps state in a way of its 
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import types
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -89,11 +87,6 @@ def _() -> World:
     return of_module(net)
 
 
-@program("an orthogonal weight")
-def _() -> World:
-    return of_module(parametrizations.orthogonal(nn.Linear(3, 3, dtype=D)))
-
-
 @program("spectral norm, in evaluation first and then in training", TRAINED)
 def _() -> World:
     net = parametrizations.spectral_norm(nn.Linear(3, 3, dtype=D))
@@ -141,27 +134,6 @@ def _() -> World:
     return of_module(block(nothing, forward))
 
 
-@program("a layer is made anew and at random in each call")
-def _() -> World:
-    def forward(self: Any, x: Any) -> Any:
-        fresh = nn.Linear(3, 3, dtype=D)
-        return self.linear(x) + fresh(x).tanh()
-
-    return of_module(block(nothing, forward))
-
-
-@program("a frozen layer is drawn anew by reset_parameters in each call", expect=EITHER)
-def _() -> World:
-    def more(self: Any) -> None:
-        self.side = nn.Linear(3, 3, dtype=D).requires_grad_(False)
-
-    def forward(self: Any, x: Any) -> Any:
-        self.side.reset_parameters()
-        return self.linear(x) + self.side(x)
-
-    return of_module(block(more, forward))
-
-
 # --- averages and teachers ------------------------------------------------------------------
 
 
@@ -176,24 +148,6 @@ def _() -> World:
         return self.linear(x) + x @ self.average.clone().T
 
     return of_module(block(more, forward))
-
-
-@program("an AveragedModel is updated in each call", expect=EITHER)
-def _() -> World:
-    net = mlp()
-    average = torch.optim.swa_utils.AveragedModel(net)
-
-    def f(x: Any) -> Any:
-        average.update_parameters(net)
-        return net(x) + average(x).detach()
-
-    return simple(f, module=net, state=lambda: (int(average.n_averaged), [*average.parameters()]))
-
-
-@program("a teacher is copied from the student in each call")
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-    return simple(lambda x: net(x) + copy.deepcopy(net).eval()(x).detach(), module=net)
 
 
 # --- randomness -----------------------------------------------------------------------------
@@ -269,15 +223,6 @@ class Counted(random.Random):
         return (self.random() + self.n * 0.37) % 1.0
 
 
-@program("Gumbel softmax whose temperature falls with each call")
-def _() -> World:
-    def forward(self: Any, x: Any) -> Any:
-        self.tau = max(0.3, self.tau * 0.8)
-        return F.gumbel_softmax(self.linear(x), tau=self.tau)
-
-    return of_module(block(lambda m: setattr(m, "tau", 2.0), forward))
-
-
 @program("a mask is drawn once for each shape and kept", (CHUNKED, CHECKPOINT), EITHER)
 def _() -> World:
     def forward(self: Any, x: Any) -> Any:
@@ -302,17 +247,6 @@ def _() -> World:
         return self.linear(x) * self.angles[: x.shape[1]].cos()
 
     return of_module(block(more, forward))
-
-
-@program("keys and values are kept for the next call, detached")
-def _() -> World:
-    def forward(self: Any, x: Any) -> Any:
-        keys = self.linear(x)
-        seen = keys if self.past is None else torch.cat([self.past, keys])
-        self.past = seen.detach()
-        return (keys @ seen.T).softmax(-1) @ seen
-
-    return of_module(block(lambda m: setattr(m, "past", None), forward))
 
 
 # --- statistics -----------------------------------------------------------------------------
@@ -343,41 +277,6 @@ def _() -> World:
     )
     net = nn.Sequential(nn.Linear(3, 3), quantize)
     return of_module(net, batch(torch.float32), tolerance=1e-5)
-
-
-@program("experts whose bias is balanced by how often each was chosen")
-def _() -> World:
-    def more(self: Any) -> None:
-        self.experts = nn.ModuleList([nn.Linear(3, 3, dtype=D) for _ in range(3)])
-        self.register_buffer("bias", torch.zeros(3, dtype=D))
-        self.chosen = [0, 0, 0]
-
-    def forward(self: Any, x: Any) -> Any:
-        gates = self.linear(x)
-        which = (gates.detach() + self.bias).argmax(1)
-        out = torch.zeros_like(x)
-        for k, expert in enumerate(self.experts):
-            rows = (which == k).nonzero()[:, 0]
-            self.chosen[k] += len(rows)
-            out = out.index_add(0, rows, expert(x[rows]) * gates[rows, k : k + 1])
-        self.bias = self.bias - 0.1 * torch.tensor(self.chosen, dtype=D).sub(2).sign()
-        return out
-
-    return of_module(block(more, forward), tracked=False)
-
-
-@program("a hook on the activations counts the gradient's entries", TRAINED)
-def _() -> World:
-    def more(self: Any) -> None:
-        self.register_buffer("size", torch.ones((), dtype=D))
-
-    def forward(self: Any, x: Any) -> Any:
-        y = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(lambda g: self.size.add_((g != 0).sum()) and None)
-        return y * 2
-
-    return of_module(block(more, forward), tracked=False)
 
 
 # --- python ---------------------------------------------------------------------------------
@@ -437,18 +336,6 @@ def _() -> World:
     return simple(f)
 
 
-@program("a list's own method is captured, and its length counts")
-def _() -> World:
-    seen: list[int] = []
-    add, w = seen.append, weight()
-
-    def f(x: Any) -> Any:
-        add(1)
-        return x @ w * len(add.__self__)  # type: ignore[attr-defined]
-
-    return simple(f, leaves=[w], state=lambda: len(seen))
-
-
 def _in_two_steps(f: Any, net: nn.Module, change: Callable[[], Any], state: Any) -> World:
     """A step, a change of what f is, and a step."""
 
@@ -463,18 +350,6 @@ def _in_two_steps(f: Any, net: nn.Module, change: Callable[[], Any], state: Any)
         return {"grads": found}
 
     return World(step, state)
-
-
-@program("the forward of a class is replaced between two steps", TRAINED)
-def _() -> World:
-    net, seen = block(nothing, lambda self, x: self.linear(x)), [0]
-
-    def counts(self: Any, x: Any) -> Any:
-        seen[0] += 1
-        return self.linear(x) * seen[0]
-
-    change = functools.partial(setattr, type(net), "forward", counts)
-    return _in_two_steps(net, net, change, lambda: seen[0])
 
 
 SEEN = [0]
@@ -579,19 +454,6 @@ def _() -> World:
         return head(h[0])
 
     return simple(f, module=net)
-
-
-@program("the output is a buffer that the next call overwrites", TRAINED, EITHER)
-def _() -> World:
-    def more(self: Any) -> None:
-        self.register_buffer("out", torch.zeros(2, 3, dtype=D))
-
-    def forward(self: Any, x: Any) -> Any:
-        y = self.linear(x)
-        self.out[: len(x)] = y.detach()
-        return y, self.out[: len(x)].clone()
-
-    return of_module(block(more, forward), batch(), tracked=False)
 
 
 @program("rows that give NaN, the same each time", (*REPLAYED,))

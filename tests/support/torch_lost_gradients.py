@@ -49,14 +49,17 @@ class Cause:
     scope: tuple[str, ...] = ()
     args: tuple[Any, ...] = (X,)
     marked: Any = None
+    called: str = ""
 
     @property
     def name(self) -> str:
-        return getattr(self.f, "__name__", type(self.f).__name__)
+        return self.called or getattr(self.f, "__name__", type(self.f).__name__)
 
     @property
     def lines(self) -> list[int]:
-        """The marked lines."""
+        """The marked lines, or that of a lambda."""
+        if self.called:
+            return [self.f.__code__.co_firstlineno]
         source, start = inspect.getsourcelines(self.marked or self.f)
         return [start + k for k, line in enumerate(source) if MARK in line]
 
@@ -86,6 +89,102 @@ def healthy(*args: Any, name: str = "") -> Callable[[Any], Any]:
     return add
 
 
+# --- in one line, which is that of the loss ---------------------------------------------------
+
+ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
+    "detached": {
+        "dot_data": lambda x: (x * 2).data.sum(),
+        "stop_gradient_of_gradtools": lambda x: (gt.stop_gradient(x) ** 2).sum(),
+        "wrapped_in_a_parameter": lambda x: (nn.Parameter(x * 2) ** 2).sum(),
+        "deep_copied": lambda x: (copy.deepcopy(x) ** 2).sum(),
+        "detached_inside_vmap": lambda x: torch.vmap(lambda row: row.detach() * 2)(x).sum(),
+        "refused_copy": lambda x: copy.deepcopy(x * 2).sum(),
+    },
+    "detached, partly": {
+        "one_term_detached": lambda x: (x**3).sum() + 0.1 * (x.detach() ** 2).sum(),
+        "one_part_of_a_concatenation": lambda x: torch.cat([x.cos(), x.detach() * 3]).sum(),
+    },
+    "left_framework": {
+        "as_array": lambda x: torch.as_tensor(np.sin(np.asarray(x.detach()))).sum(),
+        "numpy_by_force": lambda x: torch.tensor(x.numpy(force=True) * 2).sum(),
+        "float_of_it": lambda x: torch.ones(3).sum() * float(x.abs().sum()),
+        "through_math": lambda x: torch.tensor(math.sqrt(x[0])),
+        "number_by_number": lambda x: torch.tensor([v.item() ** 2 for v in x]).sum(),
+        "new_tensor_of_a_list_of_tensors": lambda x: torch.tensor([x[0], x[1] * 2]).sum(),
+        "legacy_constructor": lambda x: torch.Tensor(x.tolist()).sum(),
+        "refused_by_numpy": lambda x: torch.from_numpy((x * 2).numpy()).sum(),
+        "refused_by_asarray": lambda x: torch.from_numpy(np.asarray(x * 2)).sum(),
+        "refused_by_dlpack": lambda x: torch.from_dlpack(x * 2).sum(),
+    },
+    "left_framework, partly": {
+        "one_term_through_a_number": lambda x: x.exp().sum() + float((x**2).sum()),
+    },
+    "integer_cast": {
+        "cast_to_integer": lambda x: (10 * x).long().double().sum(),
+        "cast_by_to": lambda x: (x * 9).to(torch.int32).float().mean(),
+        "cast_to_boolean": lambda x: x.bool().double().sum(),
+        "refused_as_an_index": lambda x: sum(X[k] for k in range(x.sum())),
+        "integers_that_should_require_grad": lambda x: x.long().requires_grad_().sum(),
+    },
+    "discrete": {
+        "comparison": lambda x: (x > 0.1).double().mean(),
+        "argmax_and_one_hot": lambda x: (F.one_hot(x.argmax(), 3) * torch.arange(3)).sum().double(),
+        "index_of_topk": lambda x: x.topk(2).indices.double().sum(),
+        "bernoulli_sample": lambda x: torch.bernoulli(torch.sigmoid(x)).sum(),
+        "accuracy_as_a_loss": lambda x: 1.0 - ((W @ x).argmax() == 2).double(),
+    },
+    "discrete, partly": {
+        "one_term_counts": lambda x: (x**2).sum() + (x > 0).sum(),
+    },
+    "zero_derivative": {
+        "rounding": lambda x: (10 * x).round().sum() / 10,
+        "floor_division": lambda x: (x // 0.25).sum(),
+        "division_with_rounding": lambda x: torch.div(x, 0.3, rounding_mode="floor").sum(),
+    },
+    "zero_derivative, partly": {
+        "one_term_rounded": lambda x: (x**2).sum() + (3 * x).round().sum(),
+    },
+    "no_grad": {
+        "distribution_sample": lambda x: torch.distributions.Normal(x, 1.0).sample().sum(),
+    },
+    "rule": {
+        "rule_by_a_name_of_its_own": lambda x: _forgets(x, x.new_ones(3)).sum(),
+        "rule_that_is_marked": lambda x: _Marked.apply(x).sum(),
+        "rule_that_gives_zeros": lambda x: gt.transform_gradient(x, torch.zeros_like).sum(),
+    },
+    "multiplied_by_zero": {
+        "times_zero": lambda x: (x * torch.zeros(3, dtype=x.dtype)).sum(),
+        "weights_of_zero": lambda x: (torch.zeros(2, 3, dtype=x.dtype) @ x).sum(),
+        "gradient_scaled_to_zero": lambda x: gt.scale_gradient(x, 0.0).sum(),
+    },
+    "dead": {
+        "dead_relu": lambda x: F.relu(x - 5).sum(),
+        "clipped": lambda x: (x + 4).clamp(0, 1).sum(),
+        "masked": lambda x: torch.where(x > 7, x, 1.0).sum(),
+    },
+    "cancelled": {
+        "taken_from_itself": lambda x: (x - x).sum(),
+        "sum_of_a_softmax": lambda x: torch.softmax(8 * x, 0).sum(),
+    },
+    "overwritten": {
+        "masked_fill_of_all": lambda x: x.masked_fill(torch.ones(3, dtype=torch.bool), 0.0).sum(),
+    },
+    "saturated": {
+        "saturated_sigmoid": lambda x: torch.sigmoid(x + 900).sum(),
+        "saturated_tanh": lambda x: torch.tanh(100 + x).sum(),
+        "saturated_softmax": lambda x: torch.softmax(x * 100000.0, 0)[0],
+    },
+    "underflow": {
+        "exponential_underflow": lambda x: torch.exp(x - 2000).sum(),
+    },
+}
+CAUSES += [
+    Cause(f, kind.partition(", ")[0], "partly" not in kind, called=name)
+    for kind, functions in ONE_LINE.items()
+    for name, f in functions.items()
+]
+
+
 # --- stopped -----------------------------------------------------------------------------
 
 
@@ -96,33 +195,10 @@ def detach(x):
 
 
 @lost("detached")
-def dot_data(x):
-    y = (x * 2).data  # <- here
-    return y.sum()
-
-
-@lost("detached")
-def stop_gradient_of_gradtools(x):
-    return (gt.stop_gradient(x) ** 2).sum()  # <- here
-
-
-@lost("detached")
 def detach_in_place(x):
     y = x * 2
     y.detach_()  # <- here
     return y.sum()
-
-
-@lost("detached")
-def wrapped_in_a_parameter(x):
-    weight = nn.Parameter(x * 2)  # <- here
-    return (weight**2).sum()
-
-
-@lost("detached")
-def deep_copied(x):
-    y = copy.deepcopy(x)  # <- here
-    return (y**2).sum()
 
 
 @lost("inner_gradient")
@@ -149,11 +225,6 @@ def fitted_by_an_optimiser_inside(x):
 
 
 @lost("detached")
-def detached_inside_vmap(x):
-    return torch.vmap(lambda row: row.detach() * 2)(x).sum()  # <- here
-
-
-@lost("detached")
 def detached_inside_a_checkpoint(x):
     def block(z):
         return z.detach() * 2  # <- here
@@ -170,20 +241,9 @@ def detached_inside_chunked(x):
 
 
 @lost("detached", whole=False)
-def one_term_detached(x):
-    penalty = (x.detach() ** 2).sum()  # <- here
-    return (x**3).sum() + 0.1 * penalty
-
-
-@lost("detached", whole=False)
 def one_of_three_terms_in_a_sum_of_a_list(x):
     terms = [x.sin(), x.detach().exp(), x**2]  # <- here
     return sum(t.sum() for t in terms)
-
-
-@lost("detached", whole=False)
-def one_part_of_a_concatenation(x):
-    return torch.cat([x.cos(), x.detach() * 3]).sum()  # <- here
 
 
 class _Frozen(nn.Module):
@@ -215,49 +275,14 @@ def volume_fraction_through_numpy(x):
 
 
 @lost("left_framework")
-def as_array(x):
-    a = np.asarray(x.detach())  # <- here
-    return torch.as_tensor(np.sin(a)).sum()
-
-
-@lost("left_framework")
-def numpy_by_force(x):
-    a = x.numpy(force=True)  # <- here
-    return torch.tensor(a * 2).sum()
-
-
-@lost("left_framework")
 def item(x):
     return torch.ones(3).sum() * x.sum().item()  # <- here
-
-
-@lost("left_framework")
-def float_of_it(x):
-    size = float(x.abs().sum())  # <- here
-    return torch.ones(3).sum() * size
-
-
-@lost("left_framework")
-def through_math(x):
-    root = math.sqrt(x[0])  # <- here
-    return torch.tensor(root)
 
 
 @lost("left_framework")
 def through_a_list(x):
     values = x.tolist()  # <- here
     return torch.tensor([math.sin(v) for v in values]).sum()
-
-
-@lost("left_framework")
-def number_by_number(x):
-    return torch.tensor([v.item() ** 2 for v in x]).sum()  # <- here
-
-
-@lost("left_framework")
-def new_tensor_of_a_list_of_tensors(x):
-    y = torch.tensor([x[0], x[1] * 2])  # <- here
-    return y.sum()
 
 
 @lost("left_framework")
@@ -277,21 +302,9 @@ def through_c(x):
 
 
 @lost("left_framework")
-def legacy_constructor(x):
-    values = x.tolist()  # <- here
-    return torch.Tensor(values).sum()
-
-
-@lost("left_framework")
 def scale_by_a_mean_of_numpy(x):
     mean = np.mean(x.detach().numpy())  # <- here
     return torch.ones(2) @ torch.full((2,), mean, dtype=torch.float32)
-
-
-@lost("left_framework", whole=False)
-def one_term_through_a_number(x):
-    penalty = float((x**2).sum())  # <- here
-    return x.exp().sum() + penalty
 
 
 @lost("left_framework", whole=False)
@@ -300,66 +313,7 @@ def one_term_through_numpy(x):
     return x.exp().sum() + torch.tensor(roughness)
 
 
-@lost("left_framework")
-def refused_by_numpy(x):
-    return torch.from_numpy((x * 2).numpy()).sum()  # <- here
-
-
-@lost("left_framework")
-def refused_by_asarray(x):
-    a = np.asarray(x * 2)  # <- here
-    return torch.from_numpy(a).sum()
-
-
-@lost("left_framework")
-def refused_by_dlpack(x):
-    return torch.from_dlpack(x * 2).sum()  # <- here
-
-
 # --- integers and steps ------------------------------------------------------------------
-
-
-@lost("integer_cast")
-def cast_to_integer(x):
-    y = (10 * x).long()  # <- here
-    return y.double().sum()
-
-
-@lost("integer_cast")
-def cast_by_to(x):
-    return (x * 9).to(torch.int32).float().mean()  # <- here
-
-
-@lost("integer_cast")
-def cast_to_boolean(x):
-    return x.bool().double().sum()  # <- here
-
-
-@lost("integer_cast")
-def refused_as_an_index(x):
-    return sum(X[k] for k in range(x.sum()))  # <- here
-
-
-@lost("integer_cast")
-def integers_that_should_require_grad(x):
-    y = x.long().requires_grad_()  # <- here
-    return y.sum()
-
-
-@lost("discrete")
-def comparison(x):
-    return (x > 0.1).double().mean()  # <- here
-
-
-@lost("discrete")
-def argmax_and_one_hot(x):
-    best = x.argmax()  # <- here
-    return (F.one_hot(best, 3) * torch.arange(3)).sum().double()
-
-
-@lost("discrete")
-def index_of_topk(x):
-    return x.topk(2).indices.double().sum()  # <- here
 
 
 @lost("discrete")
@@ -375,19 +329,8 @@ def bucket(x):
 
 
 @lost("discrete")
-def bernoulli_sample(x):
-    return torch.bernoulli(torch.sigmoid(x)).sum()  # <- here
-
-
-@lost("discrete")
 def sample_that_is_not_reparametrised(x):
     return torch.multinomial(torch.softmax(x, 0), 2).double().sum()  # <- here
-
-
-@lost("discrete")
-def accuracy_as_a_loss(x):
-    predicted = (W @ x).argmax()  # <- here
-    return 1.0 - (predicted == 2).double()
 
 
 @lost("discrete")
@@ -397,17 +340,7 @@ def branch_alone(x):
     return torch.zeros(())
 
 
-@lost("discrete", whole=False)
-def one_term_counts(x):
-    return (x**2).sum() + (x > 0).sum()  # <- here
-
-
 # --- derivative zero ---------------------------------------------------------------------
-
-
-@lost("zero_derivative")
-def rounding(x):
-    return (10 * x).round().sum() / 10  # <- here
 
 
 @lost("zero_derivative")
@@ -418,21 +351,6 @@ def floor(x):
 @lost("zero_derivative")
 def sign(x):
     return (x.sign() * torch.arange(3)).sum()  # <- here
-
-
-@lost("zero_derivative")
-def floor_division(x):
-    return (x // 0.25).sum()  # <- here
-
-
-@lost("zero_derivative")
-def division_with_rounding(x):
-    return torch.div(x, 0.3, rounding_mode="floor").sum()  # <- here
-
-
-@lost("zero_derivative", whole=False)
-def one_term_rounded(x):
-    return (x**2).sum() + (3 * x).round().sum()  # <- here
 
 
 # --- switched off ------------------------------------------------------------------------
@@ -461,11 +379,6 @@ def with_gradients_disabled(x):
     y = x.exp()  # <- here
     torch.set_grad_enabled(True)
     return y.sum()
-
-
-@lost("no_grad")
-def distribution_sample(x):
-    return torch.distributions.Normal(x, 1.0).sample().sum()  # <- here
 
 
 @lost("no_grad")
@@ -532,12 +445,6 @@ def changed_after_it_was_saved(x):
 
 
 @lost("detached")
-def refused_copy(x):
-    y = copy.deepcopy(x * 2)  # <- here
-    return y.sum()
-
-
-@lost("detached")
 def inner_gradient_of_what_is_detached(x):
     (g,) = torch.autograd.grad((x.detach() ** 2).sum(), x)  # <- here
     return g.sum()
@@ -586,11 +493,6 @@ def rule_without_a_cotangent(x):
 _forgets = _Forgets.apply
 
 
-@lost("rule")
-def rule_by_a_name_of_its_own(x):
-    return _forgets(x, x.new_ones(3)).sum()  # <- here
-
-
 class _Marked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -601,11 +503,6 @@ class _Marked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ct):
         return ct
-
-
-@lost("rule")
-def rule_that_is_marked(x):
-    return _Marked.apply(x).sum()  # <- here
 
 
 class _Sinh(torch.autograd.Function):
@@ -779,50 +676,9 @@ CAUSES.append(Cause(_Holder().loss, "captured"))
 # --- numbers -----------------------------------------------------------------------------
 
 
-@lost("multiplied_by_zero")
-def times_zero(x):
-    gate = torch.zeros(3, dtype=x.dtype)
-    return (x * gate).sum()  # <- here
-
-
-@lost("multiplied_by_zero")
-def weights_of_zero(x):
-    return (torch.zeros(2, 3, dtype=x.dtype) @ x).sum()  # <- here
-
-
-@lost("multiplied_by_zero")
-def gradient_scaled_to_zero(x):
-    return gt.scale_gradient(x, 0.0).sum()  # <- here
-
-
-@lost("rule")
-def rule_that_gives_zeros(x):
-    return gt.transform_gradient(x, torch.zeros_like).sum()  # <- here
-
-
-@lost("dead")
-def dead_relu(x):
-    return F.relu(x - 5).sum()  # <- here
-
-
-@lost("dead")
-def clipped(x):
-    return (x + 4).clamp(0, 1).sum()  # <- here
-
-
 @lost("dead")
 def the_other_one_is_greater(x):
     return torch.maximum(x, torch.full((3,), 9.0, dtype=x.dtype)).sum()  # <- here
-
-
-@lost("dead")
-def masked(x):
-    return torch.where(x > 7, x, 1.0).sum()  # <- here
-
-
-@lost("cancelled")
-def taken_from_itself(x):
-    return (x - x).sum()  # <- here
 
 
 @lost("cancelled")
@@ -853,35 +709,10 @@ def set_at_every_index(x):
     return y.sum()
 
 
-@lost("overwritten")
-def masked_fill_of_all(x):
-    return x.masked_fill(torch.ones(3, dtype=torch.bool), 0.0).sum()  # <- here
-
-
-@lost("saturated")
-def saturated_sigmoid(x):
-    return torch.sigmoid(x + 900).sum()  # <- here
-
-
-@lost("saturated")
-def saturated_tanh(x):
-    return torch.tanh(100 + x).sum()  # <- here
-
-
-@lost("saturated")
-def saturated_softmax(x):
-    return torch.softmax(x * 1e5, 0)[0]  # <- here
-
-
 @lost("underflow")
 def underflow(x):
     tiny = x.float() * 1e-30  # <- here
     return (tiny * 1e-30).sum()
-
-
-@lost("underflow")
-def exponential_underflow(x):
-    return torch.exp(x - 2000).sum()  # <- here
 
 
 # --- healthy -----------------------------------------------------------------------------
@@ -910,6 +741,7 @@ def an_old_buffer_is_filled_anew(x):
 
 
 ONE_LINERS = {
+    "target_from_numpy": lambda x: F.mse_loss(x, torch.from_numpy(np.arange(3.0))),
     "square": lambda x: (x**2).sum(),
     "relu_by_a_mask": lambda x: (x * (x > 0)).sum(),
     "fraction": lambda x: (x - x.floor()).square().sum(),
@@ -1168,17 +1000,6 @@ def weighted_by_stopped_advantages(x):
 healthy(X, W, name="partial_of_a_function")(
     functools.partial(lambda a, x, w: a * (w @ x).sum(), 2.0)
 )
-
-
-@healthy()
-def target_from_numpy(x):
-    target = torch.from_numpy(np.arange(3.0))
-    return F.mse_loss(x, target)
-
-
-@lost("cancelled")
-def sum_of_a_softmax(x):
-    return torch.softmax(8 * x, 0).sum()  # <- here
 
 
 @healthy()

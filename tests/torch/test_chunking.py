@@ -73,26 +73,6 @@ def agrees(f, parameters, x=X, chunk_size=CHUNK, **options):
 # --- parameters are found ------------------------------------------------------------------
 
 
-class Conditional(nn.Module):
-    """Each chunk uses parameters of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
-
-    def forward(self, x):
-        return self.parts[int(x[0, 0] > 0)](x)
-
-
-@pytest.mark.parametrize("keep_graphs", [0, 1, 3])
-def test_parameters_that_only_some_chunks_use(keep_graphs):
-    model = Conditional().double()
-    assert len({bool(c[0, 0] > 0) for c in X.split(CHUNK)}) == 2
-    assert agrees(model, model.parameters(), keep_graphs=keep_graphs)
-    contrast(gt.chunked(model, CHUNK, keep_graphs=keep_graphs)(X)).backward()
-    assert model.parts[2].weight.grad is None
-
-
 W = numbers(3, 3).requires_grad_()
 GLOBAL = {"w": W}
 
@@ -161,15 +141,6 @@ def test_a_captured_non_leaf_that_was_made_under_no_grad_is_a_constant():
     assert agrees(lambda c: (c @ scaled) @ W, [W])
 
 
-def test_a_non_leaf_is_an_argument():
-    def loss(call):
-        return contrast(call(X, W.sin()))
-
-    f = lambda c, w: (c @ w).tanh()
-    ours = gradients(loss(gt.chunked(f, CHUNK, in_axes=(0, None))), [W])
-    assert all_same(ours, gradients(loss(lambda x, w: plain(lambda c: f(c, w))), [W]))
-
-
 def test_gradients_to_the_batch_to_shared_arguments_and_keywords():
     w, b, x = W.detach().requires_grad_(), numbers(3).requires_grad_(), X.clone().requires_grad_()
     f = lambda c, w, *, shift: ((c["x"] @ w) * c["y"][0].T + shift["b"]).tanh()
@@ -197,18 +168,6 @@ def test_tied_weights_and_one_model_in_two_towers():
     assert all_same(found, expected)
     same_one = gradients(loss(ours, ours), model.parameters())
     assert all_same(same_one, expected)
-
-
-def test_two_towers_with_dropout_share_one_stream():
-    model = network(nn.Dropout(0.5))
-
-    def run(call):
-        torch.manual_seed(1)
-        out = torch.logsumexp(call(X) @ call(X.flip(0)).T, 1).sum()
-        return out, gradients(out, model.parameters()), streams()
-
-    ours, expected = run(gt.chunked(model, CHUNK)), run(lambda x: plain(model, x))
-    assert ours[0] == expected[0] and all_same(ours[1], expected[1]) and ours[2] == expected[2]
 
 
 def test_chunked_in_chunked_with_dropout_and_state():
@@ -301,20 +260,6 @@ def test_integer_nested_and_untracked_outputs():
     found = gradients(loss(out["y"], out["n"][1][1]), model.parameters())
     expected = gradients(loss(expected, expected.T), model.parameters())
     assert all_same(found, expected)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 10, 11, 12, 1000])
-@pytest.mark.parametrize("keep_graphs", [0, 1])
-def test_chunks_of_any_size(chunk_size, keep_graphs):
-    model = network(nn.Dropout(0.5))
-    torch.manual_seed(1)
-    expected = plain(model, X, chunk_size)
-    torch.manual_seed(1)
-    out = gt.chunked(model, chunk_size, keep_graphs=keep_graphs)(X)
-    assert torch.equal(out, expected)
-    parameters = list(model.parameters())
-    found = gradients(contrast(out), parameters)
-    assert all_same(found, gradients(contrast(expected), parameters))
 
 
 def test_outputs_with_more_rows_than_examples():
@@ -447,24 +392,6 @@ def test_a_default_device_of_the_first_pass():
         out = gt.chunked(f, CHUNK, keep_graphs=0)(X)
     found = torch.autograd.grad(out.sum(), list(model.parameters()))
     assert log.items == ["cpu"] * 8 + ["meta"] * 8 and all_same(found, contrast_grad)
-
-
-def test_grad_mode_inside_f_is_that_of_the_caller():
-    def f(c):
-        c = c.detach().requires_grad_()
-        (inner,) = torch.autograd.grad((c @ W).sin().sum(), c, create_graph=True)
-        return inner
-
-    assert agrees(f, [W])
-    assert agrees(f, [W], keep_graphs=0)
-    model = network()
-
-    def half(c):
-        with torch.no_grad():
-            scale = model(c).exp()
-        return model(c) * scale
-
-    assert agrees(half, model.parameters(), keep_graphs=0)
 
 
 def test_no_grad_and_inference_mode():
@@ -614,27 +541,6 @@ def test_an_existing_grad_is_added_to():
     contrast(plain(twin)).backward()
     assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
     assert all_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-
-
-@pytest.mark.parametrize("keep_graphs", [0, 2])
-def test_two_backwards_and_steps_between(keep_graphs):
-    """As in gradient accumulation, then an optimiser's step in place."""
-    models = network(nn.Dropout(0.5)), network(nn.Dropout(0.5))
-    calls = (
-        functools.partial(gt.chunked, chunk_size=CHUNK, keep_graphs=keep_graphs),
-        lambda m: lambda x: plain(m, x),
-    )
-    losses = []
-    for model, call in zip(models, calls, strict=True):
-        torch.manual_seed(1)
-        optimiser = torch.optim.Adam(model.parameters(), 0.1)
-        for _ in range(2):
-            for x in (X, X.flip(0)):
-                contrast(call(model)(x)).backward()
-            optimiser.step()
-            optimiser.zero_grad()
-        losses.append(contrast(call(model)(X)))
-    assert same(*losses, 1e-12)
 
 
 def test_hooks_and_gradients_of_the_batch():
@@ -828,44 +734,6 @@ def test_what_requires_a_gradient_and_is_changed_after_the_forward_pass_is_told(
     assert x.grad is None and w.grad is None
 
 
-def test_a_parameter_changed_between_the_passes_is_refused():
-    model = network()
-    out = gt.chunked(model, CHUNK, keep_graphs=0)(X)
-    with torch.no_grad():
-        model[0].weight.mul_(2)
-    with pytest.raises(GradtoolsError, match="an argument or a parameter was changed"):
-        contrast(out).backward()
-
-
-def test_a_small_captured_tensor_that_f_changes_is_replayed():
-    model, running = network(), torch.zeros(3, dtype=torch.float64)
-    plain, other = copy.deepcopy(model), torch.zeros(3, dtype=torch.float64)
-
-    def f(model, running, c):
-        running.add_(c.mean(0))
-        return model(c + running.clone())
-
-    out = gt.chunked(lambda c: f(model, running, c), CHUNK, keep_graphs=0)(X)
-    expected = torch.cat([f(plain, other, c) for c in X.split(CHUNK)])
-    contrast(out).backward()
-    contrast(expected).backward()
-    assert torch.equal(out, expected) and torch.equal(running, other)
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_a_small_captured_constant_changed_between_the_passes_is_put_back():
-    model, scale = network(), torch.ones(3, dtype=torch.float64)
-    plain = copy.deepcopy(model)
-    out = gt.chunked(lambda c: model(c * scale), CHUNK, keep_graphs=0)(X)
-    scale.mul_(3)
-    contrast(out).backward()
-    contrast(torch.cat([plain(c) for c in X.split(CHUNK)])).backward()
-    assert scale.tolist() == [3.0] * 3
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
-
-
 def test_a_large_captured_tensor_that_f_changes_is_refused():
     model, running = network(), torch.zeros(200_000, dtype=torch.float64)
 
@@ -984,31 +852,6 @@ def test_gradgradcheck():
             call, (x, w), check_forward_ad=True, check_batched_grad=True
         )
         assert torch.autograd.gradgradcheck(call, (x, w), check_batched_grad=True)
-
-
-def test_second_derivatives_of_a_frozen_model_to_its_batch():
-    model, x = network().requires_grad_(False), X.clone().requires_grad_()
-
-    def both(call):
-        (first,) = torch.autograd.grad(contrast(call(x)), x, create_graph=True)
-        return [first, *torch.autograd.grad(first.sin().sum(), x)]
-
-    ours = both(gt.chunked(model, CHUNK, keep_graphs=0))
-    assert all_same(ours, both(lambda x: plain(model, x)))
-
-
-def test_gradient_penalty_as_in_critics():
-    model, x = stateful(), X.clone().requires_grad_()
-
-    def penalty(call):
-        torch.manual_seed(1)
-        model.load_state_dict(start)
-        (g,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
-        return gradients(((g.norm(dim=1) - 1) ** 2).mean(), model.parameters())
-
-    start = copy.deepcopy(model.state_dict())
-    ours, expected = penalty(gt.chunked(model, CHUNK)), penalty(lambda x: plain(model, x))
-    assert all_same([g for g in ours if g is not None], [g for g in expected if g is not None])
 
 
 # --- torch.func and gradtools --------------------------------------------------------------
@@ -1266,33 +1109,6 @@ def test_checkpoint_inside_and_around(reentrant):
         assert all_same(found[0], expected) and found[1] == stands
 
 
-@pytest.mark.parametrize("offload", ["hooks", "cpu"])
-def test_saved_tensors_hooks_around(offload):
-    packed = []
-
-    def pack(x):
-        packed.append(x.nbytes)
-        return x * 1
-
-    def run(call):
-        model = stateful()
-        torch.manual_seed(1)
-        hooks = torch.autograd.graph
-        context = (
-            hooks.save_on_cpu()
-            if offload == "cpu"
-            else hooks.saved_tensors_hooks(pack, lambda x: x)
-        )
-        with context:
-            out = call(model)
-            loss = contrast(out)
-        loss.backward()
-        return [out, *(p.grad for p in model.parameters())]
-
-    ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=2)(X))
-    assert all_same(ours, run(plain))
-
-
 def test_two_towers_with_state_before_one_backward():
     def run(call):
         torch.manual_seed(1)
@@ -1307,28 +1123,6 @@ def test_two_towers_with_state_before_one_backward():
     for keep_graphs in (0, 1):
         ours = run(lambda m: gt.chunked(m, CHUNK, keep_graphs=keep_graphs))
         assert all_same(ours, run(lambda m: lambda x: plain(m, x)))
-
-
-def test_two_threads_on_models_of_their_own():
-    models = [network() for _ in range(2)]
-    expected = [
-        gradients(contrast(plain(m, X * (k + 1))), m.parameters()) for k, m in enumerate(models)
-    ]
-    wrong, ready = [], threading.Barrier(2)
-
-    def work(k):
-        ready.wait()
-        for _ in range(15):
-            out = gt.chunked(models[k], CHUNK, keep_graphs=0)(X * (k + 1))
-            if not all_same(gradients(contrast(out), models[k].parameters()), expected[k]):
-                wrong.append(k)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert not wrong and not any(t.is_alive() for t in threads)
 
 
 @pytest.mark.sweep_at("eager")
@@ -1360,26 +1154,6 @@ def test_a_compiled_gradient_of_chunks_meets_no_cached_function(monkeypatch):
         warnings.filterwarnings("error", "(?s).*lru_cache")
         found = torch.compile(f, backend="eager")(w)
     assert same(found, f(w), 1e-14)
-
-
-@pytest.mark.sweep_at("0", "aot_eager")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("keep_graphs", [0, 2])
-def test_compiled_f(backend, keep_graphs):
-    model = network(nn.BatchNorm1d(4))
-    torch._dynamo.reset()
-    expected = plain(copy.deepcopy(model))
-    twin = copy.deepcopy(model)
-    wanted = gradients(contrast(plain(twin)), twin.parameters())
-    for compiled in (
-        torch.compile(model, backend=backend),
-        torch.compile(lambda c: model(c), backend=backend),
-    ):
-        model.load_state_dict(copy.deepcopy(network(nn.BatchNorm1d(4)).state_dict()))
-        out = gt.chunked(compiled, CHUNK, keep_graphs=keep_graphs)(X)
-        assert same(out, expected, 1e-14)
-        assert all_same(gradients(contrast(out), model.parameters()), wanted)
-        assert model[2].num_batches_tracked == 4
 
 
 # --- verify, progress, warnings ------------------------------------------------------------
@@ -1435,29 +1209,6 @@ def test_verify_tells_of_what_is_outside_of_modules():
     loss = contrast(gt.chunked(f, CHUNK, verify=True)(X))
     with pytest.raises(GradtoolsError, match=r"chunk 0 .* first outside of its modules"):
         loss.backward()
-
-
-@pytest.mark.parametrize("keep_graphs", [0, 2])
-def test_verify_passes_what_is_right(keep_graphs):
-    model = stateful()
-    assert len(agreeing_with_verify(model, keep_graphs)) == 6
-    f = lambda w: ours_of(w, X, verify=True, keep_graphs=keep_graphs)
-    assert same(
-        torch.func.grad(f)(W.detach()), torch.func.grad(lambda w: plain_of(w, X))(W.detach()), 1e-12
-    )
-    assert same(gt.hessian(f)(W.detach()), gt.hessian(lambda w: plain_of(w, X))(W.detach()), 1e-11)
-
-
-def agreeing_with_verify(model, keep_graphs):
-    torch.manual_seed(1)
-    found = gradients(
-        contrast(gt.chunked(model, CHUNK, verify=True, keep_graphs=keep_graphs)(X)),
-        model.parameters(),
-    )
-    torch.manual_seed(1)
-    expected = gradients(contrast(plain(model)), model.parameters())
-    assert all_same(found, expected)
-    return found
 
 
 def test_a_progress_bar_is_shown_when_asked_in_a_terminal_and_only_then(capfd, monkeypatch):

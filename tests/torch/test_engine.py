@@ -167,45 +167,6 @@ def test_grad_attributes_are_never_touched(operator):
 
 
 @operators
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
-def test_modes_are_as_before(operator, raises, mode):
-    def f(x):
-        assert torch.is_grad_enabled()
-        if raises:
-            raise ZeroDivisionError
-        return (x**3).sum()
-
-    context = {
-        "grad": torch.enable_grad,
-        "no_grad": torch.no_grad,
-        "inference": torch.inference_mode,
-    }[mode]
-    if operator == "jvp" and mode != "grad":
-        pytest.skip("forward mode needs no grad mode, so jvp leaves it as it is")
-    x = _x()
-    with context(), torch.autograd.set_detect_anomaly(True, check_nan=False):
-        before = _modes()
-        if raises:
-            with pytest.raises(ZeroDivisionError):
-                _run(operator, f, x)
-        else:
-            _run(operator, f, x)
-        assert _modes() == before
-
-
-def _modes() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_anomaly_enabled(),
-        torch.is_anomaly_check_nan_enabled(),
-        forward_ad._current_level,
-        torch._C._functorch.maybe_current_level(),
-    )
-
-
-@operators
 def test_inference_tensors_are_differentiated(operator):
     f = lambda x: (x**3).sum()
     expected = _run(operator, f, _x())
@@ -376,16 +337,6 @@ def test_reentrant_checkpoint_is_refused_by_name():
     f = lambda x: checkpoint(lambda x: (x**3).sum(), x, use_reentrant=True)
     with pytest.raises(GradtoolsError, match=r"(?s)reentrant.*use_reentrant=False"):
         gt.grad(f)(_x())
-
-
-@pytest.mark.parametrize("operator", ["grad", "vjp", "linearize", "hvp"])
-def test_non_reentrant_checkpoint_works(operator):
-    f = lambda x: checkpoint(lambda x: (x**3).sum(), x, use_reentrant=False)
-    found = _run(operator, f, _x())
-    expected = _run(operator, lambda x: (x**3).sum(), _x())
-    found, expected = (torch.utils._pytree.tree_leaves(t) for t in (found, expected))
-    for a, b in zip(found, expected, strict=True):
-        assert torch.allclose(a, b, rtol=1e-14)
 
 
 def test_branches_loops_and_items_on_values_are_differentiated():
@@ -566,41 +517,6 @@ def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mo
     _, (one,) = gt.hvp(f, (a,), (v,), "forward_over_reverse")
     _, (other,) = gt.hvp(f, (a,), (v,), "reverse_over_reverse")
     assert torch.allclose(one, other, rtol=1e-12)
-
-
-# --- threads -----------------------------------------------------------------------------
-
-
-def test_eight_threads_take_gradients_at_shared_parameters():
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-    ).double()
-    params = dict(net.named_parameters())
-    data = torch.randn(8, 5, 4, dtype=F64)
-
-    def f(p, x):
-        h = torch.tanh(x @ p["0.weight"].T + p["0.bias"])
-        return ((h @ p["2.weight"].T + p["2.bias"]) ** 2).sum()
-
-    expected = [gt.grad(f)(params, x) for x in data]
-    failures: list[Any] = []
-
-    def work(k):
-        try:
-            for _ in range(20):
-                g = gt.grad(f)(params, data[k])
-                failures.extend(n for n in g if not torch.equal(g[n], expected[k][n]))
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert failures == []
-    assert all(p.grad is None for p in params.values())
 
 
 # --- compiled ----------------------------------------------------------------------------

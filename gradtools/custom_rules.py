@@ -363,13 +363,14 @@ class CustomRule:
 
     def _shape(self, statics: Any, structure: Any, arrays: Any, others: Any) -> Shaped:
         """The Rule for this way of calling."""
-        key = (statics, structure, arrays, others, told_apart((*statics, *others)))
+        programs = tuple([_program(x) for x in statics])
+        key = (programs, structure, arrays, others, told_apart((*statics, *others)))
         try:
             result = self._shapes.get(key)
         except TypeError as error:
             raise self._unhashable(statics, others) from error
         if result is None:
-            if self._arrays_in(statics):
+            if self._arrays_in([x for x in statics if not callable(x)]):
                 raise self._unhashable(statics, others)  # PyTorch's tensors are hashable
             full = _marked(iter(others), arrays)
             treedef = self._backend.treedef_of_static(structure)
@@ -394,7 +395,7 @@ class CustomRule:
             (name, x)
             for name, x in [*zip(self._taken.statics, statics, strict=True)]
             + [(None, o) for o in others]
-            if not _is_hashable(x) or self._arrays_in(x)
+            if not (name and callable(x)) and (not _is_hashable(x) or self._arrays_in(x))
         )
         came, held = describe(backend, x), self._arrays_in(x)
         if name is None:
@@ -457,6 +458,11 @@ def _functions_in(statics: Sequence[Any]) -> list[Any]:
 def _marked(others: Any, arrays: Sequence[bool]) -> tuple[Any, ...]:
     """Marks where arrays stand, and what else there is where they do not."""
     return tuple([ARRAY if a else next(others) for a in arrays])
+
+
+def _program(x: Any) -> Any:
+    """What a static argument is compared by: a function that has no hash, by its identity."""
+    return id(x) if callable(x) and not _is_hashable(x) else x
 
 
 def _is_hashable(x: Any) -> bool:

@@ -272,7 +272,14 @@ def _held(x: Any, attributes: bool) -> list[Any]:
         held += [x.__func__, x.__self__]
     if attributes:
         held.append(getattr(x, "__dict__", None))
+        held += [getattr(x, name, None) for kind in type(x).__mro__ for name in _slots(kind)]
     return [h for h in held if h is not None]
+
+
+def _slots(kind: type) -> list[str]:
+    """The attributes of instances that have no `__dict__`."""
+    names = vars(kind).get("__slots__", ())
+    return [n for n in ([names] if isinstance(names, str) else names) if not n.startswith("__")]
 
 
 def batched(

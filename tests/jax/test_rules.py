@@ -91,15 +91,20 @@ modes = pytest.mark.parametrize("mode", ["reverse", "forward", "reverse and forw
 derivatives = pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 
 
-@pytest.mark.sampled(2, 12)
+@pytest.mark.sampled(4, 24)
+@pytest.mark.parametrize("varies", ["captured", "argument"])
 @derivatives
 @modes
-def test_a_rule_closes_over_what_varies_under_shard_map(mode, derivative):
+def test_a_rule_closes_over_an_array_under_shard_map(mode, derivative, varies):
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     batch, spec = jnp.outer(X, X)[:2], jax.sharding.PartitionSpec
 
     def found(make):
-        of = lambda w, b: jax.lax.psum(derivative(make(lambda w: jnp.tanh(b @ w)), w), "i")
+        def of(w, b):
+            if varies == "captured":
+                return jax.lax.psum(derivative(make(lambda w: jnp.tanh(b @ w)), w), "i")
+            return jax.lax.psum(derivative(make(lambda b: jnp.tanh(b @ w)), b), "i")
+
         axes = {"in_specs": (spec(), spec("i")), "out_specs": spec()}
         return jax.jit(jax.shard_map(of, mesh=mesh, **axes))(X, batch)
 

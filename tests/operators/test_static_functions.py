@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +30,21 @@ class Times:
         return self.w * x
 
 
+@dataclass(slots=True)  # has no hash and no __dict__, as a module's variables in nnx
+class Scale:
+    w: Any
+
+    def __call__(self, x):
+        return self.w * x
+
+
 HOLDERS = {
     "a closure": lambda w: lambda x: w * x,
     "a partial": lambda w: partial(lambda w, x: w * x, w),
     "a default": lambda w: lambda x, w=w: w * x,
     "a bound method": lambda w: Times(w).method,
     "an object": Times,
+    "an object without a hash": Scale,
 }
 
 

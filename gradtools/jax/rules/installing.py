@@ -94,7 +94,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         xs = [varying(x, axes) for x in xs]
         lift = lift_value if rule in local_list("lifting") else lift_captured
         rule, captured = lift(rule, xs)
-        xs = varying_alike([*xs, *captured])
+        xs = [*xs, *captured]  # these keep the types at which the maps were traced
     return list(primal_p.bind(*xs, rule=rule))
 
 

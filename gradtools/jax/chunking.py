@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
+from inspect import unwrap
 from itertools import groupby
 from typing import Any
 
@@ -280,7 +281,7 @@ class _Steps:
     def __init__(self, chunks: Chunks) -> None:
         f = chunks.call.f
         self.held = stateful(chunks.caller, f, chunks.arguments)
-        self.name = getattr(f, "__name__", type(f).__name__)
+        self.name = getattr(unwrap(f), "__name__", type(f).__name__)
         self.chunks, self.call = chunks, replace(chunks.call, f=self.held or f)
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [

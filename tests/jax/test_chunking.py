@@ -1139,6 +1139,19 @@ def test_a_batch_norm_in_training_is_told_of_once_by_name(model):
     jax.eval_shape(run, *args)  # a second warning would be an error
 
 
+def test_a_batch_norm_in_an_accumulated_loss_is_told_of_by_the_name_of_the_loss():
+    nn = pytest.importorskip("flax.linen")
+    net = nn.BatchNorm(use_running_average=False)
+    variables = net.init(gt.random_key(0), X)
+
+    def loss_that_normalises(v, x):
+        return jnp.sum(net.apply(v, x, mutable=["batch_stats"])[0] ** 2)
+
+    step = gt.microbatched_value_and_grad(loss_that_normalises, 2, in_axes=(None, 0))
+    with pytest.warns(GradtoolsWarning, match="loss_that_normalises holds a batch normalisation"):
+        jax.eval_shape(step, variables, X)
+
+
 def test_a_layer_norm_and_a_batch_norm_at_rest_are_not_told_of():
     nn = pytest.importorskip("flax.linen")
 

@@ -46,9 +46,9 @@ FENCE = re.compile(
 EITHER = "import gradtools.torch as gt  # or: import gradtools.jax as gt"
 # The packages of the extra `integration`, as they are imported, and what these bring along.
 OTHER_PACKAGES = {
-    *("accelerate", "diffrax", "diffusers", "haiku", "keras", "lightning", "numba", "optimistix"),
-    *("peft", "pytorch_revgrad", "sentence_transformers", "timm", "tokenizers", "torchdiffeq"),
-    *("torchvision", "torchviz", "transformers"),
+    *("accelerate", "diffrax", "diffusers", "haiku", "keras", "lightning", "numba", "numpyro"),
+    *("optimistix", "peft", "pytorch_revgrad", "sentence_transformers", "timm", "tokenizers"),
+    *("torchdiffeq", "torchvision", "torchviz", "transformers"),
 }
 
 

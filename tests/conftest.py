@@ -79,7 +79,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + report.processor_time
+    seconds = getattr(report, "processor_time", 0.0)  # a process that died tells none
+    TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + seconds
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

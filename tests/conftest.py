@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from tests.support import state_of_process, tiers, torchvision_anywhere
 GENERATORS = pytest.StashKey[list]()
 CLOCK = pytest.StashKey[float]()
 TIMES: dict[str, float] = {}  # seconds, of each test
+LEFT: dict[str, Any] = {}  # the state of the process after the last test
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -231,9 +233,16 @@ def torch_device(device: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that leaves a level, a mode or a default behind fails itself, not those after it."""
+    """A test that leaves a level, a mode or a default behind fails itself, not those after it.
+
+    What changes between two tests, as where garbage is collected, is told by the latter.
+    """
     before = state_of_process.quick()
-    yield
-    left = state_of_process.changes(before, state_of_process.quick())
+    changed = state_of_process.changes(LEFT, before)
+    if not changed:
+        yield
+    LEFT.update(state_of_process.quick())
+    left = changed or state_of_process.changes(before, LEFT)
     if left:
-        pytest.fail(f"{request.node.nodeid} leaves behind: {'; '.join(left)}", pytrace=False)
+        when = "between two tests" if changed else request.node.nodeid
+        pytest.fail(f"{when}: left behind: {'; '.join(left)}", pytrace=False)

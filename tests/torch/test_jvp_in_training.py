@@ -6,10 +6,8 @@ differences. Around it: kinds of attention, checkpoints, DDP and FSDP2, precisio
 
 from __future__ import annotations
 
-import json
+import gc
 import re
-import subprocess
-import sys
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -209,10 +207,19 @@ def check(found: Any, *cell: str) -> None:
 
 
 def outcome(*cell: str) -> Any:
-    try:
-        return errors(*cell)
-    except (GradtoolsError, TorchDynamoException, CheckpointError) as error:
-        return str(error)
+    """The errors of one cell, or what is said where it is refused.
+
+    Where the compiler prints a tensor and that fails, PyTorch's guard of the dispatch keys lives as
+    long as the traceback: whenever it dies, autograd would be off in the whole process.
+    """
+    with torch._C._PreserveDispatchKeyGuard():
+        try:
+            return errors(*cell)
+        except (GradtoolsError, TorchDynamoException, CheckpointError) as error:
+            return str(error)
+        finally:
+            if cell[3] == "compiled":
+                gc.collect()
 
 
 def cells(wrappers: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -227,23 +234,7 @@ def cells(wrappers: tuple[str, ...]) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize(AXES, cells(("alone",)))
 def test_a_gradient_through_a_jvp_is_that_of_the_math_kernel(kind, way, wrapper, precision):
     cell = kind, way, wrapper, precision
-    check(elsewhere(*cell) if (kind, precision) == ("flex", "bf16") else outcome(*cell), *cell)
-
-
-def elsewhere(*cell: str) -> Any:
-    """The outcome in a process of its own.
-
-    Once dynamo has compiled other cells, PyTorch's vmap refuses `i - j` in the score function
-    under autocast ("NYI: querying is_contiguous inside of vmap"). Why is not known.
-    """
-    program = (
-        "import json; from tests.torch.test_jvp_in_training import outcome; "
-        f"print('outcome', json.dumps(outcome(*{cell!r})))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout.rpartition("outcome")[2])
+    check(outcome(*cell), *cell)
 
 
 # --- in two processes ----------------------------------------------------------------------------

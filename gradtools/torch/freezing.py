@@ -434,10 +434,13 @@ class _FrozenBackward(Backward):
             pulled = self.through_graph(grads, [v for v in vs if v is not None], us)
             if pulled is not None:
                 return [*pulled, *us]
-        given = [[], [u is not None for u in us]]
-        pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
-        along = [dy for dy, t in zip(pushed, self.mask[0], strict=False) if t]
-        if self.pulled_first and use.shows_numbers():
+        compares = self.pulled_first and use.shows_numbers()
+        along: list[Any] = [None] * len(cts)
+        if compares or _may_need_derivative(cts):
+            given = [[], [u is not None for u in us]]
+            pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
+            along = [dy for dy, t in zip(pushed, self.mask[0], strict=False) if t]
+        if compares:
             self._compare_transposes(us, along, cts)
         if self.arguments is not None:
             return [*along, *us]  # `_PullbackInputs` makes of us what is asked
@@ -488,6 +491,12 @@ def _are_spent(zs: Entries) -> bool:
     """
     tracked = [z for z in zs if z.requires_grad and not upstream.is_wrapped(z)]
     return len(tracked) == len(zs) > 0 and all(z.is_leaf and is_spent(z) for z in tracked)
+
+
+def _may_need_derivative(cts: Entries) -> bool:
+    """Whether any is not a constant, such as the 1 of a gradient, to every transform."""
+    cts = [ct for ct in cts if ct is not None]
+    return any(ct.requires_grad or upstream.is_wrapped(ct) or is_dual(ct) for ct in cts)
 
 
 def _product(xs: Entries, ys: Entries) -> tuple[float, float]:

@@ -80,6 +80,7 @@ def _of_all(page: Path) -> str:
          [_overhead("gradient, 8 x 8, PyTorch"), ""], "overhead"),
         ("`grad` at 512 x 512", [_overhead("gradient, 512 x 512, PyTorch"), ""], "overhead"),
         *_peaks(),
+        *_beside_peers(),
     ]  # fmt: skip
     way, shown = PAGES[page], found if PAGES[page] else found[:5]
     lines = ["| | PyTorch | JAX | from |", "|---|---|---|---|"]
@@ -135,6 +136,33 @@ def _peaks() -> list[tuple[str, list[str], str]]:
         numbers = [[f"{float(row[n]):.0f}" for n in ("4", "8", "16", "32")] for row in (torch, jax)]
         cells = [", ".join(row) + " MB" for row in numbers]
         found.append((f"memory of a step over 4, 8, 16, 32 chunks: {text}", cells, "chunked"))
+    return found
+
+
+def _beside_peers() -> list[tuple[str, list[str], str]]:
+    """One column of what a framework offers and of ours, in each section of the table of peers."""
+    double, rule = "double backward", '`grad(mode="forward_over_reverse")`'
+    long, mean = "`gt.jvp` of `gt.attention`", "`GradientAccumulator.mean({})`"
+    ways = [
+        ("a JVP in the loss, length 1,024, memory: plain attention, `gt.attention`", "peak MB",
+         "JVP", ("`torch.func.jvp`, math kernel", "`jax.jvp`"), (long, long), " MB"),
+        ("token means, error: a mean of ranks' means, `GradientAccumulator`", "off by",
+         "Token", ("DDP, each rank's token mean", "each rank's token mean, mean over ranks"),
+         (mean.format("group"), mean.format("axis_name")), ""),
+        ("Jacobian of 1,000 columns in three bands, memory: dense, `sparsity=`", "peak MB",
+         "Sparse", ("`torch.func.jacrev`, dense", "`jax.jacrev`, dense"),
+         ("`sparsity=pattern`",) * 2, " MB"),
+        ("through 6 inner steps, memory: double backward, `forward_over_reverse`", "peak MB",
+         "Unrolled", (double, "`jax.grad` under `scan`"), (rule, rule), " MB"),
+    ]  # fmt: skip
+    found = []
+    for text, column, under, plain, ours, unit in ways:
+        pairs = zip(("PyTorch", "JAX"), plain, ours, strict=True)
+        cells = [
+            ", ".join(rows("peers.md", name, way, under=under)[0][column] for way in two) + unit
+            for name, *two in pairs
+        ]
+        found.append((text, cells, "peers"))
     return found
 
 

@@ -192,7 +192,7 @@ class _Use(Forward):
         cts, zs = rows[0], list(shared)
         if not (torch.is_grad_enabled() or any(map(is_dual, (*cts, *zs)))):
             return [*flattened(known[0]), *known[1]]
-        back.arguments = zs
+        back.arguments, back.constant = zs, all(map(_is_constant, cts))
         if self.verification is not None:
             first = [None if g is None else detached(g, CHUNK) for g in known[1]]  # in no graph
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
@@ -356,13 +356,14 @@ class _FrozenBackward(Backward):
     """
 
     arguments: list[Any] | None = None
+    constant = False  # whether no cotangent has a derivative, such as the 1 of a gradient
     graph: tuple[list[Any], list[Any], list[Any]] | None = None  # within the budget
     is_linear = False  # seen to be so, where hooks might make it another map
     pulled_first: Sequence[tuple[Any, int]] = ()  # the first pullback's result, to compare
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         result, wanted = super().batched(size, on, randomness, whole)
-        result.graph = None
+        result.graph, result.constant = None, False
         return result, wanted
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
@@ -436,7 +437,7 @@ class _FrozenBackward(Backward):
                 return [*pulled, *us]
         compares = self.pulled_first and use.shows_numbers()
         along: list[Any] = [None] * len(cts)
-        if compares or _may_need_derivative(cts):
+        if compares or not self.constant:
             given = [[], [u is not None for u in us]]
             pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
             along = [dy for dy, t in zip(pushed, self.mask[0], strict=False) if t]
@@ -493,10 +494,8 @@ def _are_spent(zs: Entries) -> bool:
     return len(tracked) == len(zs) > 0 and all(z.is_leaf and is_spent(z) for z in tracked)
 
 
-def _may_need_derivative(cts: Entries) -> bool:
-    """Whether any is not a constant, such as the 1 of a gradient, to every transform."""
-    cts = [ct for ct in cts if ct is not None]
-    return any(ct.requires_grad or upstream.is_wrapped(ct) or is_dual(ct) for ct in cts)
+def _is_constant(ct: Tensor | None) -> bool:
+    return ct is None or not (ct.requires_grad or upstream.is_wrapped(ct) or is_dual(ct))
 
 
 def _product(xs: Entries, ys: Entries) -> tuple[float, float]:

@@ -51,7 +51,7 @@ def show(gt, backend):
     print(f"  {len(texts)} functions, {HELD_OUT} held out; {len(batches)} steps of {BATCH} pairs")
 
     side = {"torch": _Torch, "jax": _Jax}[backend](gt)
-    gradient = exact_gradient(side, rows(training[:12]))
+    gradient = exact_gradient(side, rows(training[: 6 if QUICK else 12]))
     memory(side, rows(batches[0]))
     before = recall(side, rows(held_out))
     losses = [side.step(rows(batch), seed) for seed, batch in enumerate(progress(batches))]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -323,7 +324,8 @@ def main() -> None:
         f"torch {torch.__version__}",
         "",
         f"Median processor time of {RUNS} interleaved runs beside the peer's, in one thread of a "
-        f"machine that others may use at the same time.{note}",
+        f"machine that others use at the same time: its load average was {os.getloadavg()[0]:.0f} "
+        f"on {os.cpu_count()} cores at the end.{note}",
         "",
         f"| work | peer | {'before | ' if before else ''}now |",
         f"|---|---|---|{'---|' if before else ''}",

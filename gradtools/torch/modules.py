@@ -42,9 +42,7 @@ Apply = Callable[..., Applied]
 
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
 SCALARS = (bool, int, float, str, type(None))
-_FIRST = [*vars(nn.Module())]  # the fields that every module has, in their order
-_HOOKS = slice(1 + _FIRST.index("_buffers"), _FIRST.index("_modules"))
-_OF_EVERY_MODULE = frozenset(_FIRST)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _INERT = frozenset((*SCALARS, torch.dtype, torch.device, torch.Size))
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
@@ -270,11 +268,9 @@ def _node(module: nn.Module, places: dict, slots: dict) -> ModuleNode:
 
 def _live(fields: dict[str, Any]) -> list[str]:
     """The fields of a module that hold a reference; most of the many hold none."""
-    names, values = [*fields], [*fields.values()]
-    if names[: len(_FIRST)] == _FIRST and not any(values[_HOOKS]):  # as in most modules
-        del names[_HOOKS], values[_HOOKS]
-    pairs = zip(names, values, strict=True)
-    return [k for k, v in pairs if type(v) not in _INERT and (type(v) not in _CONTAINERS or v)]
+    return [
+        k for k, v in fields.items() if (v if type(v) in _CONTAINERS else type(v) not in _INERT)
+    ]
 
 
 def _slots(fields: Mapping[str, Any], places: dict) -> dict[str, Any]:
@@ -368,7 +364,6 @@ class Copy:
         given = {**tree.parameters, **params}
         own: dict[int, Any] = {id(p): given[name] for name, p in tree.parameters.items()}
         own |= {id(b): buffers[name] for name, b in tree.buffers.items()}
-        own[id(None)] = None
         made = []
         for m in (*tree.modules, *tree.hidden):
             live = _live(vars(m))
@@ -382,31 +377,31 @@ class Copy:
         self.root = own[id(next(iter(tree.modules)))]
 
     def _fill(
-        self, module: nn.Module, copy: Any, live: list[str], slots: dict[int, Any]
+        self, module: nn.Module, copy: Any, live: Sequence[str], slots: dict[int, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], Sequence[str]]:
         """Gives the copy its fields.
 
         Returns the module's buffers, the fields, and which of them are not to be handed back.
         """
-        own, fields, fixed = self._own, vars(module).copy(), upstream.SLOTS
-        buffers = fields["_buffers"]
-        if fields.get(upstream.COMPILED_CALL) is not None:
+        own, fields, fixed = self._own, dict(vars(module)), upstream.SLOTS
+        if upstream.COMPILED_CALL in fields:
             fields[upstream.COMPILED_CALL] = None
-        for name in upstream.SLOTS:
-            source = fields[name]
-            result = slots.get(id(source))
-            if result is None:
-                slots[id(source)] = result = {k: own[id(v)] for k, v in source.items()}
-            fields[name] = result
-        held = {k: fields[k] for k in live if k not in fixed}
+        held = {k: fields[k] for k in live if k not in upstream.SLOTS}
         if held:
             _check_closures(module, held, own)
             relinked = [k for k, v in held.items() if _refers(v, own)]
             for name in relinked:
                 fields[name] = _relink(fields[name], lambda x: own.get(id(x)))
             fixed = (*fixed, *relinked)
-        vars(copy).update(fields)
-        return buffers, fields, fixed
+        sources = upstream.slots_of(module)
+        for name, source in zip(upstream.SLOTS, sources, strict=True):
+            result = slots.get(id(source))
+            if result is None:
+                result = {k: None if v is None else own[id(v)] for k, v in source.items()}
+                slots[id(source)] = result
+            fields[name] = result
+        object.__setattr__(copy, "__dict__", fields)
+        return sources[1], dict(fields), fixed
 
     def hand_back(self) -> None:
         """Assigns to the module what was assigned to the copy: buffers, and other attributes."""

@@ -441,3 +441,20 @@ def test_gradients_at_a_module_may_be_changed_in_place_and_written_to_grad():
     optimizer.zero_grad(set_to_none=False)
     loss(net, X).backward()
     assert all(p.grad.grad_fn is None for p in net.parameters())
+
+
+def test_none_among_a_modules_attributes_refers_to_nothing():
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.states = nn.Linear(3, 1, bias=False).double(), [None]
+            self.activation = lambda x, scale=None: x.tanh()
+
+        def forward(self, x):
+            self.states = [self.activation(self.a(x)).detach()]
+            return self.activation(self.a(x))
+
+    net = Stateful()
+    (grad,) = gt.grad(lambda m: m(X).sum())(net).values()
+    torch.testing.assert_close(net.states, [net.a(X).tanh().detach()])
+    torch.testing.assert_close(grad, torch.autograd.grad(net.a(X).tanh().sum(), net.a.weight)[0])

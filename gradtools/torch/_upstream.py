@@ -776,16 +776,6 @@ def is_frameworks_own_question(depth: int) -> bool:
     return _package(_asker(depth + 1)) in ("torch", "gradtools")
 
 
-def asks_for_hooks(depth: int, setters: Sequence[str]) -> bool:
-    """Whether the user, or PyTorch where it sets hooks on a module, asks what a mode sees.
-
-    As above; setters: The modules in which PyTorch does.
-    """
-    frame = _asker(depth + 1)
-    name = str(frame.f_globals.get("__name__", ""))
-    return name in setters or _package(frame) not in ("torch", "gradtools")
-
-
 def is_leaving_a_block(depth: int) -> bool:
     """Whether no_grad, or its like, puts back what it found.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +25,19 @@ from torch.overrides import TorchFunctionMode
 from gradtools.backend import Fun
 from gradtools.errors import LostDerivativeError, is_of
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import OWN, all_behind, is_spent, surveyed, tracked_in
+from gradtools.torch.autograd_graph import (
+    OWN,
+    all_behind,
+    graph_of,
+    is_spent,
+    surveyed,
+    tracked_in,
+)
 from gradtools.torch.double_backward import is_pushed_beneath
 from gradtools.torch.double_backward_trials import differs, is_tracked, told, wave
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact
 from gradtools.torch.nondifferentiable import beside
+from gradtools.torch.operation_marks import OWN_HOOKS
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.replaying.guards import mark, marked
 from gradtools.torch.rerunning import Trying, put_back
@@ -176,12 +185,14 @@ class _Hook(NamedTuple):
     """A hook, and what it is set on.
 
     Attributes:
+        order: Counts hooks as they are set.
         node: The node of autograd's graph.
         xs: What its cotangents look like; None where there is none.
         call: Takes these, and returns what the hook does.
         edits: Whether it returned another gradient than what came in, where it ran.
     """
 
+    order: int
     node: Any
     xs: Sequence[Any]
     call: Callable[[Sequence[Tensor | None]], Any]
@@ -189,18 +200,18 @@ class _Hook(NamedTuple):
 
     @classmethod
     def of_tensor(cls, x: Tensor, hook: Callable[[Tensor], Any]) -> _Hook:
-        return cls(x.grad_fn, [x], lambda cts: hook(cts[0]), [])  # type: ignore[arg-type]
+        """One that is about to be set."""
+        return cls(upstream.hooks_made(), x.grad_fn, [x], lambda cts: hook(cts[0]), [])  # type: ignore[arg-type]
 
     @classmethod
-    def before(cls, node: Any, hook: Callable[[Any], Any]) -> _Hook:
-        return cls(node, upstream.described(node), lambda cts: hook(tuple(cts)), [])
-
-    @classmethod
-    def after(cls, node: Any, hook: Callable[[Any, Any], Any]) -> _Hook:
+    def of_node(cls, order: int, node: Any, hook: Callable[..., Any], is_before: bool) -> _Hook:
+        outs = upstream.described(node)
+        if is_before:
+            return cls(order, node, outs, lambda cts: hook(tuple(cts)), [])
         found = [p and upstream.described(p)[i] for p, i in node.next_functions]
-        count, outs = len(found), upstream.described(node)
+        count = len(found)
         call = lambda cts: hook(tuple(cts[:count]), tuple(cts[count:]))
-        return cls(node, [*found, *outs], lambda cts: _padded(call(cts), cts, count), [])
+        return cls(order, node, [*found, *outs], lambda cts: _padded(call(cts), cts, count), [])
 
     def noting(self, hook: Any) -> Any:
         """The hook, which notes whether it edits what comes in."""
@@ -244,37 +255,20 @@ def _padded(outs: Any, cts: Sequence[Any], count: int) -> Any:
     return (*((outs,) if isinstance(outs, Tensor) else outs), *cts[count:])
 
 
-class _Node:
-    """A node of autograd's graph, whose hooks are noted."""
-
-    def __init__(self, node: Any, seen: list[_Hook]) -> None:
-        self._node, self._seen = node, seen
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._node, name)
-
-    def __eq__(self, other: object) -> bool:
-        return self._node is getattr(other, "_node", other)
-
-    def __hash__(self) -> int:
-        return hash(self._node)
-
-    @property
-    def next_functions(self) -> Any:
-        pairs = self._node.next_functions
-        return tuple([(node and _Node(node, self._seen), i) for node, i in pairs])
-
-    def register_hook(self, hook: Any) -> Any:
-        return self._register(_Hook.after, "register_hook", hook)
-
-    def register_prehook(self, hook: Any) -> Any:
-        return self._register(_Hook.before, "register_prehook", hook)
-
-    def _register(self, kind: Any, name: str, hook: Any) -> Any:
-        if _is_users(hook) and not isinstance(self._node, upstream.AccumulateGrad):
-            self._seen.append(kind(self._node, hook))
-            hook = self._seen[-1].noting(hook)
-        return getattr(self._node, name)(hook)
+def _set_on_nodes(outs: Sequence[Any], first: int) -> list[_Hook]:
+    """The hooks on nodes of a graph that have numbers from `first` on, which are noted."""
+    result = []
+    for node in graph_of([y for y in outs if isinstance(y, Tensor)]):
+        for is_before in () if isinstance(node, upstream.AccumulateGrad) else (False, True):
+            handle = (node.register_prehook if is_before else node.register_hook)(print)
+            handle.remove()
+            OWN_HOOKS[0] += 1
+            hooks = handle.hooks_dict_ref()  # all that are there
+            for number, hook in [*hooks.items()]:
+                if number >= first and _is_users(hook):
+                    result.append(_Hook.of_node(number, node, hook, is_before))
+                    hooks[number] = result[-1].noting(hook)
+    return result
 
 
 def _is_users(hook: Any) -> bool:
@@ -288,12 +282,8 @@ def _is_users(hook: Any) -> bool:
 _LOOKS_ON = "torch.autograd.graph"
 
 
-_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
-_SET_HOOKS = ("torch.utils.hooks", "torch.nn.modules.module")  # for modules
-
-
 class _Hooks(TorchFunctionMode):
-    """Inside, the hooks that are set are seen, and copies stand for some tensors.
+    """Inside, the hooks that are set on tensors are seen, and copies stand for some tensors.
 
     A captured parameter itself is not moved: another thread may read it, or step.
     """
@@ -317,10 +307,7 @@ class _Hooks(TorchFunctionMode):
                 self.seen.append(_Hook.of_tensor(x, hook))
                 hook = self.seen[-1].noting(hook)
             return fun(x, hook)
-        out = fun(*args, **kwargs)
-        if fun == _GRAD_FN and out is not None and upstream.asks_for_hooks(1, _SET_HOOKS):
-            return _Node(out, self.seen)
-        return out
+        return fun(*args, **kwargs)
 
 
 # --- their trial ---------------------------------------------------------------------------
@@ -421,10 +408,11 @@ class _Trial:
         copies = [x.detach().requires_grad_(is_inexact(x)) for x in copies]
         if self.randomness is not None:
             self.randomness.restore()
-        hooks = _Hooks(self.captured, copies)
-        with put_back(self.run, self.xs), marked(""), hooks:  # what is set in it is the user's
+        mode, first = _Hooks(self.captured, copies), upstream.hooks_made()
+        with put_back(self.run, self.xs), marked(""), mode:  # what is set in it is the user's
             outs = self.run([x.view_as(x) for x in xs])
-            yield [*xs, *copies], hooks.seen, outs
+            hooks = sorted([*mode.seen, *_set_on_nodes(outs, first)], key=attrgetter("order"))
+            yield [*xs, *copies], hooks, outs
 
 
 def _numbers(hooks: Sequence[_Hook], cts: Sequence[Any], scale: float = 1.0) -> list[Tensor]:

@@ -590,22 +590,14 @@ def test_a_tensor_that_others_hold_is_told():
     assert not upstream.is_shared(product.grad_fn._saved_other)
 
 
-def test_who_reads_a_node_to_set_a_hook_is_told():
-    said = []
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, fun, types, args=(), kwargs=None):
-            if fun == torch.Tensor.grad_fn.__get__:
-                said.append(upstream.asks_for_hooks(1, ("torch.utils.hooks",)))
-            return fun(*args, **(kwargs or {}))
-
-    y, net = _x().requires_grad_().exp(), torch.nn.Tanh()
-    with Watch():
-        y.grad_fn  # noqa: B018 - the question is what is tried
-        assert said.pop()
-        net.register_full_backward_hook(lambda *_: None)
-        net(y)
-    assert any(said)
+def test_the_hooks_of_a_node_are_read_by_setting_one():
+    y = _x().requires_grad_().exp()
+    for register in (y.grad_fn.register_hook, y.grad_fn.register_prehook):
+        hook = lambda *_: None
+        number = register(hook).id
+        handle = register(print)
+        handle.remove()
+        assert dict(handle.hooks_dict_ref()) == {number: hook}
 
 
 def test_every_hook_that_is_set_counts():

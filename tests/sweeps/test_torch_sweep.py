@@ -52,7 +52,8 @@ def small(ways):
 def test_what_is_in_the_table_agrees_or_is_explained(table):
     part = (0, 3 if table == "op_db" else 1)  # of each family of operators
     verdict = judged(in_torch.sweep(tables=(table,), part=part), LEDGER, whole=False)
-    assert verdict, str(verdict)
+    assert not verdict.unexplained, str(verdict)
+    assert table == "op_db" or not verdict.outdated, str(verdict)  # a line may tell of the others
     assert verdict.counts[AGREES] > 40
 
 

@@ -53,7 +53,8 @@ class Evaluation:
             not reach the outputs). A leaf that only a derivative inside of fun reads, and on which
             that derivative does not depend, counts as one that reaches them: with a zero.
         cut: Takes what the pullback gave. The indices of leaves that a derivative inside of fun
-            reads, and whose path is cut after it (detached, no_grad): lost, and not constant.
+            reads, and whose path is cut after it (detached, no_grad): lost, and not constant. It
+            raises for parameters that fun reads by another reference than the leaf.
         checked: Whether None in a pullback's result means what is said above; False where the
             framework gives zeros, or None for other reasons.
         where_lost: Where the path from leaf i to the output is cut, for messages.

@@ -37,6 +37,7 @@ class Connection:
             return self._warn_of_zeros()
         lost = self._lost_leaves() if policy == "strict" else self._lost_arguments()
         if not lost:
+            self.evaluation.cut(self.grads)  # raises for what f reads by another reference
             return None
         message = self._message(lost)
         if policy != "warn":

@@ -52,10 +52,10 @@ class Series:
 
 
 class Jets:
-    """The algebra of derivatives along a curve, up to an order."""
+    """The algebra of derivatives along a curve, up to an order, for an operator."""
 
-    def __init__(self, backend: Backend, order: int) -> None:
-        self.backend, self.order = backend, order
+    def __init__(self, backend: Backend, order: int, caller: str = "jet") -> None:
+        self.backend, self.order, self.caller = backend, order, caller
 
     def linear(self, f: Linear, xs: Sequence[Series], leading: bool) -> list[list[Term]]:
         """The terms of each output of an f that is linear in all of xs together.
@@ -116,8 +116,9 @@ class Jets:
             outs, others = f(*[_polynomial(x, t) for x in xs])
             return outs, others
 
-        g = curve
+        g: Any = curve
         for k in range(self.order):
+            g.caller = self.caller
             g = partial(self._one_more, g, k + 1, one)
         outs, extras = g(first)
         count = len(outs) // (self.order + 1)
@@ -139,7 +140,7 @@ class Laplacians:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._jets = Jets(backend, 2)
+        self._jets = Jets(backend, 2, "laplacian")
 
     def linear(self, f: Linear, xs: Sequence[Series], leading: bool) -> list[list[Term]]:
         """As `Jets.linear`."""

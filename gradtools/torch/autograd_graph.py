@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.backend import Fun
-from gradtools.errors import LostDerivativeError
+from gradtools.errors import DisconnectedInputError, LostDerivativeError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import COMPILED, LOST, nodes_of
 from gradtools.torch.functorch_wrappers import unwrapped
@@ -219,6 +219,7 @@ class OpenDerivative(NamedTuple):
         constant: Which of these reach one that is constant.
         before: Which had entered one in the functions around when this one began.
         spent: Whether the aliases are spent, one flag that all of them hold.
+        leaves: What the aliases stand for.
     """
 
     aliases: Sequence[Tensor]
@@ -226,6 +227,7 @@ class OpenDerivative(NamedTuple):
     constant: set[int]
     before: list[set[int]]
     spent: list[bool]
+    leaves: Sequence[Tensor]
 
     def cut(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[int]:
         """Of what is not reached, what entered a derivative: it was cut afterwards."""
@@ -250,6 +252,38 @@ class OpenDerivative(NamedTuple):
             torch.zeros_like(self.aliases[i], requires_grad=False) if g is None and i in zero else g
             for i, g in enumerate(grads)
         ]
+
+
+SOURCE = "_gradtools_source"
+"""The attribute of an alias that a derivative is taken at: refers to the parameter."""
+
+
+def refuse_read_elsewhere(
+    fun: Any, outs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> None:
+    """Raises for a parameter that outs depend on by another reference than the leaf.
+
+    A loss that closes over a module and is differentiated at a module that holds it, say.
+    """
+    around = {id(a): x for o in here.opened for a, x in zip(o.aliases, o.leaves, strict=True)}
+    lost: dict[int, int] = {}
+    for i, x in enumerate(leaves):
+        x = around.get(id(x), x)
+        reference = getattr(x, SOURCE, None)
+        p = x if reference is None else reference()
+        if grads[i] is None and isinstance(p, torch.nn.Parameter):
+            lost[id(p)] = i
+    if not lost:
+        return
+    for node in nodes_of([y for y in outs if y.requires_grad]):
+        if type(node) is upstream.AccumulateGrad and id(node.variable) in lost:
+            i, paths = lost[id(node.variable)], getattr(fun, "paths", None)
+            raise DisconnectedInputError(
+                f"{getattr(fun, 'caller', 'gradtools')}: f reads the parameter "
+                f"{paths[i] if paths else f'at leaf {i}'} by another reference (a module that f "
+                "closes over and an argument holds, say), so the gradient of the argument would "
+                "be zero there. In f, use the module that is passed as an argument."
+            )
 
 
 def note_taken(

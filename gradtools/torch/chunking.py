@@ -180,7 +180,7 @@ def _is_differentiated(leaves: list[Tensor]) -> bool:
 def sum_chunks(chunks: Chunks, weigh: Weigh | None = None) -> tuple[list[Tensor], list[Tensor]]:
     sums, carry = Sums(), chunks.carry
     with marked("chunked"):
-        for i, piece in enumerate(pieces_of(chunks)):
+        for i, piece in enumerate(pieces_of(chunks, apart=False)):
             outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
             carry = [x.detach() if isinstance(x, Tensor) else x for x in carry]
             if weigh is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from torch import nn
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.autograd_graph import SOURCE
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 from gradtools.torch.modes import Modes
@@ -82,7 +84,9 @@ class DeferredGraph:
         if not isinstance(p, nn.Parameter):  # an alias of a derivative around this one
             return p
         self.parameters.append(p)
-        return p.detach()
+        alias = p.detach()
+        setattr(alias, SOURCE, weakref.ref(p))
+        return alias
 
     def buffers(self, module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """The buffers that a copy of a module gets, before f is evaluated at it."""

@@ -43,6 +43,7 @@ from gradtools.torch.autograd_graph import (
     is_spent,
     nodes_made,
     note_taken,
+    refuse_read_elsewhere,
     refuse_torchscript,
     scripts_refused,
     surveyed,
@@ -173,6 +174,11 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             grads = _freed(grads)
         return inside.filled(grads, outs) if inside.entered or inside.constant else list(grads)
 
+    def cut(grads: Sequence[Tensor | None]) -> list[int]:
+        if not all(g is not None for g in grads):
+            refuse_read_elsewhere(fun, outs, leaves, grads)
+        return inside.cut(grads, outs)
+
     def where_lost(i: int) -> list[str]:
         from gradtools.seeing.torch.recorded_run import where_lost
 
@@ -191,7 +197,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         outs if as_they_are else _freed(outs),
         extras if attached or not extras else _freed(extras),
         pullback,
-        cut=lambda grads: inside.cut(grads, outs),
+        cut=cut,
         where_lost=where_lost,
         transposed=transposed,
     )
@@ -386,7 +392,7 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
         else _alias(x, keep)
         for x in leaves
     ]
-    inside, hooks = _begun(aliases, around), hooks_of_users()
+    inside, hooks = _begun(aliases, around, leaves), hooks_of_users()
     around.append(inside)
     try:
         if on:
@@ -410,19 +416,21 @@ def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     return outs, extras, aliases, attached, survey, inside
 
 
-def _begun(aliases: Sequence[Tensor], around: Sequence[OpenDerivative]) -> OpenDerivative:
+def _begun(
+    aliases: Sequence[Tensor], around: Sequence[OpenDerivative], leaves: Sequence[Tensor]
+) -> OpenDerivative:
     """A derivative whose function is about to be evaluated, inside of others."""
     before, spent = [set(each.entered) for each in around] if around else [], [False]
     for alias in aliases:
         setattr(alias, SPENT, spent)
-    return OpenDerivative(aliases, set(), set(), before, spent)
+    return OpenDerivative(aliases, set(), set(), before, spent, leaves)
 
 
 @contextmanager
 def _opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
     """Inside, a function is evaluated at the aliases."""
     around = here.opened
-    around.append(_begun(aliases, around))
+    around.append(_begun(aliases, around, aliases))
     try:
         yield around[-1]
     finally:

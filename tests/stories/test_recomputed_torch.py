@@ -91,6 +91,23 @@ def test_a_batch_that_f_writes_through_numpy_is_refused():
         gt.chunked(f, 2)(x)
 
 
+def test_a_batch_that_a_microbatched_loss_writes_by_another_name_is_refused():
+    x, w = torch.ones(6, 1), torch.ones(1)
+
+    def loss(w, rows):
+        value = (rows * w).sum()
+        x.add_(1)
+        return value
+
+    with pytest.raises(GradtoolsError, match="was changed in place"):
+        gt.microbatched_value_and_grad(loss, 2, reduction="sum")(w, x)
+    rows = torch.ones(6, 1)
+    in_place = gt.microbatched_value_and_grad(
+        lambda w, r: (r.mul_(2) * w).sum(), 2, reduction="sum"
+    )
+    assert in_place(w, rows)[1].item() == 12 and rows.tolist() == [[2.0]] * 6
+
+
 def test_what_f_reads_of_the_whole_batch_and_writes_elsewhere_is_no_reason_to_refuse():
     x, seen = torch.arange(6.0).reshape(6, 1), torch.zeros(6, 1)
     w = torch.ones(1, requires_grad=True)

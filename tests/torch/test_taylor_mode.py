@@ -68,3 +68,15 @@ def test_what_is_drawn_is_drawn_once():
     slopes = torch.autograd.functional.jacobian(f, X)
     assert torch.equal(torch.rand(1), after)
     torch.testing.assert_close(found, (2 * slopes / (X - 0.6)).sum())
+
+
+class ReverseOnly(torch.autograd.Function):
+    forward, setup_context, backward = Cube.forward, Cube.setup_context, Cube.backward
+
+
+def test_a_function_without_forward_mode_is_refused_in_the_name_of_the_operator():
+    f = lambda x: ReverseOnly.apply(x).sum()
+    with pytest.raises(NotImplementedError, match=r"^jet: f holds a function with a reverse rule"):
+        gt.jet(f, (X,), ([X, 0 * X],))
+    with pytest.raises(NotImplementedError, match=r"^laplacian: f holds a function"):
+        gt.laplacian(f)(X)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
+from gradtools import DisconnectedInputError, GradtoolsError
 
 pytestmark = pytest.mark.torch
 X = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -458,3 +458,36 @@ def test_none_among_a_modules_attributes_refers_to_nothing():
     (grad,) = gt.grad(lambda m: m(X).sum())(net).values()
     torch.testing.assert_close(net.states, [net.a(X).tanh().detach()])
     torch.testing.assert_close(grad, torch.autograd.grad(net.a(X).tanh().sum(), net.a.weight)[0])
+
+
+class Likelihood(nn.Module):
+    """Holds the model whose output it rates, as GPyTorch's marginal log likelihoods do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.noise = model, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, out):
+        return out.square().sum() * self.noise
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, m: gt.grad(f)(m),
+        lambda f, m: gt.vjp(f, m)[1](torch.ones((), dtype=torch.float64)),
+        lambda f, m: gt.hvp(f, (m,), ({k: torch.ones_like(p) for k, p in m.named_parameters()},)),
+        lambda f, m: gt.microbatched_value_and_grad(lambda m, x: f(m), 3)(m, X),
+    ],
+    ids=["grad", "vjp", "hvp", "microbatched"],
+)
+def test_a_parameter_that_f_reads_by_another_reference_than_the_argument_is_refused(derivative):
+    net = mlp()
+    likelihood = Likelihood(net)
+    with pytest.raises(DisconnectedInputError, match=r"model.\d.weight'\] by another reference"):
+        derivative(lambda m: m(net(X)), likelihood)
+    derivative(lambda m: m(m.model(X)), likelihood)
+    spare = Likelihood(mlp())  # whose model f does not need
+    derivative(lambda m: m(net(X)), spare)
+    zeros = gt.grad(lambda m: m(net(X)), disconnected_inputs="zeros")(likelihood)
+    assert not zeros["model.0.weight"].any() and zeros["noise"]

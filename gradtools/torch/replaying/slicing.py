@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,16 +28,20 @@ def flattened(rows: Sequence[Sequence[Any]]) -> list[Any]:
     return [*chain.from_iterable(rows)]
 
 
-def pieces_of(chunks: Chunks) -> list[list[Any]]:
-    """Each chunk's part of every array that is split, then its part of lists."""
-    columns = [_parts(chunks, x, axis) for x, axis in chunks.splits]
+def pieces_of(chunks: Chunks, apart: bool = True) -> list[list[Any]]:
+    """Each chunk's part of every array that is split, then its part of lists.
+
+    apart: Whether graphs of several chunks live at a time, and changes in place are counted apart.
+    """
+    one: Callable[[Any], Any] = _apart if apart else lambda x: x
+    columns = [_parts(chunks, x, axis, one) for x, axis in chunks.splits]
     return [
-        [*(column[i] for column in columns), *map(_apart, chunks.lists[i])]
+        [*(column[i] for column in columns), *map(one, chunks.lists[i])]
         for i in range(chunks.cut.count)
     ]
 
 
-def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
+def _parts(chunks: Chunks, x: Tensor, axis: int, one: Callable[[Any], Any]) -> Sequence[Tensor]:
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"
         raise GradtoolsError(
@@ -50,7 +54,7 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
     if tracked:
         return x.split(cut.sizes, axis)
     before = (slice(None),) * axis
-    return [_apart(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]
+    return [one(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]
 
 
 def _apart(x: Any) -> Any:

@@ -333,12 +333,12 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
         return None if place is None else slots[place[0]][place[1]]
 
     filled: dict[int, dict[str, Any]] = {}
-    sources = (params, buffers, copies)
+    sources: tuple[Any, ...] = (params, buffers, copies)
     for copy, node in zip(copies, plan.nodes, strict=True):
         fields = node.shared.copy()
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
-        own = (node.parameters, node.buffers, node.children)
+        own: tuple[Any, ...] = (node.parameters, node.buffers, node.children)
         for name, places, source in zip(upstream.SLOTS, own, sources, strict=True):
             result = filled.get(id(places))
             if result is None:

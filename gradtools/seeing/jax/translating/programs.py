@@ -154,8 +154,9 @@ class _Translator:
             branches = jaxprs.programs_of(eqn)
             k = min(max(int(entries[0].value), 0), len(branches) - 1)
             return self._opened(branches[k], entries[1:])
-        if is_foldable(eqn) and all(isinstance(e, Known) for e in entries):
-            return [Known(value) for value in folded(eqn, [e.value for e in entries])]
+        known = [e.value for e in entries if isinstance(e, Known)]
+        if is_foldable(eqn) and len(known) == len(entries):
+            return [Known(value) for value in folded(eqn, known)]
         if name in _RULES:
             return self._rule(eqn, entries)
         return self._translated(eqn, entries)

@@ -73,8 +73,7 @@ class Shaped:
             self.values[avals] = out_def, self._avals_of(ys)
         elif self.contract.check != "never":
             self.contract.ask(who, avals, of=lambda: self._hold(xs, avals, out_def, ys, who))
-            if who == "fwd":
-                self.contract.ask("value", of=lambda: self._hold_value(xs, ys))
+            self.contract.ask("value", who, of=lambda: self._hold_value(xs, ys, who))
         elif avals in self.values:  # known without a run, and nothing here fits another structure
             self._hold(xs, avals, out_def, ys, who)
         self.outs[avals] = self.newest = out_def
@@ -97,18 +96,20 @@ class Shaped:
         self.contract.same_outputs(who, out_def, came, expected, wanted)
         return True
 
-    def _hold_value(self, xs: Sequence[Array], ys: Sequence[Array]) -> bool:
-        """Compares fwd's value with the function's own, at the first arguments that are known."""
-        statics, fwd = self.of._taken.statics, self.of.fwd
+    def _hold_value(self, xs: Sequence[Array], ys: Sequence[Array], who: str) -> bool:
+        """Compares a rule's value with the function's own, at the first known arguments."""
+        fwd = self.of.fwd if who == "fwd" else None
+        statics = self.of._taken.statics if fwd else ()
         lead = ", ".join((*statics, "...")) if statics else ""
-        assert fwd is not None
 
         def twin(*xs: Array) -> list[Any]:
+            assert fwd is not None
             return self.backend.flatten(fwd(*self.statics, *self._told(xs, None))[0])[0]
 
         # Where static arguments may come in another order, made-up numbers serve in a trace.
         pairs = self.backend.value_pairs(self.primal, xs, ys, twin if statics else None)
-        self.contract.same_values(pairs, [self.backend.dtype_name(y) for y in ys], lead)
+        dtypes = [self.backend.dtype_name(y) for y in ys]
+        self.contract.same_values(who, pairs, dtypes, lead)
         return bool(pairs)
 
     def _as_array(self, y: Any, who: str) -> Array:

@@ -119,10 +119,11 @@ class Contract:
                     f"{who} returned {aval} for output {i}, but the function returns {want}. {mend}"
                 )
 
-    def same_values(self, pairs: Sequence[Any], dtypes: Sequence[str], lead: str) -> None:
-        """Raises if fwd's value is another than f's, by more than any rounding or iteration.
+    def same_values(self, who: str, pairs: Sequence[Any], dtypes: Sequence[str], lead: str) -> None:
+        """Raises if a rule's value is another than f's, by more than any rounding or iteration.
 
-        pairs: For each output f's value and fwd's, as NumPy arrays.
+        who: "fwd" or "the forward rule".
+        pairs: For each output f's value and the rule's, as NumPy arrays.
         lead: How fwd is called where static arguments lead, else empty.
         """
         for i, ((own, came), dtype) in enumerate(zip(pairs, dtypes, strict=False)):
@@ -135,7 +136,7 @@ class Contract:
             where = f"output {i}" + (f" at {tuple(map(int, at))}" if at else "")
             order = f" Static arguments lead: fwd is called as fwd({lead})." if lead else ""
             raise self.refusal(
-                f"fwd returned {came[at]:.6g} for {where}, but the function returns {own[at]:.6g} "
+                f"{who} returned {came[at]:.6g} for {where}, but the function returns {own[at]:.6g} "
                 f"at the same arguments.{order} If that is meant, custom_rule(f, check='never') "
                 "keeps both."
             )

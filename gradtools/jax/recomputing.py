@@ -138,8 +138,7 @@ def explained_again(caller: str) -> Iterator[None]:
             raise
         raise NotImplementedRefusal(
             f"{caller}: jax.experimental.jet has no rule for {error.args[0].name}, which {caller} "
-            "uses (neither has it one for jax.checkpoint, nor for scan). Take jet of f itself, or "
-            "nest jvp."
+            "uses (neither has it one for jax.checkpoint, nor for scan). gradtools' jet has."
         ) from error
     except jax.errors.UnexpectedTracerError as error:
         raise GradtoolsError(

@@ -136,9 +136,9 @@ class Contract:
             where = f"output {i}" + (f" at {tuple(map(int, at))}" if at else "")
             order = f" Static arguments lead: fwd is called as fwd({lead})." if lead else ""
             raise self.refusal(
-                f"{who} returned {came[at]:.6g} for {where}, but the function returns {own[at]:.6g} "
-                f"at the same arguments.{order} If that is meant, custom_rule(f, check='never') "
-                "keeps both."
+                f"{who} returned {came[at]:.6g} for {where}, but the function returns "
+                f"{own[at]:.6g} at the same arguments.{order} If that is meant, "
+                "custom_rule(f, check='never') keeps both."
             )
 
     def hold_zero(self, which: str, wrong: int | None, places: Sequence[int] = ()) -> None:

@@ -216,10 +216,6 @@ class _Use(Forward):
         """Whether nothing differentiates the result."""
         return not torch.is_grad_enabled() and upstream.forward_level() < 0
 
-    def may_use_forward_mode(self) -> bool:
-        """Whether nothing differentiates the result, and no transform is under way."""
-        return self.may_use_graph() and self.shows_numbers()
-
     def shows_numbers(self) -> bool:
         """Whether no transform is under way, and nothing traces."""
         batched = batchings() > 0  # of is_grads_batched
@@ -540,12 +536,19 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
     full, mask = spread(cts, back.mask[0]), [[False] * len(cts), [u is not None for u in us]]
     given = [*zs, *(u for u in us if u is not None)]
 
-    def slow(use: _Use) -> list[Any]:
+    def pushed(use: _Use) -> Pushed:
         same = _FrozenBackward(use, back.widths, back.shared_width, back.mask)
-        return outputs_of(Pushed(same, [len(cts)], len(zs), mask), [list(cts)], given)
+        return Pushed(same, [len(cts)], len(zs), mask)
 
     fast = lambda use: use.second(zs, us, full)
-    return use.by_any_kernel("along", fast if use.may_use_forward_mode() else None, slow)
+    slow = lambda use: outputs_of(pushed(use), [list(cts)], given)
+    if upstream.forward_level() >= 0 or not use.shows_numbers():
+        return use.by_any_kernel("along", None, slow)
+    with torch.no_grad():
+        grads = use.by_any_kernel("along", fast, slow)
+    if not torch.is_grad_enabled():
+        return grads
+    return node_of(pushed(use), [list(cts)], given, ([[]], grads))[1]
 
 
 # --- nodes ------------------------------------------------------------------------------------

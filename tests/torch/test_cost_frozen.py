@@ -125,6 +125,14 @@ def test_a_budget_slides_the_cost_and_a_small_one_changes_nothing():
     assert costs[3] < costs[2] < costs[1]
 
 
+def test_the_term_along_z_costs_no_more_where_the_result_may_be_differentiated():
+    f = gt.frozen(lambda z: network(DEPTH)(z).square().sum())
+    _, (z,) = inputs(1)
+    slope = gt.grad(lambda z: gt.grad(f)(z).square().sum())
+    slope(z)  # verifies
+    assert flops(lambda: slope(z)) == flops(lambda: slope(z.detach()))
+
+
 def test_the_term_along_z_is_computed_only_when_asked():
     y, zs = inputs(1)
     G = gt.frozen(network(DEPTH))

@@ -134,6 +134,20 @@ def test_a_fwd_with_another_value_than_the_function_is_refused(gt, backend_name,
     same(transformed[outer](gt.asarray(np.array([2.0, 5.0]))), np.array([12.0, 75.0]))
 
 
+@pytest.mark.parametrize("derivative", ["jvp", "grad"])
+def test_a_forward_rule_with_another_value_than_the_function_is_refused(gt, x, derivative):
+    of_sine = gt.custom_rule(gt.xp.sin)
+    of_sine.defjvp(lambda p, t: (gt.xp.cos(p[0]), gt.xp.cos(p[0]) * t[0]))
+    run = {
+        "jvp": lambda: gt.jvp(of_sine, (x,), (gt.xp.ones_like(x),)),
+        "grad": lambda: gt.grad(lambda x: of_sine(x).sum())(x),
+    }[derivative]
+    with pytest.raises(GradtoolsError, match=r"forward rule returned .* but the function returns"):
+        run()
+    of_sine.defjvp(lambda p, t: (of_sine(*p), gt.xp.cos(p[0]) * t[0]))
+    run()
+
+
 def test_a_fwd_that_draws_random_numbers_may_have_another_value(gt, backend_name):
     if backend_name == "jax":
         pytest.skip("JAX draws by keys")

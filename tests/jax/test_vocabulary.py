@@ -21,6 +21,7 @@ import gradtools
 import gradtools.jax as gt
 from gradtools.jax.backend import JaxBackend
 from gradtools.seeing.formulas import derive
+from gradtools.seeing.formulas.expressions import order
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax.translating.programs import formula_graph
 from tests.support.formula_rows import rows
@@ -45,6 +46,14 @@ def inside(*shape):
 
 def cplx(*shape):
     return RNG.normal(size=shape) + 1j * RNG.normal(size=shape)
+
+
+def regular(n, *lead):
+    return RNG.normal(size=(*lead, n, n)) + n * np.eye(n)
+
+
+def whole(*values):
+    return np.array(values)
 
 
 # --- the comparison ----------------------------------------------------------------------
@@ -73,6 +82,13 @@ KEY = jax.random.key(0)
 LABELS = jnp.asarray([0, 2, 1])
 
 
+def dropping_scan(x):
+    def step(c, k):
+        return c * (1 + jax.random.uniform(k, ())), c
+
+    return lax.scan(step, x, jax.random.split(KEY, 3))
+
+
 # An expression of a, b, c, and what these are: see `formula_rows`.
 TABLE = """
 # elementwise
@@ -91,6 +107,8 @@ jnp.arctan(a)                                                ; (3,2)
 jnp.arcsinh(a)                                               ; (3,2)
 jnp.abs(a)                                                   ; (3,2)
 jnp.sign(a)                                                  ; (3,2)
+jnp.cbrt(a)                                                  ; (3,2)
+jnp.sinc(a)                                                  ; (3,2)
 jnp.round(a)                                                 ; (3,2)
 jnp.floor(a)                                                 ; (3,2)
 jnp.log(a)                                                   ; p(3,2)
@@ -122,20 +140,30 @@ nn.elu(a)                                                    ; (3,2)
 nn.leaky_relu(a)                                             ; (3,2)
 nn.gelu(a)                                                   ; (3,2)
 nn.selu(a)                                                   ; (3,2)
+nn.celu(a)                                                   ; (3,2)
 nn.hard_tanh(a)                                              ; (3,2)
 nn.relu6(a)                                                  ; (3,2)
 nn.soft_sign(a)                                              ; (3,2)
+nn.mish(a)                                                   ; (3,2)
+nn.glu(a)                                                    ; (3,2)
 jax.scipy.special.erf(a)                                     ; (3,2)
 jax.scipy.special.erfc(a)                                    ; (3,2)
+jax.scipy.special.gammaln(a)                                 ; p(3,2)
+jax.scipy.special.digamma(a)                                 ; p(3,2)
 partial(nn.gelu, approximate=False)(a)                       ; (4)
 a ** b                                                       ; p(3) (3)
 a ** 3 + a ** (-2)                                           ; p(3)
+a % 0.7                                                      ; (4)
+lax.rem(a, 0.7)                                              ; (4)
 jnp.maximum(a, b) * jnp.minimum(a, b)                        ; (4) (4)
 jnp.arctan2(a, b)                                            ; (4) (4)
 jnp.logaddexp(a, b)                                          ; (4) (4)
+jnp.hypot(a, b)                                              ; p(4) p(4)
 jnp.clip(a, -0.5, 0.5)                                       ; (6)
 jnp.clip(a, -b, b)                                           ; (6) p(6)
 jnp.where(a > 0, a * b, jnp.exp(a))                          ; (6) (6)
+jnp.select([a < -1, a < 1], [a, a ** 2], 3.0)                ; (6)
+jnp.nan_to_num(a)                                            ; (4)
 a * lax.stop_gradient(jnp.sin(a))                            ; (4)
 lax.complex(a, b) ** 2                                       ; (3) (3)
 jnp.sum(jnp.abs(a) ** 2)                                     ; z(3)
@@ -143,30 +171,55 @@ a * jnp.exp(1j * b)                                          ; p(3) (3)
 jnp.sinh(a)                                                  ; z(3,2)
 jnp.cosh(a)                                                  ; z(3,2)
 jnp.reciprocal(a)                                            ; z(3,2)
+jax.scipy.special.xlogy(a, b)                                ; p(3) p(3)
 # shapes
 jnp.transpose(a, (2, 0, 1)) * 2                              ; (2,3,4)
+a.reshape(6, 2)[:, ::-1]                                     ; (3,4)
 a[:, None] * b[None, :]                                      ; (3) (4)
 jnp.stack([a, b], 1)                                         ; (3) (3)
 jnp.concatenate([a, b, a])                                   ; (3) (2)
 jnp.split(a, 3)[1] * jnp.split(a, 3)[2]                      ; (6)
+jnp.pad(a, ((1, 2), (0, 1)), constant_values=2.0)            ; (2,3)
+jnp.roll(a, (1, -1), (0, 1))                                 ; (3,4)
+jnp.flip(a)                                                  ; (3,2)
+jnp.tile(a, (2, 2))                                          ; (2,3)
+jnp.repeat(a, 3, 0)                                          ; (2,3)
+jnp.tril(a)                                                  ; (3,4)
+jnp.triu(a, 1)                                               ; (3,3)
+jnp.diagonal(a, 1)                                           ; (3,4)
+jnp.diag(a)                                                  ; (3)
+jnp.diag(a)                                                  ; (3,3)
+jnp.trace(a)                                                 ; (3,3)
 # indexing
 a[1]                                                         ; (3,4)
 a[-1, 1:3]                                                   ; (3,4)
 a[..., None, ::2]                                            ; (3,4)
 a[jnp.asarray([0, 2, 0])]                                    ; (3,4)
 a[:, b]                                                      ; (3,4) i[3,0]
+a[b, c]                                                      ; (3,4) i[2,0,1] i[3,0,1]
+a[jnp.asarray([-1, 0])]                                      ; (3,4)
 a[b]                                                         ; (3,4) i2
+jnp.where(jnp.asarray([True, False, True]), a, 0)            ; (3)
 jnp.take(a, b, axis=1)                                       ; (3,4) i[1,1,3]
 jnp.take_along_axis(a, b, 1)                                 ; (3,4) i[[0,3],[1,1],[2,0]]
 jnp.take_along_axis(a, b, 0)                                 ; (3,2) i[[0,2],[1,1]]
+a.at[1].set(b)                                               ; (3,4) (4)
+a.at[1:3, 2].set(b)                                          ; (3,4) (2)
 a.at[c].add(b)                                               ; (3,4) (2,4) i[2,0]
+lax.dynamic_slice(a, (b, 1), (2, 2))                         ; (4,4) i1
+lax.dynamic_update_slice(a, b, (c,))                         ; (4) (2) i1
 jax.vmap(lambda x, i: x[i])(a, b)                            ; (3,5) i[0,2,3]
+jax.vmap(lambda x, i, u: x.at[i].set(u))(a, b, c)            ; (3,5) i[0,2,3] (3)
 nn.one_hot(LABELS, 3) * a                                    ; (3,3)
 a[b]                                                         ; (5,2) i[[0,4,1],[2,2,3]]
 jnp.sort(a, 1)                                               ; (3,4)
+a[jnp.argsort(a[:, 0])]                                      ; (3,4)
+lax.top_k(a, 2)[0]                                           ; (3,4)
+a[jnp.argmax(a)]                                             ; (5)
 # reductions
 jnp.sum(a, (0, 2))                                           ; (2,3,4)
 a - jnp.mean(a, 1, keepdims=True)                            ; (2,3)
+jnp.prod(a, 1)                                               ; (2,3)
 jnp.max(a, 1)                                                ; (2,3)
 jnp.min(a)                                                   ; (2,3)
 jnp.var(a, 0)                                                ; (4,3)
@@ -175,9 +228,12 @@ jnp.std(a, 0)                                                ; (4,3)
 linalg.norm(a)                                               ; (4)
 linalg.norm(a)                                               ; z(4)
 linalg.norm(a, 1, axis=1)                                    ; (2,4)
+linalg.norm(a, jnp.inf)                                      ; (4)
 jax.scipy.special.logsumexp(a, 1)                            ; (2,3)
 jnp.cumsum(a, 1) ** 2                                        ; (2,4)
+jnp.cumprod(a)                                               ; (4)
 jnp.average(a, weights=b)                                    ; (4) p(4)
+a * jnp.any(a > 1) + jnp.all(a > 9)                          ; (4)
 # products
 a @ b                                                        ; (3,4) (4)
 jnp.matmul(a, b)                                             ; (2,3,4) (2,4,2)
@@ -185,12 +241,15 @@ jnp.dot(a, b)                                                ; (4) (4)
 jnp.vdot(a, b)                                               ; z(4) z(4)
 jnp.outer(a, b)                                              ; (3) (4)
 jnp.einsum('bij,bkj->kib', a, b)                             ; (2,3,4) (2,5,4)
+jnp.einsum('ii->i', a)                                       ; (3,3)
 jnp.einsum('ij,jk,kl->il', a, b, c)                          ; (2,3) (3,4) (4,2)
 jnp.tensordot(a, b, ((1, 0), (0, 1)))                        ; (2,3,4) (3,2)
+jnp.cross(a, b)                                              ; (2,3) (2,3)
 a @ b + c                                                    ; z(3,4) z(4) z(3)
 (a @ c - b @ d, a @ d + b @ c)                               ; (3,4) (3,4) (4) (4)
 # layers
 nn.softmax(a, 0)                                             ; (3,2)
+nn.softmax(a, where=jnp.asarray([True, True, False]))        ; (2,3)
 nn.log_softmax(a)                                            ; (2,3)
 optax.softmax_cross_entropy(a, b).mean()                     ; (3,4) p(3,4)
 optax.softmax_cross_entropy_with_integer_labels(a, LABELS).mean() ; (3,4)
@@ -198,17 +257,34 @@ optax.softmax_cross_entropy_with_integer_labels(a, LABELS).mean() ; (3,4)
 nn.standardize(a, axis=1)                                    ; (2,3)
 a / jnp.sqrt(jnp.mean(a ** 2, -1, keepdims=True) + 1e-05) * b ; (2,3) (3)
 lax.conv(a, b, (1,), 'SAME')                                 ; (1,2,5) (3,2,3)
+lax.conv(a, b, (2, 2), 'VALID')                              ; (1,2,5,5) (2,2,3,3)
+lax.conv_transpose(a, b, (2,), 'SAME', dimension_numbers=('NCH', 'OIH', 'NCH')) ; (1,2,4) (3,2,3)
+lax.reduce_window(a, -jnp.inf, lax.max, (1, 2, 2), (1, 2, 2), 'VALID') ; (2,4,4)
 jnp.where(jax.random.bernoulli(KEY, 0.5, (4,)), a / 0.5, 0)  ; (4)
 a * jax.random.normal(KEY, (4,))                             ; (4)
+a[jax.random.categorical(KEY, a)]                            ; (4)
 # linear_algebra
+linalg.det(a)                                                ; s(3,3)
+linalg.slogdet(a)[1]                                         ; s(3,3)
+linalg.inv(a)                                                ; s(3,3)
 linalg.solve(a, b)                                           ; s(3,3) (3,2)
+linalg.solve(a, b)                                           ; s(3,3) (3)
+linalg.cholesky(a @ a.T)                                     ; s(3,3)
+linalg.eigh(a)[0]                                            ; s(3,3)
 jnp.fft.fft(a)                                               ; z(4)
+jnp.fft.ifft(a)                                              ; z(4)
+jnp.fft.rfft(a)                                              ; (5)
 # control
 lax.scan(lambda h, x: (jnp.tanh(a * h + x),) * 2, b, c)      ; (2) (2) (3,2)
+lax.fori_loop(0, 3, lambda i, c: c * a + i, a)               ; (2)
+lax.map(lambda x: jnp.sin(x) * x, a)                         ; (3)
 lax.cond(a > 0, jnp.sin, lambda x: x ** 2, b)                ; () (3)
 lax.cond(True, jnp.sin, jnp.cos, a)                          ; (3)
+lax.switch(a, [jnp.sin, jnp.cos, jnp.exp], b)                ; i1 (3)
+dropping_scan(a)                                             ; ()
 jax.jit(lambda x: jnp.sin(x) * 2)(a)                         ; (3)
 jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(a)             ; (3)
+lax.platform_dependent(a, cpu=jnp.sin, default=jnp.cos)      ; (3)
 jax.vmap(lambda a, x: a @ x)(a, b)                           ; (2,3,4) (2,4)
 jax.grad(lambda y: jnp.sum(y ** 3))(a)                       ; (3)
 jax.jvp(jnp.sin, (a,), (a,))[1]                              ; (3)
@@ -282,7 +358,13 @@ def program(expression, count):
     return eval(f"lambda {', '.join('abcd'[:count])}: {expression}", globals())
 
 
-@pytest.mark.sampled(25, 130)
+def test_there_are_enough_functions():
+    assert len(ROWS) >= 100
+    assert len({row.expression for row in ROWS}) > 150
+    assert sum("z(" in row.arguments for row in ROWS) >= 18
+
+
+@pytest.mark.sampled(49, 190)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_function_has_its_formula(row):
     args = row.arrays(np.random.default_rng(3))
@@ -362,7 +444,9 @@ def test_labels_are_read_as_one_hot_factors(pick):
         ("logsumexp", jax.scipy.special.logsumexp, (real(3),)),
         ("softplus", nn.softplus, (real(3),)),
         ("sigmoid", nn.sigmoid, (real(3),)),
+        ("det", linalg.det, (regular(3),)),
         ("relu", nn.relu, (real(3),)),
+        ("Φ", partial(nn.gelu, approximate=False), (real(3),)),
         ("‖", linalg.norm, (real(3),)),
         ("var", jnp.var, (real(3),)),
     ],
@@ -371,12 +455,26 @@ def test_a_function_is_called_by_its_name(word, f, args):
     assert word in str(derive(recorded(f, *args))).partition("its adjoint")[0]
 
 
+def test_arithmetic_of_indices_leaves_nothing():
+    found = recorded(lambda x: x[jnp.asarray([-1, 0])], jnp.ones(3))
+    (part,) = found.outputs
+    assert [x.op for x in order([part])] == ["placeholder", "arrange"]
+    np.testing.assert_array_equal(part["places"].array, [2, 0])
+
+
 def test_inputs_and_captured_arrays_have_their_names():
     weights = jnp.ones((2, 3))
     found = recorded(lambda x: weights @ x["a"], {"a": jnp.ones(3)})
     assert [p["name"] for p in found.inputs] == ["argument 0['a']"]
     ((captured, value),) = found.held.items()
     assert captured["name"] == "weights" and value is weights
+
+
+def test_a_random_draw_is_a_constant_with_its_value():
+    found = recorded(lambda x: x * jax.random.normal(KEY, (3,)), jnp.ones(3))
+    ((draw, value),) = found.draws.items()
+    assert draw["name"] == "ε"
+    np.testing.assert_array_equal(value, jax.random.normal(KEY, (3,)))
 
 
 @pytest.mark.sampled(1, 2)
@@ -464,6 +562,10 @@ def test_a_rule_is_what_its_author_says(name):
     once = ("clip_gradient", "chunked", "a rule in a loop", "jax.custom_vjp that forgets")
     order = 1 if name in once else 2
     assert str(checked(RULES[name], np.array([0.7, -1.3, 2.1]), order=order))
+
+
+def test_the_factor_of_an_edit_is_shown():
+    assert lines(lambda x: gt.reverse_gradient(x, 0.5), real(3)) == ["x̄ = -ȳ / 2"]
 
 
 def test_a_kernel_keeps_its_name_and_is_still_compared():

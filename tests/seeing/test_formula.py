@@ -59,6 +59,7 @@ SAID = {
         "K̄ = Z̄ᵀ Q",
         "V̄ = Pᵀ Ȳ",
     ],
+    "powers": ["Ā = L̄ Zᵀ + 2 L̄ Aᵀ Aᵀ"],
 }
 
 
@@ -131,10 +132,20 @@ def test_names_are_the_shortest_ends_of_paths_that_differ():
     assert len(set(formula.inputs)) == 3
 
 
+def test_a_draw_is_a_named_constant():
+    b = Builder()
+    x, e = b.input("x", (3,)), b.draw("ε", np.array([1.0, 2.0, 3.0]))
+    formula = derive(b.graph(b("multiply", x, e)))
+    assert formula.lines(1) == ["x̄ = ȳ ⊙ ε"]
+    np.testing.assert_array_equal(formula.evaluate([np.ones(3)]).gradients[0], [1.0, 2.0, 3.0])
+
+
 NAMES = {  # of each definition, as a line has it
     "softplus": r"softplus\(",
     "sigmoid": r"sigmoid\(",
     "relu": r"relu\(",
+    "normal_cdf": r"Φ\(",
+    "normal_density": r"φ\(",
     "softmax": r"(?<!log )softmax[^ (]*\(",
     "log_softmax": r"log softmax[^ (]*\(",
     "logsumexp": r"logsumexp[^ (]*\(",
@@ -152,6 +163,16 @@ def test_each_name_in_a_formula_and_no_other_is_defined_below_it(name):
     below = str(formula).partition("\nwhere\n")[2]
     assert {name for name, told in definitions.items() if told.text in below} == named
     assert {name for name, told in definitions.items() if told.latex in formula.latex()} == named
+
+
+def test_scale_gradient_scales_each_time_it_is_passed():
+    b = Builder()
+    x = b.input("x", (3,))
+    formula = derive(b.graph(b("power", b("scale_gradient", x, scale=-2.0), b.number(3.0))), 2)
+    at, u = np.array([1.0, 2.0, -1.0]), np.array([1.0, -1.0, 2.0])
+    values = formula.evaluate([at], None, [u])
+    np.testing.assert_allclose(values.gradients[0], -6 * at**2)
+    np.testing.assert_allclose(values.second[0], 24 * at * u)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ cast             ; x.int() * y                         ; x.astype("int32") * y
 sum              ; w.sum(0)                            ; w.sum(0)
 sum              ; w.sum(1, keepdim=True)              ; w.sum(1, keepdims=True)
 mean             ; w.mean(1)                           ;
+prod             ; w.prod(1)                           ; w.prod(1)
 max              ; w.amax(0)                           ; w.max(0)
 min              ; w.amin(1)                           ; w.min(1)
 logsumexp        ; w.logsumexp(1)                      ;
@@ -107,8 +108,10 @@ concatenate      ; torch.cat([x, y], 1)                ; jnp.concatenate([x, y],
 stack            ; torch.stack([x, y], 1)              ; jnp.stack([x, y], 1)
 slice            ; x[1:, ::2]                          ; x[1:, ::2]
 slice            ; x[:, 2]                             ; x[:, 2:3]
+flip             ; x.flip(1)                           ; jnp.flip(x, 1)
 split            ; x.split(3, 1)[1] * 2                ; lax.split(x, (1, 3), 1)[1] * 2
 unbind           ; x.unbind(1)[1] * 2                  ; jnp.unstack(x, axis=1)[1] * 2
+tile             ; v.repeat(2, 3)                      ; jnp.tile(v, (2, 3))
 add              ; torch.add(x, y, alpha=0.3)          ;
 round            ;                                     ; jnp.round(3 * x) * x
 clip             ; torch.clamp_min(x, 0.8)             ;

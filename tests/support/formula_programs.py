@@ -16,14 +16,14 @@ def layer():
     return b.graph(b("sum", b("tanh", y)))
 
 
-def _silu(b, x):
-    return b("multiply", x, b("sigmoid", x))
+def _gelu(b, x):
+    return b("multiply", x, b("normal_cdf", x))
 
 
 def perceptron():
     b = Builder()
     x, w, c, v = b.input("X", (5, 4)), b.input("W", (4, 3)), b.input("b", (3,)), b.input("v", (3,))
-    h = _silu(b, b("add", b("matmul", x, w), c))
+    h = _gelu(b, b("add", b("matmul", x, w), c))
     return b.graph(b("mean", b("square", b("matmul", h, v))))
 
 
@@ -122,6 +122,12 @@ def quadratic():
     return b.graph(b("multiply", b.number(0.5), b("matmul", x, b("matmul", a, x))))
 
 
+def powers():
+    b = Builder()
+    a = b.input("A", (3, 3))
+    return b.graph(b("trace", b("matmul", a, b("matmul", a, a))))
+
+
 def branches():
     b = Builder()
     x = b.input("x", (5,))
@@ -171,7 +177,7 @@ def block(layers=1):
         o = b("reshape", b("matmul", p, v), shape=(n, h, t, d))
         o = b("reshape", b("transpose", o, permutation=(0, 2, 1, 3)), shape=(n, t, e))
         x = b("add", x, affine(o, wo, e))
-        x = b("add", x, affine(_silu(b, affine(x, up, 3 * e)), down, e))
+        x = b("add", x, affine(_gelu(b, affine(x, up, 3 * e)), down, e))
     return b.graph(b("mean", b("square", x)))
 
 
@@ -203,6 +209,7 @@ PROGRAMS = {
     "attention": attention(),
     "attention of heads": attention(2, 3),
     "quadratic": quadratic,
+    "powers": powers,
     "branches": branches,
     "contraction": contraction,
     "distances": distances,

@@ -6,6 +6,7 @@ product, a circled dot is the elementwise product, which binds less. Each line's
 with that of the expression it stands for. Loops are read by eye.
 """
 
+import math
 import re
 import unicodedata
 
@@ -91,6 +92,8 @@ PLACES = {
     "relu": lambda x: np.maximum(x, 0),
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "softplus": lambda x: np.log1p(np.exp(x)),
+    "Φ": lambda x: (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2,
+    "φ": lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi),
     "Re": np.real,
     "Im": np.imag,
     "sgn": np.sign,
@@ -105,7 +108,8 @@ OVER = {
     "max": lambda x, a: x.max(a),
     "logsumexp": lambda x, a: np.log(np.exp(x).sum(a)),
 }
-FUNCTIONS = sorted([*PLACES, *ALONG, *OVER, "standardize", "onehot"], key=len, reverse=True)
+WHOLE = {"tr": np.trace, "diag": np.diag}
+FUNCTIONS = sorted([*PLACES, *ALONG, *OVER, *WHOLE, "standardize", "onehot"], key=len, reverse=True)
 
 
 class Reader:
@@ -218,6 +222,10 @@ class Reader:
                 value = transposed(value)
             elif self.take("ᴴ"):
                 value = transposed(value).map(np.conj)
+            elif self.take("⁻¹"):
+                value = Named(np.linalg.inv(value.array), transposed(value).letters)
+            elif self.take("⁻ᵀ"):
+                value = Named(np.linalg.inv(value.array).T, value.letters)
             elif self.take("*"):
                 value = value.map(np.conj)
             elif k := next(
@@ -238,7 +246,13 @@ class Reader:
         if self.take("("):
             value = self.sum()
             self.need(")")
+            if self.indexed and value.rank == 0:
+                return value
             return value
+        if self.take("log |det "):
+            value = self.atom()
+            self.need("|")
+            return Named(np.linalg.slogdet(value.array)[1], ())
         if self.take("1["):
             value = self.condition()
             self.need("]")
@@ -321,8 +335,11 @@ class Reader:
             return Named(OVER[name](x.array, axes), left)
         if name == "standardize":
             return x.map(lambda v: _standard(v, axes, self.eps))
-        letter, size = self.sizes["onehot"]
-        return Named(np.eye(size)[x.array], (*x.letters, letter))
+        if name == "onehot":
+            letter, size = self.sizes["onehot"]
+            return Named(np.eye(size)[x.array], (*x.letters, letter))
+        result = WHOLE[name](x.array)
+        return Named(result, x.letters[: np.ndim(result)])
 
     def name(self):
         for name, (array, letters) in self.names.items():
@@ -331,7 +348,7 @@ class Reader:
                     return Named(array, letters)
                 own = self.letters()
                 assert len(own) == np.ndim(array), f"{name} has {np.ndim(array)} axes, not {own}"
-                return Named(array, own)
+                return _diagonal(Named(array, letters), own)
         return None
 
 
@@ -341,6 +358,13 @@ def _axis(x, letter):
         return x.letters.index(letter)
     same = [k for k, c in enumerate(x.letters) if c == letter.rstrip("'")]
     return same[letter.count("'")]
+
+
+def _diagonal(x, letters):
+    """An array at these indices; one index twice takes the diagonal."""
+    distinct = list(dict.fromkeys(letters))
+    at = [distinct.index(c) for c in letters]
+    return Named(np.einsum(x.array, at, range(len(distinct))), distinct)
 
 
 def _chosen(c, a, b):

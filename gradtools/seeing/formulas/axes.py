@@ -58,6 +58,11 @@ class Axes:
         """Letters that mean something else."""
         self._taken.update(letters)
 
+    def fix(self, x: Expr, axis: int, letter: str) -> None:
+        """Say how an axis is called."""
+        self._letters[self._root((x, axis))] = letter
+        self._taken.add(letter)
+
     def letter(self, x: Expr, axis: int) -> str:
         """The letter of an axis."""
         root = self._root((x, axis))

@@ -34,9 +34,13 @@ _POINTS = 3
 _EXACT = 1e-8
 _IN_SINGLE = 2e-4  # of float32: some thousand times its precision
 _STEPS = (0.1, 0.01, 0.001)  # to the random points, relative to the given arguments
-_OTHER_PROGRAM = (
-    "nearby f runs another program (a branch, a mask, a draw or a number taken from the values)"
+_AS_RECORDED = (
+    "written as f computes it, for with names such as softplus the values differ at the arguments:"
 )
+_OTHER_PROGRAM = (
+    "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
+)
+_OTHER_DRAWS = "nearby f draws other numbers, for what it draws from depends on the values"
 _NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
 _AT_AN_EDGE = (
     "but not at the given arguments, which are at a tie, at an edge or where a number is no "
@@ -83,26 +87,13 @@ def formulated(program: LeafProgram, order: int) -> Formula:
         GradtoolsError: f raises, is not differentiated by the framework, or differs from it.
     """
     leaves = list(program.leaves)
-    for wide in (True, False):  # in its own precision f says why it does not run in double
-        try:
-            return _of_one_precision(program, order, wide)
-        except _FormulaDiffers as error:
-            raise GradtoolsError(str(error)) from error.__cause__
-        except Exception as error:
-            program.leaves, failure = leaves, error
-    if isinstance(failure, GradtoolsError):
-        raise failure
-    if missing := _missing(program):
-        raise GradtoolsError(_NO_DERIVATIVE.format(missing)) from failure
-    if _runs(program):
-        raise GradtoolsError(
-            f"formula: f runs, but its formula could not be made ({_described(failure)}). If the "
-            "framework differentiates f at these arguments, please report the function."
-        ) from failure
-    raise GradtoolsError(
-        f"formula: f raised {_described(failure)}. It must run and be differentiable at the given "
-        "arguments."
-    ) from failure
+    try:
+        return _of_one_precision(program, order, wide=True)
+    except _FormulaDiffers as error:
+        raise GradtoolsError(str(error)) from error.__cause__
+    except Exception:  # f does not run in double precision: in its own it says why
+        program.leaves = leaves
+    return _in_own_precision(program, order)
 
 
 def _of_one_precision(program: LeafProgram, order: int, wide: bool) -> Formula:
@@ -118,7 +109,29 @@ def _of_one_precision(program: LeafProgram, order: int, wide: bool) -> Formula:
     active = [*program.wrt, *range(len(recorded.inputs), len(recorded.opened))]
     run = _ComparedRun(program, recorded, order, wide, given, active)
     recorded.held.update(held)
-    return run.compared(derive(recorded, order, active))
+    return run.compared(partial(derive, recorded, order, active))
+
+
+def _in_own_precision(program: LeafProgram, order: int) -> Formula:
+    try:
+        return _of_one_precision(program, order, wide=False)
+    except _FormulaDiffers as error:
+        raise GradtoolsError(str(error)) from error.__cause__
+    except GradtoolsError:
+        raise
+    except Exception as error:
+        what = _described(error)
+        missing = _missing(program)
+        if missing:
+            raise GradtoolsError(_NO_DERIVATIVE.format(missing)) from error
+        if _runs(program):
+            raise GradtoolsError(
+                f"formula: f runs, but its formula could not be made ({what}). If the framework "
+                "differentiates f at these arguments, please report the function."
+            ) from error
+        raise GradtoolsError(
+            f"formula: f raised {what}. It must run and be differentiable at the given arguments."
+        ) from error
 
 
 def _missing(program: LeafProgram) -> str:
@@ -195,36 +208,45 @@ class _ComparedRun:
         self._active = [k for k in active if recorded.opened[k].is_inexact]
         self._inexact = [y.is_inexact for y in recorded.outputs]
 
-    def compared(self, formula: Formula) -> Formula:
-        """The formula with the record of its comparison."""
-        formula = formula.held_by(self.agreement)
+    def compared(self, derived: Callable[[bool], Formula]) -> Formula:
+        """The formula with the record of its comparison.
+
+        derived: Makes it, with the names of what is recognised or as it was recorded.
+        """
+        formula = derived(True).held_by(self.agreement)
         try:
             result = self._at_random(formula)
         except Outside:
             return self._of_one_run(formula, _NO_NEIGHBOURS)
-        except Exception as error:
+        except GradtoolsError as error:
             if self._changes(formula):
                 return self._of_one_run(formula, _OTHER_PROGRAM)
-            if not isinstance(error, GradtoolsError):
-                raise
-            raise _FormulaDiffers(str(error)) from error
+            if formula.draws:
+                return self._of_one_run(formula, _OTHER_DRAWS)
+            as_recorded = self._as_recorded(derived)
+            if as_recorded is None or not isinstance(error, Differs):
+                raise _FormulaDiffers(str(error)) from error
+            return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
         try:
             self._at_given(formula)
         except Differs as error:
+            as_recorded = self._as_recorded(derived)
+            if as_recorded is not None:
+                return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
             return result.noted(f"{_AT_AN_EDGE} {error.values()}")
         return result.noted("", given=True)
 
-    def _at_random(self, formula: Formula) -> Formula:
+    def _at_random(self, formula: Formula, finite: bool = True) -> Formula:
         """At points near the given arguments, and as near as f's domain asks for."""
         for step in _STEPS:
             try:
-                return self._checked(formula, self._sample(formula, step, 0, _POINTS))
+                return self._checked(formula, self._sample(formula, step, 0, _POINTS), finite)
             except Outside as error:
                 outside = error
         raise outside
 
     def _at_given(self, formula: Formula, finite: bool = False) -> Formula:
-        return self._checked(formula, [self._here(formula, 0)], finite, is_near=False)
+        return self._checked(formula, [self._here(formula, 0)], finite, at_given=True)
 
     def _here(self, formula: Formula, seed: int) -> Any:
         """The given arguments, with random cotangents."""
@@ -235,15 +257,9 @@ class _ComparedRun:
         return [self._rounded(sample(rng)) for _ in range(points)]
 
     def _checked(
-        self,
-        formula: Formula,
-        points: Sequence[Any],
-        finite: bool = True,
-        is_near: bool = True,
+        self, formula: Formula, points: Sequence[Any], finite: bool, at_given: bool = False
     ) -> Formula:
         """The formula with the record of its comparison at these points.
-
-        finite: Points at which the framework's values are not finite are left out.
 
         Raises:
             Differs: They differ; it says where, with both values.
@@ -254,10 +270,10 @@ class _ComparedRun:
         for point in points:
             values = formula.evaluate(*point)
             mine = (values.outputs, values.gradients, values.second)
-            theirs = self.numbers(point, is_near)
-            if finite and not all_finite(theirs):
+            counted += all_finite(mine)
+            theirs = self.numbers(point, not at_given)
+            if finite and _undefined(mine[0], theirs[0]):
                 continue
-            counted += 1
             joined = lambda of: [x for group in of for x in group]
             result = compared(names, joined(theirs), joined(mine), tolerance, least_of(mine))
             if not result:
@@ -273,6 +289,15 @@ class _ComparedRun:
         except GradtoolsError as error:
             raise _FormulaDiffers(str(error)) from error
         return result.noted(f"{why}; compared at the given arguments alone, for which it holds")
+
+    def _as_recorded(self, derived: Callable[[bool], Formula]) -> Formula | None:
+        """The formula without names, if it gives what the framework computes; NaN is NaN."""
+        formula = derived(False).held_by(self.agreement)
+        try:
+            self._at_given(formula)
+            return self._at_random(formula, finite=False)
+        except Differs:
+            return None
 
     def agreement(
         self,
@@ -462,6 +487,15 @@ class _ComparedRun:
         """One entry for each input; None for those that are not differentiated."""
         place = dict(zip(self._active, grads, strict=True))
         return [place.get(k) for k in range(len(self._leaves))]
+
+
+def _undefined(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether f has a value that is not finite, the same by both: its derivatives say nothing."""
+    pairs = [(a, np.asarray(b)) for a, b in zip(mine, theirs, strict=True) if b is not None]
+    return any(
+        not np.isfinite(b).all() and np.array_equal(np.isfinite(a), np.isfinite(b))
+        for a, b in pairs
+    )
 
 
 def _counted(formula: Formula) -> str:

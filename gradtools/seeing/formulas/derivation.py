@@ -72,6 +72,7 @@ class Formula:
         directions: At order 2, the names of the cotangents of the inputs' cotangents.
         gradients: The names of the inputs' cotangents.
         second: At order 2, the names of what the last section lists.
+        draws: The names of the random draws.
         order: 1, or 2 with the double backward.
         marked: What is written by its name, of which the formula has no algebra.
         check: The comparison with automatic differentiation, or None before there was one.
@@ -87,6 +88,7 @@ class Formula:
         names = derived.names
         self.inputs = tuple(names[p].text for p in derived.recorded.opened)
         self.outputs = tuple(w.text for w in derived.output_names)
+        self.draws = tuple(names[p].text for p in derived.recorded.draws)
         self.cotangents = tuple(names[p].text for p in derived.cotangents)
         self.directions = tuple(names[p].text for p in derived.directions)
         self.gradients = tuple(w.text for w in derived.gradient_names)
@@ -311,7 +313,7 @@ class _FormulaPrograms:
         used = {*statements.values, *inputs}
         sizes: dict[str, int] = {}
         result = []
-        for p in dict.fromkeys((*inputs, *self.recorded.held)):
+        for p in dict.fromkeys((*inputs, *self.recorded.held, *self.recorded.draws)):
             if p in used:
                 letters = statements.axes.letters(p)
                 sizes.update(zip(letters, p.shape, strict=True))
@@ -335,7 +337,8 @@ class _FormulaPrograms:
                 raise GradtoolsError("formula: order 2 needs directions, one for each gradient")
             known |= _matched("directions", self.directions, directions)
         wanted = self.recorded.wanted
-        return known | {p: v for p, v in self.recorded.held.items() if p not in wanted}
+        known |= {p: v for p, v in self.recorded.held.items() if p not in wanted}
+        return known | self.recorded.draws
 
     def evaluate(
         self, inputs: Arrays, cotangents: Arrays | None, directions: Arrays | None
@@ -363,6 +366,7 @@ def derive(
     recorded: Recorded,
     order: int = 1,
     wrt: Sequence[int] | None = None,
+    named: bool = True,
 ) -> Formula:
     """The formula of a recorded program.
 
@@ -371,12 +375,15 @@ def derive(
         order: 1, or 2 for the double backward as well.
         wrt: The positions of the inputs to which it is differentiated; by default all that are
             floating or complex.
+        named: Whether what is known by a name, such as softplus, is written and differentiated by
+            it; else everything is differentiated as it was recorded.
     """
     if order not in (1, 2):
         raise GradtoolsError(f"formula: order is 1 or 2, not {order!r}")
-    inputs, outputs = recorded.opened, recognise(recorded.outputs)
+    inputs, outputs = recorded.opened, list(recorded.outputs)
+    outputs = recognise(outputs) if named else outputs
     active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
-    leaves = list(dict.fromkeys((*inputs, *recorded.held)))
+    leaves = list(dict.fromkeys((*inputs, *recorded.held, *recorded.draws)))
     names, output_names = leaf_names(leaves, outputs)
     inexact = [(y, w) for y, w in zip(outputs, output_names, strict=True) if y.is_inexact]
     cotangents = []

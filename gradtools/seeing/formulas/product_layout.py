@@ -184,10 +184,13 @@ def chain(f: Factors) -> list[Link] | None:
     if entries is None or any(len(set(n)) < len(n) or len(n) > 2 for _, n in entries):
         return None
     out = [l for l in f.out if any(l in n for _, n in entries)]
-    groups = _groups(entries)
-    if len(out) > 2 or (not f.summed and (len(out) < 2 or len(groups) < 2)):
-        return None
-    return _walk(groups, out) if _is_chain(groups, out) else None
+    for joins in (False, True):
+        groups = _groups(entries, joins)
+        if len(out) > 2 or (not f.summed and (len(out) < 2 or len(groups) < 2)):
+            return None
+        if _is_chain(groups, out):
+            return _walk(groups, out)
+    return None
 
 
 def _without_batch(f: Factors) -> list[Entry] | None:
@@ -209,16 +212,22 @@ def _without_batch(f: Factors) -> list[Entry] | None:
     return stripped
 
 
-def _groups(entries: Sequence[Entry]) -> list[tuple[list[Expr], tuple[int, ...]]]:
-    """Factors with the same labels form one."""
+def _groups(entries: Sequence[Entry], joins: bool) -> list[tuple[list[Expr], tuple[int, ...]]]:
+    """Factors with the same labels form one; where it joins, a vector scales a matrix's axis."""
     groups: list[tuple[list[Expr], tuple[int, ...]]] = []
     for a, names in sorted(entries, key=lambda e: -len(e[1])):
         home = next((g for g in groups if g[1] == names), None)
+        if joins and home is None and len(names) == 1 and _busy(names[0], entries) > 2:
+            home = next((g for g in groups if names[0] in g[1]), None)
         if home is None:
             groups.append(([a], names))
         else:
             home[0].append(a)
     return groups
+
+
+def _busy(label: int, entries: Sequence[Entry]) -> int:
+    return sum(label in names for _, names in entries)
 
 
 def _is_chain(groups: Sequence, out: Sequence[int]) -> bool:
@@ -240,10 +249,17 @@ def _walk(groups: list, out: list[int]) -> list[Link] | None:
     else:
         start = next((g for g in left if len(g[1]) == 1), None)
         if start is None:
-            return None
+            return _around(left)
         left.remove(start)
         links = [(start[0], True), *_follow(left, start[1][0])]
     return links if not left else None
+
+
+def _around(left: list) -> list[Link] | None:
+    """A closed chain: the trace of a product of matrices."""
+    first = left.pop(0)
+    links = [(first[0], False), *_follow(left, first[1][1])]
+    return links if not left and len(links) > 1 else None
 
 
 def _follow(left: list, label: int) -> list[Link]:

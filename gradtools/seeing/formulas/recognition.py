@@ -8,6 +8,7 @@ and at what it is made of; where it fits, the value is written as what it is::
     c + log sum exp(x - c)                  logsumexp(x)
     1 / (1 + exp(-x))                       sigmoid(x)
     log(1 + exp(x)),  logaddexp forms       softplus(x)
+    (1 + erf(x / sqrt 2)) / 2               the normal distribution function, of gelu
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
     relu of what is not negative            itself
     (x - mean x) / sqrt(variance + eps)     standardize(x)
@@ -276,6 +277,25 @@ def _is_minus_modulus(z: Expr) -> bool:
     return c == -1 and len(factors) == 1 and factors[0].op == "abs" and labels[0] == out
 
 
+_HALF_ROOT = math.sqrt(0.5)
+
+
+def _normal_cdf(x: Expr) -> Expr | None:
+    """1 + erf(z / sqrt 2), twice the distribution function; 1 - erf(-z / sqrt 2) likewise."""
+    other = _beside_one(x)
+    if other is None:
+        return None
+    sign, factors, labels, out = parts(other)
+    if len(factors) != 1 or factors[0].op != "erf" or labels[0] != out or sign not in (1, -1):
+        return None
+    inner = factors[0].args[0]
+    scale_ = parts(inner)[0]
+    if abs(abs(scale_) - _HALF_ROOT) > 1e-6:  # single precision writes the root short
+        return None
+    z = sign * math.copysign(1.0, scale_) * (1 / scale_ * inner)
+    return 2.0 * apply("normal_cdf", z)
+
+
 def _mean_of(x: Expr) -> tuple[Expr, set[int]] | None:
     """The array and the axes, if x is a mean (without the axes)."""
     c, factors, labels, out = parts(x)
@@ -450,6 +470,7 @@ _PATTERNS: tuple[Pattern, ...] = (
     _of_one_hot,
     _sigmoid,
     _softplus,
+    _normal_cdf,
     _variance,
     _rectified,
     _standardize,

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gradtools.seeing.formulas.algebra import apply, broadcast, constant_of
-from gradtools.seeing.formulas.expressions import COMPLEX, INTEGER, REAL, ArrayValue, Expr, order
+from gradtools.seeing.formulas.expressions import COMPLEX, ArrayValue, Expr, order
 from gradtools.seeing.formulas.operation_record import made
 
 
@@ -23,6 +25,7 @@ class Recorded:
         outputs: What it computes.
         held: The array of each captured value, by its placeholder.
         wanted: The captured values that require grad themselves; differentiated like arguments.
+        draws: What each random draw gave, by its placeholder.
         run: The leaves of what f returns, of the leaves of its arguments, followed by one array
             for each value that is wanted. None: what the program runs, and nothing is wanted.
         narrow: The dtype in which the program computes some of it whatever it is given, if that
@@ -33,6 +36,7 @@ class Recorded:
     outputs: tuple[Expr, ...]
     held: dict[Expr, Any] = field(default_factory=dict)
     wanted: tuple[Expr, ...] = ()
+    draws: dict[Expr, np.ndarray] = field(default_factory=dict)
     run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     narrow: str = ""
 
@@ -77,18 +81,16 @@ def said(
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """In this shape; complex where the framework's result is, and an integer where that is one."""
+    """In this shape, and complex where the framework's result is."""
     shape, kind = like
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
-    if kind == INTEGER and x.kind == REAL:
-        return apply("cast", x, to=INTEGER)
     plain = x.is_complex or constant_of(x) is not None
     return x if kind != COMPLEX or plain else apply("cast", x, to=COMPLEX)
 
 
 _LINEAR = """
-add subtract multiply negate einsum matmul outer sum mean reshape transpose broadcast
-concatenate stack split slice real imag conj abs identity
+add subtract multiply negate einsum matmul outer sum mean trace reshape transpose broadcast
+concatenate stack split slice flip real imag conj abs identity
 """.split()  # what does the same to real numbers as to the complex ones that they are
 
 

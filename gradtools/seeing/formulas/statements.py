@@ -244,7 +244,7 @@ class Statements:
 
 _LIGHT = {
     *("power", "conj", "real", "imag", "compare", "one_hot", "arrange", "reshape", "abs", "sign"),
-    *("logical_not", "cast", "index", "stop"),
+    *("logical_not", "cast", "index", "scale_gradient", "stop"),
 }
 
 
@@ -254,7 +254,7 @@ def _is_wrapper(x: Expr) -> bool:
 
 def _is_plain(x: Expr) -> bool:
     """Whether there is nothing to name: a leaf, a number, or one of them turned."""
-    if x.op in ("placeholder", "number") or constant_of(x) is not None:
+    if x.op in ("placeholder", "number", "unit_matrix") or constant_of(x) is not None:
         return True
     return (_is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
 

@@ -9,7 +9,7 @@ entry by entry with `ExpressionWriter.entry`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -139,6 +139,16 @@ class ExpressionWriter:
         if not {l for names in labels for l in names} >= set(range(rank)):
             raise NeedsIndices
 
+    def matrix(self, x: Expr) -> Written:
+        """An array that is read as a whole, of which no axis may be left to be guessed.
+
+        Raises:
+            NeedsIndices: It is repeated along an axis.
+        """
+        if x.op == "einsum" and x not in self.names:
+            self._must_cover(x, x.rank)
+        return self.whole(x)
+
     # Functions of each place.
 
     def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
@@ -159,12 +169,17 @@ class ExpressionWriter:
         coefficient, factors, labels = display_factors(
             x, self.names, False, self.defined, opens=opens
         )
+        result = self._as_trace(x, factors, labels)
         f = Factors(coefficient, factors, labels, x)
-        f.apart()
-        if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
-            return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
-        with self._mean_inside(f):
-            return self._with_scalars(f, self._core(f))
+        if result is None:
+            f.apart()
+            if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
+                return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
+            with self._mean_inside(f):
+                result = self._core(f)
+        else:
+            f.apart()
+        return self._with_scalars(f, result)
 
     @contextmanager
     def _mean_inside(self, f: Factors) -> Iterator[None]:
@@ -185,6 +200,13 @@ class ExpressionWriter:
             yield
         finally:
             self._as_mean.discard(added)
+
+    def _as_trace(self, x: Expr, factors: list[Expr], labels: list) -> Written | None:
+        big = [(f, n) for f, n in zip(factors, labels, strict=True) if f.rank]
+        if len(big) != 1 or big[0][0].rank != 2 or big[0][1][0] != big[0][1][1]:
+            return None
+        inner = self.whole(big[0][0])
+        return function("diag" if x.rank else "tr", [inner])
 
     def _core(self, f: Factors) -> Written | None:
         """What has axes; None where nothing has."""
@@ -221,10 +243,21 @@ class ExpressionWriter:
             return None
         if len(f.arrays) == 1:
             return self._full_sum(f)
-        if self._is_mean(f) or any(a.is_complex for a, _ in f.arrays):
+        if any(a.is_complex for a, _ in f.arrays):
+            return self._complex_inner_product(f)
+        if self._is_mean(f):
             return None
         first, *rest = [self.whole(a) for a, _ in self._sorted(f.arrays)]
         second = rest[0] if len(rest) == 1 else self._hadamard(rest)
+        return ts.inner_product(first, second)
+
+    def _complex_inner_product(self, f: Factors) -> Written | None:
+        """<a, b> where the first is conjugated."""
+        starred = [a for a, _ in f.arrays if a.op == "conj"]
+        if len(f.arrays) != 2 or len(starred) != 1:
+            return None
+        (other,) = [a for a, _ in f.arrays if a is not starred[0]]
+        first, second = self.whole(starred[0].args[0]), self.whole(other)
         return ts.inner_product(first, second)
 
     def _full_sum(self, f: Factors) -> Written | None:
@@ -250,13 +283,21 @@ class ExpressionWriter:
         """Products of matrices and vectors."""
         if not f.arrays or (self._is_mean(f) and len(f.out) < 2):
             return None
-        result = None if f.below else chain(f)
-        if result is None:
+        result, divided = chain(f), _divided(f)
+        if result is None or divided is None:
             return None
-        pieces = [self._link(group, flipped) for group, flipped in result]
-        return join(pieces, " ", " ", PRODUCT)
+        pieces = [self._link(group, flipped, divided) for group, flipped in result]
+        product = join(pieces, " ", " ", PRODUCT)
+        return function("tr", [product]) if not f.out and result[0][0][0].rank == 2 else product
 
-    def _link(self, group: list[Expr], flipped: bool) -> Written:
+    def _link(self, group: list[Expr], flipped: bool, divided: Mapping[Expr, Expr]) -> Written:
+        by = [divided[g] for g in group if g in divided]
+        if by:
+            top = self._hadamard([self.whole(g).at(PRODUCT) for g in group])
+            written = bracket(over(top, self._hadamard([self.whole(b) for b in by])))
+            return superscript(written, "ᵀ", r"\top") if flipped else written
+        if group[0].op == "unit_matrix" and len(group) == 2:
+            return function("diag", [self.whole(group[1])])
         if len(group) == 1:
             return self.transposed(group[0]) if flipped else self.whole(group[0]).at(PRODUCT)
         written = bracket(self._hadamard([self.whole(g) for g in group]))
@@ -266,6 +307,8 @@ class ExpressionWriter:
         """The transpose, the conjugate transpose where x is a conjugate."""
         if x.op == "conj" and x not in self.names:
             return superscript(self.whole(x.args[0]), "ᴴ", "H")
+        if x.op == "inverse" and x not in self.names:
+            return superscript(self.whole(x.args[0]), "⁻ᵀ", r"-\top")
         written = self.whole(x)
         if written.text.endswith("ᵀ") and written.level == POWER:
             stem = written.latex.removesuffix(r"^{\top}")
@@ -276,7 +319,7 @@ class ExpressionWriter:
         """Elementwise products, summed over axes by their letters."""
         letters = f.label_letters(self.axes)
         clear = len(set(letters.values())) == len(letters)
-        if not (clear or _is_whole(f)):
+        if not (clear or _keeps_order(f, letters) or _is_whole(f)):
             return None
         if any(len(set(n)) < len(n) for _, n in (*f.arrays, *f.below)):
             return None
@@ -356,6 +399,8 @@ class ExpressionWriter:
             return self.sum_of([self.entry(t, letters) for t in self._in_order(x.args)])
         if is_elementwise(x):
             return self._function(x, [self.entry(a, letters) for a in x.args], False)
+        if x.op == "unit_matrix":
+            return subscript(Written("δ", r"\delta"), "".join(letters))
         return self._indexed(self.whole(x), letters)
 
     def _indexed(self, x: Written, letters: Sequence[str]) -> Written:
@@ -400,10 +445,32 @@ def _side_by_side(pieces: Sequence[Written]) -> Written:
     return join(pieces, " ", " ", PRODUCT) if len(pieces) > 1 else pieces[0]
 
 
+def _divided(f: Factors) -> dict[Expr, Expr] | None:
+    """Which matrix each vector below the line divides along one axis, if that is plain."""
+    result: dict[Expr, Expr] = {}
+    for vector, names in f.below:
+        hosts = [a for a, there in f.arrays if len(there) == 2 and set(names) < set(there)]
+        hosts = [a for a in hosts if a not in result and [b for b, _ in f.arrays].count(a) == 1]
+        if len(names) != 1 or not hosts:
+            return None
+        result[hosts[0]] = vector
+    return result
+
+
 def _is_whole(f: Factors) -> bool:
     """Whether all factors have all axes of the result in its order, and nothing is summed."""
     entries = (*f.arrays, *f.below)
     return not f.summed and all(names == tuple(range(f.target.rank)) for _, names in entries)
+
+
+def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:
+    """Whether one array is summed over axes that are not mistaken for those that are left."""
+    if len(f.arrays) != 1 or f.below or f.out != list(range(f.target.rank)):
+        return False
+    gone = [letters[l] for l in f.summed]
+    left = [l for l in f.arrays[0][1] if l not in f.summed]
+    clear = len(set(gone)) == len(gone) and not {letters[l] for l in f.out} & set(gone)
+    return left == f.out and clear
 
 
 def _apart(coefficient: Any) -> tuple[Any, Written | None]:

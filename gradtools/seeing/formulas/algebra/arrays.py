@@ -15,6 +15,7 @@ from gradtools.seeing.formulas.algebra.products import (
     constant_of,
     contracts,
     full,
+    identity,
     product,
 )
 from gradtools.seeing.formulas.expressions import Expr, expr
@@ -117,6 +118,13 @@ def matmul(a: Expr, b: Expr) -> Expr:
     out = names + (["i"] if a.rank > 1 else []) + (["j"] if b.rank > 1 else [])
     shape = batch + (a.shape[-2:-1] if a.rank > 1 else ()) + (b.shape[-1:] if b.rank > 1 else ())
     return product([a, b], [[*skip(a), *left], [*skip(b), *right]], out, shape)
+
+
+def diagonal_matrix(x: Expr) -> Expr:
+    """The last axis on a diagonal."""
+    batch = tuple(range(x.rank - 1))
+    n = x.shape[-1]
+    return product([x, identity(n)], [(*batch, "i"), ("i", "j")], (*batch, "i", "j"), (*x.shape, n))
 
 
 def unbroadcast(g: Expr, shape: Sequence[int]) -> Expr:

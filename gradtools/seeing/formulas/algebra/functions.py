@@ -1,7 +1,7 @@
 """Sums, functions of each place and the parts of complex numbers, simplified as they are made.
 
-Like terms of a sum are gathered and common factors taken out; broadcasts move
-out of a function, conjugates and real parts to the leaves.
+Like terms of a sum are gathered and common factors taken out; broadcasts, transposes and reshapes
+move out of a function; conjugates and real parts move to the leaves.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from gradtools.seeing.formulas.algebra.arrays import (
     negate,
     reshape,
     scale,
+    swap,
     times,
 )
 from gradtools.seeing.formulas.algebra.products import (
+    Labels,
     constant_of,
     contracts,
     full,
@@ -34,7 +36,7 @@ from gradtools.seeing.formulas.algebra.products import (
     tidy,
     zeros,
 )
-from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, expr, widest
+from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, expr, several, widest
 from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
 
 
@@ -117,7 +119,7 @@ def _common_factors(split: list) -> list:
     shared = set(terms[0]).intersection(*terms[1:])
     chosen: list = []
     for entry in sorted(shared, key=lambda f: f[0].turn):
-        inside = all(l in out for l in entry[1])
+        inside = all(l in out for l in entry[1]) and _is_worth_it(entry, terms, len(out))
         if inside and all(_can_leave([*chosen, entry], term) for term in terms):
             chosen.append(entry)
     return chosen
@@ -128,6 +130,14 @@ def _can_leave(entries: list, term: list) -> bool:
     rest = [e for e in term if e not in entries]
     axes = {l for _, names in rest for l in names}
     return not rest or {l for _, names in entries for l in names} <= axes
+
+
+def _is_worth_it(entry: tuple[Expr, Labels], terms: list, rank: int) -> bool:
+    """Whether it is a number, has all axes, or divides something that has more axes."""
+    own = set(entry[1])
+    if not own or len(own) == rank:
+        return True
+    return any(own < set(names) for term in terms for _, names in term)
 
 
 def _common_coefficient(coefficients: list) -> Any:
@@ -199,10 +209,13 @@ def plus(*terms: Expr) -> Expr:
 # --- functions of each place
 
 
-def apply(name: str, /, *of: Any, **attributes: Any) -> Expr:
-    """The operation of this name, of expressions and numbers."""
+def apply(name: str, /, *of: Any, **attributes: Any) -> Any:
+    """The operation of this name, of expressions and numbers; a list if it has several outputs."""
     operation, args = OPERATIONS[name], tuple(map(lifted, of))
-    shape, kind = operation.result(*args, **attributes)
+    result = operation.result(*args, **attributes)
+    if isinstance(result, list):
+        return several(name, args, result, **attributes)
+    shape, kind = result
     if operation.elementwise:
         return _in_each_place(name, args, kind, attributes)
     return expr(name, args, shape, kind, **attributes)
@@ -218,13 +231,32 @@ def _in_each_place(op: str, args: Sequence[Expr], kind: str, attributes: dict[st
     if len(kept) < rank:
         inner = [drop_axes(a, kept) for a in args]
         return product([_in_each_place(op, inner, kind, attributes)], [kept], range(rank), shape)
-    return expr(op, args, shape, kind, **attributes)
+    moved = _outside(op, args, kind, attributes)
+    return expr(op, args, shape, kind, **attributes) if moved is None else moved
 
 
 def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
     """X without the axes along which it is broadcast."""
     c, factors, labels, _ = parts(x)
     return product(factors, labels, kept, [x.shape[a] for a in kept], c)
+
+
+def _outside(op: str, args: Sequence[Expr], kind: str, attributes: dict[str, Any]) -> Expr | None:
+    """Transposes of one argument and reshapes of all move out of a function."""
+    if len(args) == 1:
+        c, factors, labels, out = parts(args[0])
+        leaf = len(factors) == 1 and factors[0].op == "placeholder"
+        if leaf and c == 1 and labels[0] != out and sorted(labels[0]) == list(out):
+            inner = expr(op, factors, factors[0].shape, kind, **attributes)
+            return product([inner], [labels[0]], out, args[0].shape)
+    plain = [a for a in args if constant_of(a) is None]
+    if plain and all(map(is_reshape, plain)):
+        shapes = {a.args[0].shape for a in plain}
+        if len(shapes) == 1:
+            (shape,) = shapes
+            inner = [reshape(a, shape) for a in args]
+            return reshape(_in_each_place(op, inner, kind, attributes), args[0].shape)
+    return None
 
 
 def power(x: Expr, exponent: Any) -> Expr:
@@ -266,7 +298,9 @@ def _leaves_reals(constant: Any, exponent: Any) -> bool:
 def _power_of_product(x: Expr, exponent: Any, whole: bool) -> Expr:
     c, factors, labels, out = parts(x)
     positive = not isinstance(c, complex) and c > 0
-    if whole or (positive and len(factors) == 1):
+    # Off a diagonal that is read the power need not exist, and its derivative would be NaN.
+    everywhere = (whole and exponent > 0) or all(len(set(n)) == len(n) for n in labels)
+    if everywhere and (whole or (positive and len(factors) == 1)):
         raised = [power(f, exponent) for f in factors]
         return product(raised, labels, out, x.shape, c**exponent)
     if positive and c != 1:
@@ -298,6 +332,11 @@ def conj(x: Expr) -> Expr:
     if x.op == "power" and float(np.real(x["exponent"])) == x["exponent"] and _whole(x["exponent"]):
         return power(conj(x.args[0]), x["exponent"])
     return expr("conj", (x,), x.shape, COMPLEX)
+
+
+def adjoint_matrix(x: Expr) -> Expr:
+    """The conjugate transpose of the last two axes."""
+    return conj(swap(x))
 
 
 def _whole(value: Any) -> bool:

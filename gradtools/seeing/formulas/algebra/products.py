@@ -1,7 +1,7 @@
 """Numbers, constant arrays, and products of arrays as einsum, simplified as they are made.
 
 Coefficients are gathered, nested products are flattened where that reads better, equal factors
-become powers, one-hot factors that are summed over vanish, broadcasts and reshapes
+become powers, identities and one-hot factors that are summed over vanish, broadcasts and reshapes
 move outwards to where they cancel.
 
 What is never done: a contraction (a product with a sum inside) is not opened inside of another,
@@ -10,6 +10,7 @@ so that a matrix product of the program stays one value.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -65,8 +66,16 @@ def array(value: Any) -> Expr:
     value = np.asarray(value)
     if value.size and np.all(value == value.flat[0]) and value.dtype.kind in "fc":
         return full(value.flat[0].item(), value.shape)
+    n = value.shape[0] if value.ndim == 2 else 0
+    if n > 1 and value.shape == (n, n) and np.array_equal(value, np.eye(n)):
+        return identity(n)
     kind = {"f": REAL, "c": COMPLEX, "b": "boolean"}.get(value.dtype.kind, INTEGER)
     return expr("array", (), value.shape, kind, value=ArrayValue(value))
+
+
+def identity(n: int) -> Expr:
+    """The unit matrix."""
+    return expr("unit_matrix", (), (n, n), REAL) if n > 1 else full(1.0, (n, n))
 
 
 def constant_of(x: Expr) -> Any:
@@ -148,6 +157,10 @@ class _Product:
     def labels(self) -> set:
         return {name for _, names in self.factors for name in names}
 
+    def rename(self, old: Any, new: Any) -> None:
+        swap = lambda names: tuple(new if n == old else n for n in names)
+        self.factors = [(f, swap(names)) for f, names in self.factors]
+
     def drop_sums_over_nothing(self, before: set) -> None:
         """A label that was summed over and that no factor has any more counts its length."""
         for name in before - self.labels() - set(self.out):
@@ -165,7 +178,7 @@ def product(
 
     Args:
         factors: What is multiplied.
-        labels: The labels of each factor's axes, different within a factor.
+        labels: The labels of each factor's axes; a label twice in one factor takes the diagonal.
         out: The labels of the result, all different.
         shape: The lengths of the result's axes.
         coefficient: A number.
@@ -177,6 +190,7 @@ def product(
     split = _split_reshapes(p, shape)
     if split is not None:
         return split
+    _contract_identities(p)
     _gather_powers(p)
     _drop_one_hots(p)
     if p.coefficient == 0:
@@ -218,6 +232,8 @@ def _flatten(p: _Product) -> None:
         closed = not _opens(factor, len(flat) + len(queue))
         if closed or (sums and _stays_whole(factor)):
             flat.append((factor, names))
+        elif sums and _is_scaled_whole(factor):
+            flat.append(_scale_inside(factor, names))
         else:
             sums = sums or contracts(factor)
             queue = _opened(p, factor, names) + queue
@@ -246,12 +262,26 @@ def _stays_whole(x: Expr) -> bool:
     if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False
     labels = [l for names in x["labels"] for l in names]
-    if len(set(labels)) < x.rank or any(f.op == "one_hot" for f in x.args):
+    if len(set(labels)) < x.rank or any(f.op in ("one_hot", "unit_matrix") for f in x.args):
         return False
     arrays = [f for f in x.args if f.rank]
     if len(arrays) == 1 and arrays[0].op == "placeholder":
         return False
     return len(labels) > len(set(labels)) or any(not f.rank for f in x.args)
+
+
+def _is_scaled_whole(x: Expr) -> bool:
+    """Whether x is a multiple of an elementwise product that stays one matrix, maybe turned."""
+    turned = x.op == "einsum" and len(x.args) == 1 and x["coefficient"] != 1
+    return turned and _stays_whole(x.args[0])
+
+
+def _scale_inside(x: Expr, names: Labels) -> tuple[Expr, Labels]:
+    """The same with the number inside, and the axes as the inner product has them."""
+    core = x.args[0]
+    coefficient = x["coefficient"] * core["coefficient"]
+    scaled = product(core.args, core["labels"], range(core.rank), core.shape, coefficient)
+    return scaled, tuple(names[l] for l in x["labels"][0])
 
 
 def _opens(factor: Expr, others: int) -> bool:
@@ -262,6 +292,22 @@ def _opens(factor: Expr, others: int) -> bool:
     if not contracts(factor):
         return True
     return not others and len(factor.args) == 1
+
+
+def _contract_identities(p: _Product) -> None:
+    """A unit matrix with a summed label renames it; one that is summed alone counts."""
+    before = p.labels()
+    for place in [f for f in p.factors if f[0].op == "unit_matrix"]:
+        current = [f for f in p.factors if f[0] is place[0]]
+        for entry in current:
+            a, b = entry[1]
+            if a == b or a not in p.out or b not in p.out:
+                p.factors.remove(entry)
+                if a != b:
+                    p.rename(*((a, b) if a not in p.out else (b, a)))
+                    before.discard(a if a not in p.out else b)
+                break
+    p.drop_sums_over_nothing(before)
 
 
 def _gather_powers(p: _Product) -> None:
@@ -399,6 +445,14 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
     return _einsum(factors, p.out, shape, coefficient)
 
 
+# The order of axes of each contraction, by the contraction in the order of its factors, which
+# lives as long as the contraction does.
+_first_order: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+_keys: weakref.WeakKeyDictionary[Expr, Expr] = weakref.WeakKeyDictionary()
+
+
 def _own_order(factors: list) -> Labels:
     """The axes of a product, as its factor with most axes has them: one order for all uses."""
     by_rank = sorted(factors, key=lambda f: -len(f[1]))
@@ -410,10 +464,18 @@ def _has_sum(p: _Product) -> bool:
 
 
 def _core(factors: list, p: _Product) -> tuple[Expr, Labels]:
-    """The contraction itself: no coefficient, no broadcast."""
-    there = p.labels()
-    kept = tuple(n for n in p.out if n in there)
-    return _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0), kept
+    """The contraction itself: no coefficient, no broadcast.
+
+    Its axes are in the order in which it was first asked for, which is how it reads best.
+    """
+    kept = tuple(dict.fromkeys(n for _, names in factors for n in names if n in p.out))
+    key = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)
+    wanted = tuple(kept.index(n) for n in p.out if n in kept)
+    kept = tuple(kept[a] for a in _first_order.setdefault(key, wanted))
+    core = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)
+    if core is not key:
+        _keys[core] = key
+    return core, kept
 
 
 def _einsum(factors: list, out: Labels, shape: tuple[int, ...], coefficient: Any) -> Expr:

@@ -1,9 +1,10 @@
 """Constants, contractions (all of them `einsum`), reshapes, parts of arrays and indexing.
 
-A part of an array whose places are known, such as a slice, is one linear operation, ``arrange``;
-its adjoint is ``restore``::
+What only moves entries by places that are known (a slice, padding with zeros, a flip, a diagonal)
+is one linear operation, ``arrange``, whose name is that of the framework's operation, and its
+adjoint ``restore``::
 
-    arrange   y[i] = x[places[i]]        restore   its transpose
+    arrange   y[i] = x[places[i]], 0 where there is none        restore   its transpose
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gradtools.seeing.formulas.algebra import (
     broadcast,
     conj,
     einsum,
+    identity,
     imag,
     matmul,
     number,
@@ -64,6 +66,7 @@ def constant(*, value: Any) -> Expr:
 
 operation("number", lambda y: np.asarray(y["value"]))
 operation("array", lambda y: y["value"].array, form=lambda w, x: ts.Written("c", "c"))
+operation("unit_matrix", lambda y: np.eye(y.shape[0]), form=lambda w, x: ts.Written("I", "I"))
 
 # Contractions.
 
@@ -99,12 +102,19 @@ def _aligned_product(
 
 
 def _einsum_cotangent(y: Expr, g: Expr, k: int) -> Expr:
-    """Of the k-th factor."""
+    """Of the k-th factor; a repeated label is written as a unit matrix between two labels."""
+    own = list(y["labels"][k])
+    names, extra, factors = list(own), [], []
+    for place, name in enumerate(own):
+        if name in own[:place]:
+            names[place] = ("copy", place)
+            extra.append((name, ("copy", place)))
+            factors.append(identity(y.args[k].shape[place]))
     others = [j for j in range(len(y.args)) if j != k]
     return product(
-        [g, *(conj(y.args[j]) for j in others)],
-        [tuple(range(y.rank)), *(y["labels"][j] for j in others)],
-        y["labels"][k],
+        [g, *(conj(y.args[j]) for j in others), *factors],
+        [tuple(range(y.rank)), *(y["labels"][j] for j in others), *extra],
+        names,
         y.args[k].shape,
         np.conj(y["coefficient"]),
     )
@@ -117,7 +127,7 @@ def _tie_einsum(axes: Axes, y: Expr) -> None:
             axes.tie(first.setdefault(l, (a, k)), (a, k))
 
 
-# As numpy.einsum, with "->" and no "..."; no label twice in an operand or in the result.
+# As numpy.einsum, with "->" and no "..."; no label twice in the result.
 operation(
     "einsum",
     _einsum,
@@ -128,6 +138,13 @@ operation(
 word("matmul", lambda a, b: matmul(a, b))
 word("outer", lambda a, b: einsum("i,j->ij", a, b))
 word("vdot", lambda a, b: conj(a) @ b)
+
+
+@makes("trace")
+def _trace(x: Expr) -> Expr:
+    """Of the last two axes of square matrices."""
+    lead = tuple(range(x.rank - 2))
+    return product([x], [(*lead, "d", "d")], lead, x.shape[:-2])
 
 
 # Axes.
@@ -166,20 +183,39 @@ operation(  # row-major; also flatten, squeeze, unsqueeze
 word("broadcast", lambda x, *, shape, axes=None: broadcast(x, shape, axes))
 
 
+@makes("tile")
+def _tile(x: Expr, *, reps: Sequence[int]) -> Expr:
+    """numpy.tile."""
+    shape = (1,) * (len(reps) - x.rank) + x.shape
+    once = reshape(x, [n for m in shape for n in (1, m)])
+    pairs = [*zip(reps, shape, strict=True)]
+    wide = broadcast(once, tuple(n for pair in pairs for n in pair))
+    return reshape(wide, [r * n for r, n in pairs])
+
+
 # Entries from places that are known.
 
 
 def arrange(x: Expr, places: np.ndarray, name: str) -> Expr:
-    """The entries of x at places of the flattened x."""
+    """The entries of x at places of the flattened x, zero where a place is negative."""
     places = np.asarray(places, np.int64)
     if np.array_equal(places.ravel(), np.arange(np.prod(x.shape, dtype=int))):
         return reshape(x, places.shape)
+    if x.op == "array":
+        return array(np.append(x["value"].array, 0)[places])
+    if x.op == "arrange":
+        inner = np.append(x["places"].array, -1)[places]
+        if np.array_equal(inner.ravel(), np.arange(np.prod(x["into"], dtype=int))):
+            return reshape(x.args[0], places.shape)
     if x.op == "update":
         inner = _back(x)[places]
         if (inner >= 0).all():  # what was written in place
             return arrange(x.args[1], inner, name)
         if (inner < 0).all():  # or what was there
             return arrange(x.args[0], places, name)
+    n = x.shape[0] if x.rank == 2 else 0
+    if x.shape == (n, n) and np.array_equal(places, np.arange(n) * (n + 1)):
+        return product([x], [("d", "d")], ("d",), (n,))
     kept = ArrayValue(places)
     return expr("arrange", (x,), places.shape, x.kind, name=name, places=kept, into=x.shape)
 
@@ -198,7 +234,7 @@ def written(x: Expr, u: Expr, places: np.ndarray, name: str) -> Expr:
 
 def _back(y: Expr) -> np.ndarray:
     """For each entry of an update the place in what was written; -1 where nothing was."""
-    result = np.full(int(np.prod(y.shape)), -1)
+    result = np.append(np.full(int(np.prod(y.shape)), -1), -1)
     places = y["places"].array.ravel()
     result[places] = np.arange(places.size)
     return result
@@ -229,23 +265,39 @@ operation("update", _updated, _update_pullback, form=_update_form, ties=tie_firs
 
 def restore(g: Expr, y: Expr) -> Expr:
     """The transpose of `arrange`: each entry is added where it came from."""
+    places = y["places"].array.ravel()
+    counts = np.arange(places.size)
+    if places.size == np.prod(y["into"]) and np.array_equal(np.append(places, 0)[places], counts):
+        moved = arrange(g, y["places"].array, y["name"])  # an exchange of places, such as flip
+        return reshape(moved, y["into"])
     given = {"name": y["name"], "places": y["places"], "into": y["into"]}
     return expr("restore", (g,), y["into"], g.kind, **given)
 
 
 def _restored(y: Expr, g: np.ndarray) -> np.ndarray:
-    out = np.zeros(int(np.prod(y["into"])), g.dtype)
-    np.add.at(out, y["places"].array.ravel(), g.ravel())
-    return out.reshape(y["into"])
+    places = y["places"].array
+    out = np.zeros(int(np.prod(y["into"])) + 1, g.dtype)
+    np.add.at(out, places.ravel(), g.ravel())
+    return out[:-1].reshape(y["into"])
 
 
 def _arranged_form(w: ExpressionWriter, x: Expr) -> ts.Written:
-    """The places in square brackets."""
-    inner, where = w.whole(x.args[0]), x["name"].strip("[]")
-    if x.op == "arrange":
-        return _part_of(inner, ts.Written(where, where))
+    """A slice in square brackets, else the name of the operation."""
+    inner, name = w.whole(x.args[0]), x["name"]
+    forward = x.op == "arrange"
+    if not name.startswith("["):
+        if not forward:
+            w.note("fᵀ: the transpose of the linear f")
+        return ts.function(name + "ᵀ" * (not forward), [inner], latex=_command(name, not forward))
+    if forward:
+        return _part_of(inner, ts.Written(name[1:-1], name[1:-1]))
     w.note("into[...](x): zeros with x at these places")
-    return _placed("into", ts.Written(where, where), inner)
+    return _placed("into", ts.Written(name[1:-1], name[1:-1]), inner)
+
+
+def _command(name: str, turned: bool) -> str:
+    latex = name.replace("_", r"\_")
+    return rf"\operatorname{{{latex}}}" + (r"^{\top}" if turned else "")
 
 
 def _part_of(x: ts.Written, where: ts.Written) -> ts.Written:
@@ -263,7 +315,7 @@ def _placed(name: str, where: ts.Written, inner: ts.Written) -> ts.Written:
 
 operation(
     "arrange",
-    lambda y, x: x.ravel()[y["places"].array],
+    lambda y, x: np.append(x, 0)[y["places"].array].astype(x.dtype, copy=False),
     lambda y, g, x: [restore(g, y)],
     form=_arranged_form,
     ties=tie_first,
@@ -316,6 +368,13 @@ def _ranges(shape: Sequence[int], bounds: Sequence[slice]) -> str:
     return "[" + ", ".join(said) + "]"
 
 
+@makes("flip")
+def _flip(x: Expr, *, axes: Sequence[int] = ()) -> Expr:
+    """Reversed along axes."""
+    counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)
+    return arrange(x, np.flip(counts, tuple(axes)), "flip")
+
+
 @makes("split")
 def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
     """Consecutive parts, as many as sizes."""
@@ -359,7 +418,6 @@ def concatenate(*xs: Expr, axis: int) -> Expr:
 
 
 word("stack", lambda *xs, axis: concatenate(*(unsqueeze(x, [axis]) for x in xs), axis=axis))
-
 
 word(
     "view_as_real",
@@ -474,9 +532,18 @@ def meant(i: Expr, n: int) -> Expr:
 def taken(x: Expr, i: Expr, axis: int) -> Expr:
     """Entries along one axis; the axes of i stand in its place."""
     i = meant(i, x.shape[axis])
+    if i.op == "array":
+        counts = np.arange(int(np.prod(x.shape))).reshape(x.shape)
+        return arrange(x, np.take(counts, i["value"].array, axis), _place_text(i, axis))
     result = apply("index", x, i, axis=axis)
     order = [*range(i.rank, i.rank + axis), *range(i.rank), *range(i.rank + axis, result.rank)]
     return permuted(result, order)
+
+
+def _place_text(i: Expr, axis: int) -> str:
+    held = i["value"].array
+    said = str(held.tolist()) if held.ndim == 1 and held.size <= 4 else "c"
+    return "[" + ":, " * axis + said + "]"
 
 
 word("embedding", lambda table, i: taken(table, i, 0))

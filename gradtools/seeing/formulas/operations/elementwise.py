@@ -9,6 +9,7 @@ pullback.
 from __future__ import annotations
 
 import math
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from gradtools.seeing.formulas.expressions import (
     kind_of,
     widest,
 )
-from gradtools.seeing.formulas.operation_record import Cotangents, EntryForm
+from gradtools.seeing.formulas.operation_record import Cotangents, EntryForm, Make
 from gradtools.seeing.formulas.operations.entering import (
     entrywise,
     makes,
@@ -63,12 +64,31 @@ def negation(c: Expr) -> Expr:
 
 def scaled(factor: Any, x: Expr) -> Expr:
     """A product with a number; with one nothing."""
-    return x if factor == 1 else times(number(factor), x)
+    return x if factor == 1 else multiply(number(factor), x)
+
+
+def arithmetic(make: Make) -> Make:
+    """A decorator: what is made of integers stays integer, so that it can be an index."""
+
+    @wraps(make)
+    def of_kind(*xs: Expr, **attributes: Any) -> Expr:
+        result = make(*xs, **attributes)
+        integers = all(is_integer(x) or _is_whole(x) for x in xs)
+        some = any(map(is_integer, xs))
+        done = not (integers and some) or result.kind == INTEGER
+        return result if done else apply("cast", result, to=INTEGER)
+
+    return of_kind
 
 
 def is_integer(x: Expr) -> bool:
     """Whether its entries are whole numbers or truth values."""
     return x.kind in (INTEGER, BOOLEAN)
+
+
+def _is_whole(x: Expr) -> bool:
+    value = constant_of(x)
+    return value is not None and not isinstance(value, complex) and float(value).is_integer()
 
 
 # What passes values on; identity also copies and aliases.
@@ -82,6 +102,15 @@ def stop(x: Expr) -> Expr:
     if x.op in ("number", "stop") or constant_of(x) is not None:
         return x
     return apply("stop", x)
+
+
+entrywise(
+    "scale_gradient",
+    lambda x, scale: x,
+    make=lambda x, *, scale: apply("scale_gradient", x, scale=scale),
+    pullback=lambda y, g, x: [y["scale"] * g],
+    entry=lambda x, args, matrix: args[0],
+)
 
 
 def _cast_value(x: np.ndarray, to: str) -> np.ndarray:
@@ -117,16 +146,17 @@ def cast(x: Expr, *, dtype: Any = None) -> Expr:
 
 # Arithmetic.
 
+multiply = arithmetic(times)
 operation(
     "add",
     lambda y, *xs: sum(xs[1:], xs[0] + 0.0),
     lambda y, g, *xs: [g] * len(xs),
     ties=tie_same,
-    make=lambda a, b, *, alpha=1: a + scaled(alpha, b),
+    make=arithmetic(lambda a, b, *, alpha=1: a + scaled(alpha, b)),
 )
-word("subtract", lambda a, b, *, alpha=1: a - scaled(alpha, b))
-word("negate", lambda x: negate(x))
-word("multiply", lambda a, b: times(a, b))
+word("subtract", arithmetic(lambda a, b, *, alpha=1: a - scaled(alpha, b)))
+word("negate", arithmetic(lambda x: negate(x)))
+word("multiply", arithmetic(lambda a, b: times(a, b)))
 word("divide", lambda a, b: a / b)
 
 
@@ -156,6 +186,7 @@ def _raised(base: ts.Written, exponent: Any, matrix: bool) -> ts.Written:
     kind=lambda x, exponent: widest(x.kind, COMPLEX if isinstance(exponent, complex) else REAL),
     entry=_power_form,
 )
+@arithmetic
 def _power(a: Expr, b: Expr) -> Expr:
     exponent = constant_of(b)
     shape = broadcast_shape(a.shape, b.shape)
@@ -180,7 +211,7 @@ entrywise(
     lambda y, a, b: [b * apply("pow", a, b - 1), y * apply("log", a)],
     entry=_pow_form,
 )
-word("square", lambda x: x**2)
+word("square", arithmetic(lambda x: x**2))
 word("sqrt", lambda x: x**0.5)
 word("rsqrt", lambda x: x**-0.5)
 word("reciprocal", lambda x: x**-1)
@@ -260,8 +291,26 @@ word("complex", lambda re, im: re + 1j * im)
 # Rounding, comparison and truth.
 
 
-for _name in ("floor", "ceil", "trunc", "round"):
-    entrywise(_name, getattr(np, _name))
+def _between(left: str, right: str, latex: tuple[str, str]) -> EntryForm:
+    """What is written between two signs."""
+
+    def form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
+        (a,) = args
+        return ts.Written(f"{left}{a.text}{right}", f"{latex[0]}{a.latex}{latex[1]}")
+
+    return form
+
+
+def _rounding(name: str, evaluate: Any, entry: EntryForm | None = None) -> None:
+    """Rounding, which leaves integers alone."""
+    make = lambda x: x if is_integer(x) else apply(name, x)
+    entrywise(name, evaluate, make=make, entry=entry)
+
+
+_rounding("floor", np.floor, _between("⌊", "⌋", (r"\left\lfloor ", r" \right\rfloor")))
+_rounding("ceil", np.ceil, _between("⌈", "⌉", (r"\left\lceil ", r" \right\rceil")))
+_rounding("trunc", np.trunc)
+_rounding("round", np.round)
 
 
 # What each is in NumPy, its opposite, and how it is written.
@@ -295,6 +344,10 @@ def _compare(a: Expr, b: Expr, *, relation: str) -> Expr:
     return indicator(a, relation, b)
 
 
+entrywise("is_finite", np.isfinite, kind=BOOLEAN)
+entrywise("is_nan", np.isnan, kind=BOOLEAN)
+
+
 def _truth(x: Expr) -> Expr:
     """Whether it is not zero."""
     return x if x.kind == BOOLEAN else indicator(x, "!=", 0)
@@ -304,7 +357,7 @@ entrywise(
     "logical_not",
     np.logical_not,
     kind=BOOLEAN,
-    entry=lambda x, args, matrix: ts.Written(f"¬{args[0].text}", rf"\lnot {args[0].latex}"),
+    entry=_between("1[not ", "]", (r"\mathbf{1}[\lnot ", "]")),
     make=lambda x: negation(_truth(x)),
 )
 
@@ -323,6 +376,7 @@ def _logical(name: str, evaluate: Any, text: str, latex: str) -> None:
 
 _logical("logical_and", np.logical_and, "∧", r"\land")
 _logical("logical_or", np.logical_or, "∨", r"\lor")
+_logical("logical_xor", np.logical_xor, "⊕", r"\oplus")
 
 # Choice.
 
@@ -379,7 +433,8 @@ def clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
     low, high = (None if v is None else float(v) for v in (low, high))
     if low == 0 and high is None:
         return apply("relu", x)
-    return apply("clip", x, low=low, high=high)
+    clipped = apply("clip", x, low=low, high=high)
+    return apply("cast", clipped, to=INTEGER) if is_integer(x) else clipped
 
 
 def _where_form(x: Expr, args: list[ts.Written], matrix: bool) -> ts.Written:
@@ -478,4 +533,22 @@ entrywise(
     lambda x: np.maximum(x, 0),
     lambda y, x: [indicator(x, ">", 0)],
     definition=ts.Written("relu(x) := max(x, 0)", r"\operatorname{relu}(x) := \max(x, 0)"),
+)
+entrywise(
+    "normal_cdf",
+    lambda x: (1 + _erf(x / math.sqrt(2))) / 2,
+    lambda y, x: [apply("normal_density", x)],
+    entry=named("Φ", r"\Phi"),
+    definition=ts.Written(
+        "Φ(x) := (1 + erf(x / √2)) / 2", r"\Phi(x) := (1 + \operatorname{erf}(x / \sqrt{2})) / 2"
+    ),
+)
+entrywise(
+    "normal_density",
+    lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi),
+    lambda y, x: [-(x * y)],
+    entry=named("φ", r"\varphi"),
+    definition=ts.Written(
+        "φ(x) := e^(-x² / 2) / √(2π)", r"\varphi(x) := e^{-x^{2} / 2} / \sqrt{2 \pi}"
+    ),
 )

@@ -19,7 +19,7 @@ from gradtools.seeing.formulas.algebra import (
     total,
     unsqueeze,
 )
-from gradtools.seeing.formulas.expressions import REAL, Expr
+from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr
 from gradtools.seeing.formulas.operation_record import Cotangents, Form
 from gradtools.seeing.formulas.operations.elementwise import indicator
 from gradtools.seeing.formulas.operations.entering import makes, operation, tie_same, word
@@ -47,7 +47,8 @@ def reduced(name: str, x: Expr, axes: Iterable[int], **attributes: Any) -> Expr:
 @makes("sum")
 def _sum(x: Expr, *, axes: Any = None, keep: bool = False) -> Expr:
     """Sum over axes."""
-    return total(x, all_axes(x, axes), keep)
+    result = total(x, all_axes(x, axes), keep)
+    return apply("cast", result, to=INTEGER) if x.kind in (INTEGER, BOOLEAN) else result
 
 
 word("mean", lambda x, *, axes=None, keep=False: mean(x, all_axes(x, axes), keep))
@@ -109,6 +110,11 @@ def _extreme_pullback(y: Expr, g: Expr, x: Expr) -> Cotangents:
 
 _reduction("max", _over_axes(np.max), _extreme_pullback)
 _reduction("min", _over_axes(np.min), _extreme_pullback)
+_reduction(
+    "prod",
+    _over_axes(np.prod),
+    lambda y, g, x: [spread(conj(y) * g, y["axes"], x.shape) / conj(x)],
+)
 # Norms.
 
 
@@ -122,15 +128,19 @@ def _norm_form(w: ExpressionWriter, x: Expr) -> ts.Written:
     )
 
 
-def _norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr | None:
-    """(sum |x|**ord)**(1/ord) of a positive ord."""
+def _norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr:
+    """(sum |x|**ord)**(1/ord); ord: 2, 1, inf, any positive number."""
     axes = all_axes(x, axes)
     size = apply("abs", x)
     if ord == 2:
-        return kept(reduced("norm", x, axes), axes, keep)
-    if ord == np.inf:
-        return kept(reduced("max", size, axes), axes, keep)
-    return kept(total(size**ord, axes) ** (1 / ord), axes, keep) if ord > 0 else None
+        result = reduced("norm", x, axes)
+    elif abs(ord) == np.inf:
+        result = reduced("max" if ord > 0 else "min", size, axes) if axes else size
+    elif ord == 0:
+        result = total(indicator(x, "!=", 0), axes)
+    else:
+        result = total(size**ord, axes) ** (1 / ord)
+    return kept(result, axes, keep)
 
 
 _reduction(

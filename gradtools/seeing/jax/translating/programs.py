@@ -8,7 +8,7 @@ and held as a constant::
 
 A value is an `Expr` or `Known`. Loops, branches and functions with rules of their own are
 operations by their names; so is a function of JAX's own of which some part is one: that it is
-`solve` says more than its LU factors. A random draw is a constant, with the value that it had.
+`solve` says more than its LU factors. A random draw is a placeholder, with the value that it had.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import enable_x64
+from gradtools.jax._upstream import enable_x64, is_of_random
 from gradtools.jax.operation_marks import function_name, is_chunk
+from gradtools.seeing.formulas.algebra import apply, constant_of
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operation_record import evaluate
-from gradtools.seeing.formulas.operations.arrays import constant
+from gradtools.seeing.formulas.operations.arrays import arrange, constant
 from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.recorded import Recorded, fitted, in_words, said
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
-from gradtools.seeing.jax.translating.folding import bound, folded, is_foldable
+from gradtools.seeing.jax.translating.folding import bound, evaluated, folded, is_foldable
 from gradtools.seeing.jax.translating.translations import PRIMITIVES, WORDS
 
 
@@ -43,7 +44,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 
     Args:
         program: A call of f. Its leaves are the inputs, and give the values at which indices and
-            random keys are looked at.
+            random draws are looked at.
     """
     traced = recorded_run.trace(program.run, program.leaves)
     names = recorded_run.captured_arrays(program.run)
@@ -59,6 +60,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
         tuple(translator.inputs),
         tuple(outputs),
         {p: x for p, x in translator.held.items() if p in read},
+        draws={p: x for p, x in translator.draws.items() if p in read},
         narrow=translator.narrowest,
     )
 
@@ -69,9 +71,11 @@ class Known:
 
     Attributes:
         value: An array of NumPy's, or of JAX's for random keys.
+        drawn: What a random draw is called; empty for a constant.
     """
 
     value: Any
+    drawn: str = ""
 
 
 Entry = Expr | Known
@@ -84,10 +88,14 @@ class _Translator:
         self.backend = backend
         self.inputs: list[Expr] = []
         self.held: dict[Expr, Any] = {}
+        self.draws: dict[Expr, np.ndarray] = {}
         self._given: dict[Expr, Any] = {}  # the values of all leaves
         self._arrays: dict[int, Entry] = {}
         self._exprs: dict[Known, Expr] = {}
         self._narrow: set[str] = set()
+        self.name = ""  # of the function of JAX's own that is read
+        self._eqn: Any = None
+        self._values: list[Any] = []
 
     @property
     def narrowest(self) -> str:
@@ -118,20 +126,41 @@ class _Translator:
         return self._arrays[id(x)]
 
     def expr(self, entry: Entry) -> Expr:
-        """The value as an expression."""
+        """The value as an expression; a draw as a named constant."""
         if isinstance(entry, Expr):
             return entry
         if entry not in self._exprs:
             value = np.asarray(entry.value)
             if jnp.issubdtype(value.dtype, jnp.floating):
                 value = value.astype(np.float64)
-            self._exprs[entry] = constant(value=value)
+            if entry.drawn:
+                draw = placeholder(entry.drawn, value.shape, kind_of(value.dtype), role="draw")
+                self.draws[draw] = self._given[draw] = value
+                self._exprs[entry] = draw
+            else:
+                self._exprs[entry] = constant(value=value)
         return self._exprs[entry]
 
     def concrete(self, x: Expr) -> np.ndarray | None:
         """What the value is at the program's leaves."""
         leaves = [e for e in order([x]) if e.op == "placeholder"]
         return evaluate([x], {e: self._given[e] for e in leaves})[0]
+
+    def arranged(self, x: Expr, name: str, run: Any = None) -> Expr | None:
+        """What an equation does to its first operand, if it only moves entries.
+
+        run: What it does; by default that of the equation itself, with its other operands.
+        """
+        run = run or (lambda counts: bound(self._eqn, [counts, *self._values[1:]])[0])
+        dtype = self._eqn.invars[0].aval.dtype
+        counts = np.arange(1, 1 + int(np.prod(x.shape))).reshape(x.shape)
+        if not jnp.issubdtype(dtype, jnp.inexact) or counts.size > 1 << 20:
+            return None
+        with jax.ensure_compile_time_eval():
+            result, twice = (np.asarray(run(jnp.asarray(k * counts, dtype))) for k in (1, 2))
+        if not np.array_equal(2 * result, twice):  # it fills in something of its own
+            return None
+        return arrange(x, np.round(result.real).astype(int) - 1, name)
 
     # --- equations
 
@@ -154,9 +183,8 @@ class _Translator:
             branches = jaxprs.programs_of(eqn)
             k = min(max(int(entries[0].value), 0), len(branches) - 1)
             return self._opened(branches[k], entries[1:])
-        known = [e.value for e in entries if isinstance(e, Known)]
-        if is_foldable(eqn) and len(known) == len(entries):
-            return [Known(value) for value in folded(eqn, known)]
+        if is_foldable(eqn) and all(isinstance(e, Known) for e in entries):
+            return _folded(eqn, entries)
         if name in _RULES:
             return self._rule(eqn, entries)
         return self._translated(eqn, entries)
@@ -172,6 +200,8 @@ class _Translator:
         if any(_is_key(e) for e in entries):
             return self._named(eqn, entries, _name_of(eqn))
         xs = [self.expr(e) for e in entries]
+        self._eqn = eqn
+        self._values = [e.value if isinstance(e, Known) else None for e in entries]
         translation = PRIMITIVES.get(eqn.primitive.name)
         if translation is not None:
             result = translation(self, eqn.params, *xs)
@@ -234,9 +264,12 @@ class _Translator:
         own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)
         name = _name(eqn, jaxpr)
         known = all(isinstance(e, Known) for e in entries)
+        if own and known and is_of_random(jaxpr) and _draws(jaxpr):
+            return self._drawn(eqn, entries, name)
         if own and not known and not any(map(_is_key, entries)):
             word = WORDS.get(name)
-            result = word and word(jaxpr, *map(self.expr, entries))
+            self._eqn, self.name = eqn, name.removesuffix("_static")
+            result = word and word(self, jaxpr, *map(self.expr, entries))
             if result is not None:
                 return self._fitted(eqn, [result])
         if own and not known and name in _WHOLE:
@@ -255,9 +288,22 @@ class _Translator:
         parts = order([e for e in results if isinstance(e, Expr)])
         return any(x.op == "by_name" and x not in before for x in parts)
 
+    def _drawn(self, eqn: Any, entries: Sequence[Any], name: str) -> list[Entry]:
+        """A draw of jax.random of which all is known."""
+        letter = _DRAWS.get(name.removesuffix("_real"), "ξ")
+        values = evaluated(eqn, [e.value for e in entries])
+        if any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in values):
+            return [Known(v) for v in values]
+        return [self.expr(Known(np.asarray(v), letter)) for v in values]
+
     def _rule(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """A rule of gradtools' own, by its name; what is frozen is opened."""
+        """A rule of gradtools' own; a scaled gradient is read, what is frozen is opened."""
         rule = eqn.params["rule"]
+        if eqn.primitive.name == "gradtools_primal" and rule.name == "scale_gradient":
+            factor = constant_of(self.expr(entries[1]))
+            if factor is not None:
+                scaled = apply("scale_gradient", self.expr(entries[0]), scale=factor)
+                return self._fitted(eqn, [scaled])
         if rule.name.startswith("frozen"):
             avals = [v.aval for v in eqn.invars]
             closed = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals)
@@ -275,6 +321,8 @@ _RULES = tuple(
 )
 _WHOLE = ("det", "expm")  # which JAX writes out for small matrices
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
+_DRAWS = {"normal": "ε", "uniform": "u", "bernoulli": "m", "permutation": "π", "shuffle": "π"}
+_RANDOM = ("random_bits", "threefry2x32", "random_gamma")
 _NARROW = (jnp.float32, jnp.complex64, jnp.float16, jnp.bfloat16)
 _EXACT = (
     *("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "concatenate", "stack"),
@@ -293,7 +341,7 @@ def _is_key(entry: Entry) -> bool:
 def _is_read(entry: Known) -> bool:
     """Whether a constant is an array that is shown."""
     value = entry.value
-    return bool(np.ndim(value)) and jnp.issubdtype(value.dtype, jnp.inexact)
+    return bool(entry.drawn) or (bool(np.ndim(value)) and jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def _name_of(eqn: Any) -> str:
@@ -311,6 +359,16 @@ def _name(eqn: Any, jaxpr: Any) -> str:
 def _platform(platforms: Sequence[Any]) -> int:
     here = jax.default_backend()
     return next(k for k, names in enumerate(platforms) if names is None or here in names)
+
+
+def _draws(jaxpr: Any) -> bool:
+    return jaxprs.uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in _RANDOM)
+
+
+def _folded(eqn: Any, entries: Sequence[Any]) -> list[Entry]:
+    drawn = next((e.drawn for e in entries if e.drawn), "")
+    drawn = drawn or ("ε" if eqn.primitive.name == "random_bits" else "")
+    return [Known(value, drawn) for value in folded(eqn, [e.value for e in entries])]
 
 
 __all__ = ["formula_graph", "trying"]

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from gradtools.seeing.formulas.algebra import apply, constant_of, is_zero, reshape
 from gradtools.seeing.formulas.expressions import Expr, kind_of
+from gradtools.seeing.formulas.operation_record import OPERATIONS
 from gradtools.seeing.formulas.operations.arrays import (
+    arrange,
     meant,
     permuted,
     picked,
@@ -47,7 +50,16 @@ def _selected(w: Any, p: Params, which: Expr, *cases: Expr) -> Expr | None:
         return yes
     if mask is not None and not mask.any():
         return no
+    if mask is not None and mask.ndim > 1 and mask.shape == yes.shape and is_zero(no):
+        for name, part in (("tril", np.tril), ("triu", np.triu)):
+            if np.array_equal(mask, part(np.ones_like(mask))):
+                counts = np.arange(mask.size).reshape(mask.shape)
+                return arrange(yes, np.where(mask, counts, -1), name)
     return where(which, yes, no)
+
+
+def _padded(w: Any, p: Params, x: Expr, around: Expr) -> Expr | None:
+    return w.arranged(x, "pad") if is_zero(around) else None
 
 
 def _starts(x: Expr, starts: Sequence[Expr], sizes: Sequence[int]) -> list[int] | None:
@@ -68,7 +80,9 @@ def _window(w: Any, p: Params, x: Expr, *starts: Expr) -> Expr | None:
 
 
 def _gathered(w: Any, p: Params, x: Expr, indices: Expr) -> Expr | None:
-    """Rows by integers, or one entry of each row."""
+    """Rows by integers, one entry of each row, or places that are known."""
+    if indices.turn[0]:
+        return w.arranged(x, "[c]")
     known = w.concrete(indices)
     if known is None or not indices.rank:
         return None
@@ -119,6 +133,7 @@ PRIMITIVES: dict[str, Translation] = {
     "convert_element_type": _cast,
     "div": _divided,
     "select_n": _selected,
+    "pad": _padded,
     "dynamic_slice": _window,
     "gather": _gathered,
 }
@@ -127,7 +142,7 @@ PRIMITIVES: dict[str, Translation] = {
 # --- functions of JAX's own --------------------------------------------------------------
 
 
-def _clip(jaxpr: Any, x: Expr, *bounds: Expr) -> Expr | None:
+def _clip(w: Any, jaxpr: Any, x: Expr, *bounds: Expr) -> Expr | None:
     """With bounds that are numbers."""
     known = [constant_of(b) for b in bounds]
     if len(bounds) != 2 or None in known or x.shape != jaxpr.outvars[0].aval.shape:
@@ -135,24 +150,45 @@ def _clip(jaxpr: Any, x: Expr, *bounds: Expr) -> Expr | None:
     return clip(x, low=known[0], high=known[1])
 
 
-def _logaddexp(jaxpr: Any, a: Expr, b: Expr) -> Expr:
+def _logaddexp(w: Any, jaxpr: Any, a: Expr, b: Expr) -> Expr:
     if is_zero(b):
         return apply("softplus", a)
     return apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b)
 
 
-def _one_hot(jaxpr: Any, i: Expr) -> Expr | None:
+def _one_hot(w: Any, jaxpr: Any, i: Expr) -> Expr | None:
     out = jaxpr.outvars[0].aval
     fits = out.shape[:-1] == i.shape
     return apply("one_hot", i, size=out.shape[-1]) if fits else None
 
 
+def _hypot(w: Any, jaxpr: Any, a: Expr, b: Expr) -> Expr:
+    return (a**2 + b**2) ** 0.5
+
+
+def _traced(w: Any, jaxpr: Any, x: Expr, *offset: Expr) -> Expr | None:
+    plain = x.rank == 2 and x.shape[0] == x.shape[1] and all(constant_of(k) == 0 for k in offset)
+    adds = [e for e in jaxpr.eqns if e.primitive.name == "add"]
+    plain = plain and (bool(offset) or all(getattr(e.invars[1], "val", None) == 0 for e in adds))
+    return OPERATIONS["trace"].make(x) if plain else None  # type: ignore[misc]
+
+
+def _moved(w: Any, jaxpr: Any, x: Expr) -> Expr | None:
+    """Entries of x, wherever they come from: what is done to their numbers tells."""
+    if len(jaxpr.invars) != 1:
+        return None
+    return w.arranged(x, w.name, lambda counts: jax.core.eval_jaxpr(jaxpr, [], counts)[0])
+
+
 WORDS: dict[str, Translation] = {
+    "trace": _traced,
     "clip": _clip,
     "logaddexp": _logaddexp,
     "one_hot": _one_hot,
     "_one_hot": _one_hot,
-    "relu": lambda jaxpr, x: apply("relu", x),
-    "silu": lambda jaxpr, x: x * apply("sigmoid", x),
-    "log_sigmoid": lambda jaxpr, x: -apply("softplus", -x),
+    "hypot": _hypot,
+    "relu": lambda w, jaxpr, x: apply("relu", x),
+    "silu": lambda w, jaxpr, x: x * apply("sigmoid", x),
+    "log_sigmoid": lambda w, jaxpr, x: -apply("softplus", -x),
+    **dict.fromkeys(("roll_static", "diagonal", "diag", "tril", "triu"), _moved),
 }

@@ -21,6 +21,8 @@ import torch
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
+from gradtools.rules import Rule
+from gradtools.seeing.formulas.algebra import apply
 from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
 from gradtools.seeing.formulas.operations.arrays import arrange, constant, written
 from gradtools.seeing.formulas.operations.elementwise import stop
@@ -48,7 +50,6 @@ _TENSOR: Any = Tensor
 _DETACHING = (Tensor.detach, _TENSOR.data.__get__)  # autograd detaches, too, what it saves
 # What PyTorch would take apart into parts that say less than the name.
 _WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "renorm", "linalg")
-_WHOLE += ("hardsigmoid",)  # PyTorch's backward kernel has 1/6 in single precision
 
 
 def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
@@ -76,8 +77,10 @@ class FormulaRecorder(Recorder[Expr]):
     ) -> None:
         super().__init__(undo)
         self.backend, self.cast_of = backend, cast_of
+        self.narrow = ""  # a dtype short of double in which a kernel computes whatever it is given
         self.tensors: dict[Expr, Tensor] = {}
         self.held: dict[Expr, Tensor] = {}
+        self.draws: dict[Expr, np.ndarray] = {}
 
     # --- what runs
 
@@ -97,7 +100,7 @@ class FormulaRecorder(Recorder[Expr]):
         if any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
             values = [stop(self.of(y)) if is_inexact(y) else None for y in outs]
         else:
-            values = self._named(name, kind.apply, args, kwargs, given, outs)
+            values = _scaled(args, given, self._named(name, kind.apply, args, kwargs, given, outs))
         for y, value in zip(outs, values, strict=True):
             if value is not None:
                 self.hold(y, fitted(value, _like(y)), alone=True)
@@ -202,6 +205,9 @@ class FormulaRecorder(Recorder[Expr]):
             return out
         if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
             return call.run()
+        if name.removeprefix("_foreach_").rstrip("_") in _OF_EACH and name.startswith("_foreach_"):
+            with Operations(self):
+                return _each(name, args, call.kwargs)
         bound = self._bound(call)
         writes = self.keep_written(call)
         out = call.run()
@@ -216,8 +222,12 @@ class FormulaRecorder(Recorder[Expr]):
         outs = made or writes
         self._bind_questions(bound, call, out, outs)
         bound.writes = writes
-        if name in _DRAWS or name in NO_DATA or all(x.turn[0] for x in bound.given):
-            values: Sequence[Expr | None] = [self.constant(y) for y in outs]
+        if name.startswith("hardsigmoid"):
+            self.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
+        if name in _DRAWS:
+            values: Sequence[Expr | None] = [self.drawn(y, name) for y in outs]
+        elif name in NO_DATA or all(x.turn[0] for x in bound.given):
+            values = [self.constant(y) for y in outs]
         else:
             result = self._translated(bound, call, out, outs)
             if result is None and not writes and (parts := self._in_parts(bound, call)) is not None:
@@ -230,6 +240,14 @@ class FormulaRecorder(Recorder[Expr]):
 
     def _bind_questions(self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]) -> None:
         """What a translation asks of a call: what came out, and the call as one by name."""
+
+        def places() -> np.ndarray:
+            """For each element of a result the place in the first operand, -1 where it is none."""
+            with self.silent(), upstream.disable_current_modes():
+                shape = bound.given[0].shape
+                count = torch.arange(1, int(np.prod(shape)) + 1, dtype=torch.float64)
+                result = call.func(count.reshape(shape), *call.args[1:], **call.kwargs)
+                return result.round().long().numpy() - 1  # type: ignore[no-any-return]
 
         def named(**changed: Any) -> list[Expr | None]:
             args = [changed.get(a.name, v) for a, v in call.bound if not a.kwarg_only]
@@ -244,7 +262,7 @@ class FormulaRecorder(Recorder[Expr]):
 
         bound.likes, bound.outs = [_like(y) for y in outs], outs
         bound.native, bound.name = call.raw.rstrip("_"), call.said(out)[0]
-        bound.recorder, bound.by_name = self, named
+        bound.recorder, bound.places, bound.by_name = self, places, named
 
     def _translated(
         self, bound: Any, call: AtenCall, out: Any, outs: Sequence[Tensor]
@@ -296,6 +314,12 @@ class FormulaRecorder(Recorder[Expr]):
         made = iter(by_name(name, given, some, kernel, words))
         return [next(made) if is_inexact(y) else self.constant(y) for y in outs]
 
+    def drawn(self, y: Tensor, name: str) -> Expr:
+        """A draw, with the value that was drawn."""
+        draw = placeholder("m" if "bernoulli" in name else "ε", *_like(y), role="draw")
+        self.draws[draw] = self._numbers(y)
+        return draw
+
     def _note(
         self, outs: Sequence[Tensor], values: Sequence[Expr | None], written: bool = False
     ) -> None:
@@ -336,6 +360,19 @@ class FormulaRecorder(Recorder[Expr]):
         return x
 
 
+def _scaled(args: Any, given: Sequence[Expr], values: Sequence[Expr | None]) -> Any:
+    """A gradient that is scaled by one number, as gradtools edits it, read as that; else values."""
+    rule = getattr(args[0], "rule", None) if args else None
+    if not isinstance(rule, Rule) or rule.name != "scale_gradient" or len(given) != 1:
+        return values
+    (x,), (y,) = given, values
+    ones = np.ones(x.shape)
+    (factor,) = y["kernel"].vjp([0], [0]).value(ones, ones)  # type: ignore[index]
+    if not factor.size or np.any(factor != factor.flat[0]):
+        return values
+    return [apply("scale_gradient", x, scale=float(factor.flat[0]))]
+
+
 def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunction:
     """A call as a function of the tensors in it."""
     kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
@@ -349,15 +386,33 @@ def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunct
         given, named = pytree.tree_map(swapped, (tuple(args), dict(kwargs)))
         assert kept is not None
         with upstream.disable_current_modes(), torch.enable_grad():
-            made = fun(*given, **named)
-            made = given[0] if made is None else made  # a list of tensors is written in place
-            return [y for y in tensors_in(made) if is_inexact(y)]
+            return [y for y in tensors_in(fun(*given, **named)) if is_inexact(y)]
 
     def arrays(values: Sequence[np.ndarray]) -> list[Tensor]:
         pairs = zip(values, dtypes, strict=True)
         return [torch.tensor(np.asarray(v), device=device).to(dtype) for v, dtype in pairs]
 
     return OpaqueFunction(backend, run, arrays, tuple(is_inexact(x) for x in xs))
+
+
+_OF_EACH = frozenset(
+    ["add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "zero"]
+    + ["copy", "lerp", "addcmul", "addcdiv"]
+)
+
+
+def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """An operation on lists of tensors, one tensor after the other."""
+    base = name.removeprefix("_foreach_")
+    operation = getattr(torch.ops.aten, base)
+    if base.startswith("addc") and len(args) > 3:
+        args, kwargs = args[:3], {**kwargs, "value": args[3]}
+    at = lambda x, k: x[k] if isinstance(x, list | tuple) else x
+    result = [
+        operation(*(at(x, k) for x in args), **{key: at(x, k) for key, x in kwargs.items()})
+        for k in range(len(args[0]))
+    ]
+    return None if base.endswith("_") else result
 
 
 # --- views and writes in place

@@ -26,7 +26,7 @@ from gradtools.seeing.formulas.algebra import (
     total,
 )
 from gradtools.seeing.formulas.expressions import BOOLEAN, Expr
-from gradtools.seeing.formulas.operations.arrays import meant, take_along, taken
+from gradtools.seeing.formulas.operations.arrays import arrange, meant, take_along, taken
 from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
 
 Translation = Callable[..., Any]
@@ -87,10 +87,23 @@ def _as_strided(o: Any) -> Expr:
     return o.recorder.met(o.outs[0])  # type: ignore[no-any-return]
 
 
+@operation("roll", "tril", "triu", "diagonal", "diag_embed", "diag", "constant_pad_nd")
+@operation("take", "masked_select", "repeat_interleave")
+def _moved(o: Any) -> Expr | None:
+    """Entries of x, wherever they come from: what is done to their numbers tells."""
+    x = o.given[0]
+    fixed = all(i.turn[0] for i in o.given[1:])
+    if not fixed or getattr(o, "value", None) not in (None, 0, 0.0):
+        return None
+    return arrange(x, o.places(), o.name)
+
+
 @operation("index", "_unsafe_index")
 def _index(o: Any) -> Expr | None:
-    """Integers along one axis."""
+    """Integers along one axis, or places that are known: those of a mask, or of constants."""
     there = [(axis, i) for axis, i in enumerate(o.indices) if i is not None]
+    if all(i.turn[0] or i.kind == BOOLEAN for _, i in there):
+        return arrange(o.self, o.places(), "[" + ", ".join([":"] * there[0][0] + ["c"]) + "]")
     if len(there) > 1 or there[0][1].kind == BOOLEAN:
         return None
     ((axis, i),) = there
@@ -104,7 +117,11 @@ def _index_select(o: Any) -> Expr:
 
 @operation("gather")
 def _gather(o: Any) -> Expr | None:
-    return take_along(o.self, o.index, o.dim % o.self.rank) if o.self.rank else None
+    if not o.self.rank:
+        return None
+    if o.index.turn[0]:
+        return arrange(o.self, o.places(), "gather")
+    return take_along(o.self, o.index, o.dim % o.self.rank)
 
 
 @operation("remainder")
@@ -146,8 +163,7 @@ def _log_sigmoid(o: Any) -> list[Expr]:
 
 @operation("gelu")
 def _gelu(o: Any) -> Expr | None:
-    erf = apply("erf", 2**-0.5 * o.self)
-    return o.self * (1 + erf) * 0.5 if o.approximate == "none" else None
+    return o.self * apply("normal_cdf", o.self) if o.approximate == "none" else None
 
 
 @operation("native_layer_norm")
@@ -197,14 +213,23 @@ def _nll(o: Any) -> Any:
     """-x[t] of each row; the class axis follows that of the batch."""
     axis = 0 if o.self.rank == 1 else 1
     target = o.recorder.value_of(o.target)
-    at = reshape(o.target, (*target.shape[:axis], 1, *target.shape[axis:]))
+    kept = target != o.ignore_index
+    safe = o.target if kept.all() else array(np.where(kept, target, 0))
+    at = reshape(safe, (*safe.shape[:axis], 1, *safe.shape[axis:]))
     losses = take_along(o.self, at, axis)
-    if losses is None or o.weight is not None or np.any(target == o.ignore_index):
+    if losses is None:
         return None
     losses = -reshape(losses, o.target.shape)
+    weights = None if o.weight is None else taken(o.weight, safe, 0)
+    if not kept.all():
+        there = array(kept.astype(float))
+        weights = there if weights is None else weights * there
+    losses = losses if weights is None else losses * weights
     axes = range(losses.rank)
+    if o.reduction == 1 and weights is not None:
+        return [total(losses, axes) / total(weights, axes), None]
     result = (losses, mean(losses, axes), total(losses, axes))[o.reduction]
-    return [result, o.recorder.constant(o.outs[1])]
+    return [result, None if weights is not None else o.recorder.constant(o.outs[1])]
 
 
 @operation("convolution")
@@ -222,7 +247,8 @@ def _rrelu(o: Any) -> Any:
     """Training draws the slope of each place, which is 1 above zero."""
     if not o.training:
         return None
-    return [o.self * o.recorder.constant((o.writes or o.outs)[-1]), None]
+    slopes = (o.writes or o.outs)[-1]
+    return [o.self * o.recorder.drawn(slopes, "slopes"), None]
 
 
 __all__ = ["OPERATIONS"]

@@ -29,7 +29,7 @@ WAITS = {  # of a call that is not the first
     "chunked": 3,
     "chunked: none retained": 7,
     "frozen": 1,
-    "frozen: second order": 5,
+    "frozen: second order": 3,
     # These look at the numbers.
     "dependence": 1,
     "why_zero": 8,

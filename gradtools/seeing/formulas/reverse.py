@@ -35,7 +35,7 @@ def adjoint(
     active = _active(values, wrt)
     gathered: dict[Expr, list[Expr]] = {}
     for out, g in zip(outputs, cotangents, strict=True):
-        gathered.setdefault(out, []).append(g)
+        gathered.setdefault(out, []).append(_of_kind(g, out))
     summed: dict[Expr, Expr] = {}
     waiting = _families(values)
     leaves = set(wrt)
@@ -77,8 +77,12 @@ def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
     for arg, g in zip(y.args, result, strict=True):
         if g is None or arg not in active or is_zero(g):
             continue
-        g = real(g) if g.is_complex and not arg.is_complex else g
-        gathered.setdefault(arg, []).append(unbroadcast(g, arg.shape))
+        gathered.setdefault(arg, []).append(unbroadcast(_of_kind(g, arg), arg.shape))
+
+
+def _of_kind(g: Expr, x: Expr) -> Expr:
+    """A cotangent of x: real where x is."""
+    return real(g) if g.is_complex and not x.is_complex else g
 
 
 def _pullback(y: Expr, summed: dict, active: set) -> Sequence[Expr | None]:

@@ -1,8 +1,7 @@
 """The formula of every function of JAX's table and of PyTorch's: it agrees, or says why not.
 
 A formula is held against automatic differentiation before it is shown, so what comes back agrees.
-What is refused must be f's own doing, in words. Every third function of each family, the others
-are a sweep (`pytest -m sweep`).
+What is refused must be f's own doing, in words.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from tests.support.tiers import in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +25,7 @@ OWN_DOING = (
     "what it gives in 16 bits is too coarse for a comparison",
     "a formula is of dense ones",
 )
-GROUPS = [pytest.param(k, marks=in_turn(k, 3)) for k in range(12)]
+GROUPS = 12
 
 
 def _outcome(gt, f, xs):
@@ -46,7 +44,7 @@ def _of_jax(group):
     import gradtools.jax as gt
     from tests.support.sweeps.jax_programs import cases
 
-    for case in sorted(cases(), key=lambda c: (c.program, c.sample))[group :: len(GROUPS)]:
+    for case in sorted(cases(), key=lambda c: (c.program, c.sample))[group::GROUPS]:
         xs = case.arguments("complex128" if case.complex_only else "float64")
 
         def f(*xs, f=case.f):
@@ -67,7 +65,7 @@ def _of_torch(group):
     from tests.support.sweeps import torch_programs
 
     entries = torch_programs.entries(("op_db", "module_db"))
-    for entry in [e for e in entries if e.variant == torch_programs.FUNCTION][group :: len(GROUPS)]:
+    for entry in [e for e in entries if e.variant == torch_programs.FUNCTION][group::GROUPS]:
         for program in torch_programs.programs(entry):
             small = lambda p: all(x.numel() <= 400 for x in p.primals)
             if isinstance(program, torch_programs.TableProgram) and small(program):
@@ -89,7 +87,7 @@ def _collected(outcomes):
     return found
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.parametrize("programs", [_of_jax, _of_torch], ids=["jax", "torch"])
 def test_every_formula_agrees_or_says_why_there_is_none(programs, group):
     with warnings.catch_warnings():

@@ -604,7 +604,7 @@ class GradientAccumulator:
             if new or lost:
                 what = f"grads{new[0]} is new" if new else f"grads{lost[0]} is missing"
             raise GradtoolsError(
-                f"GradientAccumulator.add: {what}; came {in_words(term.treedef)}, expected "
+                f"GradientAccumulator.add: {what}; got {in_words(term.treedef)}, expected "
                 f"{in_words(state.treedef)}, as in the first add. Use one accumulator for each "
                 "model, or call reset() first."
             )

@@ -18,19 +18,20 @@ def is_plain(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
 
 
-def as_numpy(x: Any, framework: str, caller: str = "asarray") -> np.ndarray:
+def as_numpy(x: Any, caller: str = "asarray") -> np.ndarray:
     """What NumPy reads x as, refused where that holds no numbers."""
     try:
         array = np.asarray(x)
     except Exception as error:
         kind = with_article(type(x).__name__)
-        raise GradtoolsError(f"{caller}: {kind} is no array: {error}") from error
+        raise GradtoolsError(
+            f"{caller}: {kind} cannot be converted to an array: {error}"
+        ) from error
     if array.dtype.kind in "OSUMmT":
         kind = with_article(type(x).__name__)
         raise GradtoolsError(
-            f"{caller}: {kind} (NumPy reads it as {array.dtype} of shape {array.shape}) holds no "
-            f"numbers that {framework} could take. Give one array of numbers (for a tree of "
-            f"arrays, call {caller} on each leaf)."
+            f"{caller}: {kind} cannot be converted to an array of numbers (NumPy reads it as dtype "
+            f"{array.dtype} and shape {array.shape}). For a pytree call {caller} on each leaf."
         )
     return array
 
@@ -40,8 +41,8 @@ def as_seed(seed: Any) -> int:
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         shape = getattr(seed, "shape", None)
         came = repr(seed) if shape is None else f"an array of shape {tuple(shape)}"
-        raise GradtoolsError(f"random_key: a seed is an integer, got {came}.")
+        raise GradtoolsError(f"random_key: seed must be an integer, got {came}.")
     seed = int(seed)
     if not -(2**63) <= seed < 2**63:
-        raise GradtoolsError(f"random_key: a seed fits into 64 bits with its sign, got {seed}.")
+        raise GradtoolsError(f"random_key: seed must fit into a signed 64-bit integer, got {seed}.")
     return seed

@@ -156,10 +156,11 @@ class Chunking(Operators):
         chunk_size, axes, argnums, interleaved, options = rest
         keys = _positions("key_argnums", argnums[0], len(args))
         carried = _positions("carry_argnums", argnums[1], len(args))
-        if set(keys) & set(carried):
+        both = set(keys) & set(carried)
+        if both:
             raise GradtoolsError(
-                "chunked: key_argnums and carry_argnums name the same argument; it is a key or "
-                "a carry."
+                f"chunked: key_argnums and carry_argnums both name argument {min(both)}, which is "
+                "either a key or a carry. Remove it from one of them."
             )
         given = arguments_of_call("chunked", f, args, kwargs, axes[0])
         for i in (*keys, *carried):
@@ -245,8 +246,8 @@ class Chunking(Operators):
             )
         if weights is not None and reduction == "sum":
             raise GradtoolsError(
-                "microbatched_value_and_grad: sums add up as they are; give weights with "
-                "reduction='mean', or multiply by them inside f."
+                "microbatched_value_and_grad: weights apply to reduction='mean' only, got "
+                "reduction='sum'. To weight a sum, multiply by the weights inside f."
             )
 
         refuse_arguments("microbatched_value_and_grad", argnums)
@@ -530,8 +531,8 @@ class _Microbatches:
         if shape != () or not _is_real(self.backend, result):
             came = describe(self.backend, result) if shape == () else f"shape {shape}"
             raise GradtoolsError(
-                f"microbatched_value_and_grad: the function of weights returned {came}; expected "
-                "one real number, the weight of its chunk."
+                f"microbatched_value_and_grad: the weights function returned {came}; expected "
+                "one real number, the weight of the chunk."
             )
         return result
 

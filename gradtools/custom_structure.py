@@ -296,7 +296,7 @@ class Shaped:
             name = str(dtype).removeprefix("torch.")
             raise self._error(
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
-                f"expected {shape} and {name}, as its argument has."
+                f"expected {shape} and {name}, those of its argument. Reshape or cast it."
             )
         return None if zero else x
 

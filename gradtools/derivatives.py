@@ -836,9 +836,11 @@ class Derivatives(Operators):
         many = [call.from_trees((u,), "tangent") for u in us]
         outs, extras, pushed = backend.jvps(call, call.leaves, many)
         if not outs:
+            came = call.output(outs, extras)[0]
+            hint = " Is a return statement missing?" if came is None else ""
             raise GradtoolsError(
-                "mixed_partial: G returned no floating or complex array, got "
-                f"{describe(backend, call.output(outs, extras)[0])}. Is a return statement missing?"
+                "mixed_partial: G must return a floating or complex array; got "
+                f"{describe(backend, came)}.{hint}"
             )
         return call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
 

@@ -58,16 +58,23 @@ class Connection:
 
     def _message(self, lost: list[tuple[str, int]]) -> str:
         names = ", ".join(name for name, _ in lost)
-        cuts = [cut for _, i in lost for cut in self.evaluation.where_lost(i)]
-        where = f" It is cut by {'; '.join(dict.fromkeys(cuts))}." if cuts else ""
+        cuts = [self.evaluation.where_lost(i) for _, i in lost]
+        places = "; ".join(dict.fromkeys(cut for each in cuts for cut in each))
+        where = f" It is cut by {places}." if places else ""
+        if not all(cuts):
+            where += (
+                " It may be unused, stopped or detached, cast to an integer, compared, or it may "
+                "leave the framework (.item(), .numpy(), no_grad)."
+            )
+        else:
+            where += " Remove that operation from the path, or replace it (see why_zero)."
         verb = "does" if len(lost) == 1 else "do"
         mend = 'If zero is what you mean, pass disconnected_inputs="zeros".'
         if self.call.caller not in _WITH_POLICY:
             mend = "Leave it out of what is differentiated, or let it reach the output."
         return (
             f"{self.call.caller}: {names} {verb} not reach the output of f by a differentiable "
-            f"path.{where} It may be unused, stopped or detached, cast to an integer, compared, or "
-            f"it may leave the framework (.item(), .numpy(), no_grad). {mend}"
+            f"path.{where} {mend}"
         )
 
     def _warn_of_zeros(self) -> None:

@@ -423,8 +423,8 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
     if not plain and len(leaves) == 1 and leaves[0] is x:
         raise GradtoolsError(
             f"{name}: x is {describe(backend, x)}, in which no array is found; expected an array "
-            "or a pytree of arrays. For a function or a module edit its arguments or results, "
-            "for another object its arrays."
+            f"or a pytree of arrays. For a function or a module apply {name} to its arguments or "
+            "outputs, for another object to its arrays."
         )
 
 
@@ -468,7 +468,8 @@ def _factor(backend: Backend, name: str, leaf: Array, path: Path, scale: Any) ->
         return backend.real_scalar(scale, leaf)
     if isinstance(scale, complex) or "complex" in str(getattr(scale, "dtype", "")):
         raise GradtoolsError(
-            f"{name}: scale is complex; it must be real. For a complex factor write a rule."
+            f"{name}: scale is complex; it must be real. For a complex factor use "
+            "transform_gradient."
         )
     if not _has_real_dtype(scale):
         raise GradtoolsError(
@@ -525,7 +526,8 @@ def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[
         if came != wanted:
             raise GradtoolsError(
                 f"transform_gradient: fn returned leaf {i} with shape {came[0]} and dtype "
-                f"{came[1]}, expected {wanted[0]} and {wanted[1]}, those of the cotangent."
+                f"{came[1]}, expected {wanted[0]} and {wanted[1]}, those of the cotangent. "
+                "Reshape or cast it."
             )
     return found
 
@@ -561,12 +563,17 @@ class _StraightThrough:
         if value_def != treedef:
             raise GradtoolsError(
                 f"straight_through: {_name(self._f)} returned the structure {in_words(value_def)}, "
-                f"its surrogate {in_words(treedef)}; they must be the same."
+                f"its surrogate {in_words(treedef)}; they must be the same.{self._hint}"
             )
         return backend.unflatten(
             treedef,
             [self._leaf(i, v, s) for i, (v, s) in enumerate(zip(values, leaves, strict=True))],
         )
+
+    @property
+    def _hint(self) -> str:
+        default = self._surrogate is None
+        return " The surrogate is the identity unless you pass one." if default else ""
 
     def _through(self, args: Any, kwargs: Any) -> Any:
         if self._surrogate is not None:
@@ -591,7 +598,7 @@ class _StraightThrough:
         if tuple(value.shape) != tuple(through.shape):
             raise GradtoolsError(
                 f"straight_through: leaf {i} of {_name(self._f)} has shape {tuple(value.shape)}, "
-                f"that of the surrogate {tuple(through.shape)}; they must be the same."
+                f"that of the surrogate {tuple(through.shape)}; they must be the same.{self._hint}"
             )
         if not backend.is_inexact(value):
             value = backend.cast(value, through)

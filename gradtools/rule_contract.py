@@ -176,7 +176,7 @@ class Contract:
 
 _VALUE_SLACK = dict.fromkeys(("float32", "float64", "complex64", "complex128"), 0.02)
 _LIKELY = {
-    "fwd": ": fwd(*args) returns (f(*args), residuals); is there a cast, or an extra axis",
+    "fwd": ": fwd(*args) returns (f(*args), residuals), without a cast or an extra axis",
     "the forward rule": ": the rule returns (f(*primals), tangent)",
 }
 _OF = {

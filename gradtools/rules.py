@@ -197,6 +197,12 @@ class JvpRule(Rule):
     jvp: Jvp
 
 
+USE_REVERSE_MODE = (
+    "Use reverse mode: grad, vjp, jacobian with mode='reverse' or hvp with "
+    "mode='reverse_over_reverse'."
+)
+
+
 def closed_over_error(name: str) -> GradtoolsError:
     """The error of a rule that closes over an array that is differentiated."""
     return GradtoolsError(
@@ -208,8 +214,8 @@ def closed_over_error(name: str) -> GradtoolsError:
 def reverse_only_text(caller: str, name: str) -> str:
     """Why a rule with a reverse rule that is not linear cannot be entered."""
     return (
-        f"{caller}: f holds {name}, which has a reverse rule only, so forward mode cannot enter "
-        "it. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
+        f"{caller}: f holds {name}, which has a reverse rule only, so it has no forward mode. "
+        f"{USE_REVERSE_MODE}"
     )
 
 

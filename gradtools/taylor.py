@@ -320,7 +320,10 @@ class Taylor(Operators):
             )
         order = _order(primals, series)
         call = Call(self._backend, "jet", f, primals, {}, tuple(range(len(primals))))
-        along = [call.from_trees([terms[k] for terms in series], "series") for k in range(order)]
+        along = [
+            call.from_trees([terms[k] for terms in series], "an entry of series")
+            for k in range(order)
+        ]
         moved = [Series(x, tuple(terms)) for x, *terms in zip(call.leaves, *along, strict=True)]
         outs, extras = self._run(call, moved, Jets(self._backend, order))
         out, _ = call.output([y.primal for y in outs], extras)
@@ -365,10 +368,12 @@ class Taylor(Operators):
         backend = self._backend
         chosen = normalized_argnums("laplacian", argnums, len(args))
         call = Call(backend, "laplacian", f, args, kwargs, chosen)
-        if any(map(backend.is_complex, call.leaves)):
-            raise GradtoolsError(
-                "laplacian: an argument is complex; take its real and imaginary parts as two."
-            )
+        for path, x in zip(call.paths, call.leaves, strict=True):
+            if backend.is_complex(x):
+                raise GradtoolsError(
+                    f"laplacian: {path} is complex; pass its real and imaginary parts as two real "
+                    "arguments."
+                )
         sizes = [_size(x) for x in call.leaves]
         moved = [
             Series(x, (backend.unit_basis(x, sum(sizes[:i]), sum(sizes[i + 1 :])), None))
@@ -397,7 +402,7 @@ def _order(primals: Sequence[Any], series: Sequence[Any]) -> int:
     lengths = {len(terms) for terms in series}
     if len(lengths) != 1 or 0 in lengths:
         raise GradtoolsError(
-            f"jet: the lists in series have the lengths {sorted(lengths)}; give each argument as "
-            "many derivatives, at least one."
+            f"jet: the lists in series have the lengths {sorted(lengths)}; expected the "
+            "same number of derivatives for each argument, at least one."
         )
     return int(lengths.pop())

@@ -153,15 +153,20 @@ class Batch:
                     places.setdefault(size, []).append((flat, leaf))
         if not places:
             self._refuse_numbers()
+            shared = ""
+            if self.caller == "microbatched_value_and_grad":
+                shared = " Arguments in argnums are shared by all chunks."
             raise GradtoolsError(
-                f"{self.caller}: no argument is split, so there are no examples. Pass the batch "
-                "as an array, and name its axis in in_axes."
+                f"{self.caller}: no argument is split, so there are no examples.{shared} Pass the "
+                "batch as an array, and name its axis in in_axes."
             )
         if len(places) > 1:
             self._refuse_sizes(places)
         if 0 in places and not self.may_be_empty:
             name = self._name_of(*places[0][0])
-            raise GradtoolsError(f"{self.caller}: the batch is empty ({name} has size 0).")
+            raise GradtoolsError(
+                f"{self.caller}: the batch is empty ({name} has size 0). Pass at least one example."
+            )
         [(size, [(flat, leaf), *_])] = places.items()
         # By identity: dynamo cannot compare records.
         at = next(i for i, each in enumerate(self.arguments) if each is flat)
@@ -208,7 +213,9 @@ class Batch:
     def _name_of(self, flat: FlatArgument, leaf: Leaf | None) -> str:
         """What a leaf of an argument is called in messages, or a list of examples."""
         value, name = flat.argument.value, flat.argument.name
-        return name + (", a list" if leaf is None else self.backend.leaf_paths(value)[leaf.place])
+        if leaf is None:
+            return f"the list {name}"
+        return name + self.backend.leaf_paths(value)[leaf.place]
 
     # --- parts of the batch
 

@@ -136,10 +136,11 @@ class Call:
         try:
             return self.backend.asarray(x)
         except (TypeError, ValueError, GradtoolsError) as error:
+            has_aux = self.caller in ("vjp", "jvp", *_WITH_AUX)
+            mend = ", and anything else through has_aux=True" if has_aux else ""
             raise GradtoolsError(
                 f"{self.caller}: f returned {describe(self.backend, x)} at "
-                f"{self._out_paths[k]}, expected an array. Return arrays, and anything else "
-                "through has_aux=True."
+                f"{self._out_paths[k]}, expected an array. Return arrays{mend}."
             ) from error
 
     @property

@@ -58,7 +58,10 @@ def normalized_argnums(
             )
         positions.append(i % count)
     if len(set(positions)) < len(positions):
-        raise GradtoolsError(f"{caller}: {name} {given} names an argument twice. Name each once.")
+        twice = next(i for i in positions if positions.count(i) > 1)
+        raise GradtoolsError(
+            f"{caller}: {name} {given} names argument {twice} twice. Name each argument once."
+        )
     if not positions:
         raise GradtoolsError(f"{caller}: {name} is empty; name at least one argument.")
     return tuple(positions)

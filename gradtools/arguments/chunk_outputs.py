@@ -127,10 +127,10 @@ class Outputs:
         if -len(shape) <= axis < len(shape):
             return GradtoolsError(
                 f"{name} {shape[axis]} entries on axis {axis} for {size} examples; with "
-                "interleaved=True the order is restored, which needs one for each."
+                "interleaved=True f must return one for each, so that their order can be restored."
             )
         return GradtoolsError(
-            f"{name} shape {shape}, which has no axis {axis} to join chunks on. f returns one "
+            f"{name} shape {shape}, which has no axis {axis} to join chunks on. f must return one "
             "entry for each example; for a loss that is a mean or a sum over examples use "
             f"microbatched_value_and_grad.{self._without(out, size)}"
         )
@@ -234,8 +234,8 @@ class Outputs:
         return GradtoolsError(
             f"chunked: an output of f has shape {tuple(shape)} for {size} examples and "
             f"{tuple(first)} for {of_first}; they cannot be joined on axis {axis}. Only that axis "
-            "may depend on the size of a chunk; select=... leaves out what has another, such as "
-            "a table of all pairs."
+            "may depend on the size of a chunk. Leave such outputs out with select=...; to reduce "
+            "scores of all pairs use pairwise_reduce."
         )
 
     def _tree(self) -> Any:
@@ -333,7 +333,8 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
 
 def other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
     """An output or a carry has another structure than that of the chunks before."""
+    origin = "of the carry passed to f" if what == "carry" else "of the other chunks"
     return GradtoolsError(
         f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "
-        f"{in_words(known)}, as before. It must be the same for all chunks."
+        f"{in_words(known)}, that {origin}. Return the same structure for every chunk."
     )

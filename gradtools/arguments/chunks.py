@@ -61,8 +61,8 @@ def check_verify(caller: str, verify: Any) -> None:
     came = repr(verify) if shape is None else f"an array of shape {tuple(shape)}"
     call = "" if shape is None else f" {caller} returns a function, which takes f's arguments."
     raise GradtoolsError(
-        f"{caller}: verify is {came}; expected True (each backward pass), False (none) or "
-        f"None (the first one of each kind).{call}"
+        f"{caller}: verify is {came}; expected True (compare in each backward pass), False "
+        f"(never) or None (in the first one for each shape and dtype of the arguments).{call}"
     )
 
 

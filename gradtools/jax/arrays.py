@@ -27,7 +27,7 @@ def asarray(x: Any, beside: Any = None) -> jax.Array:
         return x
     if type(x) in (float, complex):
         return jnp.asarray(x)  # weakly typed: it takes the dtype of what it meets
-    array = as_numpy(x, "JAX")
+    array = as_numpy(x)
     dtype = _default_dtype(array.dtype) if is_plain(x) else array.dtype.newbyteorder("=")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise _too_wide(dtype, array.shape)
@@ -48,7 +48,7 @@ def to_numpy(x: Any) -> np.ndarray:
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return np.array(jax.random.key_data(x))
-    return np.array(as_numpy(x, "JAX", "to_numpy"))
+    return np.array(as_numpy(x, "to_numpy"))
 
 
 def random_key(seed: Any) -> jax.Array:
@@ -57,7 +57,7 @@ def random_key(seed: Any) -> jax.Array:
         if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
             came = f"an array of shape {seed.shape} and dtype {seed.dtype}"
             raise GradtoolsError(
-                f"random_key: a seed is an integer, got {came}. For several seeds use "
+                f"random_key: seed must be an integer, got {came}. For several seeds use "
                 "vmap(random_key)."
             )
         return jax.random.key(seed)

@@ -49,11 +49,13 @@ def per_rank(caller: str, xs: Sequence[Any], axis_name: Any, group: Any) -> list
 
 def check_axis(caller: str, axis_name: Any, group: Any) -> None:
     if group is not None:
-        raise GradtoolsError(f"{caller}: group is PyTorch's; in JAX name a mapped axis, axis_name.")
+        raise GradtoolsError(
+            f"{caller}: group is PyTorch's; in JAX pass axis_name, the name of a mapped axis."
+        )
     if axis_name is None:
         raise GradtoolsError(
-            f"{caller}: axis_name is missing; expected the mapped axis, or a tuple of them, that "
-            "shard_map, vmap or pmap gave its name to."
+            f"{caller}: axis_name is missing; expected the name of an axis that shard_map, vmap or "
+            "pmap maps, or a tuple of names."
         )
     try:
         jax.lax.axis_size(axis_name)

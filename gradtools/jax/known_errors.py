@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError, refusal, said_by
+from gradtools.rules import USE_REVERSE_MODE
 
 
 @contextmanager
@@ -88,8 +89,7 @@ _MENDS = {
     ),
     "forward-mode autodiff (jvp) to a custom_vjp": (
         "f holds a function that has a reverse rule only (clip_gradient, transform_gradient, "
-        "replace_gradient, or a jax.custom_vjp), which forward mode cannot enter. Use vjp or grad, "
-        "or for second derivatives mode='reverse_over_reverse'."
+        f"replace_gradient, or a jax.custom_vjp), so it has no forward mode. {USE_REVERSE_MODE}"
     ),
     "Differentiation rule for": (
         "f holds a primitive that has no derivative in JAX. Wrap it in gt.custom_rule and give it "

@@ -54,7 +54,7 @@ def make_functional(
         return keras.make_functional(module, variables, train, _KERAS)
     raise GradtoolsError(
         f"make_functional: got {type_in_words(module)}; the JAX backend accepts a flax.linen, "
-        "flax.nnx or equinox Module, what haiku's transform gives, and a Keras model."
+        "flax.nnx or equinox Module, the result of haiku.transform, or a Keras model."
     )
 
 

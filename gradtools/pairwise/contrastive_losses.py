@@ -90,12 +90,12 @@ class ContrastiveLoss(Operators):
         if len(x.shape) != 2 or tuple(x.shape) != tuple(y.shape):
             raise GradtoolsError(
                 f"{caller}: x has the shape {tuple(x.shape)} and y {tuple(y.shape)}; expected two "
-                "matrices of one shape, a pair in each row."
+                "matrices of the same shape, [n, d], whose i-th rows form a pair."
             )
         if sigmoid and label_smoothing:
             raise GradtoolsError(
-                f"{caller}: label_smoothing is {label_smoothing} with sigmoid=True, whose labels "
-                "are those of single pairs; leave one of them out."
+                f"{caller}: label_smoothing is {label_smoothing} with sigmoid=True, a loss that "
+                "has no label smoothing; leave one of them out."
             )
         check_smoothing(caller, label_smoothing)
         y = backend.tiles.sharded_like(y, x)
@@ -150,7 +150,9 @@ class _Logits:
             return {"y": y, "b": ids}
         more = as_array(self.backend, "contrastive_loss", negatives, "negatives", beside=y)
         wanted = (*more.shape[:1], y.shape[1])
-        check_shape("contrastive_loss", "negatives", more, wanted, "features like those of y")
+        check_shape(
+            "contrastive_loss", "negatives", more, wanted, "rows of as many features as y has"
+        )
         n, k = y.shape[0], more.shape[0]
         if ids is not None:
             ids = self.xp.concat([ids, self.xp.broadcast_to(ids[:1], (k,))])

@@ -81,8 +81,8 @@ class LinearCrossEntropy(Operators):
             )
         if backend.is_inexact(t):
             raise GradtoolsError(
-                f"{caller}: target has the dtype {backend.dtype_name(t)}; expected integers, the "
-                "numbers of classes."
+                f"{caller}: target has the dtype {backend.dtype_name(t)}; expected integer "
+                "class indices."
             )
         check_smoothing(caller, label_smoothing)
         xp, shape, classes = backend.xp, tuple(t.shape), w.shape[0]

@@ -41,7 +41,7 @@ from typing import Any
 from gradtools.arguments.checks import as_array, whole_number, whole_or_none
 from gradtools.arguments.chunks import check_verify
 from gradtools.arguments.in_axes import argument_keys
-from gradtools.arguments.wording import describe, is_numeric, with_article
+from gradtools.arguments.wording import describe, in_words, is_numeric, with_article
 from gradtools.backend import Array, Backend, Operators
 from gradtools.errors import GradtoolsError
 from gradtools.function_names import like_function
@@ -183,13 +183,12 @@ class TileOptions:
         check_verify(self.caller, self.verify)
         if self.own and not (len(self.reduce) == 3 and all(callable(g) for g in self.reduce)):
             raise GradtoolsError(
-                f"{self.caller}: reduce is {self.reduce!r}; a reduction of your own is three "
-                "functions (init, combine, finish)."
+                f"{self.caller}: reduce is {self.reduce!r}; a custom reduction is a tuple of "
+                "three functions (init, combine, finish)."
             )
         if self.own and self.over != COLUMNS:
             raise GradtoolsError(
-                f"{self.caller}: a reduction of your own is over columns; exchange rows and "
-                "columns."
+                f"{self.caller}: a custom reduction is over columns; exchange rows and columns."
             )
         if self.budget is not None and self.sizes is not None:
             raise GradtoolsError(
@@ -333,13 +332,14 @@ class TiledCall:
         if len(result) > 1:
             listed = ", ".join(f"{n} in argument {path}" for n, path in result.items())
             raise GradtoolsError(
-                f"{self.caller}: the {role} differ in number: {listed}. Their first axes must be "
-                "of one length."
+                f"{self.caller}: the {role} differ in number: {listed}. Their first axes must "
+                "have the same length."
             )
         if not result or 0 in result:
+            where = f" (argument {result[0]} has length 0 on axis 0)" if result else ""
             raise GradtoolsError(
-                f"{self.caller}: there are no {role}; pass at least one, as an array whose first "
-                "axis they are."
+                f"{self.caller}: there are no {role}{where}. Pass an array whose axis 0 has length "
+                "1 or more."
             )
         return next(iter(result))
 
@@ -382,7 +382,7 @@ class TiledCall:
         for x in out:
             if not self.backend.is_array(x):
                 came = describe(self.backend, x)
-                raise GradtoolsError(f"{self.caller}: f's output holds {came}; expected arrays.")
+                raise GradtoolsError(f"{self.caller}: f's output contains {came}; return arrays.")
         tree = self.backend.unflatten(treedef, list(range(len(out))))
         self._template = self._pair(tree, self.options.reduce, self.options.over, "")
         for kind, places in zip(self.kinds, self.places, strict=True):
@@ -428,7 +428,8 @@ class TiledCall:
         places, treedef = self.backend.flatten(tree)
         if not places:
             raise GradtoolsError(
-                f"{self.caller}: f gave {tree!r} for reduce={name!r}; expected scores of a tile."
+                f"{self.caller}: f returned {tree!r} for reduce={name!r}; expected the scores of a "
+                "tile, an array of shape (rows, columns)."
             )
         is_pair = name in ("softmax", "take")
         groups = [tuple(places)] if is_pair else [(i,) for i in places]
@@ -446,7 +447,8 @@ class TiledCall:
         if [len(part) for part in parts[:1]] != [1] or (name == "take" and len(places) != 2):
             second = "values" if name == "softmax" else "index"
             raise GradtoolsError(
-                f"{self.caller}: reduce={name!r} takes a pair (scores, {second}) from f."
+                f"{self.caller}: for reduce={name!r} f must return a pair (scores, {second}); got "
+                f"{in_words(treedef)}."
             )
         if name == "take":
             return _Result(first, 0)

@@ -70,7 +70,7 @@ class Reduction:
             raise GradtoolsError(
                 f"{self.caller}: f's scores are of shape {tuple(x.shape)} and dtype "
                 f"{backend.dtype_name(x)}; expected floating numbers of shape {shape}: one for "
-                "each row and column of the tile, further axes behind."
+                "each row and column of the tile, then any further axes."
             )
         if self.real and backend.is_complex(x):
             raise GradtoolsError(
@@ -264,7 +264,8 @@ class _Softmax(_LogSumExp):
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         if len(tile) < 2:
             raise GradtoolsError(
-                f"{self.caller}: reduce='softmax' takes a pair (scores, values) from f."
+                f"{self.caller}: for reduce='softmax' f must return a pair (scores, values); got "
+                "scores alone."
             )
         self._check_scores(tile[0], shape)
         if len(tile[0].shape) != 2:
@@ -379,10 +380,11 @@ class _Take(Reduction):
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         whole = len(tile) == 2 and "int" in self.backend.dtype_name(tile[1])
         if not whole or len(tile[0].shape) != 2 or tuple(tile[1].shape) != shape[:1]:
-            came = [(tuple(x.shape), self.backend.dtype_name(x)) for x in tile]
+            came = [f"{self.backend.dtype_name(x)} of shape {tuple(x.shape)}" for x in tile]
             raise GradtoolsError(
-                f"{self.caller}: reduce='take' takes a pair (scores, index) from f, a matrix of "
-                f"shape {shape} and {shape[0]} integers; it has {came}."
+                f"{self.caller}: for reduce='take' f must return a pair (scores, index), a matrix "
+                f"of shape {shape} and an integer array of shape {shape[:1]}; got "
+                f"{' and '.join(came)}."
             )
         self._check_scores(tile[0], shape)
 

@@ -191,7 +191,7 @@ class _Attention:
         if not fits or any(a not in (1, b) for a, b in zip(shape, wanted, strict=True)):
             raise GradtoolsError(
                 f"attention: attn_mask has the shape {tuple(mask.shape)}, which does not broadcast "
-                f"to {wanted}, [..., heads, n, m]."
+                f"to the shape [..., heads, n, m] of the scores, {wanted}."
             )
         mask = xp.reshape(mask, shape)
         *lead, n, m = shape

@@ -318,7 +318,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
             caller,
             f"grads{path} is {with_article(type(g).__name__)}",
             "a tensor",
-            "Convert it: asarray.",
+            "Convert it with asarray.",
         )
     if _is_traced(p) or _is_traced(g):
         raise GradtoolsError(
@@ -338,13 +338,20 @@ def _check_parameter(caller: str, path: str, p: torch.Tensor) -> None:
             "a leaf tensor",
             "Give the parameter it was computed from; an intermediate result keeps no .grad.",
         )
+    if not (p.is_floating_point() or p.is_complex()):
+        refuse(
+            caller,
+            f"target{path} is {_short(p.dtype)} of shape {tuple(p.shape)}",
+            "a floating or complex tensor",
+            "Leave it out of grads, or put None there.",
+        )
     if not p.requires_grad:
         refuse(
             caller,
             f"target{path} has requires_grad=False",
             "a tensor that requires grad",
-            "Call requires_grad_() on the real parameter (make_functional hands out detached "
-            "aliases, which are not it), or leave its name out of grads.",
+            "Call requires_grad_() on the module's own parameter (make_functional returns detached "
+            "aliases), or leave its name out of grads.",
         )
 
 

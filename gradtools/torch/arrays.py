@@ -39,7 +39,7 @@ def asarray(x: Any, beside: Any = None) -> torch.Tensor:
         return x
     if is_compiling():  # dynamo's arrays are tensors already
         return torch.asarray(x)
-    array = as_numpy(x, "PyTorch")
+    array = as_numpy(x)
     device = torch.get_default_device() if beside is None else beside.device
     if is_plain(x):
         return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype), device=device)
@@ -49,14 +49,14 @@ def asarray(x: Any, beside: Any = None) -> torch.Tensor:
 def to_numpy(x: Any) -> np.ndarray:
     """A NumPy copy of one array, cut from the graph. See ``gradtools.models``."""
     if not isinstance(x, torch.Tensor):
-        return np.array(as_numpy(x, "PyTorch", "to_numpy"))
+        return np.array(as_numpy(x, "to_numpy"))
     try:
         return _to_numpy(x.detach())
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise GradtoolsError(
             f"to_numpy: a {type(x).__name__} of shape {tuple(x.shape)} has no values that NumPy "
-            "could read (inside torch.func transforms, torch.compile or on the meta device, or of "
-            "a sparse layout). Return it from the transformed function, as an auxiliary output if "
+            "could read: it is inside a torch.func transform or torch.compile, on the meta device, "
+            "or sparse. Return it from the transformed function, as an auxiliary output if "
             "need be, and convert it outside, or wrap the NumPy code in host_function; a sparse "
             "tensor needs .to_dense()."
         ) from error

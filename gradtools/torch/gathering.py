@@ -31,7 +31,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
     """Raises where there is no process group."""
     if axis_name is not None:
         raise GradtoolsError(
-            f"{caller}: axis_name belongs to JAX; in PyTorch give a process group, or nothing."
+            f"{caller}: axis_name belongs to JAX; in PyTorch pass group, or neither."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise GradtoolsError(

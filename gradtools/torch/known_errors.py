@@ -16,6 +16,7 @@ import torch
 
 from gradtools.code_origin import place_of
 from gradtools.errors import refusal, said_by
+from gradtools.rules import USE_REVERSE_MODE
 from gradtools.torch.compiling import is_compiling
 
 T = TypeVar("T")
@@ -111,8 +112,8 @@ _NO_GRAPH = (
 )
 _NO_JVP = (
     "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
-    "replace_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
-    "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
+    "replace_gradient, or a torch.autograd.Function without jvp), so it has no forward mode. "
+    f"{USE_REVERSE_MODE}"
 )
 _NO_VMAP = (
     "f holds an operation that PyTorch's vmap cannot map. per_example_grad and jacobian take "

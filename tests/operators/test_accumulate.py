@@ -353,12 +353,12 @@ BAD_ADDS = {
     ),
     "new leaf": (
         lambda gt: {"w": [f32(gt, [1.0, 2.0])], "b": f32(gt, 1.0)},
-        r"grads\['b'\] is new; came .*, expected .*reset\(\)",
+        r"grads\['b'\] is new; got .*, expected .*reset\(\)",
     ),
     "missing leaf": (lambda gt: {"w": []}, r"grads\['w'\]\[0\] is missing"),
     "container": (
         lambda gt: {"w": (f32(gt, [1.0, 2.0]),)},
-        r"grads has containers of other types; came .*, expected",
+        r"grads has containers of other types; got .*, expected",
     ),
     "integer": (
         lambda gt: {"w": [gt.asarray(np.array([1, 2], np.int32))]},

@@ -117,9 +117,10 @@ class LeafProgram:
         result = self._called(*args, **kwargs)
         outs, _ = self.backend.flatten(result)
         if not any(is_numeric(self.backend, x) for x in outs):
+            hint = " Is a return statement missing?" if result is None else ""
             raise GradtoolsError(
                 f"{self.caller}: f returned {describe(self.backend, result)}; it must return "
-                "arrays. Is a return statement missing?"
+                f"arrays.{hint}"
             )
         self.out_names = [f"output{path}" for path in self.backend.leaf_paths(result)]
         for name, out in zip(self.out_names, outs, strict=True):

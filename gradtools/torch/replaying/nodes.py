@@ -19,7 +19,7 @@ import torch
 
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, spread
+from gradtools.rules import Rule, reverse_only_text, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python, nodes_of, refuse_lost
 from gradtools.torch.double_backward import gate_graph
@@ -375,11 +375,7 @@ def _refuse_edits(outs: Entries) -> None:
     for node in nodes_of(tensors_of(outs)):
         edit = reverse_only_at(node)
         if edit is not None:
-            raise GradtoolsError(
-                f"chunked: f holds {edit}, which has a reverse rule only, so forward mode cannot "
-                "enter it. Use vjp or grad, or for second derivatives "
-                "mode='reverse_over_reverse'."
-            )
+            raise GradtoolsError(reverse_only_text("chunked", edit))
 
 
 class Pushed(_Derived):

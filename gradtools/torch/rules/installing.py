@@ -515,7 +515,8 @@ def closed_over_error(rule: Rule) -> GradtoolsError:
     """The error of a rule that closes over a tensor that is differentiated."""
     return GradtoolsError(
         f"rule {rule.name!r} closes over a tensor that is differentiated, or mapped by vmap, "
-        "outside of it; that would be lost. Pass the tensor to the function as an argument."
+        "outside of it; its derivative would be lost. Pass the tensor to the function as an "
+        "argument."
     )
 
 

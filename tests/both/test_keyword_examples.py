@@ -254,7 +254,7 @@ WRONG = [
     ({"mask": MASK}, {"maks": None}, r"in_axes names 'maks', which is no parameter of <lambda>"),
     ({"scale": np.array(2.0)}, {"scale": 0}, r"keyword argument scale of shape \(\) has no axis 0"),
     ({"mask": MASK}, {"mask": "x"}, r"keyword argument mask is 'x'; expected an integer"),
-    ({"names": ["a", "b"]}, {}, "2 in keyword argument names, a list"),
+    ({"names": ["a", "b"]}, {}, "2 in the list keyword argument names"),
 ]
 
 

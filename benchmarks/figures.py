@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-FROZEN = ROOT / "docs" / "frozen-costs.md"
+FROZEN = ROOT / "docs" / "frozen.md"
 PAGES = {  # and the way to results
     ROOT / "README.md": "",
     ROOT / "docs" / "measured.md": "../",

@@ -10,7 +10,7 @@ Each framework's models run in processes of their own, two at a time, or as many
 What was measured is kept in out/frozen.jsonl until all is, so a run that was ended goes on where it
 was. --report: writes what there is so far, a dash where a cell is missing. --quick: small sizes,
 few rounds, and nothing is written. All takes some 20 minutes on two cores; figures.py then writes
-what docs/frozen-costs.md tells of it.
+what docs/frozen.md tells of it.
 """
 
 from __future__ import annotations

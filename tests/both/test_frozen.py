@@ -95,7 +95,7 @@ def test_the_documentation_tells_what_each_network_took(monkeypatch):
 
 
 def test_the_documentation_tells_what_the_examples_printed():
-    page = (ROOT / "docs" / "frozen-costs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "frozen.md").read_text(encoding="utf-8")
     kept = ROOT / "examples" / "printed"
     halves = (kept / "u03_latent_gradients.txt").read_text().split("jax:")
     use = re.compile(r"N = +(\d+): frozen (\S+) MB, double backward (\S+) MB")
@@ -119,7 +119,7 @@ def test_the_documentation_tells_what_the_examples_printed():
 
 @pytest.mark.slow
 def test_the_documentation_tells_what_xla_makes_of_it():
-    page = " ".join((ROOT / "docs" / "frozen-costs.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "frozen.md").read_text(encoding="utf-8").split())
     lines = printed("frozen_xla.py").splitlines()
     table = [line for line in lines if line.startswith("| layers")]
     assert len(table) == 4

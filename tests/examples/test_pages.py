@@ -75,7 +75,7 @@ def test_every_package_that_a_block_imports_is_in_an_extra():
 
 def test_readme_and_tour_have_blocks_of_both_kinds():
     kinds = [block.picks_a_backend for block in blocks([README, TOUR])]
-    assert kinds.count(True) >= 4 and kinds.count(False) >= 7
+    assert kinds.count(True) >= 2 and kinds.count(False) >= 7
 
 
 def test_a_block_that_fails_is_seen():
@@ -89,7 +89,7 @@ def test_what_a_page_says_a_block_printed_is_held_to_what_it_prints():
     Block(README, 1, "print('one\\ntwo, 1.2e-16')", printed="two, 3.4e-17\n").run()
     with pytest.raises(AssertionError):
         Block(README, 1, "print('one')", printed="two\n").run()
-    assert sum(bool(block.printed) for block in blocks()) >= 4
+    assert sum(bool(block.printed) for block in blocks()) >= 3
 
 
 def test_a_block_with_settings_of_its_own_has_them():

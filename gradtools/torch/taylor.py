@@ -333,10 +333,93 @@ def _known_slopes(slopes: Callable[[Tensor, Tensor, int], list[Tensor]]) -> Any:
 
 
 def _power(call: _Operation, x: Any, p: Any = 2, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or not isinstance(p, int | float) or _series(x) is None:
+    if args or kwargs:
+        return None
+    if isinstance(x, int | float) and x > 0:
+        y, rate = call.at(p), math.log(x)
+        slopes = [y * rate ** (k + 1) for k in range(call.algebra.order)]
+        return carrying(y, call.algebra.elementwise(slopes, call.moved[0]))
+    if not isinstance(p, int | float) or _series(x) is None:
         return None
     found = powers(x, float(p), call.algebra.order)
     return carrying(call.at(x), call.algebra.elementwise(found, call.moved[0]))
+
+
+def _error_function(x: Tensor, y: Tensor, order: int) -> list[Tensor]:
+    """By Hermite's polynomials times the density."""
+    p, before = torch.ones_like(x), torch.zeros_like(x)
+    slopes, density = [], 2 / math.sqrt(math.pi) * torch.exp(-x * x)
+    for k in range(order):
+        slopes.append(p * density)
+        p, before = -2 * (x * p + k * before), p
+    return slopes
+
+
+def _rectified(x: Tensor, y: Tensor, order: int) -> list[Any]:
+    return [(x > 0).to(x.dtype), *[0.0] * (order - 1)]
+
+
+def _softplus(call: _Operation, x: Any, beta: Any = 1, threshold: Any = 20, **kwargs: Any) -> Any:
+    """By the logistic function, and the identity where PyTorch takes it."""
+    if kwargs or _series(x) is None:
+        return None
+    scaled = beta * x
+    s, order = torch.sigmoid(scaled), call.algebra.order
+    higher = polynomials(s, LOGISTIC, order - 1)
+    low = scaled <= threshold
+    slopes = [torch.where(low, s, 1), *[low * h * beta**k for k, h in enumerate(higher, 1)]]
+    return carrying(call.at(x), call.algebra.elementwise(slopes, call.moved[0]))
+
+
+def _clamped(call: _Operation, x: Any, min: Any = None, max: Any = None) -> Any:
+    if isinstance(min, Tensor) or isinstance(max, Tensor):
+        return None
+    inside = torch.ones_like(x, dtype=torch.bool)
+    inside = inside if min is None else inside & (x >= min)
+    inside = inside if max is None else inside & (x <= max)
+    slopes = [inside.to(x.dtype), *[0.0] * (call.algebra.order - 1)]
+    return carrying(call.at(x), call.algebra.elementwise(slopes, call.moved[0]))
+
+
+def _where(call: _Operation, condition: Any, *branches: Any, **kwargs: Any) -> Any:
+    """Linear in its branches: zeros stand for one that does not move."""
+    if kwargs or len(branches) != 2:
+        return None
+    if branches[0] is not None and not _is_mask(condition) and _is_mask(branches[0]):
+        condition, branches = branches[0], (condition, branches[1])  # the method
+    zero = [0 * b if isinstance(b, Tensor) else 0.0 for b in branches]
+    moves = [_series(b) is not None for b in branches]
+
+    def part(*terms: Tensor) -> Tensor:
+        left = iter(terms)
+        chosen = [next(left) if m else z for m, z in zip(moves, zero, strict=True)]
+        return torch.where(condition, *chosen)
+
+    return call.linear(part)
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool
+
+
+def _masked_fill(call: _Operation, x: Any, mask: Any, value: Any) -> Any:
+    if _series(x) is None or len(call.moved) > 1:
+        return None
+    return call.linear(lambda t: t.masked_fill(mask, 0))
+
+
+def _einsum(call: _Operation, equation: Any, *operands: Any, **kwargs: Any) -> Any:
+    if kwargs or not isinstance(equation, str):
+        return None
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        (operands,) = operands
+    if len(call.moved) == 1:
+        return call.linear()
+    if len(operands) != 2:
+        return None
+    x, y = call.moved
+    terms = call.algebra.product(lambda a, b: torch.einsum(equation, a, b), x, y, False)
+    return carrying(call.at(x.primal, y.primal), terms)
 
 
 def _circular(signs: Sequence[int], own: Any, other: Any) -> Any:
@@ -363,6 +446,34 @@ def _absolute(call: _Operation, x: Any, *args: Any, **kwargs: Any) -> Any:
         return None
     with call.mode.again():
         return x * torch.sign(x)
+
+
+def _reversed_difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return (-x if alpha == 1 else x * -alpha) + y
+
+
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    if approximate == "none":
+        return x * (torch.erf(x * math.sqrt(0.5)) + 1) * 0.5
+    return x * (torch.tanh((x + x**3 * 0.044715) * math.sqrt(2 / math.pi)) + 1) * 0.5
+
+
+def _vector_norm(
+    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    if ord not in (2, None) or dtype is not None or x.is_complex():
+        return None
+    square = (x * x).sum(dim, keepdim)
+    some = square != 0  # at zero the slope is zero, as PyTorch's is
+    return torch.where(some, torch.sqrt(torch.where(some, square, 1)), 0)
+
+
+def _frobenius_norm(x: Any, ord: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return _vector_norm(x, ord, *args, **kwargs) if ord is None else None
+
+
+def _lerp(start: Any, end: Any, weight: Any) -> Any:
+    return start + (end - start) * weight
 
 
 def _softmax(x: Any, dim: int, dtype: Any = None) -> Any:
@@ -481,12 +592,17 @@ _ALIKE: dict[Any, str] = {
     _quotient: "div truediv true_divide divide",
     _layer: "linear conv1d conv2d conv3d",
     _elementwise: (
-        "relu leaky_relu silu gelu elu selu celu mish softplus logsigmoid hardtanh "
-        "erf erfc log1p expm1 sinh cosh tan asin acos atan asinh acosh atanh exp2 log2 log10 "
-        "digamma lgamma"
+        "leaky_relu elu selu celu mish logsigmoid hardtanh erfc sinh cosh tan asin acos atan "
+        "asinh acosh atanh log2 log10 digamma lgamma"
     ),
     _absolute: "abs absolute",
     _power: "pow square",
+    _softplus: "softplus",
+    _clamped: "clamp clip clamp_min",
+    lambda call, x, max: _clamped(call, x, None, max): "clamp_max",
+    _where: "where",
+    _masked_fill: "masked_fill",
+    _einsum: "einsum",
     _known_slopes(lambda x, y, n: [y] * n): "exp",
     _known_slopes(lambda x, y, n: [1 / x, *powers(x, -1.0, n - 1)]): "log",
     _known_slopes(lambda x, y, n: powers(x, 0.5, n)): "sqrt",
@@ -494,8 +610,19 @@ _ALIKE: dict[Any, str] = {
     _known_slopes(lambda x, y, n: powers(x, -1.0, n)): "reciprocal",
     _known_slopes(lambda x, y, n: polynomials(y, TANH, n)): "tanh",
     _known_slopes(lambda x, y, n: polynomials(y, LOGISTIC, n)): "sigmoid",
+    _known_slopes(_error_function): "erf",
+    _known_slopes(_rectified): "relu",
+    _known_slopes(lambda x, y, n: [1 / (1 + x), *powers(1 + x, -1.0, n)[: n - 1]]): "log1p",
+    _known_slopes(lambda x, y, n: [y + 1] * n): "expm1",
+    _known_slopes(lambda x, y, n: [y * math.log(2) ** (k + 1) for k in range(n)]): "exp2",
     _known_slopes(_SIN): "sin",
     _known_slopes(_COS): "cos",
+    _composed(_reversed_difference): "rsub",
+    _composed(_gelu): "gelu",
+    _composed(lambda x: x * torch.sigmoid(x)): "silu",
+    _composed(_lerp): "lerp",
+    _composed(_vector_norm): "linalg_vector_norm",
+    _composed(_frobenius_norm): "linalg_norm",
     _composed(_softmax): "softmax",
     _composed(_log_softmax): "log_softmax",
     _composed(_logsumexp): "logsumexp",

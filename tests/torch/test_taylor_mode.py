@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch.nn import functional
 
 import gradtools.torch as gt
+from gradtools.torch import taylor
 
 X = torch.tensor([0.3, 0.5, 0.9], dtype=torch.float64)
 
@@ -80,3 +84,51 @@ def test_a_function_without_forward_mode_is_refused_in_the_name_of_the_operator(
         gt.jet(f, (X,), ([X, 0 * X],))
     with pytest.raises(NotImplementedError, match=r"^laplacian: f holds a function"):
         gt.laplacian(f)(X)
+
+
+Y = torch.tensor([0.3, -0.5, 0.9, -1.7], dtype=torch.float64)
+M = torch.linspace(-1, 1.2, 16, dtype=torch.float64).reshape(4, 4)
+TERMS = [torch.roll(Y, k).sin() for k in range(4)]
+RULES = {
+    "differences": lambda x: 1 - x**2 + torch.rsub(x**2, 3.0, alpha=2),
+    "relu": lambda x: functional.relu(x) * x,
+    "gelu": lambda x: functional.gelu(x) + functional.gelu(x, approximate="tanh"),
+    "softplus": lambda x: functional.softplus(x) + functional.softplus(x, 2.0, 1.0),
+    "silu": functional.silu,
+    "logarithms and exponentials": lambda x: torch.log1p(x**2) * torch.expm1(x) * torch.exp2(x),
+    "a number to a power": lambda x: 2**x,
+    "erf": torch.erf,
+    "clamped": lambda x: x.clamp(-0.6, 0.6) * x + torch.clamp_max(x**2, max=0.5),
+    "lerp": lambda x: torch.lerp(x, x**2, 0.3),
+    "where": lambda x: torch.where(x > 0, x**2, x.sin()) + x.where(x > 0, x**3),
+    "where one stands still": lambda x: torch.where((x > 0)[:, None], M, x**3),
+    "masked": lambda x: torch.softmax((x[:, None] * x).masked_fill(M > 0, -1e9), -1) @ x,
+    "einsum": lambda x: torch.einsum("i,ij->j", x**2, M * x) * torch.einsum("i,i->", x, x),
+    "norms": lambda x: x.norm() * functional.normalize(x[:, None] * M, dim=-1),
+}
+
+
+@pytest.mark.parametrize("f", RULES.values(), ids=RULES)
+def test_ordinary_operations_have_rules(f, monkeypatch):
+    def curve(t):
+        return f(Y + sum(c * t**k / math.factorial(k) for k, c in enumerate(TERMS, 1)))
+
+    wanted, zero, one = [], 0 * Y[0], torch.ones_like(Y[0])
+    for _ in TERMS:
+        curve = (lambda g: lambda t: gt.jvp(g, (t,), (one,))[1])(curve)
+        wanted.append(curve(zero))
+    total = lambda x: f(x).sum()
+    trace = lambda x: gt.hessian(total)(x).trace()
+    expected = trace(Y), gt.grad(trace)(Y)
+    monkeypatch.setattr(taylor._Operation, "any", None)  # nested forward mode
+    value, series = gt.jet(f, (Y,), (TERMS,))
+    torch.testing.assert_close(value, f(Y), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(list(series), wanted, rtol=1e-9, atol=1e-10)
+    found = gt.laplacian(total)(Y), gt.grad(gt.laplacian(total))(Y)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_a_norm_at_zero_has_a_slope_of_zero():
+    zero = torch.zeros(3, dtype=torch.float64)
+    _, (first, second) = gt.jet(torch.linalg.vector_norm, (zero,), ([X, zero],))
+    assert (first, second) == (0, 0)

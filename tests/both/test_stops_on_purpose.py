@@ -413,3 +413,41 @@ def test_a_target_network_in_jax_is_a_note():
     assert not report, str(report)
     ((text, names),) = report.notes
     assert "target network" in text and len(names) == 4
+
+
+DOMAIN_HEADS = {
+    "stopped before": (lambda gt, h: gt.reverse_gradient(gt.stop_gradient(h)), True),
+    "stopped after": (lambda gt, h: gt.stop_gradient(gt.reverse_gradient(h)), True),
+    "scaled": (lambda gt, h: gt.scale_gradient(gt.stop_gradient(2 * h), 0.1), True),
+    "right": (lambda gt, h: gt.reverse_gradient(h), False),
+    "a probe": (lambda gt, h: gt.stop_gradient(h), False),
+}
+
+
+@pytest.mark.parametrize("name", DOMAIN_HEADS)
+def test_a_reversed_gradient_that_reaches_nothing_is_a_finding(gt, name):
+    cut, lost = DOMAIN_HEADS[name]
+    x = rows(gt, 6, 5)
+
+    def loss(p):
+        h = gt.xp.tanh(x @ p["body"])
+        return gt.xp.sum((h @ p["label"]) ** 2) + gt.xp.sum(gt.xp.exp(cut(gt, h) @ p["domain"]))
+
+    shapes = {"body": (5, 3), "label": (3, 2), "domain": (3,)}
+    report = gt.why_zero(loss, {k: rows(gt, *s) for k, s in shapes.items()})
+    found = [(f.kind, f.argument, f.whole) for f in report.findings]
+    assert found == ([("detached", "argument 0['body']", False)] if lost else [])
+    assert bool(report.notes) == (name == "a probe")
+
+
+def test_a_probe_that_reverses_what_is_its_own_is_a_note(gt):
+    x = rows(gt, 6, 5)
+
+    def loss(p):
+        h = gt.xp.tanh(x @ p["body"])
+        probe = gt.reverse_gradient(gt.stop_gradient(h) * p["domain"])
+        return gt.xp.sum((h @ p["label"]) ** 2) + gt.xp.sum(gt.xp.exp(probe))
+
+    shapes = {"body": (5, 3), "label": (3, 2), "domain": (3,)}
+    report = gt.why_zero(loss, {k: rows(gt, *s) for k, s in shapes.items()})
+    assert not report and report.notes

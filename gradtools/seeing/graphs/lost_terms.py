@@ -12,7 +12,8 @@ ratio of probabilities. Nor is a stopped value that also scales what has a deriv
 
 A stop looks *meant* where its term still has a derivative in something else that is trained: in
 ``d(a, stop(b)) + d(b, stop(a))``, a policy gradient with an advantage, a linear probe. So does a
-choice among what is trained (the nearest code of VQ-VAE) in such a term.
+choice among what is trained (the nearest code of VQ-VAE) in such a term. But a reversed or scaled
+gradient that reaches nothing is a mistake: the domain head of a DANN behind a stop.
 """
 
 from __future__ import annotations
@@ -226,13 +227,14 @@ def _terms(
     """The losses behind every term that has no derivative and is added to one that has."""
     matters = behind(graph, tuple(outputs))
     scaling = _scaling(graph, flows.own)
+    vain = _scaled_in_vain(graph, flows, matters)
     for node in graph.nodes:
         if max((matters.get(value, _NONE) for value in node.outputs), default=_NONE) < _FULL:
             continue
         if node.bodies and node.links is None:
             yield from _terms_in_bodies(node, flows, call)
         elif node.operation in ADDITIVE:
-            yield from _behind_terms(graph, node, start, flows, scaling, call)
+            yield from _behind_terms(graph, node, start, flows, scaling, call, vain)
 
 
 def _behind_terms(
@@ -242,6 +244,7 @@ def _behind_terms(
     flows: _Flows,
     scaling: set[int],
     call: Node | None,
+    vain: Sequence[Node],
 ) -> Iterator[Loss]:
     """The losses behind the lost terms of an additive node."""
     reached = flows.own
@@ -265,7 +268,28 @@ def _behind_terms(
             chosen = is_choice and any(
                 flows.others.get(v) == _FULL for v in _place(graph, loss).inputs
             )
-            yield replace(loss, whole=False, meant=bool(trains and (stopped or chosen)))
+            meant = trains and (stopped or chosen) and not _is_on_a_way(graph, loss, vain)
+            yield replace(loss, whole=False, meant=bool(meant))
+
+
+def _scaled_in_vain(graph: PlainGraph, flows: _Flows, matters: Strengths) -> list[Node]:
+    """The operations that reverse or scale a gradient which none reaches, or which reaches none."""
+    result = []
+    for node in graph.nodes if any(n.operation == "scale_gradient" for n in graph.nodes) else ():
+        (given, *_), (out, *_) = node.inputs, node.outputs
+        if node.operation == "scale_gradient" and flows.own.get(given, _NONE) > _NONE:
+            reaches = _FULL in (flows.own.get(given), flows.others.get(given))
+            result += [] if reaches and matters.get(out) == _FULL else [node]
+    return result
+
+
+def _is_on_a_way(graph: PlainGraph, loss: Loss, nodes: Sequence[Node]) -> bool:
+    """Whether a loss is on a way to or from one of the nodes."""
+    here = _place(graph, loss) if nodes else None
+    pairs = ((a, b) for node in nodes for a, b in ((here, node), (node, here)) if a and b)
+    return any(
+        not {v, *ancestors(graph, v)}.isdisjoint(a.outputs) for a, b in pairs for v in b.inputs
+    )
 
 
 def _terms_in_bodies(node: Node, flows: _Flows, call: Node | None) -> Iterator[Loss]:

@@ -393,7 +393,8 @@ def _where(call: _Operation, condition: Any, *branches: Any, **kwargs: Any) -> A
     def part(*terms: Tensor) -> Tensor:
         left = iter(terms)
         chosen = [next(left) if m else z for m, z in zip(moves, zero, strict=True)]
-        return torch.where(condition, *chosen)
+        result: Tensor = torch.where(condition, chosen[0], chosen[1])
+        return result
 
     return call.linear(part)
 

@@ -387,7 +387,7 @@ def _where(call: _Operation, condition: Any, *branches: Any, **kwargs: Any) -> A
         return None
     if branches[0] is not None and not _is_mask(condition) and _is_mask(branches[0]):
         condition, branches = branches[0], (condition, branches[1])  # the method
-    zero = [0 * b if isinstance(b, Tensor) else 0.0 for b in branches]
+    zero = [torch.zeros_like(b) if isinstance(b, Tensor) else 0.0 for b in branches]
     moves = [_series(b) is not None for b in branches]
 
     def part(*terms: Tensor) -> Tensor:

@@ -102,6 +102,9 @@ RULES = {
     "lerp": lambda x: torch.lerp(x, x**2, 0.3),
     "where": lambda x: torch.where(x > 0, x**2, x.sin()) + x.where(x > 0, x**3),
     "where one stands still": lambda x: torch.where((x > 0)[:, None], M, x**3),
+    "where infinity is masked": lambda x: torch.softmax(
+        torch.where(M > 0, x[:, None] * x, torch.full_like(M, -math.inf)), 0
+    ),
     "masked": lambda x: torch.softmax((x[:, None] * x).masked_fill(M > 0, -1e9), -1) @ x,
     "einsum": lambda x: torch.einsum("i,ij->j", x**2, M * x) * torch.einsum("i,i->", x, x),
     "norms": lambda x: x.norm() * functional.normalize(x[:, None] * M, dim=-1),

@@ -182,8 +182,8 @@ class Arrays(ABC):
     @abstractmethod
     def is_array(self, x: Any, /) -> bool: ...
     @abstractmethod
-    def asarray(self, x: Any, beside: Array | None = None) -> Array:
-        """beside: An array on whose device to make it; JAX's new arrays are not tied to one."""
+    def asarray(self, x: Any, device_of: Array | None = None) -> Array:
+        """device_of: An array on whose device x is created; JAX ignores it."""
 
     @abstractmethod
     def to_numpy(self, x: Array) -> Any: ...
@@ -216,8 +216,8 @@ class Arrays(ABC):
         """The abstract value of x: shape, dtype, and what else its type says; no array."""
         return tuple(x.shape), x.dtype
 
-    def zeros(self, aval: Any, beside: Array) -> Array:
-        """Zeros of this abstract value, on the device of the array beside them."""
+    def zeros(self, aval: Any, device_of: Array) -> Array:
+        """Zeros of this abstract value, on the device of another array."""
         return self.xp.zeros(aval[0], dtype=aval[1])
 
     def ones_like(self, x: Array) -> Array:
@@ -401,7 +401,7 @@ class Rules(Differentiation):
         return self.with_pullback(rule.primal, partial(self._pulled, rule), xs)
 
     def _pulled(self, rule: Rule, xs: Entries, ys: Entries, cts: Entries) -> Entries:
-        result = rule.reading(xs, list(ys)) if rule.linearize is None else rule.at(*xs)
+        result = rule.linearized_from(xs, list(ys)) if rule.linearize is None else rule.at(*xs)
         saved = [[*xs, *ys, *result.extras][i] for i in result.saves]
         given = result.cotangent
         if given is not None:

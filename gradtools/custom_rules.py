@@ -24,7 +24,7 @@ from gradtools.custom_structure import ARRAY, Shaped, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import told_apart
 from gradtools.rule_contract import Contract, checked_word
-from gradtools.rules import KEYS, JvpRule, Rule, held_by, total
+from gradtools.rules import KEYS, JvpRule, Rule, captured_objects, total
 
 _MOST_SHAPES = 256
 
@@ -123,7 +123,7 @@ class CustomRule:
     """
 
     __qualname__: str
-    __gradtools_holds__: tuple[str, ...] = ("fun", *_MAPS)  # see `rules.held_by`
+    __gradtools_holds__: tuple[str, ...] = ("fun", *_MAPS)  # see `rules.captured_objects`
 
     def __init__(
         self,
@@ -377,7 +377,7 @@ class CustomRule:
             result = self._shapes[key] = Shaped(self, statics, treedef, full)
             self._by_key[result.key] = result
             kind, functions = self._backend.array_type or str, _functions_in(statics)
-            if next(held_by(functions, self._backend.is_traced, kind), None) is not None:
+            if next(captured_objects(functions, self._backend.is_traced, kind), None) is not None:
                 # arrays that are not to outlive their trace
                 self._passing[result.key] = key
             if len(self._shapes) > _MOST_SHAPES:

@@ -1,10 +1,10 @@
-"""Derivatives of functions, written once on the waist's vjp, jvp and linearize.
+"""The derivative operators, written once on a backend's vjp, jvp and linearize.
 
 With J the Jacobian of f at x and Re<u, v> the inner product,
 
     pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
 
-and everything here is one of the two, or one through the other. The gradient of a real f is
+and every operator here is one of the two, or a composition of them. The gradient of a real f is
 J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
 """
 
@@ -34,14 +34,14 @@ Argnums = int | Sequence[int]
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """A gradient that is to be taken.
+    """The options of one gradient operator.
 
     Attributes:
         operator: The name of the public function, for messages.
-        f: What is differentiated.
-        argnums: The arguments that it is differentiated with respect to.
+        f: The function to differentiate.
+        argnums: The arguments to differentiate with respect to.
         has_aux: Whether f returns a pair `(value, aux)`.
-        disconnected_inputs: What is done about arguments that do not reach the value.
+        disconnected_inputs: What happens if an argument does not reach the value; see `grad`.
     """
 
     operator: str
@@ -117,9 +117,9 @@ class Derivatives(Operators):
                 "raise", "warn", "zeros", or "strict", which raises for any single leaf.
             mode: How the gradient is differentiated in turn. "auto": by the framework's double
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
-                by a jvp of the gradient, which is computed again from the arguments, so that an
+                by a jvp of the gradient, which is recomputed from the arguments, so that an
                 unrolled optimization keeps the parameters of each step and no activations. f is
-                taken as `frozen(f)`: all that is to be differentiated is an argument of f.
+                wrapped in `frozen`: what it closes over is a constant.
 
         Returns:
             A function of f's arguments, returning a pytree like the argument (a tuple of them
@@ -138,7 +138,7 @@ class Derivatives(Operators):
             [2.0, 4.0]
         """
         if disconnected_inputs != "raise":
-            _one_of("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
+            _check_choice("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
         if mode != "auto":
             f = self._forward_over_reverse("grad", f, mode)
         spec = GradientSpec("grad", f, argnums, has_aux, disconnected_inputs)
@@ -204,7 +204,7 @@ class Derivatives(Operators):
             >>> float(value), float(g)
             (9.0, 6.0)
         """
-        _one_of("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
+        _check_choice("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
         if mode != "auto":
             f = self._forward_over_reverse("value_and_grad", f, mode)
         spec = GradientSpec("value_and_grad", f, argnums, has_aux, disconnected_inputs)
@@ -253,10 +253,10 @@ class Derivatives(Operators):
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
         spec = GradientSpec("minimax_value_and_grad", f, (*down, *up), has_aux)
-        call = partial(self._value_and_directions, spec, len(down))
+        call = partial(self._value_and_signed_gradients, spec, len(down))
         return _named("minimax_value_and_grad", f, spec.argnums, call)
 
-    def _value_and_directions(
+    def _value_and_signed_gradients(
         self, spec: GradientSpec, count: int, /, *args: Any, **kwargs: Any
     ) -> Any:
         value, aux, grads = self._scalar_gradient(spec, args, kwargs)
@@ -284,9 +284,9 @@ class Derivatives(Operators):
         Returns:
             `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent like out
             (entries at leaves that are not floating or complex are ignored), may be called many
-            times, and returns a tuple with one pytree for each primal; what does not reach the
-            output gives zeros. In JAX it is a pytree, as `jax.vjp`'s: it may pass through jit and
-            scan, and be what a rule saves.
+            times, and returns a tuple with one pytree for each primal; a leaf that does not reach
+            the output gives zeros. In JAX it is a pytree, like `jax.vjp`'s: it may pass through
+            jit and scan, and may be a residual of a rule.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a cotangent does not fit.
@@ -299,11 +299,11 @@ class Derivatives(Operators):
 
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
-        _callable("vjp", f)
+        _check_callable("vjp", f)
         call = Call(
             self._backend, "vjp", f, primals, {}, tuple(range(len(primals))), has_aux, _CLOSED_OVER
         )
-        _some(primals, "vjp")
+        _check_primals(primals, "vjp")
         result = self._backend.vjp(call, call.leaves, groups=None, once=False)
         out, aux = call.output(result.outs, result.extras)
 
@@ -374,13 +374,13 @@ class Derivatives(Operators):
 
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
-        _callable("jvp", f)
+        _check_callable("jvp", f)
         primals, tangents = _same_length("jvp", primals, tangents)
         call = Call(
             self._backend, "jvp", f, primals, {}, tuple(range(len(primals))), has_aux, _CLOSED_OVER
         )
-        moving = call.from_trees(tangents, "tangent")
-        outs, extras, pushed = self._backend.jvp(call, call.leaves, moving)
+        flat_tangents = call.from_trees(tangents, "tangent")
+        outs, extras, pushed = self._backend.jvp(call, call.leaves, flat_tangents)
         out, aux = call.output(outs, extras)
         tangent_out = call.tangent_output(pushed)
         result = (out, tangent_out, aux) if has_aux else (out, tangent_out)
@@ -408,8 +408,8 @@ class Derivatives(Operators):
 
         Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
-        _callable("linearize", f)
-        _some(primals, "linearize")
+        _check_callable("linearize", f)
+        _check_primals(primals, "linearize")
         call = Call(
             self._backend,
             "linearize",
@@ -450,10 +450,10 @@ class Derivatives(Operators):
                 one unit tangent for each input entry. "auto" takes the smaller number. In PyTorch
                 the size of the output is known once f is evaluated: if it is more than twice
                 that of the input, tangents are pushed by the transposed pullback, as `linearize`
-                does, where f holds PyTorch's own operations alone and sets no hook on a gradient.
-                Where f's output has another precision than its input, "forward" gives that of the
-                output, the others that of the input.
-            chunk_size: How many of them at once; all by default. 1 is a loop without vmap: in
+                does, provided that f consists of PyTorch's own operations and sets no gradient
+                hooks. If f's output has another precision than its input, "forward" gives that of
+                the output, the others that of the input.
+            chunk_size: How many unit vectors at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
             sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
                 a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array, with one row
@@ -472,15 +472,15 @@ class Derivatives(Operators):
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
                 real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
-                unknown; the chunk size is below 1; by a product with a random vector the pattern
-                leaves out an entry that is not zero (under `jax.jit` the entries then are NaN).
+                unknown; the chunk size is below 1; the pattern omits a nonzero entry, as a product
+                with a random vector shows (under `jax.jit` the entries then are NaN).
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))
             >>> gt.to_numpy(gt.jacobian(lambda x: x ** 2)(x)).tolist()
             [[2.0, 0.0], [0.0, 4.0]]
         """
-        _one_of("jacobian", "mode", mode, _JACOBIAN_MODES)
+        _check_choice("jacobian", "mode", mode, _JACOBIAN_MODES)
         chunk_size = whole_or_none("jacobian", "chunk_size", chunk_size, 1, "unit vectors")
 
         call = partial(self._jacobian_at, f, argnums, mode, chunk_size, sparsity)
@@ -532,9 +532,9 @@ class Derivatives(Operators):
             primals: One pytree of floating or complex arrays for each argument.
             tangents: The same structure, shapes and dtypes.
             mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp
-                of it), or "auto": the latter in PyTorch, the former in JAX, where f has no
-                reverse-only edit. There a `while_loop`, which has no reverse mode, is pushed
-                forward twice.
+                of it), or "auto": the latter in PyTorch, the former in JAX unless f holds a
+                reverse-only edit. In JAX an f with a `while_loop`, which has no reverse mode, is
+                differentiated forward over forward.
 
         Returns:
             `(gradient, product)`, each a tuple with one pytree for each primal.
@@ -550,20 +550,20 @@ class Derivatives(Operators):
 
         Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994.
         """
-        _callable("hvp", f)
-        _one_of("hvp", "mode", mode, _HVP_MODES)
+        _check_callable("hvp", f)
+        _check_choice("hvp", "mode", mode, _HVP_MODES)
         primals, tangents = _same_length("hvp", primals, tangents)
         argnums = tuple(range(len(primals)))
         call = Call(self._backend, "hvp", f, primals, {}, argnums, False, _CLOSED_OVER)
-        moving = call.from_trees(tangents, "tangent")
+        flat_tangents = call.from_trees(tangents, "tangent")
         mode, fun = self._second_order(call, mode)
         gradient = self._flat_gradient(call, fun, mode)
         if mode.startswith("forward"):
-            grads, extras, products = self._backend.jvp(gradient, call.leaves, moving)
+            grads, extras, products = self._backend.jvp(gradient, call.leaves, flat_tangents)
         else:
-            result = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
-            extras = result.extras
-            grads, products = result.outs, self._filled(call, result.pullback(moving))
+            evaluation = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
+            grads, extras = evaluation.outs, evaluation.extras
+            products = self._filled(call, evaluation.pullback(flat_tangents))
         call.settle(extras)
         pair = call.to_trees(grads), call.to_trees(products)
         return call.attaching(self.hvp, f, primals, tangents, mode)(pair)
@@ -576,8 +576,8 @@ class Derivatives(Operators):
         Args:
             f: As in `grad`.
             argnums: Which positional arguments to differentiate with respect to.
-            sparsity: As in `jacobian`, of the Hessian; what it holds on one side of the diagonal
-                it need not hold on the other.
+            sparsity: As in `jacobian`, of the Hessian; an entry on one side of the diagonal need
+                not be repeated on the other.
 
         Returns:
             A function of f's arguments. For argument leaves of shapes s and t it returns an
@@ -607,14 +607,14 @@ class Derivatives(Operators):
 
             uncompiled = self._backend.compiler.uncompiled
             return uncompiled(sparse_hessian, call, gradient, sparsity, mode.split("_")[0])
-        result = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
+        row_blocks = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
         call.refuse_changes()
-        rows = [call.to_trees(row) for row in result]
+        rows = [call.to_trees(row) for row in row_blocks]
         if isinstance(argnums, tuple | list):
-            result = call.to_trees(rows)
+            hessian = call.to_trees(rows)
         else:
-            result = call.to_trees([row[0] for row in rows])[0]
-        return call.attaching(self._hessian_at, f, argnums, None, *args, **kwargs)(result)
+            hessian = call.to_trees([row[0] for row in rows])[0]
+        return call.attaching(self._hessian_at, f, argnums, None, *args, **kwargs)(hessian)
 
     def per_example_grad(
         self,
@@ -662,13 +662,13 @@ class Derivatives(Operators):
         opened = self._backend.opened(name, spec.f, args, kwargs, positions)
         if opened is not None:
             args, of_example = opened.args, replace(spec, f=opened)
-        given = arguments_of_call(name, of_example.f, args, kwargs, in_axes, positions)
+        arguments = arguments_of_call(name, of_example.f, args, kwargs, in_axes, positions)
         if in_axes is None and len(positions) == 1:
             only = Argument(positions[0], args[positions[0]], 0)
-            if self._is_split([only]) and not self._is_split(given):
-                given[positions[0]] = only
-        batch = Batch(self._backend, name, given)
-        with shared_examples_named(name, given):
+            if self._is_split([only]) and not self._is_split(arguments):
+                arguments[positions[0]] = only
+        batch = Batch(self._backend, name, arguments)
+        with shared_examples_named(name, arguments):
             grads = batch.map(lambda *one: self._scalar_gradient(of_example, *one)[2], chunk_size)
         if opened is None:
             return grads
@@ -676,9 +676,10 @@ class Derivatives(Operators):
         again = partial(self._per_example, spec, in_axes, chunk_size, *whole, **kwargs)
         return self._backend.attaching(opened, name, again)(grads)
 
-    def _is_split(self, given: list[Argument]) -> bool:
-        """Whether there are arrays with axes among the arguments that are to be split."""
-        leaves = [x for a in given if a.axes is not None for x in self._backend.flatten(a.value)[0]]
+    def _is_split(self, arguments: list[Argument]) -> bool:
+        """Whether any argument that `in_axes` splits holds an array with axes."""
+        split = [a.value for a in arguments if a.axes is not None]
+        leaves = [x for value in split for x in self._backend.flatten(value)[0]]
         return any(getattr(x, "shape", ()) != () for x in leaves)
 
     def mixed_partial(
@@ -718,22 +719,22 @@ class Derivatives(Operators):
         Source: forward over reverse, as in Pearlmutter, Fast exact multiplication by the Hessian,
         1994, with the pushforward taken through G alone.
         """
-        _callable("mixed_partial", f)
-        _callable("mixed_partial", G, "G")
+        _check_callable("mixed_partial", f)
+        _check_callable("mixed_partial", G, "G")
         single = (
             not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
         )
         if single:
             return self._mixed_partials(f, G, y, z, [u])[0]
-        # Compiled PyTorch could not go back to where the random streams stood before the first.
+        # Uncompiled: each direction runs G from the same random state, which dynamo cannot restore.
         return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u)
 
     # --- helpers that need the backend
 
     def _forward_over_reverse(self, operator: str, f: Any, mode: str) -> Any:
-        """f, whose gradient is differentiated by a jvp of it."""
-        _callable(operator, f)
-        _one_of(operator, "mode", mode, _GRAD_MODES)
+        """f, whose gradient is differentiated forward over reverse, by a jvp of the gradient."""
+        _check_callable(operator, f)
+        _check_choice(operator, "mode", mode, _GRAD_MODES)
         return Freezing(self._backend).frozen(f)
 
     def _scalar_gradient(
@@ -748,7 +749,7 @@ class Derivatives(Operators):
         positions = normalized_argnums(operator, argnums, len(args), name)
         several = type(argnums) is not int and isinstance(argnums, tuple | list)
         call = Call(self._backend, operator, spec.f, args, kwargs, positions, spec.has_aux, fixed)
-        call.hands_out = operator != "grad"
+        call.returns_output = operator != "grad"
         groups = None if disconnected == "zeros" else call.counts
         if disconnected == "strict":
             groups = [1] * len(call.leaves)
@@ -765,7 +766,7 @@ class Derivatives(Operators):
         elif call.opened is not None:
             call.settle(evaluation.extras)
         trees = call.to_trees(grads)
-        results = value if call.hands_out else None, aux, trees if several else trees[0]
+        results = value if call.returns_output else None, aux, trees if several else trees[0]
         if call.opened is None:
             return results
         return call.attaching(self._scalar_gradient, spec, args, kwargs)(results)
@@ -775,7 +776,7 @@ class Derivatives(Operators):
         return [zeros(x) if g is None else g for x, g in zip(call.leaves, grads, strict=True)]
 
     def _flat_gradient(self, call: Call, fun: Fun, mode: str) -> Fun:
-        """The gradient of a call as a function of flat arrays; `fun` is what evaluates it."""
+        """The gradient of a call as a function of flat arrays; `fun` evaluates the call."""
 
         def pushed(*leaves: Array) -> tuple[list[Array], list[Array]]:
             rows = blocks(self._backend, fun, list(leaves), "forward", None)
@@ -795,7 +796,7 @@ class Derivatives(Operators):
         return chosen
 
     def _second_order(self, call: Call, mode: str) -> tuple[str, Fun]:
-        """The mode that "auto" means for this call, and what evaluates it."""
+        """The mode that "auto" means for this call, and the function that evaluates the call."""
         if mode != "auto" or self._backend.hvp_mode == "reverse_over_reverse":
             return (self._backend.hvp_mode if mode == "auto" else mode), call
         staged = self._backend.stage(call, call.leaves)
@@ -810,7 +811,7 @@ class Derivatives(Operators):
         return self._backend.unflatten(treedef, [None if x is None else -x for x in leaves])
 
     def _mixed_partials(self, f: Any, G: Any, y: Any, z: Any, us: list[Any]) -> list[Any]:
-        """One for each direction."""
+        """The mixed partial derivatives along each direction of `us`."""
         if not us:
             return []
         backend = self._backend
@@ -825,7 +826,7 @@ class Derivatives(Operators):
         else:
             by_g = _partial_of(self, call, fun, 1)
             evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=len(many) == 1)
-            rows = [self._zero_where_none(call, evaluation.pullback(moving)) for moving in many]
+            rows = [backend.filled(evaluation.pullback(w), call.leaves[:count]) for w in many]
         call.refuse_changes()
         return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
 
@@ -844,10 +845,6 @@ class Derivatives(Operators):
             )
         return call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
 
-    def _zero_where_none(self, call: Call, pulled: Sequence[Array | None]) -> list[Array]:
-        zeros = self._backend.zeros_like
-        return [zeros(x) if p is None else p for x, p in zip(call.leaves, pulled, strict=False)]
-
     # --- jacobian
 
     def _jacobian(
@@ -860,27 +857,27 @@ class Derivatives(Operators):
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        _callable(caller, f)
+        _check_callable(caller, f)
         positions = normalized_argnums(caller, argnums, len(args))
         call = Call(self._backend, caller, f, args, kwargs, positions)
         _refuse_complex(self._backend, call)
         fun: Fun = call
-        if chooses := mode == "auto":
-            call.pushes = True
+        if is_auto := mode == "auto":
+            call.may_transpose = True
             staged = self._backend.stage(call, call.leaves)
             refuse_cut(call, staged.cut())
             mode, fun = staged.jacobian_mode, staged.run
-        result = blocks(self._backend, fun, call.leaves, mode, chunk_size)
-        if chooses:  # the size of f's output shall not decide the dtype
-            result = [
+        row_blocks = blocks(self._backend, fun, call.leaves, mode, chunk_size)
+        if is_auto:  # the dtype must not depend on which mode the output's size selects
+            row_blocks = [
                 [
                     in_precision_of(self._backend, x, b)
                     for x, b in zip(call.leaves, row, strict=True)
                 ]
-                for row in result
+                for row in row_blocks
             ]
         call.refuse_changes()
-        rows = [call.to_trees(row) for row in result]
+        rows = [call.to_trees(row) for row in row_blocks]
         if not isinstance(argnums, tuple | list):
             rows = [row[0] for row in rows]
         attach = call.attaching(self._jacobian, caller, f, argnums, mode, chunk_size, args, kwargs)
@@ -889,20 +886,18 @@ class Derivatives(Operators):
 
 def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun:
     """For f(y, g): its gradient in argument `which`, as a function of the other's leaves."""
-    count = call.counts[0]
-    own = slice(None, count) if which == 0 else slice(count, None)
+    backend, count = operators._backend, call.counts[0]
+    leaves = call.leaves[:count] if which == 0 else call.leaves[count:]
 
     def gradient(*others: Array) -> tuple[list[Array], list[Array]]:
-        def one(*mine: Array) -> tuple[list[Array], list[Array]]:
-            return fun(*mine, *others) if which == 0 else fun(*others, *mine)
+        def restricted(*xs: Array) -> tuple[list[Array], list[Array]]:
+            return fun(*xs, *others) if which == 0 else fun(*others, *xs)
 
-        leaves = call.leaves[own]
-        result = operators._backend.vjp(one, leaves, groups=None, once=True)
-        out = call.scalar(result.outs, result.extras)
-        pulled = result.pullback([operators._backend.ones_like(out)])
-        refuse_cut(call, [i + (count if which else 0) for i in result.cut(pulled)])
-        zeros = operators._backend.zeros_like
-        return [zeros(x) if p is None else p for x, p in zip(leaves, pulled, strict=True)], []
+        evaluation = backend.vjp(restricted, leaves, groups=None, once=True)
+        out = call.scalar(evaluation.outs, evaluation.extras)
+        pulled = evaluation.pullback([backend.ones_like(out)])
+        refuse_cut(call, [i + (count if which else 0) for i in evaluation.cut(pulled)])
+        return backend.filled(pulled, leaves), []
 
     return gradient
 
@@ -919,13 +914,13 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
 
 def _named(operator: str, f: Any, argnums: Any, call: partial[Any]) -> Callable[..., Any]:
     if not callable(f):
-        _callable(operator, f)
+        _check_callable(operator, f)
     if type(argnums) is not int:
         refuse_arguments(operator, argnums)
     return like_function(f"{operator}(", f, call, ")")
 
 
-def _callable(caller: str, f: Any, name: str = "f") -> None:
+def _check_callable(caller: str, f: Any, name: str = "f") -> None:
     if not callable(f):
         came = (
             repr(f)
@@ -936,12 +931,12 @@ def _callable(caller: str, f: Any, name: str = "f") -> None:
         raise GradtoolsError(f"{caller}: {name} must be a function, got {came}.{hint}")
 
 
-def _one_of(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise GradtoolsError(f"{caller}: {name} is {value!r}; expected one of {allowed}.")
 
 
-def _some(primals: Sequence[Any], caller: str) -> None:
+def _check_primals(primals: Sequence[Any], caller: str) -> None:
     if not primals:
         raise GradtoolsError(f"{caller}: no primals were given; pass f's arguments after f.")
 

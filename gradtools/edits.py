@@ -1,15 +1,15 @@
-"""Edited gradients: the value passes through bit for bit, the derivative is another.
+"""Edited gradients: identities in value, bit for bit, with a derivative of their own.
 
-Each edit is a rule whose primal is the identity, y = x. What differs is the cotangent map:
+Each edit is a rule whose primal is the identity, y = x. They differ in the cotangent map:
 
     reverse, scale    x' = s y'          linear: both modes, every order
     straight_through  x' = J_g^H y'      of a surrogate g: linear too
     clip              x' = c(y')         not linear: reverse mode only
     transform         x' = fn(y')        the same
-    known             x' = dx            the same
+    replace           x' = dx            the same
 
-Because a rule's derivative is taken at its own output, an edit is met again at second order:
-with scale s the Hessian of f(scale(x)) is s^2 f''.
+A second derivative passes through the edit a second time: with scale s the Hessian of f(scale(x))
+is s^2 f''.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCALE = Rule(
 )
 """Inputs x and s; dy = s dx."""
 
-REPLACE = Rule(
+STRAIGHT_THROUGH = Rule(
     "straight_through",
     primal=lambda y, s: [y],
     tangent=lambda _, dxs: [dxs[1]],
@@ -49,7 +49,7 @@ REPLACE = Rule(
 )
 """Inputs y and s; the value of y with the derivative of s."""
 
-KNOWN = Rule(
+REPLACE_COTANGENT = Rule(
     "replace_gradient",
     primal=lambda x, dx: [x],
     cotangent=lambda dx, cts: [dx[0], None],
@@ -58,24 +58,24 @@ KNOWN = Rule(
     reaches="identity",
     reverse_only=True,
 )
-"""Inputs x and dx; whatever comes in, the cotangent is dx."""
+"""Inputs x and dx; the cotangent is dx, whatever the incoming one."""
 
 
 CLIP_BY_NORM, CLIP_BY_VALUE, CLIP_BY_BOTH = 1, 2, 3
 
 
 def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
-    """Inputs: `count` leaves, then max_norm and max_value as far as `kind` has them."""
+    """The rule of `clip_gradient`. Inputs: `count` leaves, then the bounds that `kind` names."""
     by_norm, by_value = kind & CLIP_BY_NORM, kind & CLIP_BY_VALUE
     bounds = tuple(range(count, count + (kind == CLIP_BY_BOTH) + 1))
 
     def cotangent(limits: Any, cts: Any) -> list[Any]:
-        result = list(cts[:count])
+        clipped = list(cts[:count])
         if by_value:
-            result = [_clip_modulus(backend, ct, limits[-1]) for ct in result]
+            clipped = [_clip_modulus(backend, ct, limits[-1]) for ct in clipped]
         if by_norm:
-            result = _clip_norm(backend, result, limits[0])
-        return [*result, *(None for _ in bounds)]
+            clipped = _clip_norm(backend, clipped, limits[0])
+        return [*clipped, *(None for _ in bounds)]
 
     return Rule(
         "clip_gradient",
@@ -99,7 +99,7 @@ def _clip_modulus(backend: Backend, ct: Array, bound: Array) -> Array:
 
 
 def _clip_norm(backend: Backend, cts: list[Array], bound: Array) -> list[Array]:
-    """Times min(1, bound / norm). The norm is that of c / max|c|, which cannot overflow."""
+    """cts * min(1, bound / norm). The norm is computed of c / max|c|, which cannot overflow."""
     xp = backend.xp
     wide = [_wide(backend, ct) for ct in cts]
     largest_of = [xp.max(xp.abs(ct)) for ct in wide if 0 not in ct.shape]
@@ -120,7 +120,7 @@ def _clip_norm(backend: Backend, cts: list[Array], bound: Array) -> list[Array]:
 
 
 def _wide(backend: Backend, ct: Array) -> Array:
-    """16-bit leaves in float32: the norm of a long one needs the digits."""
+    """Casts 16-bit leaves to float32, for an accurate sum of squares."""
     narrow = backend.dtype_name(ct) in ("float16", "bfloat16")
     return backend.cast(ct, "float32") if narrow else ct
 
@@ -141,7 +141,7 @@ class Edits(Operators):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        # Dynamo takes the key that this returns as a constant.
+        # Dynamo embeds the key that this returns as a constant.
         rules = lru_cache(partial(clip_rule, backend))
         self._clip_key = backend.compiler.constant_result(lambda *kind: key_of(rules(*kind)))
 
@@ -197,9 +197,9 @@ class Edits(Operators):
 
     def _scaled(self, name: str, x: Any, scale: Any, sign: int) -> Any:
         backend = self._backend
-        if type(scale) is float and (result := backend.scaled(x, sign * scale)) is not None:
-            return result
-        is_number = isinstance(scale, int | float)  # of these no operation takes the sign
+        if type(scale) is float and (scaled := backend.scaled(x, sign * scale)) is not None:
+            return scaled
+        is_number = isinstance(scale, int | float)  # negated in Python, without an operation
         signed = -scale if is_number and sign < 0 else scale
 
         def one(leaf: Array, path: Path) -> Array:
@@ -286,7 +286,7 @@ class Edits(Operators):
         Args:
             x: A pytree of arrays.
             fn: Takes and returns a pytree like x, with the same shapes and dtypes (None at
-                leaves that are not floating or complex). At second order it is met again.
+                leaves that are not floating or complex). At second order it applies again.
 
         Returns:
             x, unchanged.
@@ -316,8 +316,8 @@ class Edits(Operators):
 
         def cotangent(xs: Any, cts: Any) -> list[Any]:  # it outlives x, which may be traced
             full = replaced_at([None] * count, places, cts)
-            found = fn(backend.unflatten(treedef, full))
-            return _like_cotangents(backend, found, backend.unflatten(treedef, full), cts)
+            transformed = fn(backend.unflatten(treedef, full))
+            return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
 
         rule = Rule(
             "transform_gradient",
@@ -328,7 +328,7 @@ class Edits(Operators):
             reverse_only=True,
             user_functions=(fn,),
         )
-        return _edit_jointly(backend, rule.name, lambda found: backend.apply_rule(rule, *found), x)
+        return _edit_jointly(backend, rule.name, lambda xs: backend.apply_rule(rule, *xs), x)
 
     def replace_gradient(self, x: T, dx: Any) -> T:
         """The identity, whose cotangent is replaced by `dx` (Theano's known_grads).
@@ -366,7 +366,7 @@ class Edits(Operators):
         if not any(_edited(backend, leaf) for leaf in leaves):
             _check_editable(backend, "replace_gradient", x, leaves)
         edited = [
-            _known(backend, leaf, new, partial(_path, backend, x, i))
+            _replaced(backend, leaf, new, partial(_path, backend, x, i))
             if _edited(backend, leaf)
             else leaf
             for i, (leaf, new) in enumerate(zip(leaves, given, strict=True))
@@ -418,7 +418,7 @@ def _edited(backend: Backend, leaf: Any) -> bool:
 
 
 def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
-    """Refuses an object that is no pytree: its arrays are not found, and would stay unedited."""
+    """Raises for an object that is no pytree, since its arrays would silently stay unedited."""
     plain = isinstance(x, str | int | float | complex) or hasattr(x, "dtype")
     if not plain and len(leaves) == 1 and leaves[0] is x:
         raise GradtoolsError(
@@ -494,7 +494,7 @@ def _has_real_dtype(x: Any) -> bool:
     return not any(kind in dtype for kind in ("complex", "object", "str", "<U"))
 
 
-def _known(backend: Backend, x: Array, dx: Any, path: Path) -> Array:
+def _replaced(backend: Backend, x: Array, dx: Any, path: Path) -> Array:
     if not backend.is_array(dx):
         dx = as_array(backend, "replace_gradient", dx, f"dx{path()}")
     came = (tuple(dx.shape), backend.dtype_name(dx))
@@ -504,12 +504,12 @@ def _known(backend: Backend, x: Array, dx: Any, path: Path) -> Array:
             f"replace_gradient: dx{path()} has shape {came[0]} and dtype {came[1]}, expected "
             f"{wanted[0]} and {wanted[1]}, those of x{path()}. Reshape or cast it."
         )
-    return backend.apply_rule(KNOWN, x, dx)[0]
+    return backend.apply_rule(REPLACE_COTANGENT, x, dx)[0]
 
 
-def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[Array]:
-    """What a transform returned, as leaves; it must look like what it was given."""
-    leaves, treedef = backend.flatten(found)
+def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
+    """The leaves of what a transform returned, checked against its argument `like`."""
+    leaves, treedef = backend.flatten(tree)
     given, expected = backend.flatten(like)
     if treedef != expected:
         raise GradtoolsError(
@@ -517,10 +517,12 @@ def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[
             f"{in_words(expected)}, that of the cotangent. Return one array for each that fn is "
             "given."
         )
-    found = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
-    for i, (new, ct) in enumerate(zip(found, cts, strict=True)):
+    arrays = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
+    for i, (new, ct) in enumerate(zip(arrays, cts, strict=True)):
         _check_array(backend, "transform_gradient: fn", i, new)
-        new = found[i] = as_array(backend, "transform_gradient", new, f"fn's leaf {i}", beside=ct)
+        new = arrays[i] = as_array(
+            backend, "transform_gradient", new, f"fn's leaf {i}", device_of=ct
+        )
         came = (tuple(new.shape), backend.dtype_name(new))
         wanted = (tuple(ct.shape), backend.dtype_name(ct))
         if came != wanted:
@@ -529,7 +531,7 @@ def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[
                 f"{came[1]}, expected {wanted[0]} and {wanted[1]}, those of the cotangent. "
                 "Reshape or cast it."
             )
-    return found
+    return arrays
 
 
 def _check_array(backend: Backend, who: str, i: int, x: Any) -> None:
@@ -608,7 +610,7 @@ class _StraightThrough:
                 f"{backend.dtype_name(value)}, that of the surrogate {backend.dtype_name(through)}."
                 " Cast one of them, so that the value is exactly what you mean."
             )
-        return backend.apply_rule(REPLACE, value, through)[0]
+        return backend.apply_rule(STRAIGHT_THROUGH, value, through)[0]
 
 
 def _call(f: Any, arguments: Any) -> Any:

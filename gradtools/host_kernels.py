@@ -121,7 +121,7 @@ class Kernel:
         inside: Of a function of another framework: it, with its `name` and `fun`.
     """
 
-    __gradtools_holds__ = ("fun", "out")  # see `rules.held_by`
+    __gradtools_holds__ = ("fun", "out")  # see `rules.captured_objects`
 
     fun: Callable[..., Any]
     out: Any = None

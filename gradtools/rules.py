@@ -1,17 +1,17 @@
 """`Rule`: a function of flat arrays with its own jvp and vjp maps, the same in both frameworks.
 
-Everything that bends a gradient is one thing, a value with its own tangent and cotangent map:
+Every operation with a derivative of its own is a function with a tangent and a cotangent map:
 
     y = f(x)        dy = J(x) dx        x' = J(x)^H y'
 
-Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. One of them
-may be left out: it then is the transpose of the other. The maps get their residuals as arguments:
-inputs, outputs, or *extras*, which are further results of the evaluation that made the outputs.
-Extras are hidden outputs, differentiated through the code that made them, so a residual that is
-an intermediate result is right at second order.
+Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. One of them may be
+left out: it is then the transpose of the other. The maps get their residuals as arguments: inputs,
+outputs, or *extras*, which are further results of the forward pass. Extras are hidden outputs,
+differentiated through the code that computed them, so a rule that saves an intermediate result is
+right at second order.
 
-This module holds what is the same in every framework: the record and the rule under vmap. How
-a rule enters a framework's own differentiation stands in each wing's `rules/installing.py`.
+This module holds what is the same in every framework: the record, and the rule under vmap. Each
+backend's `rules/installing.py` installs a rule in the framework's own differentiation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KEYS_OF: weakref.WeakKeyDictionary[Rule, str] = weakref.WeakKeyDictionary()
 
 
 def key_of(rule: Rule) -> str:
-    """A text by which compiled code finds the rule again, see `by_key`."""
+    """A string that compiled code embeds as a constant to refer to the rule; see `by_key`."""
     key = _KEYS_OF.setdefault(rule, next(KEYS))
     _BY_KEY[key] = rule
     return key
@@ -67,8 +67,8 @@ class Linearized:
         saves: The residuals: positions in `[*xs, *ys, *extras]`.
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.
-        opaque_residuals: Whether the author saved something besides arrays that may depend on x,
-            so that a second derivative has to evaluate the function again.
+        opaque_residuals: Whether the author saved non-arrays that may depend on x, so that a
+            second derivative must evaluate the function again.
         tangent_only: How many of the last residuals only the tangent map reads.
     """
 
@@ -81,12 +81,12 @@ class Linearized:
     tangent_only: int = 0
 
     def without_arrays(self) -> Linearized:
-        """The same without arrays, which would not outlive their trace: maps and counts."""
+        """A copy without arrays, which would leak from their trace: the maps and counts."""
         maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
         return Linearized([], [None] * len(self.extras), *maps)
 
     def saved(self, xs: Entries) -> list[Any]:
-        """What the linear maps are handed."""
+        """The residuals that are passed to the linear maps."""
         everything = [*xs, *self.ys, *self.extras]
         return [everything[i] for i in self.saves]
 
@@ -96,30 +96,31 @@ class Rule:
     """A function on a flat list of arrays, with its tangent and its cotangent map.
 
     Attributes:
-        name: What messages call it.
-        primal: `primal(*xs)` gives the list of outputs.
-        tangent: `tangent(saved, dxs)` gives one tangent for each output. Entries of `dxs`, and
-            of what is returned, may be None, a zero. It must be linear in `dxs`.
-        cotangent: `cotangent(saved, cts)` gives one cotangent for each input, in gradtools'
-            complex convention. Entries may be None, a zero.
-        saves: What the maps are handed, positions in `[*xs, *ys]` (default: all inputs). Only
-            these are kept for the backward pass.
-        linearize: `linearize(*xs)` gives a `Linearized`, for rules whose maps read more than
+        name: Its name in messages.
+        primal: `primal(*xs)` returns the list of outputs.
+        tangent: `tangent(saved, dxs)` returns one tangent for each output. Entries of `dxs` and
+            of the result may be None, a symbolic zero. It must be linear in `dxs`.
+        cotangent: `cotangent(saved, cts)` returns one cotangent for each input, in gradtools'
+            complex convention. Entries may be None, a symbolic zero.
+        saves: The residuals, as positions in `[*xs, *ys]` (default: all inputs). Only these are
+            kept for the backward pass.
+        linearize: `linearize(*xs)` returns a `Linearized`, for rules whose maps read more than
             inputs and outputs; `tangent`, `cotangent` and `saves` then are left out.
         nondifferentiable: Positions of inputs that are never differentiated; their derivative is
             zero.
         reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
-        user_functions: The functions that the rule's author wrote, which may close over arrays
-            of a running trace. If there are none, no map closes over any.
+        user_functions: The functions that the rule's author wrote, which may close over tracers.
+            If it is empty, no map closes over any.
         symbolic_zeros: Which of the maps "tangent" and "cotangent" get None for a zero although
-            the rule has a contract. With "cotangent", `linearize` is told what is differentiated.
-        contract: The checks that the author's maps must pass; such maps get arrays of zeros, and
-            not None. None: a rule of gradtools' own, which is trusted.
-        reaches: Which inputs reach which outputs by a differentiable path. "identity": the
-            outputs are the inputs unchanged, and pictures say so. A function (for a function of
-            another framework, which pictures show opened): `reaches(*specs)` takes the ArraySpecs
-            of the inputs and gives `matrix[output][input]` of booleans. None, as the attribute or
-            as the function's result: every input may reach every output.
+            the rule has a contract. With "cotangent", `linearize` gets a mask of the inputs that
+            are differentiated.
+        contract: The checks that the author's maps must pass; such maps get arrays of zeros
+            instead of None. None: a rule of gradtools' own, which is not checked.
+        reaches: Which inputs reach which outputs by a differentiable path. "identity": the outputs
+            are the inputs unchanged, and graphs draw an identity. A function (for functions of
+            another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
+            ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. None, as the
+            attribute or as the function's result: every input may reach every output.
     """
 
     name: str
@@ -147,38 +148,38 @@ class Rule:
 
     @classmethod
     def of(cls, rule: Rule, **changes: Any) -> Self:
-        """The rule with these changes, as one of this class: what both classes have is kept."""
-        both = [f.name for f in fields(cls) if hasattr(rule, f.name)]
-        return cls(**{name: getattr(rule, name) for name in both} | changes)
+        """Converts a rule to this class, keeping the fields that both have, with changes."""
+        common = [f.name for f in fields(cls) if hasattr(rule, f.name)]
+        return cls(**{name: getattr(rule, name) for name in common} | changes)
 
     @property
     def origin(self) -> Any:
-        """An object that all rules derived from this one share: if one is linear, all are."""
+        """An object shared by all rules derived from this one: a check of one serves all."""
         return self.contract or self
 
     def fills(self, which: str) -> bool:
-        """Whether the "tangent" or "cotangent" map is handed zeros, and not None."""
+        """Whether zeros are instantiated as arrays for the "tangent" or "cotangent" map."""
         return self.contract is not None and which not in self.symbolic_zeros
 
     def at(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
-        """One evaluation with the maps there.
+        """Evaluates the rule; returns the outputs with the linear maps at xs.
 
-        perturbed: Which inputs are differentiated, where that is known and the rule asks for it
-            (`symbolic_zeros`); None: each may be.
+        perturbed: Which inputs are differentiated, for rules with `symbolic_zeros`; None if that
+            is unknown, so that each may be.
         """
         if self.linearize is None:
-            return self.reading(xs, self.primal(*xs))
+            return self.linearized_from(xs, self.primal(*xs))
         if "cotangent" in self.symbolic_zeros:
             return self.linearize(*xs, perturbed=perturbed)
         return self.linearize(*xs)
 
-    def reading(self, xs: Entries, ys: list[Array]) -> Linearized:
-        """The same where the outputs are known and the maps read nothing else."""
+    def linearized_from(self, xs: Entries, ys: list[Array]) -> Linearized:
+        """`at` for known outputs, of a rule whose residuals are inputs and outputs only."""
         saves = tuple(range(len(xs))) if self.saves is None else self.saves
         return Linearized(ys, [], saves, self.tangent, self.cotangent)
 
     def saved(self, xs: Entries, ys: Entries, extras: Entries = ()) -> list[Any]:
-        """What the linear maps are handed."""
+        """The residuals that are passed to the linear maps."""
         if self.saves is None:
             return list(xs)
         everything = [*xs, *ys, *extras]
@@ -187,11 +188,11 @@ class Rule:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class JvpRule(Rule):
-    """A rule whose author gave a forward rule: outputs and tangents in one.
+    """A rule whose author wrote a forward rule, which returns outputs and tangents together.
 
     Attributes:
-        jvp: `jvp(xs, dxs)` gives outputs and tangents of one evaluation; `tangent`, if there is
-            one, is its second half.
+        jvp: `jvp(xs, dxs)` returns outputs and tangents from one evaluation; `tangent`, if given,
+            returns its second half.
     """
 
     jvp: Jvp
@@ -212,7 +213,7 @@ def closed_over_error(name: str) -> GradtoolsError:
 
 
 def reverse_only_text(caller: str, name: str) -> str:
-    """Why a rule with a reverse rule that is not linear cannot be entered."""
+    """The message of `caller` where forward mode meets a rule that has a reverse rule only."""
     return (
         f"{caller}: f holds {name}, which has a reverse rule only, so it has no forward mode. "
         f"{USE_REVERSE_MODE}"
@@ -222,19 +223,22 @@ def reverse_only_text(caller: str, name: str) -> str:
 def closes_over(
     rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
 ) -> bool:
-    """Whether a rule's user functions hold such an array, in closures, defaults or attributes.
+    """Whether a rule's user functions capture such an array, in closures, defaults or attributes.
 
-    They are searched and not traced: a rule may use itself, so that tracing would not end.
+    The captured objects are searched, since tracing a rule that uses itself would not end.
     """
-    return next(held_by(rule.user_functions, wanted, array, attributes), None) is not None
+    return next(captured_objects(rule.user_functions, wanted, array, attributes), None) is not None
 
 
-def held_by(
+def captured_objects(
     functions: Iterable[Any], wanted: Callable[[Any], bool], array: type, attributes: bool = True
 ) -> Iterator[Any]:
-    """The arrays of a kind in closures, defaults, containers and, if asked, objects' attributes."""
+    """The objects with `wanted(x)` in closures, defaults, containers and optionally attributes.
+
+    array: The framework's array type, which is not searched any deeper.
+    """
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
-    todo: list[Any] = [f for f in functions if _holds(f, attributes)]
+    todo: list[Any] = [f for f in functions if _captures(f, attributes)]
     seen: set[int] = set()
     while todo:
         x = todo.pop()
@@ -242,50 +246,48 @@ def held_by(
             yield x
         if id(x) not in seen and not isinstance(x, leaves):
             seen.add(id(x))
-            todo += _held(x, attributes)
+            todo += _references(x, attributes)
 
 
-def _holds(f: Any, attributes: bool) -> bool:
-    """Whether a function holds anything at all."""
+def _captures(f: Any, attributes: bool) -> bool:
+    """False for a plain function without closure, defaults and attributes."""
     if type(f) is not FunctionType:
         return True
     return bool(f.__closure__ or f.__defaults__ or f.__kwdefaults__ or (attributes and f.__dict__))
 
 
-def _held(x: Any, attributes: bool) -> list[Any]:
-    """What an object holds: a closure's variables, a container's entries, its attributes.
+def _references(x: Any, attributes: bool) -> list[Any]:
+    """The objects that x refers to: closure variables, entries of a container, attributes.
 
-    An object of gradtools names in `__gradtools_holds__` the attributes that its user gave it.
+    Of gradtools' own objects only the attributes that the user set; `__gradtools_holds__` names
+    them.
     """
     names = getattr(type(x), "__gradtools_holds__", None)
     if names is not None:
-        return [h for name in names if (h := getattr(x, name)) is not None]
+        return [y for name in names if (y := getattr(x, name)) is not None]
     if isinstance(x, dict):
         return list(x.values())
     if isinstance(x, list | tuple | set | frozenset):
         return list(x)
-    held: list[Any] = []
+    found: list[Any] = []
     if isinstance(x, FunctionType):
-        held += [x.__defaults__, x.__kwdefaults__]
+        found += [x.__defaults__, x.__kwdefaults__]
         for cell in x.__closure__ or ():
             try:
-                held.append(cell.cell_contents)
+                found.append(cell.cell_contents)
             except ValueError:  # a name that is not bound yet
                 continue
     elif isinstance(x, partial):
-        held += [x.func, x.args, x.keywords]
+        found += [x.func, x.args, x.keywords]
     elif isinstance(x, MethodType) and attributes:
-        held += [x.__func__, x.__self__]
+        found += [x.__func__, x.__self__]
     if attributes:
-        held.append(getattr(x, "__dict__", None))
-        held += [getattr(x, name, None) for kind in type(x).__mro__ for name in _slots(kind)]
-    return [h for h in held if h is not None]
-
-
-def _slots(kind: type) -> list[str]:
-    """The attributes of instances that have no `__dict__`."""
-    names = vars(kind).get("__slots__", ())
-    return [n for n in ([names] if isinstance(names, str) else names) if not n.startswith("__")]
+        found.append(getattr(x, "__dict__", None))
+        for kind in type(x).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            slots = [slots] if isinstance(slots, str) else slots
+            found += [getattr(x, name, None) for name in slots if not name.startswith("__")]
+    return [y for y in found if y is not None]
 
 
 def batched(
@@ -295,13 +297,13 @@ def batched(
 
     Args:
         rule: The rule of one example.
-        backend: Whose `vmap_list`, `vmap_extras` and `sum_leading` are used.
-        x_axes: 0 or None for each input: whether it carries the batch in front. An input without
-            it gets its cotangent summed over the batch.
-        saved_axes: The same for what the linear maps are handed; None where they read inputs
-            and outputs alone, or where a rule is yet to be linearized.
+        backend: Provides `vmap_list`, `vmap_extras` and `sum_leading`.
+        x_axes: The batch axis of each input, 0 or None. The cotangent of an input without one is
+            summed over the batch.
+        saved_axes: The same for the residuals; None if these are inputs and outputs only, or if
+            the rule is yet to be linearized.
         size: The batch size.
-        more: The fields that a wing's own record of a rule adds.
+        more: The fields that a backend's own subclass of `Rule` adds.
     """
     x_axes = tuple(x_axes)
 
@@ -315,11 +317,11 @@ def batched(
             return None
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            given = axes[: len(saved)]  # without what the tangent map alone reads
-            result = _mapped(one, backend, given, (0,) * len(cts), size)(saved, cts)
+            own_axes = axes[: len(saved)]  # without the residuals of the tangent map alone
+            pulled = _mapped(one, backend, own_axes, (0,) * len(cts), size)(saved, cts)
             return [
                 ct if ct is None or axis == 0 else backend.sum_leading(ct)
-                for ct, axis in zip(result, x_axes, strict=True)
+                for ct, axis in zip(pulled, x_axes, strict=True)
             ]
 
         return cotangent
@@ -328,21 +330,21 @@ def batched(
         one, counts = list[Linearized](), list[int]()
 
         def example(*x: Array) -> list[Array]:
-            result = rule.at(*x, perturbed=perturbed)
-            counts[:] = len(result.ys), len(result.extras)
-            one[:] = [result.without_arrays()]
-            return [*result.ys, *result.extras]
+            linearized = rule.at(*x, perturbed=perturbed)
+            counts[:] = len(linearized.ys), len(linearized.extras)
+            one[:] = [linearized.without_arrays()]
+            return [*linearized.ys, *linearized.extras]
 
         run = backend.vmap_extras(example, x_axes, size, lambda: counts[1])
         out, out_axes = run(*xs)
-        result, (count, _) = one[0], counts
-        axes = saved_from(result.saves, x_axes, out_axes)
+        linearized, (count, _) = one[0], counts
+        axes = saved_from(linearized.saves, x_axes, out_axes)
         return replace(
-            result,
+            linearized,
             ys=out[:count],
             extras=out[count:],
-            tangent=tangent_of(result.tangent, axes),
-            cotangent=cotangent_of(result.cotangent, axes),
+            tangent=tangent_of(linearized.tangent, axes),
+            cotangent=cotangent_of(linearized.cotangent, axes),
         )
 
     def jvp(xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
@@ -377,7 +379,7 @@ def batched(
 
 
 def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries = ()) -> Any:
-    """The batch axes of the residuals. Outputs whose axes are not given carry the batch."""
+    """The batch axes of the residuals; outputs without an entry in `out_axes` are batched."""
     everything = [*x_axes, *out_axes]
     if saves is None:
         return tuple(x_axes)
@@ -390,17 +392,17 @@ def _mapped(linear: Any, backend: Any, x_axes: Entries, v_axes: Entries, size: i
     def run(xs: Entries, vs: Entries) -> list[Any]:
         entries, axes = [*xs, *vs], [*x_axes, *v_axes]
         mask = [e is not None for e in entries]
-        came_out: list[bool] = []
+        out_mask: list[bool] = []
 
         def one(*flat: Array) -> list[Array]:
             full = spread(flat, mask)
             out = linear(full[: len(xs)], full[len(xs) :])
-            came_out[:] = [o is not None for o in out]
+            out_mask[:] = [o is not None for o in out]
             return [o for o in out if o is not None]
 
-        in_axes = tuple(a for a, t in zip(axes, mask, strict=True) if t)
-        result = backend.vmap_list(one, in_axes, size)(*(e for e in entries if e is not None))
-        return spread(result, came_out)
+        in_axes = tuple(a for a, m in zip(axes, mask, strict=True) if m)
+        outs = backend.vmap_list(one, in_axes, size)(*(e for e in entries if e is not None))
+        return spread(outs, out_mask)
 
     return run
 

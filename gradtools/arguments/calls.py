@@ -28,12 +28,12 @@ class Call:
     """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`.
 
     Attributes:
-        hands_out: Whether the user gets f's output, which else may stay in its graph.
-        pushes: Whether the pullback may be transposed, in which f's hooks have no part.
+        returns_output: Whether the operator returns f's output. If not, it need not be detached.
+        may_transpose: Whether the pullback may be transposed, which skips f's gradient hooks.
     """
 
-    hands_out = True
-    pushes = False
+    returns_output = True
+    may_transpose = False
 
     def __init__(
         self,

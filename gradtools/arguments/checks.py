@@ -101,13 +101,13 @@ def _by_position(name: str) -> str:
 
 
 def as_array(
-    backend: Backend, caller: str, x: Any, name: str, beside: Array | None = None
+    backend: Backend, caller: str, x: Any, name: str, device_of: Array | None = None
 ) -> Array:
-    """x as an array of the framework, on the device of `beside`, or an error that names it."""
+    """x as an array of the framework, on the device of `device_of`, or an error that names it."""
     if backend.is_array(x):
         return x
     try:
-        return backend.asarray(x, beside)
+        return backend.asarray(x, device_of)
     except GradtoolsError as error:
         if is_numeric(backend, x):  # of a dtype that the framework does not hold
             raise GradtoolsError(f"{caller}: {name}: {error}") from error

@@ -37,7 +37,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.function_variables import globals_of
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.reachability import within_a_trace
-from gradtools.rules import held_by
+from gradtools.rules import captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.modes import without_casts
@@ -336,13 +336,13 @@ def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Te
 def _captured(f: Any) -> dict[str, Tensor]:
     """The tensors that a function holds, in words."""
     read = [x for x in globals_of(f).values() if isinstance(x, torch.nn.Module | Tensor)]
-    modules = list(held_by((f, *read), lambda x: isinstance(x, torch.nn.Module), Tensor))
+    modules = list(captured_objects((f, *read), lambda x: isinstance(x, torch.nn.Module), Tensor))
     named: dict[int, tuple[str, Tensor]] = {}
     for module in modules:
         kind = type(module).__name__
         for name, t in [*module.named_parameters(), *module.named_buffers()]:
             named.setdefault(id(t), (f"{name!r} of {kind}", t))
-    for t in held_by((f, *read), lambda x: isinstance(x, Tensor), Tensor):
+    for t in captured_objects((f, *read), lambda x: isinstance(x, Tensor), Tensor):
         named.setdefault(id(t), (f"a tensor of shape {tuple(t.shape)}", t))
     result: dict[str, Tensor] = {}
     for words, t in named.values():

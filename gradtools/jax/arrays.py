@@ -21,7 +21,7 @@ from gradtools.errors import GradtoolsError
 X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
 
 
-def asarray(x: Any, beside: Any = None) -> jax.Array:
+def asarray(x: Any, device_of: Any = None) -> jax.Array:
     """One array as a JAX array of the same dtype; JAX's pass through. See ``gradtools.models``."""
     if isinstance(x, jax.Array):
         return x

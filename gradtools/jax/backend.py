@@ -75,7 +75,7 @@ class JaxBackend(Wing):
     def aval(self, x: Array) -> Any:
         return jax.typeof(x)
 
-    def zeros(self, aval: Any, beside: Array) -> Array:
+    def zeros(self, aval: Any, device_of: Array) -> Array:
         return shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
 
     ones_like = staticmethod(partial(jax.lax.full_like, fill_value=1))

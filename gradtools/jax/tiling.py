@@ -23,7 +23,7 @@ from gradtools.jax.jaxprs import DRAWS, bound, read, uses_primitive
 from gradtools.jax.reachability import reached, within_a_trace
 from gradtools.jax.shardings import varying, varying_alike
 from gradtools.pairwise.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
-from gradtools.rules import held_by
+from gradtools.rules import captured_objects
 
 Arrays = list[Any]
 States = list[Arrays]  # one list for each group, empty where a group has another side
@@ -312,7 +312,10 @@ def explicit(
     """
     if not within_a_trace():
         return fun, []
-    if next(held_by(own, lambda x: isinstance(x, jax.core.Tracer), jax.Array), None) is not None:
+    if (
+        next(captured_objects(own, lambda x: isinstance(x, jax.core.Tracer), jax.Array), None)
+        is not None
+    ):
         raise GradtoolsError(
             f"{caller}: a function of reduce closes over an array of the function that is being "
             "transformed by JAX. Return the array from f, as a part of its output."

@@ -102,13 +102,13 @@ class ContrastiveLoss(Operators):
         scale, bias = (
             float(z)  # of Python, exact beside any dtype
             if isinstance(z, int | float)
-            else backend.cast(as_array(backend, caller, z, name, beside=x), x)
+            else backend.cast(as_array(backend, caller, z, name, device_of=x), x)
             for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))
         )
         options = {"tile_size": tile_size, "memory_budget": memory_budget, "progress": progress}
         logits = _Logits(self._backend, scale, bias, label_smoothing, options)
         apart = gathered or axis_name is not None or group is not None
-        own = None if ids is None else as_array(backend, caller, ids, "ids", beside=x)
+        own = None if ids is None else as_array(backend, caller, ids, "ids", device_of=x)
         check_shape(caller, "ids", own, (x.shape[0],), "one for each row of x")
         spread = lambda z: z
         if apart:
@@ -148,7 +148,7 @@ class _Logits:
         """The columns: features, ids, and which have one."""
         if negatives is None:
             return {"y": y, "b": ids}
-        more = as_array(self.backend, "contrastive_loss", negatives, "negatives", beside=y)
+        more = as_array(self.backend, "contrastive_loss", negatives, "negatives", device_of=y)
         wanted = (*more.shape[:1], y.shape[1])
         check_shape(
             "contrastive_loss", "negatives", more, wanted, "rows of as many features as y has"

@@ -73,7 +73,7 @@ class LinearCrossEntropy(Operators):
             )
         h = as_array(backend, caller, input, "input")
         named = ((weight, "weight"), (target, "target"))
-        w, t = (as_array(backend, caller, z, name, beside=h) for z, name in named)
+        w, t = (as_array(backend, caller, z, name, device_of=h) for z, name in named)
         if len(w.shape) != 2 or tuple(h.shape) != (*t.shape, w.shape[1]):
             raise GradtoolsError(
                 f"{caller}: input has the shape {tuple(h.shape)}, weight {tuple(w.shape)} and "
@@ -87,7 +87,7 @@ class LinearCrossEntropy(Operators):
         check_smoothing(caller, label_smoothing)
         xp, shape, classes = backend.xp, tuple(t.shape), w.shape[0]
         h, t = xp.reshape(h, (-1, w.shape[1])), xp.reshape(t, (-1,))
-        b = None if bias is None else as_array(backend, caller, bias, "bias", beside=h)
+        b = None if bias is None else as_array(backend, caller, bias, "bias", device_of=h)
         check_shape(caller, "bias", b, (classes,), "one for each class")
         entropy = tiled(
             backend,

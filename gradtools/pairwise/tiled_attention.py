@@ -86,7 +86,7 @@ class Attention(Operators):
         mask = (
             None
             if attn_mask is None
-            else as_array(backend, caller, attn_mask, "attn_mask", beside=q)
+            else as_array(backend, caller, attn_mask, "attn_mask", device_of=q)
         )
         call = _Attention(self._backend, heads, is_causal, scale, tile_size)
         out = call.run(q, k, v, mask)

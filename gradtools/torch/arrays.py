@@ -30,17 +30,17 @@ GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed word
 ODD = -0x4498517A7B3558C5  # another odd word with about as many ones as zeros
 
 
-def asarray(x: Any, beside: Any = None) -> torch.Tensor:
+def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
     """One array as a tensor of the same dtype; tensors pass through. See ``gradtools.models``.
 
-    beside: A tensor on whose device it is made, in place of the default one.
+    device_of: A tensor on whose device the result is created, instead of the default device.
     """
     if isinstance(x, torch.Tensor):
         return x
     if is_compiling():  # dynamo's arrays are tensors already
         return torch.asarray(x)
     array = as_numpy(x)
-    device = torch.get_default_device() if beside is None else beside.device
+    device = torch.get_default_device() if device_of is None else device_of.device
     if is_plain(x):
         return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype), device=device)
     return _from_numpy(array, device)

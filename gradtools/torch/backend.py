@@ -105,8 +105,8 @@ class TorchBackend(Wing):
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)
 
-    def zeros(self, aval: Any, beside: Array) -> Array:
-        return torch.zeros(aval[0], dtype=aval[1], device=beside.device)
+    def zeros(self, aval: Any, device_of: Array) -> Array:
+        return torch.zeros(aval[0], dtype=aval[1], device=device_of.device)
 
     ones_like = staticmethod(partial(torch.ones_like, requires_grad=False))
 

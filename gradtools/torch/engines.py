@@ -133,7 +133,7 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
-    hooks = SetsHooks() if getattr(fun, "pushes", False) else None
+    hooks = SetsHooks() if getattr(fun, "may_transpose", False) else None
     try:
         evaluated = _evaluate(fun if hooks is None else hooks.around(fun), leaves)
     except RuntimeError as error:
@@ -192,7 +192,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         except RuntimeError:  # some operation's backward pass has no derivative
             return None
 
-    as_they_are = attached or not getattr(fun, "hands_out", True)
+    as_they_are = attached or not getattr(fun, "returns_output", True)
     return Evaluation(
         outs if as_they_are else _freed(outs),
         extras if attached or not extras else _freed(extras),
@@ -645,7 +645,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     empty: list[bool] = []
     wrong: list[Any] = []
     hooked: list[Tensor] = []  # where f sets hooks, the leaves of its graph
-    hooks = SetsHooks() if getattr(fun, "pushes", False) else None
+    hooks = SetsHooks() if getattr(fun, "may_transpose", False) else None
     plain: list[bool] = []
     keep = torch.is_grad_enabled()
 

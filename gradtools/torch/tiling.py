@@ -17,7 +17,7 @@ import torch
 from gradtools.arguments.chunks import progress_bar
 from gradtools.errors import GradtoolsError
 from gradtools.pairwise.tile_rules import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
-from gradtools.rules import held_by, replaced_at
+from gradtools.rules import captured_objects, replaced_at
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling
@@ -131,7 +131,9 @@ class Watch:
         if call.options.verify is False or is_compiling() or upstream.TracingContext.try_get():
             return cls(call, (), None, None)
         kinds = torch.nn.Module, Tensor
-        result = [*held_by(call.user_functions, lambda x: isinstance(x, kinds), Tensor, False)]
+        result = [
+            *captured_objects(call.user_functions, lambda x: isinstance(x, kinds), Tensor, False)
+        ]
         modules = [m for x in result if isinstance(x, torch.nn.Module) for m in x.modules()]
         tensors = [x for x in result if isinstance(x, Tensor)]
         tensors += [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]

@@ -83,7 +83,7 @@ class HipsBackend(Backend):
     def is_array(self, x: Any) -> bool:
         return isinstance(getval(x), np.ndarray | np.generic)
 
-    def asarray(self, x: Any, beside: Any = None) -> Any:
+    def asarray(self, x: Any, device_of: Any = None) -> Any:
         return x if isbox(x) else np.asarray(x)
 
     def to_numpy(self, x: Any) -> Any:

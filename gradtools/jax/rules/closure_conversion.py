@@ -13,14 +13,16 @@ from gradtools.jax import reachability
 from gradtools.jax.rules.linearizing import hoist, linearized_rule, local_list, pushed_on
 from gradtools.jax.rules.primitives import LinearizedRule, TracedRule, flow_of
 from gradtools.jax.trees import all_known, is_inexact, zeros_of
-from gradtools.rules import Rule, closed_over_error, held_by
+from gradtools.rules import Rule, captured_objects, closed_over_error
 
 
 def held_tracers(rule: Rule) -> list[Any]:
     """The arrays of a running trace that what the author of a rule wrote holds."""
     if not reachability.within_a_trace():
         return []
-    return list(held_by(rule.user_functions, lambda x: isinstance(x, jax.core.Tracer), jax.Array))
+    return list(
+        captured_objects(rule.user_functions, lambda x: isinstance(x, jax.core.Tracer), jax.Array)
+    )
 
 
 def lift_captured(

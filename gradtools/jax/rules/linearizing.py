@@ -170,7 +170,7 @@ def plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> LinearizedRu
     avals = tuple(jax.typeof(x) for x in (*xs, *ys))
 
     def make() -> LinearizedRule:
-        made = _native(rule, rule.reading(xs, list(ys)), xs)
+        made = _native(rule, rule.linearized_from(xs, list(ys)), xs)
         result = LinearizedRule.made_of(rule, made.without_arrays(), rule.primal)
         return replace(result, source=(rule, avals)) if holds_nothing(rule) else result
 

@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import held_by, replaced_at
+from gradtools.rules import captured_objects, replaced_at
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.forward_mode.no_grad import NoGradStopsTangents
 from gradtools.torch.functorch_wrappers import is_inexact
@@ -105,7 +105,7 @@ class _Checkpoints:
         moved = [i for i, tangent in enumerate(tangents) if tangent is not None]
         captured = [
             (x, tangent)
-            for x in held_by([fun], lambda x: _tangent_of(x) is not None, Tensor, False)
+            for x in captured_objects([fun], lambda x: _tangent_of(x) is not None, Tensor, False)
             if (tangent := _tangent_of(x)) is not None
         ]
         if not moved and not captured:

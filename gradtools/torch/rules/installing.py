@@ -324,7 +324,7 @@ def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
     if not rule.user_functions:
         result = rule.at(*xs)
     elif _is_derived(rule):
-        result = rule.reading(xs, _undifferentiated(rule, xs))
+        result = rule.linearized_from(xs, _undifferentiated(rule, xs))
     else:
         twice = isinstance(rule, JvpRule)  # the value by f, and a tangent by the forward rule
         unsure = twice or (rule.linearize and rule not in SAVES_NO_EXTRAS)
@@ -558,7 +558,7 @@ class _ReverseOnly(torch.autograd.Function):
         """The rule of a batch under whatever transform comes next, the maps of one example."""
         one = point.rule
         if one.linearize is None:
-            point.linearized = one.reading(xs, [])
+            point.linearized = one.linearized_from(xs, [])
         else:
             linearize = one.linearize
 
@@ -688,7 +688,7 @@ def edit_application(rule: Rule, inputs: int) -> RuleApplication:
             return (None,) * inputs
         return cotangent(ctx.saved_tensors, [alive(cts[0])])
 
-    maps = rule.reading([None] * inputs, []).without_arrays()
+    maps = rule.linearized_from([None] * inputs, []).without_arrays()
     count = inputs - len(rule.nondifferentiable) if rule.reverse_only else 1
     # An edit that saves nothing does not read its first argument.
     plan = _EditPlan(pulled_back if maps.saves else cotangent, maps.saves, fresh=count == 1)

@@ -135,7 +135,7 @@ class _Signature:
         """The maps of one evaluation."""
         shaped, plan = self.shaped, point.plan
         if self.bwd is None:
-            maps = shaped.rule.reading([None] * self.count, [])
+            maps = shaped.rule.linearized_from([None] * self.count, [])
             given = point.randomness
             return maps if given is None else installing.drawing_again(maps, given)
         maps = shaped.maps([], [], plan.kept, plan.out_def, self.expected)

@@ -8,7 +8,7 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
-from gradtools.rules import Rule, held_by
+from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
 from gradtools.torch.operation_marks import RULE, function_of_ours
@@ -43,7 +43,7 @@ def captured_by(args: Any) -> list[Tensor]:
     if not isinstance(rule, Rule) or rule.name not in _EDITS:
         return []
     wanted = lambda x: isinstance(x, Tensor) and x.requires_grad
-    return list({id(x): x for x in held_by(rule.user_functions, wanted, Tensor)}.values())
+    return list({id(x): x for x in captured_objects(rule.user_functions, wanted, Tensor)}.values())
 
 
 _EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "replace_gradient")

@@ -33,6 +33,7 @@ from gradtools.torch.plain_programs.backward_nodes import (
     is_wrong,
     multiplies_by,
 )
+from gradtools.torch.rerunning import put_back
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -275,15 +276,24 @@ def refuse_read_elsewhere(
             lost[id(p)] = i
     if not lost:
         return
-    for node in nodes_of([y for y in outs if y.requires_grad]):
-        if type(node) is upstream.AccumulateGrad and id(node.variable) in lost:
-            i, paths = lost[id(node.variable)], getattr(fun, "paths", None)
-            raise DisconnectedInputError(
-                f"{getattr(fun, 'caller', 'gradtools')}: f reads the parameter "
-                f"{paths[i] if paths else f'at leaf {i}'} by another reference (a module that f "
-                "closes over and an argument holds, say), so the gradient of the argument would "
-                "be zero there. In f, use the module that is passed as an argument."
-            )
+
+    def refuse(outs: Sequence[Tensor]) -> None:
+        for node in nodes_of(tracked([unwrapped(y) for y in outs])):
+            if type(node) is upstream.AccumulateGrad and id(node.variable) in lost:
+                i, paths = lost[id(node.variable)], getattr(fun, "paths", None)
+                raise DisconnectedInputError(
+                    f"{getattr(fun, 'caller', 'gradtools')}: f reads the parameter "
+                    f"{paths[i] if paths else f'at leaf {i}'} by another reference (a module that "
+                    "f closes over and an argument holds, say), so the gradient of the argument "
+                    "would be zero there. In f, use the module that is passed as an argument, or "
+                    "detach what is meant to be constant."
+                )
+
+    if not torch.is_grad_enabled() and any(map(is_wrapped, outs)):
+        # The graph beneath torch.func's transforms is not recorded under no_grad.
+        with put_back(fun, leaves), torch.enable_grad():
+            outs = fun(*leaves)[0]
+    refuse(outs)
 
 
 def note_taken(

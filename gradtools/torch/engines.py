@@ -710,7 +710,12 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
 
     if not entered:  # compiled, or evaluated where dynamo broke its graph
         return Evaluation(list(outs), list(extras), pullback)
-    cut = lambda grads: entered[0].cut(grads, ())
+
+    def cut(grads: Sequence[Tensor | None]) -> list[int]:
+        if not all(g is not None for g in grads):
+            refuse_read_elsewhere(fun, outs, leaves, grads)
+        return entered[0].cut(grads, ())
+
     return Evaluation(list(outs), list(extras), pullback, cut, transposed=transposed)
 
 

@@ -478,10 +478,20 @@ class Likelihood(nn.Module):
         lambda f, m: gt.vjp(f, m)[1](torch.ones((), dtype=torch.float64)),
         lambda f, m: gt.hvp(f, (m,), ({k: torch.ones_like(p) for k, p in m.named_parameters()},)),
         lambda f, m: gt.microbatched_value_and_grad(lambda m, x: f(m), 3)(m, X),
+        lambda f, m: gt.per_example_grad(lambda m, x: f(m) * x.sum())(m, X),
+        lambda f, m: gt.vmap(lambda x: gt.grad(lambda m: f(m) * x.sum())(m))(X),
     ],
-    ids=["grad", "vjp", "hvp", "microbatched"],
+    ids=["grad", "vjp", "hvp", "microbatched", "per_example", "vmap"],
 )
-def test_a_parameter_that_f_reads_by_another_reference_than_the_argument_is_refused(derivative):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad], ids=["grad", "no_grad"])
+def test_a_parameter_that_f_reads_by_another_reference_than_the_argument_is_refused(
+    derivative, mode
+):
+    with mode():
+        check_read_by_another_reference(derivative)
+
+
+def check_read_by_another_reference(derivative):
     net = mlp()
     likelihood = Likelihood(net)
     with pytest.raises(DisconnectedInputError, match=r"model.\d.weight'\] by another reference"):

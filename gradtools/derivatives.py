@@ -101,7 +101,7 @@ class Derivatives(Operators):
         disconnected_inputs: Disconnected = "raise",
         mode: GradMode = "auto",
     ) -> Callable[..., Any]:
-        """The gradient function of a real scalar f: J^H 1.
+        """A function that computes the gradient of a real scalar f.
 
         f is evaluated once, and no `.grad` is changed. In JAX f is traced and the trace is run; if
         f branches on values, its Python code runs a second time without tracing.
@@ -344,7 +344,7 @@ class Derivatives(Operators):
         tangents: Sequence[Any],
         has_aux: bool = False,
     ) -> Any:
-        """The value of f and J t, in forward mode: no graph is kept.
+        """The value of f and its tangent J t, in forward mode, which keeps no graph.
 
         What f computes under `torch.no_grad` is a constant, as in reverse mode. (PyTorch's own
         forward mode, which `torch.compile` runs, ignores `no_grad`: pytorch#128600.) For operations

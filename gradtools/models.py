@@ -204,7 +204,7 @@ class Models(Operators):
         return self._backend.random_key(seed)
 
     def split_key(self, key: Array, n: int = 2) -> Array:
-        """Independent keys from one, which is then used up.
+        """Independent keys derived from one key, which must not be used again.
 
         In PyTorch child i is a hash of the key and i (splitmix64), so it does not depend on n.
 

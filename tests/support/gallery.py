@@ -299,8 +299,7 @@ HEAD = """# Gallery of graphs
 
 Each picture is drawn by [`gradient_graph`](graphs.md). On the site, click one to open its
 interactive page. Forward is blue, backward orange, backward of the backward violet. Dashed edges
-are saved for a later pass; red is lost. The last two are JAX programs. `python -m
-tests.support.gallery` writes this page.
+are saved for a later pass; red is lost. The last two are JAX programs.
 """
 
 

@@ -10,8 +10,8 @@ say how it ends::
     ```python title="with: KERAS_BACKEND=torch"           in a process of its own, so set up
     ```python title="pytest: test_port.py"                a file of that name, run by pytest
 
-What the page says it printed, in a block of text behind "This printed" or "It begins with", it must
-print. What imports a package of the extra ``integration`` is run with the tests of other packages.
+What the page shows in a block of text behind "Output:" or "Output with PyTorch:", it must print.
+What imports a package of the extra ``integration`` is run with the tests of other packages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^```python(?: title=\"(?:(\w[\w ]*): )?([^\"\n]*)\")?\n(.*?)^```"
-    r"(?:\n\n(?:This printed|It begins with)(?:, with (PyTorch|JAX),)?\n\n```\n(.*?)^```)?",
+    r"(?:\n\nOutput(?: with (PyTorch|JAX))?:\n\n```\n(.*?)^```)?",
     re.DOTALL | re.MULTILINE,
 )
 # How a block says that it runs in both backends; the site shows it as two tabs.

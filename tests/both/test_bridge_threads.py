@@ -12,7 +12,7 @@ import torch
 
 from gradtools import bridge
 
-THREADS, CALLS = 16, 2_000
+THREADS, CALLS = 16, 800
 
 
 def together(work, each):

@@ -63,6 +63,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.sampled(140, 248)
 @pytest.mark.sweep_at(
     ("hessian", "a network over a pytree"),
     ("hessian", "a network in weights and data"),

@@ -335,7 +335,7 @@ TOPICS = {
 }
 
 
-@pytest.mark.sampled(torch=(124, 124), jax=(86, 124))
+@pytest.mark.sampled(torch=(90, 124), jax=(50, 124))
 @pytest.mark.parametrize("way", ["gt.grad", "native grad", "vmap", "gt.jvp"])
 @pytest.mark.parametrize("name", TOPICS)
 def test_a_rule_holds_wherever_a_function_may_stand(name, way, gt, backend_name):

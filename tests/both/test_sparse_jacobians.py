@@ -57,6 +57,7 @@ def count(x):
     return x._nnz() if hasattr(x, "_nnz") else x.nse
 
 
+@pytest.mark.sampled(torch=(33, 33), jax=(18, 33))
 @pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_detected_jacobian_is_the_dense_one(gt, name, mode):

@@ -236,6 +236,7 @@ def parameters(gt, shapes):
     return {name: rows(gt, *shape, seed=7 + k) for k, (name, shape) in enumerate(shapes.items())}
 
 
+@pytest.mark.sampled(torch=(40, 50), jax=(30, 50))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("f", HEALTHY, ids=lambda f: f.__name__)
 def test_a_stop_that_the_algorithm_needs_is_no_finding(gt, f, compiled):

@@ -55,6 +55,7 @@ def trace(gt, f):
     return lambda x: gt.xp.sum(twice(x) * gt.asarray(np.eye(3)), axis=(-2, -1))
 
 
+@pytest.mark.sampled(torch=(12, 12), jax=(6, 12))
 @pytest.mark.parametrize("program", CASES)
 def test_a_jet_is_nested_derivatives(gt, program):
     f = lambda x: program(gt, gt.xp, x)
@@ -65,6 +66,7 @@ def test_a_jet_is_nested_derivatives(gt, program):
         np.testing.assert_allclose(gt.to_numpy(got), wanted, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.sampled(torch=(12, 12), jax=(5, 12))
 @pytest.mark.parametrize("program", CASES)
 def test_a_laplacian_is_the_trace_of_the_hessian_and_is_differentiated_again(gt, program):
     f = lambda x: gt.xp.sum(program(gt, gt.xp, x))

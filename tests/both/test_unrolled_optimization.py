@@ -104,6 +104,7 @@ def test_one_more_step_takes_the_bytes_of_the_parameters_whatever_the_depth_and_
     assert per_step["auto"] > 8 * depth * rows * WIDTH
 
 
+@pytest.mark.slow
 def test_in_pytorch_it_costs_a_jvp_of_the_gradient_and_no_pushforward_of_the_loss():
     gt = pytest.importorskip("gradtools.torch")
     counts = []

@@ -24,13 +24,13 @@ pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
 
 # PyTorch's compiler takes seconds for a cell. All cells of a program come together, since JAX
 # compiles each operation for its shapes once, which is slow too: every third program is quick, one
-# more is slow and compiled, and the third of them is a sweep.
+# more is slow, every sixth is compiled, and the rest of them is a sweep.
 BATCHES = [
     pytest.param(p.name, compiled, id=f"{p.name}{', compiled' * compiled}", marks=marks)
     for compiled in (False, True)
     for k, p in enumerate(smooth_programs())
     for marks in [
-        [pytest.mark.slow, *in_turn(k - 1, 3)] if compiled or k % 3 else [],
+        [pytest.mark.slow, *in_turn(k - 1, 6 if compiled else 3)] if compiled or k % 3 else [],
     ]
 ]
 # How many cells run here, and how many more in `gradtools check` alone. JAX compiles operations,

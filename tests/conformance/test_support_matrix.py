@@ -1,8 +1,8 @@
 """The cells of the matrix of own rules, those that are refused too.
 
-Each way in the plain transforms, each transform in the plain ways, of those that take long to
-compile one in two, and of all others one in eight, in which each way and each transform has its
-turn; the rest are a sweep (`pytest -m sweep`).
+Each way in the plain transforms, each transform in the plain ways, one in two of them quick, of
+those that take long to compile one in four, and of all others one in sixteen, in which each way and
+each transform has its turn; the rest are a sweep (`pytest -m sweep`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def _cells(backends):
             plain = way.name in PLAIN_WAYS or transform.name in PLAIN_TRANSFORMS
             refusal = refusal_of(backend, transform, way)
             slow = not DEVICES and any(word in transform.name for word in SLOW_WORDS[backend])
-            marks = [pytest.mark.slow, *in_turn(turn, 2)] if slow and plain else []
-            marks += [] if plain else [pytest.mark.slow, *in_turn(turn, 8)]
+            every = 4 if slow else 1
+            marks = [pytest.mark.slow, *in_turn(turn, every if plain else 16)]
+            marks = [] if plain and not slow and (DEVICES or turn % 2 == 0) else marks
             if refusal is not None and refusal.bug:
                 reason = f"library bug: {refusal.reason}"
                 marks.append(pytest.mark.xfail(strict=True, reason=reason))

@@ -98,14 +98,14 @@ def test_the_quick_demo_prints_its_table_and_writes_its_picture(backend, tmp_pat
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
-SHARES = {"torch": (0, 1, 2), "jax": (2, 3, 4)}
+SHARES = {"torch": (0, 1), "jax": (1, 2)}
 
 
 @pytest.mark.slow
-def test_reversal_helps_by_five_points_in_the_mean_of_five_seeds(pytestconfig):
+def test_reversal_helps_by_five_points_in_the_mean_of_three_seeds(pytestconfig):
     """The frameworks, which agree at each step, share the seeds; on the one of both they agree."""
     wanted = wanted_backends(pytestconfig)
-    shares = SHARES if len(wanted) == 2 else {wanted[0]: range(5)}
+    shares = SHARES if len(wanted) == 2 else {wanted[0]: range(3)}
     found, gains = {}, {}
     for backend, seeds in shares.items():
         trainings = demo.train_all([demo.FrameworkRun(backend)], seeds)
@@ -115,7 +115,7 @@ def test_reversal_helps_by_five_points_in_the_mean_of_five_seeds(pytestconfig):
         gains |= of_one
         for run, accuracy in final.items():
             found.setdefault(run, []).append(accuracy)
-    assert len(gains) == 5 and np.mean(list(gains.values())) >= 5, gains
+    assert len(gains) == 3 and np.mean(list(gains.values())) >= 5, gains
     both = [pair for pair in found.values() if len(pair) == 2]
     assert len(both) == (2 if len(shares) == 2 else 0)
     assert all(by_torch == by_jax for by_torch, by_jax in both)

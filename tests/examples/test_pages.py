@@ -18,7 +18,7 @@ TOUR = ROOT / "docs" / "tour.md"
 # --- the blocks --------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(60, 200)
+@pytest.mark.sampled(24, 200)
 @pytest.mark.parametrize("block", **named([b for b in blocks() if b.picks_a_backend]))
 def test_a_block_runs_as_it_stands(block):
     block.run()
@@ -32,7 +32,7 @@ def test_a_block_with_keras_runs_on_its_other_backend_too(block):
     replace(block, code=code, text=f"KERAS_BACKEND={other}").run()
 
 
-@pytest.mark.sampled(torch=(60, 120), jax=(20, 120))
+@pytest.mark.sampled(torch=(30, 120), jax=(10, 120))
 @pytest.mark.parametrize("block", **named([b for b in blocks() if not b.picks_a_backend]))
 def test_a_block_runs_with_either_import(block, gt):
     block.with_backend(gt.__name__).run()

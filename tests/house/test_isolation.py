@@ -351,11 +351,13 @@ OF_MODULES = """
 """
 
 
+@pytest.mark.slow
 @needs("torch")
 def test_derivatives_at_modules_import_nothing_of_seeing():
     assert run(OF_MODULES) == "[]"
 
 
+@pytest.mark.slow_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_derivatives_edits_rules_and_chunks_import_nothing_of_seeing(backend):
     assert run(MISSION.format(backend=backend)) == "[]"
@@ -375,6 +377,7 @@ DRAWN = """
 """
 
 
+@pytest.mark.slow_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_graphs_are_drawn_without_the_extra_and_a_picture_in_a_file_names_it(backend):
     said = run(DRAWN.format(backend=backend), without=("quickjs",))

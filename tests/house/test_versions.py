@@ -64,6 +64,7 @@ def test_the_check_can_be_switched_off(monkeypatch):
     check_version("torch", "3.0")
 
 
+@pytest.mark.slow_at("0.1.0")
 @pytest.mark.parametrize("package", INSTALLED)
 @pytest.mark.parametrize("version", ["0.1.0", "9.0.0"])
 def test_an_import_with_another_version_is_refused_before_anything_else_is_read(package, version):
@@ -130,6 +131,7 @@ def test_only_installed_packages_are_libraries(path, kind):
     assert kind_of(os.sep + os.path.join(*path)) == kind
 
 
+@pytest.mark.slow_at("cp1252")
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_the_command_prints_on_a_terminal_that_lacks_characters(tmp_path, encoding):
     (tmp_path / "loss_of.py").write_text("def f(x):\n    return (x * x).sum()\n")

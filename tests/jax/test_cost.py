@@ -1,4 +1,4 @@
-"""Under jit every operator has exactly the cost of the hand-written JAX."""
+"""Under jit every edit has exactly the cost of the hand-written rule."""
 
 from __future__ import annotations
 
@@ -13,88 +13,11 @@ KEYS = ("flops", "transcendentals", "bytes accessed")
 A = jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)))
 X = jnp.asarray(np.random.default_rng(1).normal(size=16))
 V = jnp.asarray(np.random.default_rng(2).normal(size=16))
-XS = jnp.stack([X, V, X + V])
 
 
 def cost(f, *args):
     found = jax.jit(f).lower(*args).compile().cost_analysis()
     return {key: found.get(key, 0.0) for key in KEYS}
-
-
-def loss(x):
-    return (jnp.tanh(A @ x) ** 2).sum()
-
-
-def layer(x):
-    return jnp.tanh(A @ x)
-
-
-def two(w, x):
-    return (jnp.tanh(w * x) ** 2).sum()
-
-
-OPERATORS = {
-    "grad": (gt.grad(loss), jax.grad(loss), X),
-    "value_and_grad": (gt.value_and_grad(loss), jax.value_and_grad(loss), X),
-    "vjp": (
-        lambda x, c: gt.vjp(layer, x)[1](c)[0],
-        lambda x, c: jax.vjp(layer, x)[1](c)[0],
-        X,
-        layer(X),
-    ),
-    "jvp": (
-        lambda x, v: gt.jvp(layer, (x,), (v,)),
-        lambda x, v: jax.jvp(layer, (x,), (v,)),
-        X,
-        V,
-    ),
-    "hvp": (
-        lambda x, v: gt.hvp(loss, (x,), (v,)),
-        lambda x, v: jax.jvp(jax.grad(loss), (x,), (v,)),
-        X,
-        V,
-    ),
-    "jacobian": (gt.jacobian(layer, mode="reverse"), jax.jacrev(layer), X),
-    "jacobian forward": (gt.jacobian(layer, mode="forward"), jax.jacfwd(layer), X),
-    "hessian": (gt.hessian(loss), jax.jacfwd(jax.grad(loss)), X),
-    "per_example_grad": (
-        gt.per_example_grad(two),
-        jax.vmap(jax.grad(two), (None, 0)),
-        X,
-        XS,
-    ),
-    "linearize": (
-        lambda x, v: gt.linearize(layer, x)[1](v),
-        lambda x, v: jax.linearize(layer, x)[1](v),
-        X,
-        V,
-    ),
-    "mixed_partial": (
-        lambda y, z, u: gt.mixed_partial(two, lambda z: jnp.sin(z) * z, y, z, u),
-        lambda y, z, u: (lambda g, w: jax.jvp(lambda g: jax.grad(two)(y, g), (g,), (w,))[1])(
-            *jax.jvp(lambda z: jnp.sin(z) * z, (z,), (u,))
-        ),
-        X,
-        V,
-        X + V,
-    ),
-    "minimax": (
-        gt.minimax_value_and_grad(two, 0, 1),
-        lambda x, y: (lambda v, g: (v, (g[0], -g[1])))(*jax.value_and_grad(two, (0, 1))(x, y)),
-        X,
-        V,
-    ),
-}
-
-
-@pytest.mark.slow_at("jvp", "per_example_grad", "linearize", "mixed_partial", "minimax")
-@pytest.mark.sweep_at("grad", "value_and_grad", "hvp", "jacobian", "jacobian forward", "hessian")
-@pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_costs_what_the_hand_written_one_does(name):
-    ours, by_hand, *args = OPERATORS[name]
-    expected = cost(by_hand, *args)
-    assert expected["flops"] > 0
-    assert cost(ours, *args) == expected
 
 
 def hand_written(backward):

@@ -72,6 +72,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_at("attention, length", "contrastive")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_symbolic_size_that_chunks_divide_is_exported(name):
     f, *shapes = PROGRAMS[name]

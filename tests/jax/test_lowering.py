@@ -16,6 +16,7 @@ from tests.support.every_operator import JITTED, POINT, World, healthy
 PLATFORMS = ("tpu", "cuda")
 
 
+@pytest.mark.sampled(60, 116)
 @pytest.mark.slow_at(
     "pairwise_reduce",
     "contrastive_loss",

@@ -326,31 +326,6 @@ def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent()
 # --- everything else that JAX's own can do -----------------------------------------------
 
 
-def test_static_arguments_stand_beside_any_number_of_others():
-    @gt.custom_rule(static_argnames="how")
-    def f(how, x, *more, scale=1.0):
-        return how(x) * sum(more) * scale
-
-    def fwd(how, x, *rest):
-        *more, scale = rest
-        return how(x) * sum(more) * scale, (x, more, scale)
-
-    def bwd(how, kept, ct):
-        x, more, scale = kept
-        return (jnp.cos(x) * sum(more) * scale * ct, *[how(x) * scale * ct] * len(more), None)
-
-    f.defvjp(fwd, bwd)
-    found = jax.grad(lambda x, y, z: f(jnp.sin, x, y, z, scale=2.0), (0, 2))(0.5, 3.0, 4.0)
-    same(found, (14 * np.cos(0.5), 2 * np.sin(0.5)))
-
-
-def test_a_static_array_is_refused_with_the_mend():
-    g = gt.custom_rule(lambda x, s: x * s, static_argnames="s")
-    g.defjvp(lambda s, p, t: (p[0] * s, t[0] * s))
-    with pytest.raises(GradtoolsError, match=r"static argument 's' is an array .* selects no pro"):
-        g(X, X)
-
-
 def test_parts_of_a_forward_rule_may_be_given_for_each_argument():
     g = gt.custom_rule(lambda x, y, n: x * jnp.exp(y))
     g.defjvps(lambda t, out, x, y, n: t * jnp.exp(y), lambda t, out, x, y, n: t * out, None)

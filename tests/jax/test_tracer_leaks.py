@@ -108,6 +108,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 QUICK = ("frozen", "frozen over a tracer", "transform_gradient", "custom_rule forward")
 
 
+@pytest.mark.sampled(slow=14)
 @pytest.mark.slow
 @pytest.mark.sweep_at("frozen", "frozen over a tracer")
 @pytest.mark.parametrize(

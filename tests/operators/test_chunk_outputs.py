@@ -41,6 +41,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.sampled(torch=(4, 4), jax=(2, 4))
 @pytest.mark.parametrize("size", [4, 5, 1, 12])
 def test_rows_of_examples_are_joined(gt, size):
     for name, f in programs(gt).items():

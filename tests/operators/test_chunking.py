@@ -71,6 +71,7 @@ def test_pushforwards_are_those_of_the_batch(gt, problem):
     close(gt, found, gt.jvp(lambda w, x: loss(gt, plain(w, x)), (w, x), directions))
 
 
+@pytest.mark.sampled(slow=21)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
 def test_hessian_products_are_those_of_the_batch(gt, problem, mode):
@@ -79,6 +80,7 @@ def test_hessian_products_are_those_of_the_batch(gt, problem, mode):
     close(gt, found, gt.hvp(lambda w, x: loss(gt, plain(w, x)), (w, x), directions))
 
 
+@pytest.mark.sampled(slow=12)
 @pytest.mark.slow
 def test_it_may_stand_in_itself(gt, problem, case):
     ours, plain, w, x, _ = problem
@@ -89,6 +91,7 @@ def test_it_may_stand_in_itself(gt, problem, case):
     close(gt, found, gt.grad(lambda w, x: loss(gt, plain(w, x)), (0, 1))(w, x))
 
 
+@pytest.mark.sampled(slow=12)
 @pytest.mark.slow
 def test_under_vmap_and_compile(gt, problem):
     ours, plain, w, x, _ = problem

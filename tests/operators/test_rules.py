@@ -120,6 +120,7 @@ def test_a_rule_is_described_by_twelve_fields():
     assert len(dataclasses.fields(Rule)) <= 12
 
 
+@pytest.mark.sampled(torch=(24, 24), jax=(12, 24))
 @pytest.mark.parametrize("modes", list(itertools.product("fr", repeat=3)), ids="".join)
 def test_third_order_in_all_mixes(cube, gt, native, modes):
     one = native.array(1.0)

@@ -1,8 +1,9 @@
 """The sweep over all that PyTorch can differentiate, and that the sweep finds what is wrong.
 
-The quick tier takes one sample of each operator, module and custom operator in PyTorch's own tables
-through the principal ways; the whole, behind the mark `sweep`, all ways, more samples and the
-in-place variants. Who fails is in the verdict, with the oracle.
+The quick tier takes one sample of each operator, module and custom operator in PyTorch's own
+tables, each operator through a third of the principal ways, in turn; the whole, behind the mark
+`sweep`, all ways, more samples and the in-place variants. Who fails is in the verdict, with the
+oracle.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def small(ways):
 @pytest.mark.slow
 @pytest.mark.parametrize("table", torch_programs.TABLES)
 def test_everything_in_the_table_agrees_or_is_explained(table):
-    verdict = judged(in_torch.sweep(tables=(table,)), LEDGER, whole=False)
-    assert verdict, str(verdict)
+    every = 3 if table == "op_db" else 1
+    verdict = judged(in_torch.sweep(tables=(table,), every=every), LEDGER, whole=False)
+    assert not verdict.unexplained and (every > 1 or not verdict.outdated), str(verdict)
     assert verdict.counts[AGREES] > 40
 
 

@@ -56,6 +56,7 @@ def test_a_cell_that_raises_is_named_and_the_status_is_1(few, capsys, monkeypatc
     assert "ValueError: planted" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(torch=(40, 40), jax=(20, 40))
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_operator_holds_and_a_small_error_of_it_is_seen(backend_name, operator, monkeypatch):
     whole, cell = OPERATORS[operator], cell_of(backend_name, operator)

@@ -61,6 +61,7 @@ def test_an_odd_value_in_one_entry_changes_no_other_and_is_not_swallowed(use, gt
 EMPTY = {"(0,)": np.zeros(0), "(0, 3)": np.zeros((0, 3)), "()": np.array(0.3)}
 
 
+@pytest.mark.sampled(torch=(100, 126), jax=(80, 126))
 @pytest.mark.slow_at(
     ("jax", "frozen: second order"),
     ("jax", "hvp: reverse over reverse", "(0, 3)"),

@@ -30,7 +30,7 @@ LONG = (
 SHARED = [use for use in USES if use.name not in LONG]
 
 
-@pytest.mark.sampled(torch=(32, 62), jax=(8, 47))
+@pytest.mark.sampled(torch=(20, 50), jax=(8, 50))
 @pytest.mark.parametrize("use", SHARED, ids=str)
 def test_many_threads_at_once_each_get_what_they_would_alone(use: Use, gt, backend_name):
     here(use, backend_name)

@@ -205,6 +205,7 @@ def test_fixtures_of_every_scope_may_take_gt(pytester):
     run(pytester, source).assert_outcomes(passed=len(gradtools.available_backends()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("jax" not in gradtools.available_backends(), reason="needs jax")
 def test_64_bits_in_jax_are_an_option(pytester):
     source = """

@@ -100,6 +100,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.sampled(60, 120)
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("call", CALLS)
 def test_attention_has_every_derivative(call, operator):

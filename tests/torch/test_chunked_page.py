@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import warnings
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError, GradtoolsWarning, errors
+from gradtools import GradtoolsError
 from gradtools.torch.replaying import consistency
 
 
@@ -233,16 +232,6 @@ def test_a_checksum_is_kept_for_each_output_and_no_output():
     assert not verification.modules[1]
     assert all(isinstance(f[2], int) for f in checksums)
     assert all(f[2].shape == (3, 2) for f in of_modules)  # three sums for each of two examples
-
-
-def test_batch_norm_is_told_of_once(monkeypatch):
-    monkeypatch.setattr(errors, "SAID", set())
-    f = gt.chunked(mlp(nn.BatchNorm1d(4)), 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        f(batch())
-        f(batch())
-    assert [w.category for w in caught] == [GradtoolsWarning]
 
 
 @pytest.mark.parametrize("switch", [torch.set_grad_enabled, torch.set_default_device])

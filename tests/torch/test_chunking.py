@@ -190,38 +190,6 @@ def test_chunked_in_chunked_with_dropout_and_state():
 # --- lists ---------------------------------------------------------------------------------
 
 
-def test_a_list_of_examples_of_different_lengths():
-    model, lengths = network(), [1, 4, 2, 3, 5]
-    examples = [numbers(n, 3, seed=n).requires_grad_() for n in lengths]
-
-    def f(batch):
-        assert type(batch) is list and len(batch) <= 2
-        return torch.stack([model(x).sum(0) for x in batch])
-
-    out = gt.chunked(f, 2)(examples)
-    expected = torch.cat([f(examples[i : i + 2]) for i in (0, 2, 4)])
-    leaves = [*model.parameters(), *examples]
-    assert torch.equal(out, expected)
-    assert all_same(gradients(contrast(out), leaves), gradients(contrast(expected), leaves))
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_lists_in_and_lists_out(interleaved):
-    model, lengths = network(), [1, 4, 2, 3, 5]
-    examples = [{"x": numbers(n, 3, seed=n), "tag": "abc"[n % 3]} for n in lengths]
-
-    def f(batch):
-        return [{"y": model(e["x"]) * len(e["tag"]), "n": torch.tensor(len(e["x"]))} for e in batch]
-
-    out = gt.chunked(f, 2, interleaved=interleaved)(examples)
-    expected = f(examples)
-    assert [o["n"].item() for o in out] == lengths and type(out) is list
-    assert all(torch.equal(a["y"], b["y"]) for a, b in zip(out, expected, strict=True))
-    loss = lambda outs: sum(a["y"].sum() * b["y"].sin().sum() for a in outs for b in outs)
-    parameters = list(model.parameters())
-    assert all_same(gradients(loss(out), parameters), gradients(loss(expected), parameters))
-
-
 def test_strings_dicts_and_arrays_as_examples():
     table = nn.Embedding(5, 3, dtype=torch.float64)
     words = ["a", "bc", "d", "ea", "b", "ccd", ""]
@@ -279,20 +247,6 @@ def test_a_result_that_is_an_input_or_a_parameter():
     weights = torch.cat([model[0].weight[:n] for n in SIZES])
     assert all_same(found, gradients(contrast(x @ weights.T), [x, model[0].weight]))
     assert not detached.requires_grad
-
-
-def test_complex_models():
-    w = numbers(3, 3, dtype=torch.complex128).requires_grad_()
-    x = torch.complex(X, X.flip(0)).requires_grad_()
-    f = lambda c: (c @ w).tanh() * c.conj()
-    loss = lambda y: (y @ y.mH).abs().sin().sum() + (y**2).sum().real
-    out, expected = gt.chunked(f, CHUNK, keep_graphs=0)(x), plain(f, x)
-    found, wanted = gradients(loss(out), [w, x]), gradients(loss(expected), [w, x])
-    assert torch.equal(out, expected) and all_same(found, wanted)
-    check = lambda w, x: gt.chunked(lambda c, w: (c @ w).tanh(), 2, in_axes=(0, None))(x, w)
-    arguments = (w.detach()[:, :1].requires_grad_(), x.detach()[:3].requires_grad_())
-    assert torch.autograd.gradcheck(check, arguments)
-    assert torch.autograd.gradgradcheck(check, arguments)
 
 
 @pytest.mark.sampled(1, 1)
@@ -561,15 +515,6 @@ def test_hooks_and_gradients_of_the_batch():
     model.zero_grad()
     contrast(gt.chunked(model, CHUNK, keep_graphs=2)(x)).backward()
     assert model[0].bias.grad.abs().sum() > 0
-
-
-def test_full_backward_hooks_of_modules_run_and_may_change_gradients():
-    model = network()
-    model[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
-    model[0].register_forward_hook(lambda m, a, y: y * 2)
-    model[0].register_forward_pre_hook(lambda m, a: (a[0] + 1,))
-    assert agrees(model, model.parameters(), keep_graphs=0)
-    assert agrees(model, model.parameters(), keep_graphs=2)
 
 
 def test_is_replaying_is_this_threads():

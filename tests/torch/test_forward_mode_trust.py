@@ -404,6 +404,7 @@ def test_weight_norm_has_its_second_derivative_in_each_mode(dim):
     torch.testing.assert_close(found[0], gt.jvp(slope, (v,), (v,))[1])
 
 
+@pytest.mark.slow
 def test_a_forward_jacobian_in_compiled_code_whose_graph_breaks():
     def broken(x):
         torch._dynamo.graph_break()

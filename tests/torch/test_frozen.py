@@ -99,7 +99,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.sampled(55, 112)
+@pytest.mark.sampled(40, 80)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("order", ["use by use", "all forwards first"])
 @pytest.mark.parametrize("along", [False, True])

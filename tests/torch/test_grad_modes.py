@@ -132,6 +132,7 @@ MODES = {
 }
 
 
+@pytest.mark.sampled(28, 64)
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_derivative_is_the_same_number_in_every_grad_mode(program: Program, weights: Any):

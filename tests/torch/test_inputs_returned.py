@@ -137,6 +137,7 @@ ROUTES = {
 RAISED = (RuntimeError, NotImplementedError, GradtoolsError)
 
 
+@pytest.mark.sampled(40, 80)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", IDENTITIES)

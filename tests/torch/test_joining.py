@@ -140,6 +140,7 @@ def one_in_the_other(net, chunked):
 PROGRAMS = one_body, two_functions, one_is_lost, one_in_the_other
 
 
+@pytest.mark.sampled(40, 80)
 @RETAIN
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -118,6 +118,7 @@ OUTER = {
 }
 
 
+@pytest.mark.sampled(48, 120)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_mix_of_modes_is_right(program, derivative):
@@ -197,6 +198,7 @@ DET_WAYS = {
 }
 
 
+@pytest.mark.sampled(30, 60)
 @pytest.mark.parametrize("way", DET_WAYS)
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_a_determinant_has_every_derivative(matrix, way):

@@ -260,6 +260,7 @@ _SECOND_ORDER = {
 }
 
 
+@pytest.mark.sampled(24, 48)
 @pytest.mark.parametrize("bwd", _BACKWARDS.values(), ids=_BACKWARDS)
 @pytest.mark.parametrize("derivative", _SECOND_ORDER.values(), ids=_SECOND_ORDER)
 @pytest.mark.parametrize("which", [0, 1])

@@ -79,6 +79,7 @@ def test_in_reverse_mode_a_derivative_through_torchscript_is_the_plain_functions
         )
 
 
+@pytest.mark.sampled(64, 128)
 @pytest.mark.slow_at(
     ("module", "checkpoint, twice"), ("traced", "checkpoint, twice"), ("grad", "traced", "frozen")
 )

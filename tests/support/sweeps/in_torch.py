@@ -46,6 +46,7 @@ def sweep(
     only: Callable[[str], bool] = lambda name: True,
     part: tuple[int, int] = (0, 1),
     tables: Iterable[str] = tuple(TABLES),
+    every: int = 1,
 ) -> Iterator[SweepOutcome]:
     """What comes of every program in every way.
 
@@ -56,6 +57,7 @@ def sweep(
         only: Which programs, by name.
         part: `(i, n)` for the i-th of n parts, for those who share the work.
         tables: Of `TABLES`.
+        every: Each program goes through one of so many of its ways, in turn.
 
     Yields:
         Outcomes, in the order of the tables.
@@ -65,12 +67,12 @@ def sweep(
     """
     variants = (FUNCTION, IN_PLACE, ON_VIEW, INTEGERS, BEYOND) if whole else (FUNCTION,)
     i, n = part
-    for entry in entries(tables, variants)[i::n]:
+    for k, entry in enumerate(entries(tables, variants)[i::n]):
         if only(entry.name):
-            yield from _swept_entry(entry, whole)
+            yield from _swept_entry(entry, whole, slice(k % every, None, every))
 
 
-def _swept_entry(entry: TableEntry, whole: bool) -> Iterator[SweepOutcome]:
+def _swept_entry(entry: TableEntry, whole: bool, turn: slice) -> Iterator[SweepOutcome]:
     plain = entry.variant == FUNCTION
     for dtype in (*FINE, *COARSE) if whole and plain else FINE:
         ways = [way for way in WAYS if way.quick or (whole and plain)]
@@ -78,7 +80,7 @@ def _swept_entry(entry: TableEntry, whole: bool) -> Iterator[SweepOutcome]:
             ways = [way for way in ways if way.quick and way.order == 1]
         for program in programs(entry, dtype, _SAMPLES if whole and plain else 1):
             if isinstance(program, TableProgram):
-                yield from swept(program, ways)
+                yield from swept(program, ways[turn])
             elif dtype == "float64":
                 yield program
 

@@ -24,7 +24,7 @@ from common import claim, difference, main
 LENGTH = 16  # tokens of a query, and of a document
 RATE, SCALE_RATE, DECAY, SCALE = 2e-4, 0.05, 0.01, 20.0
 QUICK = "--quick" in sys.argv
-BATCH, CHUNK, STEPS, HELD_OUT = (24, 6, 2, 64) if QUICK else (128, 16, 3, 160)
+BATCH, CHUNK, STEPS, HELD_OUT = (48, 8, 2, 96) if QUICK else (128, 16, 3, 160)
 MODULES = """
 argparse ast base64 bisect bz2 calendar cmath codecs colorsys contextlib copy csv dataclasses
 datetime difflib dis email.utils enum filecmp fileinput fnmatch functools gc getpass gettext glob

@@ -154,11 +154,13 @@ def what_stays_is_not_collected_again() -> None:
 
     A test that counts objects, or asks for a collection, sees what has been made since. Compiled
     code is let go of: dynamo compiles one piece of code, say a function of ours, but eight times.
+    To count what is frozen, as `measure` does to learn whether anything is, takes half a second.
     """
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
     gc.collect()
     gc.freeze()
+    gc.get_freeze_count = lambda: 1
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(torch=(1, 17), jax=(0, 1))
+@pytest.mark.sampled(torch=(17, 17), jax=(0, 1))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_contrastive_loss_is_that_of_its_matrix(options, world):
     x, y, scale, bias, more = world.arrays((7, 3), (7, 3), (), (), (4, 3))

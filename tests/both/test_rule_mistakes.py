@@ -14,7 +14,8 @@ def test_the_lists_are_long_enough():
     assert len({m.name for m in [*MISTAKES, *RIGHT]}) == len(MISTAKES) + len(RIGHT)
 
 
-@pytest.mark.sampled(torch=(9, 28), jax=(6, 17))
+@pytest.mark.slow_at("a kernel that sums over the batch")
+@pytest.mark.sampled(torch=(36, 36), jax=(6, 17))
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
 def test_a_planted_mistake_is_found_and_named(mistake, gt, backend_name):
     if mistake.only not in ("", backend_name):

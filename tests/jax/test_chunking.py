@@ -386,20 +386,6 @@ def test_f_may_close_over_what_is_traced_and_differentiated():
     same(ours, derivatives(plain, W, X), 1e-10, 1e-10)
 
 
-def test_under_gradtools_own_derivatives():
-    run = chunked(4)
-    same(
-        gt.grad(lambda w: contrast(run(w, X)))(W),
-        jax.grad(lambda w: contrast(embed(w, X)))(W),
-        1e-11,
-    )
-    per_example = lambda f: gt.per_example_grad(lambda w, x: contrast(f(w, x)))
-    xs = jnp.stack([X, X + 1, 2 * X])
-    same(per_example(run)(W, xs), per_example(embed)(W, xs), 1e-10, 1e-11)
-    ours = gt.hvp(lambda w: contrast(run(w, X)), (W,), (W,))
-    same(ours, gt.hvp(lambda w: contrast(embed(w, X)), (W,), (W,)), 1e-10, 1e-10)
-
-
 def test_f_may_take_a_derivative_inside():
     f = lambda w, x: jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(x @ w))))(x)
     run = gt.chunked(f, 4, in_axes=(None, 0))
@@ -542,28 +528,6 @@ def of_each(w, x):
 
 
 TOKENS = jnp.asarray([3.0, 1.0, 0.0, 2.0, 5.0, 1.0, 1.0, 4.0, 2.0, 7.0])
-
-
-@pytest.mark.slow_at("1", "3", "5")
-@pytest.mark.parametrize("chunk_size", [1, 3, 5, 10, 20])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_separable_loss_in_parts_is_the_full_one(chunk_size, reduction):
-    loss = lambda w, x: getattr(jnp, reduction)(of_each(w, x))
-    run = gt.microbatched_value_and_grad(loss, chunk_size, reduction=reduction)
-    same(jax.jit(run)(W, X), jax.value_and_grad(loss)(W, X))
-
-
-def test_weights_are_one_for_each_example_or_a_function_of_the_chunk():
-    full = lambda w, x, t: jnp.sum(of_each(w, x) * t) / jnp.sum(t)
-    expected = jax.value_and_grad(full)(W, X, TOKENS)
-    of_chunk = lambda w, x, t: full(w, x, t)
-    for weights in (TOKENS, np.asarray(TOKENS)):
-        run = gt.microbatched_value_and_grad(
-            lambda w, x: full(w, x[:, :3], x[:, 3]), 4, weights=weights
-        )
-        same(run(W, jnp.concatenate([X, TOKENS[:, None]], 1)), expected)
-    run = gt.microbatched_value_and_grad(of_chunk, 4, weights=lambda w, x, t: t.sum())
-    same(jax.jit(run)(W, X, TOKENS), expected)
 
 
 def test_weights_may_be_traced_and_differentiated():

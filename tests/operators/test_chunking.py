@@ -161,7 +161,7 @@ def test_a_microbatched_mean_is_the_full_mean(gt):
     assert float(value) == 220 and float(grads["a"]) == 220
 
 
-@pytest.mark.sweep_at("jax")
+@pytest.mark.slow_at("jax")
 def test_token_counts_weigh(gt, rng):
     tokens = np.array([1, 5, 2, 2, 7, 1, 1, 3, 4, 4])
     mask = np.arange(8) < tokens[:, None]

@@ -106,7 +106,6 @@ def test_every_public_name_has_a_use(gt):
     assert set(gt.__all__) == {use.public for use in USES}
 
 
-@pytest.mark.slow_at("measure")
 @pytest.mark.sampled(torch=(90, 160), jax=(40, 120))
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 @pytest.mark.parametrize("use", cases())

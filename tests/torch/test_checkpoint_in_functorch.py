@@ -96,3 +96,11 @@ class _OfChunks(ChunkProgram):
 def test_the_pullback_of_a_batch_runs_the_f_of_that_batch():
     pullback = Backward(_OfChunks("of one"), [1], 0, [[True], []])
     assert pullback.batched(2, [[True, True], []], "same", False)[0].forward.name == "of a batch"
+
+
+def test_forward_mode_alone_calls_the_function_itself():
+    seen = []
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X, X)
+        gt.checkpoint(lambda x: seen.append(x) or x.sin())(dual)
+    assert seen[0] is dual

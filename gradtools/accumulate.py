@@ -382,7 +382,7 @@ class GradientAccumulator:
         Raises:
             GradtoolsError: Nothing has been added.
         """
-        state, sums = self._read("sum", lambda state, total: self._wing.copied(total))
+        state, sums = self._read("sum", lambda state: [*map(self._wing.copied, state.totals)])
         return self._backend.unflatten(state.treedef, sums)
 
     def mean(self, group: Any = None, axis_name: Any = None) -> Any:
@@ -410,7 +410,7 @@ class GradientAccumulator:
         if group is not None or axis_name is not None:
             uncompiled = self._backend.compiler.uncompiled
             return uncompiled(self._mean_of_ranks, group, axis_name)
-        state, means = self._read("mean", lambda state, t: t / self._factor(state.weight, t))
+        state, means = self._read("mean", lambda state: self._over(state.totals, state.weight))
         return self._backend.unflatten(state.treedef, means)
 
     def _mean_of_ranks(self, group: Any, axis_name: Any) -> Any:
@@ -422,7 +422,7 @@ class GradientAccumulator:
                 own = RankSums(state.treedef, state.paths, totals, state.weight, state.varies)
         treedef, sums, weight = self._wing.sums_over_ranks(own, group, axis_name)
         self._check_total(weight)
-        means = [total / self._factor(weight, total) for total in sums]
+        means = self._over(sums, weight)
         return self._backend.unflatten(treedef, means)
 
     def reset(self) -> None:
@@ -481,7 +481,12 @@ class GradientAccumulator:
             return [self._where_counted(self._factor(term.weight, x), x) for x in cast]
         if term.weight == 0:
             return [*map(self._backend.zeros_like, cast)]
-        return cast if term.weight == 1 else [x * float(term.weight) for x in cast]
+        return cast if term.weight == 1 else self._wing.times(cast, float(term.weight))
+
+    def _over(self, totals: Sequence[Any], weight: Any) -> list[Any]:
+        if isinstance(weight, (int, float)):
+            return self._wing.over(totals, float(weight))
+        return [total / self._factor(weight, total) for total in totals]
 
     def _where_counted(self, weight: Any, x: Any) -> Any:
         return weight * self._backend.xp.where(weight == 0, self._backend.zeros_like(x), x)
@@ -501,9 +506,7 @@ class GradientAccumulator:
         return cast
 
     def _factor(self, weight: Any, x: Any) -> Any:
-        """The weight as something that multiplies x without changing its dtype."""
-        if isinstance(weight, (int, float)):
-            return float(weight)
+        """An array of the weight, which multiplies x without changing its dtype."""
         real = {"complex64": "float32", "complex128": "float64"}
         return self._backend.cast(weight, real.get(self._name(x), self._name(x)))
 
@@ -546,8 +549,8 @@ class GradientAccumulator:
             return ()
         return tuple(map(self._backend.zeros_like, totals))
 
-    def _read(self, caller: str, of: Callable[[_State, Any], Any]) -> tuple[_State, list[Any]]:
-        """The state, and for each sum `of(state, sum)`, which copies while nobody adds to it."""
+    def _read(self, caller: str, of: Callable[[_State], list[Any]]) -> tuple[_State, list[Any]]:
+        """The state and `of(state)`, which copies its sums while nobody adds to them."""
         self._check_trace(caller)
         with self._lock:
             state = self._state
@@ -558,7 +561,7 @@ class GradientAccumulator:
                 )
             if caller == "mean":
                 self._check_total(state.weight)
-            return state, [of(state, total) for total in state.totals]
+            return state, of(state)
 
     def _check_total(self, weight: Any) -> None:
         if isinstance(weight, (int, float)) and weight == 0:

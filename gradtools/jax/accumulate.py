@@ -50,6 +50,14 @@ def copied(x: jax.Array) -> jax.Array:
     return jnp.array(x, copy=True)
 
 
+def times(xs: Any, number: float) -> list[Any]:
+    return [x * number for x in xs]
+
+
+def over(xs: Any, number: float) -> list[Any]:
+    return [x / number for x in xs]
+
+
 def current_trace() -> Any:
     """What tells one trace from another; equal outside of all, in every thread."""
     return get_opaque_trace_state(convention="gradtools")

@@ -534,6 +534,7 @@ is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
 
 add_each_: Any = torch._foreach_add_
 multiply_each: Any = torch._foreach_mul
+divide_each: Any = torch._foreach_div
 divide_each_: Any = torch._foreach_div_
 """One operation for many tensors. Gone: a loop over them."""
 

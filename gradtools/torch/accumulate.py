@@ -89,21 +89,37 @@ def spec_in_words(spec: tuple[Any, ...]) -> str:
     return f"{words}{_short(dtype)} of shape {tuple(shape)} on {device}"
 
 
+def times(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
+    return [*upstream.multiply_each(xs, number)] if _are_plain(xs) else [x * number for x in xs]
+
+
+def over(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
+    return [*upstream.divide_each(xs, number)] if _are_plain(xs) else [x / number for x in xs]
+
+
+def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
+    """Whether these are plain numbers, for one operation on all of them."""
+    if not xs or upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
+        return False
+    return all(type(x) is torch.Tensor and x.layout is torch.strided for x in xs)
+
+
 def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: Any) -> bool:
     """Adds weight times xs to the sums in place, where that is a sum of plain numbers."""
-    if type(weight) not in (int, float) or upstream.peek_interpreter_stack() is not None:
+    if type(weight) not in (int, float) or not (_are_plain(totals) and _are_plain(xs)):
         return False
-    both = (*totals, *xs)
-    if not all(type(x) is torch.Tensor and x.layout is torch.strided for x in both):
-        return False
-    if any(x.is_inference() for x in totals) or upstream.forward_level() >= 0:
+    if any(x.is_inference() for x in totals):
         return False
     pairs = zip(totals, xs, strict=True)
-    if any(torch.promote_types(t.dtype, x.dtype) is not t.dtype for t, x in pairs):
+    if any(t.dtype is not x.dtype and _promoted(t, x) is not t.dtype for t, x in pairs):
         return False
     with torch.no_grad():
         upstream.add_each_([*totals], [*xs], alpha=float(weight))
     return True
+
+
+def _promoted(a: torch.Tensor, b: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(a.dtype, b.dtype)
 
 
 def sums_over_ranks(

@@ -348,7 +348,10 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
             pulled = _gated_at_hooks(fun, leaves, aliases, tracked, dummies, pulled)
     refuse_cut(fun, inside.cut(pulled or [None] * len(leaves), outs))
 
+    wrong: list[Any] | None = None
+
     def push(tangents: list[Tensor]) -> list[Tensor]:
+        nonlocal wrong
         moved = [
             (p, t)
             for p, t in zip(pulled, tangents, strict=bool(tracked))
@@ -361,8 +364,9 @@ def _transposed(fun: Fun, leaves: list[Tensor], evaluated: Any) -> Any:
             )
             again = create or upstream.forward_level() >= 0
             ps, ts = [p for p, _ in moved], [_normal(t) for _, t in moved]
-            wrong = wrong_nodes(ps) if again else ()
-            with explained(caller_of(fun)), corrected(wrong):
+            if again and wrong is None:  # the same at each push
+                wrong = wrong_nodes(ps)
+            with explained(caller_of(fun)), corrected(wrong or () if again else ()):
                 result = _pulled(ps, dummies, ts, True, again, inside.spent)
             note_taken(tracked, result, leaves, aliases, create, inside)
             result = result if create else _freed(result)

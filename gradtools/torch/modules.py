@@ -17,8 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from operator import is_
+from functools import lru_cache, partial
+from itertools import compress
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ SCALARS = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _INERT = frozenset((*SCALARS, torch.dtype, torch.device, torch.Size))
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
+_CONTAINERS_OF_EVERY_MODULE = frozenset(
+    k for k, v in vars(nn.Module()).items() if type(v) in _CONTAINERS
+)
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
 
 
@@ -268,9 +272,19 @@ def _node(module: nn.Module, places: dict, slots: dict) -> ModuleNode:
 
 def _live(fields: dict[str, Any]) -> list[str]:
     """The fields of a module that hold a reference; most of the many hold none."""
-    return [
-        k for k, v in fields.items() if (v if type(v) in _CONTAINERS else type(v) not in _INERT)
-    ]
+    containers, values_of, others = _layout(tuple(fields))
+    held = [k for k in others if type(fields[k]) not in _INERT]
+    result = [k for k in held if type(fields[k]) not in _CONTAINERS or fields[k]] if held else held
+    result += compress(containers, values_of(fields))
+    return result
+
+
+@lru_cache(maxsize=512)
+def _layout(names: tuple[str, ...]) -> tuple[list[str], Callable[..., tuple], list[str]]:
+    """Of these fields the containers of every module, what reads them, and the others."""
+    containers = [k for k in names if k in _CONTAINERS_OF_EVERY_MODULE]
+    others = [k for k in names if k not in _CONTAINERS_OF_EVERY_MODULE]
+    return containers, itemgetter(*containers, *containers[:1]), others
 
 
 def _slots(fields: Mapping[str, Any], places: dict) -> dict[str, Any]:
@@ -339,11 +353,12 @@ def _copies(plan: ModulePlan, params: Tensors, buffers: Tensors) -> list[nn.Modu
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
         own: tuple[Any, ...] = (node.parameters, node.buffers, node.children)
-        for name, places, source in zip(upstream.SLOTS, own, sources, strict=True):
+        for name, places, source in zip(upstream.SLOTS, own, sources):  # noqa: B905, it costs
             result = filled.get(id(places))
             if result is None:
-                result = {k: None if at is None else source[at] for k, at in places.items()}
-                filled[id(places)] = result
+                result = filled[id(places)] = {}
+                for k, at in places.items():
+                    result[k] = None if at is None else source[at]
             fields[name] = result
         object.__setattr__(copy, "__dict__", fields)
     return copies
@@ -370,47 +385,46 @@ class Copy:
             # What f assigns to a module without a reference would be handed back anyway.
             own[id(m)] = object.__new__(type(m)) if live else m
             if live:
-                made.append((m, own[id(m)], live))
+                made.append((m, live))
         self._own = own
         slots: dict[int, dict[str, Any]] = {}  # the same dictionary for modules that share theirs
-        self._made = [(m, copy, *self._fill(m, copy, live, slots)) for m, copy, live in made]
+        self._made = [(m, *self._filled(m, live, slots)) for m, live in made]
         self.root = own[id(next(iter(tree.modules)))]
 
-    def _fill(
-        self, module: nn.Module, copy: Any, live: Sequence[str], slots: dict[int, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], Sequence[str]]:
-        """Gives the copy its fields.
-
-        Returns the module's buffers, the fields, and which of them are not to be handed back.
-        """
-        own, fields, fixed = self._own, dict(vars(module)), upstream.SLOTS
+    def _filled(
+        self, module: nn.Module, live: Sequence[str], slots: dict[int, Any]
+    ) -> tuple[Any, dict[str, Any], Sequence[str]]:
+        """The copy with its fields, these, and which of them are not to be handed back."""
+        own, fields, fixed = self._own, vars(module).copy(), live
         if upstream.COMPILED_CALL in fields:
             fields[upstream.COMPILED_CALL] = None
         held = {k: fields[k] for k in live if k not in upstream.SLOTS}
         if held:
             _check_closures(module, held, own)
-            relinked = [k for k, v in held.items() if _refers(v, own)]
-            for name in relinked:
-                fields[name] = _relink(fields[name], lambda x: own.get(id(x)))
-            fixed = (*fixed, *relinked)
-        sources = upstream.slots_of(module)
-        for name, source in zip(upstream.SLOTS, sources, strict=True):
-            result = slots.get(id(source))
-            if result is None:
-                result = {k: None if v is None else own[id(v)] for k, v in source.items()}
-                slots[id(source)] = result
-            fields[name] = result
+            fixed = [k for k in live if k not in held or _refers(held[k], own)]
+            for name in fixed:
+                if name in held:
+                    fields[name] = _relink(held[name], lambda x: own.get(id(x)))
+        for name in live:
+            if name not in held:
+                source = fields[name]
+                result = slots.get(id(source))
+                if result is None:
+                    result = {k: None if v is None else own[id(v)] for k, v in source.items()}
+                    slots[id(source)] = result
+                fields[name] = result
+        copy = own[id(module)]
         object.__setattr__(copy, "__dict__", fields)
-        return sources[1], dict(fields), fixed
+        return copy, fields.copy(), fixed
 
     def hand_back(self) -> None:
         """Assigns to the module what was assigned to the copy: buffers, and other attributes."""
-        for original, copy, buffers, before, fixed in self._made:
+        for original, copy, before, fixed in self._made:
+            fields, buffers = vars(copy), upstream.slots_of(original)[1]
             for name, buffer in buffers.items():
                 value = upstream.slots_of(copy)[1].get(name)
-                if buffer is not None and value is not self._own[id(buffer)]:
-                    upstream.slots_of(original)[1][name] = value
-            fields = vars(copy)
+                if buffer is not None and value is not self._own.get(id(buffer), value):
+                    buffers[name] = value
             if len(fields) == len(before) and all(map(is_, fields.values(), before.values())):
                 continue
             for name, value in fields.items():

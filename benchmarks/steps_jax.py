@@ -1,0 +1,143 @@
+"""The rows of steps.py in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from steps_rows import Row, Run, seconds
+
+import gradtools.jax as gj
+
+WIDTH, LAYERS, CHUNKS, SIZE = 256, 12, 8, 32
+
+
+def encode(ws: Any, x: Any) -> Any:
+    for w in ws:
+        x = x + jnp.tanh(x @ w)
+    return x
+
+
+def contrast(z: Any) -> Any:
+    return (jax.nn.logsumexp(z @ z.T, axis=1) - (z * z).sum(1)).mean()
+
+
+def by_chunks(ws: Any, x: Any) -> Any:
+    return contrast(gj.chunked(lambda x: encode(ws, x), SIZE)(x))
+
+
+def two_scans(ws: Any, x: Any) -> Any:
+    chunks = x.reshape(CHUNKS, SIZE, WIDTH)
+    z = jax.lax.map(partial(encode, ws), chunks)
+    value, cts = jax.value_and_grad(lambda z: contrast(z.reshape(-1, WIDTH)))(z)
+
+    def back(total: Any, inputs: Any) -> Any:
+        chunk, ct = inputs
+        (grads,) = jax.vjp(lambda ws: encode(ws, chunk), ws)[1](ct)
+        return jax.tree.map(jnp.add, total, grads), None
+
+    return value, jax.lax.scan(back, jax.tree.map(jnp.zeros_like, ws), (chunks, cts))[0]
+
+
+def chunks() -> Iterator[Row]:
+    ws = list(jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) / 16)
+    x = jax.random.normal(jax.random.key(1), (CHUNKS * SIZE, WIDTH))
+    funs = [jax.value_and_grad(by_chunks), two_scans]
+    lowered: list[Run] = [partial(_compiled, f, ws, x) for f in funs]
+    programs = [compile() for compile in lowered]
+    peaks = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    runs = [partial(_finished, program, ws, x) for program in programs]
+    name, peer = "JAX: `chunked` of 12 x 256", "two scans by hand"
+    yield Row(f"{name}, compilation", peer, "2.0", 1.1, lowered[0], lowered[1], count=5)
+    yield Row(f"{name}, memory over that of two scans", "", "2.0", 1.05,
+              lambda: peaks[0] / peaks[1])  # fmt: skip
+    yield Row(f"{name}, run", peer, "1.00", 1.05, runs[0], runs[1])
+
+
+def _compiled(f: Any, *args: Any) -> Any:
+    jax.clear_caches()
+    return jax.jit(lambda *args: f(*args)).lower(*args).compile()
+
+
+def _finished(f: Any, *args: Any) -> Any:
+    return jax.block_until_ready(f(*args))
+
+
+def by_rule(k: int, rule: Callable[..., Any]) -> Any:
+    """One of many rules, of a function of its own."""
+    f = rule(lambda x: jnp.sin(x) * k)
+    f.defvjp(lambda x: (jnp.sin(x) * k, x), lambda x, ct: (ct * k * jnp.cos(x),))
+    return f
+
+
+def rules() -> Iterator[Row]:
+    x = jnp.ones((8, 8))
+    ours, theirs = ([by_rule(k, rule) for k in range(50)] for rule in (gj.custom_rule, jax.custom_vjp))
+
+    def gradients(fs: list[Any]) -> None:
+        jax.block_until_ready(jax.grad(lambda x: sum(f(x) for f in fs).sum())(x))  # type: ignore[attr-defined]
+
+    def milliseconds(f: Callable[[Any], Any]) -> float:
+        trace = lambda: jax.make_jaxpr(lambda x: f(x))(x)
+        return 1e3 * seconds(trace, count=25)[0]
+
+    def traced(rule: Any) -> float:
+        f = by_rule(1, rule)
+        return milliseconds(jax.grad(lambda x: f(x).sum()))
+
+    yield Row("eager JAX: the gradient of 50 distinct rules", "`jax.custom_vjp`", "3.0", 1.5,
+              lambda: gradients(ours), lambda: gradients(theirs), count=5)  # fmt: skip
+    clipped = jax.grad(lambda x: (gj.clip_gradient(x, max_norm=1.0) ** 2).sum())
+    yield Row("JAX: trace of a `clip_gradient` and its gradient: ms", "", "3.0", 1.0,
+              lambda: milliseconds(clipped))  # fmt: skip
+    yield Row("JAX: trace of a rule and its gradient: ms", "", "1.9 to 3.3", 1.0,
+              lambda: traced(gj.custom_rule))  # fmt: skip
+    yield Row("the same of `jax.custom_vjp`: ms", "", "0.35", None, lambda: traced(jax.custom_vjp))
+
+
+def hosts() -> Iterator[Row]:
+    xs = jnp.ones((64, 32))
+    like = gj.ArraySpec((32,), "float32")
+
+    for name, vectorized, method, before in (
+        ("default", False, "sequential", "2.95"), ("vectorized", True, "expand_dims", "0.87"),
+    ):  # fmt: skip
+
+        def callback(x: Any, method: str = method) -> Any:
+            spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return jax.pure_callback(np.sin, spec, x, vmap_method=method)
+
+        theirs = jax.jit(jax.vmap(callback))
+        host = jax.jit(jax.vmap(gj.host_function(np.sin, like, vectorized=vectorized)))
+        yield Row(f"JAX: `vmap` of a host function, {name}", f"`jax.pure_callback`, {method}",
+                  before, 1.5, partial(_finished, host, xs), partial(_finished, theirs, xs),
+                  count=25)  # fmt: skip
+
+
+def taylor() -> Iterator[Row]:
+    """The Laplacian of a network beside folx, where that is installed."""
+    try:
+        import folx
+    except ImportError:
+        return
+    ws = [jax.random.normal(jax.random.key(k), s) / 8 for k, s in enumerate(((30, 128), (128, 1)))]
+    at = jax.random.normal(jax.random.key(9), (256, 30))
+
+    def potential(ws: Any, r: Any) -> Any:
+        return (jnp.tanh(r @ ws[0]) @ ws[1])[0]
+
+    def step(laplacian: Any) -> Any:
+        f = lambda ws: (jax.vmap(lambda r: laplacian(ws, r))(at) ** 2).mean()
+        return jax.jit(jax.grad(f))
+
+    ours = step(lambda ws, r: gj.laplacian(partial(potential, ws))(r))
+    theirs = step(lambda ws, r: folx.forward_laplacian(partial(potential, ws))(r).laplacian)
+    yield Row("JAX: `laplacian`, 30 inputs, 256 points, a training step", "folx", "", 1.1,
+              partial(_finished, ours, ws), partial(_finished, theirs, ws))  # fmt: skip
+
+
+PARTS = (chunks, rules, hosts, taylor)

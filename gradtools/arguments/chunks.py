@@ -29,7 +29,7 @@ class ChunkOptions:
 
     never_changes = True  # for a search of what f holds: it is no state of the user's
 
-    keep_graphs: int = 1
+    keep_graphs: int | None = None
     memory_budget: int | None = None
     verify: bool | None = None
     progress: bool = False
@@ -48,7 +48,7 @@ class ChunkOptions:
             )
         check_verify(caller, self.verify)
         size = whole_number(caller, "chunk_size", chunk_size, 1, "examples")
-        keep_graphs = whole_number(caller, "keep_graphs", self.keep_graphs, 0, "chunks")
+        keep_graphs = whole_or_none(caller, "keep_graphs", self.keep_graphs, 0, "chunks")
         budget = whole_or_none(caller, "memory_budget", self.memory_budget, 0, "bytes")
         return replace(self, keep_graphs=keep_graphs, memory_budget=budget), size
 

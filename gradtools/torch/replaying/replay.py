@@ -424,7 +424,9 @@ class Forward(ChunkProgram):
         packed = upstream.saved_tensors_hooks_on(False) is not None
         if packed or self.beneath or not self.modes.grad:
             return 0  # what a checkpoint or an offload packs is unpacked once, in its own way
-        return self.chunks.options.keep_graphs if self.chunks.options.memory_budget is None else 1
+        options = self.chunks.options
+        given = options.keep_graphs is not None and options.memory_budget is None
+        return options.keep_graphs if given else 1
 
     def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
         """One chunk; copies of the pieces that it changes in place stay."""

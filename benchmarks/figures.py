@@ -11,10 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-FROZEN = ROOT / "docs" / "frozen.md"
+FROZEN, MEASURED = ROOT / "docs" / "frozen.md", ROOT / "docs" / "measured.md"
 PAGES = {  # and the way to results
     ROOT / "README.md": "",
-    ROOT / "docs" / "measured.md": "../",
+    MEASURED: "../",
     FROZEN: "../",
 }
 MARKS = "<!-- figures: generated -->\n\n", "\n\n<!-- end of figures -->"
@@ -53,7 +53,26 @@ def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = ""
 
 def table(page: Path) -> str:
     """The table of one page, in Markdown; README.md has the first rows alone."""
-    return _of_frozen() if page == FROZEN else _of_all(page)
+    if page == FROZEN:
+        return _of_frozen()
+    return f"{_of_all(page)}\n\n{_of_steps()}" if page == MEASURED else _of_all(page)
+
+
+def _of_steps() -> str:
+    """The rows of steps.md, with the figures before the work on speed, and what is over its goal."""
+    found = rows("steps.md", under="# Steps")
+    over = [r for r in found if r["goal"] and float(r["now"]) > float(r["goal"])]
+    counted = [r for r in found if r["goal"]]
+    lines = [
+        "Steps beside the same by hand or in another package: processor time over the peer's, or "
+        f"the figure that the row names. {len(counted) - len(over)} of {len(counted)} goals are "
+        "met; of the others [steps](../benchmarks/results/steps.md#floors) counts the operations "
+        "and calls.",
+        "",
+        "| work | peer | before | goal | now |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join(lines + [f"| {' | '.join(row.values())} |" for row in found])
 
 
 def _of_all(page: Path) -> str:
@@ -195,7 +214,11 @@ def parts(page: str) -> tuple[str, str, str]:
     return before + begin, now, end + after
 
 
+def write(page: Path) -> None:
+    before, _, after = parts(page.read_text(encoding="utf-8"))
+    page.write_text(before + table(page) + after, encoding="utf-8")
+
+
 if __name__ == "__main__":
     for page in PAGES:
-        before, _, after = parts(page.read_text(encoding="utf-8"))
-        page.write_text(before + table(page) + after, encoding="utf-8")
+        write(page)

@@ -1,6 +1,6 @@
 """Steps that people run, beside the same by hand: paired in one process, one thread.
 
-    python benchmarks/steps.py                    # writes results/steps.md
+    python benchmarks/steps.py                    # writes results/steps.md and docs/measured.md
     python benchmarks/steps.py --only modules     # prints one part, and writes nothing
 
 A figure is the median of processor seconds over interleaved runs, divided by that of the peer,
@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
 
+import figures
 import jax
 import steps_jax
 import steps_torch
@@ -53,6 +54,7 @@ def main() -> None:
     print(text)
     if given.only is None:
         RESULTS.write_text(text, encoding="utf-8")
+        figures.write(figures.MEASURED)
 
 
 def _keep_freed_memory() -> None:

@@ -76,7 +76,9 @@ def by_rule(k: int, rule: Callable[..., Any]) -> Any:
 
 def rules() -> Iterator[Row]:
     x = jnp.ones((8, 8))
-    ours, theirs = ([by_rule(k, rule) for k in range(50)] for rule in (gj.custom_rule, jax.custom_vjp))
+    ours, theirs = (
+        [by_rule(k, rule) for k in range(50)] for rule in (gj.custom_rule, jax.custom_vjp)
+    )
 
     def gradients(fs: list[Any]) -> None:
         jax.block_until_ready(jax.grad(lambda x: sum(f(x) for f in fs).sum())(x))  # type: ignore[attr-defined]

@@ -101,7 +101,7 @@ class Chunking(Operators):
                 order of outputs is restored. Use it for a batch that is sharded over devices.
             keep_graphs: How many of the last chunks keep their graph instead of being computed
                 again. These graphs exist while the loss is computed; 0 needs the least memory.
-                None: 1 in PyTorch; 0 in JAX, where what is kept is compiled a second time.
+                None: 1 in PyTorch; 0 of several in JAX, where f is compiled once more for them.
             memory_budget: Bytes for kept graphs; `keep_graphs` then follows from the size of a
                 chunk's graph.
             verify: PyTorch: whether a recomputed chunk is compared with its first computation; a

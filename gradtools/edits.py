@@ -105,18 +105,22 @@ def _clip_norm(backend: Backend, cts: list[Array], bound: Array) -> list[Array]:
     largest_of = [xp.max(xp.abs(ct)) for ct in wide if 0 not in ct.shape]
     if not largest_of:
         return cts
-    largest = backend.stop_gradient(xp.max(xp.stack(largest_of)))
+    largest = backend.stop_gradient(_of_all(xp, xp.max, largest_of))
     zero = largest == 0
     unit = xp.where(zero, xp.ones_like(largest), largest)
     # A quarter, whose reciprocal is never denormal; XLA would flush that to zero.
     unit = xp.where(unit > 1, unit / 4, unit)
     scaled = [ct / unit for ct in wide]
-    total = xp.sum(xp.stack([_squares(backend, ct) for ct in scaled if 0 not in ct.shape]))
+    total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])
     size = xp.sqrt(xp.where(zero, xp.ones_like(total), total))
     inside = zero | (unit * size <= backend.real_scalar(bound, size))
     factor = backend.real_scalar(bound, size) / size
     pairs = zip(cts, scaled, strict=True)
     return [xp.where(inside, ct, backend.cast(c * factor, ct)) for ct, c in pairs]
+
+
+def _of_all(xp: Any, reduce: Callable[[Array], Array], numbers: list[Array]) -> Array:
+    return numbers[0] if len(numbers) == 1 else reduce(xp.stack(numbers))
 
 
 def _wide(backend: Backend, ct: Array) -> Array:
@@ -559,7 +563,8 @@ class _StraightThrough:
         through = self._through(args, kwargs)
         leaves, treedef = backend.flatten(through)
         stop = lambda leaf, _: backend.stop_gradient(leaf)
-        stopped = _map_inexact(backend, "straight_through", stop, (args, kwargs))
+        given = args, kwargs
+        stopped = tuple([x and _map_inexact(backend, "straight_through", stop, x) for x in given])
         value = backend.call_on_host(partial(_call, self._f), stopped, through)
         values, value_def = backend.flatten(value)
         if value_def != treedef:

@@ -597,7 +597,9 @@ def _how_many_kept(steps: _Steps, carry: list[Array]) -> int:
     if steps.chunks.cut.is_symbolic:  # all chunks are one loop
         return 0
     if options.memory_budget is None:
-        return min(options.keep_graphs or 0, count)
+        # What is kept beside a loop is compiled a second time.
+        default = int(count == 1)
+        return default if options.keep_graphs is None else min(options.keep_graphs, count)
     left, kept = options.memory_budget, 0
     for kind in reversed(steps.kinds):
         left -= steps.traced(kind, carry).graph_bytes

@@ -99,8 +99,11 @@ class TorchBackend(Wing):
 
     def real_scalar(self, x: Any, like: Array) -> Array:
         dtype = _REAL.get(like.dtype, like.dtype)
+        if isinstance(x, Tensor):
+            return x.to(dtype)
         # A single number on the CPU goes with arrays anywhere; the default device may be another.
-        return x.to(dtype) if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype, device="cpu")
+        make = partial(torch.full, ()) if isinstance(x, float | int) else torch.tensor
+        return make(x, dtype=dtype, device="cpu")
 
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)

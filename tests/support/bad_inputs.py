@@ -395,7 +395,7 @@ BAD: dict[str, Call] = {
     "chunked by a negative size": lambda gt, a: gt.chunked(lambda x: x, -3),
     "chunked by a boolean size": lambda gt, a: gt.chunked(lambda x: x, True),
     "chunked of an array": lambda gt, a: gt.chunked(a(V), 2),
-    "chunked, keep_graphs None": lambda gt, a: gt.chunked(lambda x: x, 1, keep_graphs=None),
+    "chunked, keep_graphs a half": lambda gt, a: gt.chunked(lambda x: x, 1, keep_graphs=0.5),
     "chunked, a budget of a float": lambda gt, a: gt.chunked(lambda x: x, 1, memory_budget=1e3),
     "chunked, in_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=None)(a(V)),
     "chunked, in_axes a string": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes="rows")(a(V)),

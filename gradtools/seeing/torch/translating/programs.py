@@ -145,7 +145,17 @@ class _Reading(TorchFunctionMode):
         self.origins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def read(self, x: Any) -> Any:
-        """What stands for x."""
+        """What stands for x, or for what is in it."""
+        kind = type(x)
+        if kind in (tuple, list):
+            return kind([*map(self.read, x)])
+        if kind is dict:
+            return {k: self.read(v) for k, v in x.items()}
+        if kind in (int, float, bool, str, type(None), Tensor, torch.nn.Parameter, torch.dtype):
+            return self._of_leaf(x)
+        return pytree.tree_map(self._of_leaf, x)
+
+    def _of_leaf(self, x: Any) -> Any:
         if isinstance(x, torch.dtype):
             return _DOUBLE.get(x, x) if self.wide else x
         if not isinstance(x, Tensor):
@@ -169,12 +179,11 @@ class _Reading(TorchFunctionMode):
         if func in _ASKS:
             return func(*args, **(kwargs or {}))
         func = _WIDER.get(func, func) if self.wide else func
-        args, kwargs = pytree.tree_map(self.read, (tuple(args), kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*map(self.read, args), **self.read(kwargs or {}))
 
     def around(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """A function with a rule of its own."""
-        return apply(*pytree.tree_map(self.read, tuple(args)), **kwargs)
+        return apply(*map(self.read, args), **kwargs)
 
 
 _here = threading.local()

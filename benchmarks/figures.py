@@ -59,8 +59,8 @@ def table(page: Path) -> str:
 
 
 def _of_steps() -> str:
-    """The rows of steps.md, with the figures before the work on speed, and what is over its goal."""
-    found = rows("steps.md", under="# Steps")
+    """The rows of steps.md, with the figures before the work on speed."""
+    found = [row for row in rows("steps.md", under="# Steps") if row["work"] != "---"]
     over = [r for r in found if r["goal"] and float(r["now"]) > float(r["goal"])]
     counted = [r for r in found if r["goal"]]
     lines = [

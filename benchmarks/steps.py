@@ -30,6 +30,35 @@ import torch
 from steps_rows import RUNS, Row, Run, seconds
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "steps.md"
+FLOORS = {  # what ours does besides, by how a row begins
+    "`value_and_grad(module)`": "a copy of each module with tensors, so that threads may share it; "
+    "two aliases of each parameter; one of each gradient, which is differentiable again",
+    "the same by `make_functional`": "a copy of each module, an alias of each parameter",
+    "`minimax": "as `value_and_grad(module)`, of both players",
+    "microbatched": "as `value_and_grad(module)` for each chunk; sums beside `.grad`, made after "
+    "each backward pass",
+    "`GradientAccumulator`": "as by `make_functional` for each chunk; sums beside `.grad`, made "
+    "after each backward pass",
+    "`chunked`": "random streams, buffers and attributes are noted and put back, the leaves of "
+    "each chunk are found, and results compared",
+    "the same, 16 chunks": "as above; what is done once for all chunks",
+    "200 `straight": "a rule for both modes and all orders, on checked structures",
+    "200 `clip_gradient` by norm": "a norm that cannot overflow, NaN and zero kept, 16 bits "
+    "widened; a rule under every transform",
+    "200 `clip_gradient` by value": "the bound as an array; a rule under every transform",
+    "`vmap(grad)`": "the batch's rule is made of one example's, and checked to be linear",
+    "`host_function` in compiled": "an operator that has derivatives of any order and a vmap",
+    "8 Hessian products": "one more backward pass, which transposes the gradient",
+    "`hvp` of a module": "as `value_and_grad(module)`",
+    "a Gauss-Newton": "f is evaluated for each of the two maps",
+    "`mixed_partial`": "a dual number carries one tangent, so G runs once, with its tangent, for "
+    "each direction; no graph of G is kept",
+    "`laplacian`": "a first and a second coefficient of each value for each direction",
+    "u_xxxx": "five coefficients of each value",
+    "JAX: trace": "the rule is traced to be checked, and its maps for every order",
+    "eager JAX": "each rule's maps are traced and compiled on their own",
+    "JAX: `chunked`": "the scan, traced by `jax.checkpoint`",
+}
 
 
 def main() -> None:
@@ -71,15 +100,14 @@ def _line(row: Row, figure: float) -> str:
 
 
 def _floor(row: Row) -> str:
-    cells = [_counted(run) for run in (row.ours, row.theirs)]
-    both = [", ".join(pair) for pair in zip(*cells, strict=True)]
-    return f"| {row.work} | {' | '.join(both)} | {row.floor} |"
+    cells = [_counted(run) for run in (row.ours, row.theirs)] if row.theirs else [("", "")]
+    both = [", ".join(filter(None, pair)) for pair in zip(*cells, strict=True)]
+    floor = next((text for start, text in FLOORS.items() if row.work.startswith(start)), "")
+    return f"| {row.work} | {' | '.join(both)} | {floor} |"
 
 
-def _counted(run: Run | None) -> tuple[str, str]:
+def _counted(run: Run) -> tuple[str, str]:
     """How many operations of PyTorch and Python calls one run takes."""
-    if run is None:
-        return "", ""
     run()
     with torch.autograd.profiler.profile() as profile:
         run()

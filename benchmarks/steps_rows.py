@@ -25,7 +25,6 @@ class Row:
         ours: Runs it; gives the figure itself where there is no peer's.
         theirs: Runs the peer's.
         count: How many times each is run.
-        floor: What ours does besides, where it cannot reach the goal.
     """
 
     work: str
@@ -35,7 +34,6 @@ class Row:
     ours: Run
     theirs: Run | None = None
     count: int = RUNS
-    floor: str = ""
 
     def figure(self) -> Figure:
         """Processor time over the peer's, or what `ours` gives."""

@@ -55,6 +55,10 @@ FLOORS = {  # what ours does besides, by how a row begins
     "each direction; no graph of G is kept",
     "`laplacian`": "a first and a second coefficient of each value for each direction",
     "u_xxxx": "five coefficients of each value",
+    "forward Jacobian": "arguments and outputs are checked",
+    "per-example": "the gradients of 64 examples are computed and held; norms alone need none",
+    "`formula`": "the formula is computed at random numbers before it is shown",
+    "`measure`": "f runs 28 times, to be counted and to be timed",
     "JAX: trace": "the rule is traced to be checked, and its maps for every order",
     "eager JAX": "each rule's maps are traced and compiled on their own",
     "JAX: `chunked`": "the scan, traced by `jax.checkpoint`",
@@ -129,7 +133,7 @@ def _counted(run: Run) -> tuple[str, str]:
 
 def _growth() -> Iterator[str]:
     for name, of, sizes in steps_torch.growth():
-        each = [1e6 * seconds(of(n), count=5)[0] / n for n in sizes]
+        each = [1e6 * seconds(of(n), count=5)[0] / count for n, count in sizes.items()]
         cells = [f"{n:,}: {t:.0f}" for n, t in zip(sizes, each, strict=True)]
         yield f"| {name} | {' | '.join(cells)} |"
 

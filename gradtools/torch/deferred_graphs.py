@@ -93,7 +93,8 @@ class DeferredGraph:
         if self.start is None:
             self.start = started(self.parameters)
         if module.training and id(module) not in self.saved_buffers:
-            self.saved_buffers[id(module)] = {name: b.detach().clone() for name, b in own.items()}
+            clones = upstream.clone_each([b.detach() for b in own.values()])
+            self.saved_buffers[id(module)] = dict(zip(own, clones, strict=True))
         return own
 
     def note(self, output: Any) -> None:
